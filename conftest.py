@@ -1,0 +1,1 @@
+"""The course's own taste; everything that works belongs to the plugin."""

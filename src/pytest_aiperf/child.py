@@ -1,0 +1,448 @@
+"""One supervised process per claim: it ends within its deadline and leaves nothing behind.
+
+    pytest or xdist worker --fork--> keeper --fork--> the claim --> whatever the claim starts
+
+The keeper waits, runs no user code, and adopts every process that the claim orphans, daemons
+included. When the claim has ended, or the pytest process has let go of the keeper (by an
+exception, or because it was killed), the keeper kills and reaps all that descends from it. So
+nothing outlives a claim, and no process that is not of this claim is ever touched.
+
+What a claim writes to stdout and stderr goes where the pytest process's own output goes, without
+a cap: the only limit the kernel offers (RLIMIT_FSIZE) would cap result files too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+
+from .errors import Misuse
+
+if TYPE_CHECKING:
+    import ctypes
+
+Message = dict[str, Any]
+Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
+
+LIMIT: Final = 64 * 2**20
+"""Bytes of the longest message a claim may send."""
+
+TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
+"""Kinds of messages that are handed on when they come, and not kept."""
+
+PATIENCE: Final = 10.0
+"""Seconds that a process may take to die of SIGKILL before it counts as stuck in the kernel."""
+
+_REPORT: Final = struct.Struct("=iqq")  # wait status, peak RSS in KiB, leftovers
+_TERMINATE: Final = b"T"
+_KILL: Final = b"K"
+_ANSWERED: Final = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+class Channel:
+    """The claim's private line to the pytest process: one JSON object a line."""
+
+    __slots__ = ("_fd", "_lock", "_pid")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def send(self, kind: str, **payload: object) -> None:
+        """Send one message of plain builtins, whole.
+
+        ``waiting`` pauses the claim's deadline (it waits for others), ``working`` resumes it.
+        """
+        if os.getpid() != self._pid:
+            raise Misuse(f"a process that the claim forked sent {kind!r}: only the claim reports")
+        line = json.dumps({"kind": kind, **payload}).encode() + b"\n"
+        if len(line) > LIMIT:
+            raise Misuse(f"a message {kind!r} of {len(line)} bytes: at most {LIMIT}, send less")
+        rest = memoryview(line)
+        with self._lock:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a claim's process ended, and what it said before.
+
+    ``code`` is the exit status, or the signal's number where a signal ended it. ``leftovers``
+    counts the processes that outlived the claim and were killed. ``interrupted``: the keeper was
+    killed from outside. ``stuck``: even SIGKILL did not end it, so its GPU is not to be trusted.
+    """
+
+    messages: tuple[Message, ...]
+    status: Status
+    code: int
+    seconds: float
+    peak_rss_bytes: int
+    deadline: float
+    leftovers: int = 0
+
+
+def supervise(
+    work: Callable[[Channel], None],
+    *,
+    deadline: float,
+    on_message: Callable[[Message], None],
+    grace: float = 2.0,
+) -> Ended:
+    """Run ``work`` in a process of its own, and return when nothing of it is left.
+
+    The deadline counts only time in which the claim is at work; once it is exceeded the claim's
+    process group gets SIGTERM, and SIGKILL ``grace`` seconds later. An exception that escapes
+    ``work`` comes back as a message ``crash`` with its traceback as ``text``. Whatever is raised
+    here meanwhile, by ``on_message`` too, kills the claim and goes on to the caller.
+    Call it from a process that has not initialised CUDA.
+    """
+    _libc()  # before the fork: the child must not depend on import locks of other threads
+    _flush()  # else the child, which flushes when it ends, would write the same text again
+    control, theirs = socket.socketpair()
+    inlet, outlet = os.pipe()
+    inbox = _Inbox(inlet)
+    keeper = -1
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+    try:
+        try:
+            keeper = _fork()
+            if keeper == 0:
+                control.close()  # so that the keeper sees it end with our process
+                _keep(work, theirs, outlet, mask)
+        finally:
+            theirs.close()
+            os.close(outlet)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return _watch(control, inbox, on_message, _Deadline(deadline, grace))
+    finally:
+        control.close()
+        inbox.close()
+        if keeper > 0:
+            _reap(keeper)
+
+
+def describe(ended: Ended) -> str:
+    """Say in one sentence how a claim ended that sent no result."""
+    after = f"after {ended.seconds:.1f} s"
+    for message in ended.messages:
+        if message["kind"] == "crash":
+            last = str(message.get("text")).strip().rpartition("\n")[2]
+            return f"crashed {after}: {last}"
+    killed = f"killed by {_signal_name(ended.code)} {after}"
+    if ended.code == signal.SIGKILL:
+        gib = ended.peak_rss_bytes / 2**30
+        killed = f"killed by SIGKILL {after}: out of host memory? peak RSS {gib:.1f} GiB"
+    sentences: dict[Status, str] = {
+        "exited": f"ended with exit code {ended.code} without a result "
+        "(os._exit or sys.exit in the claim?)",
+        "signalled": killed,
+        "timeout": f"exceeded its deadline of {ended.deadline:g} s "
+        "(a kernel that never ends, or raise aiperf_deadline)",
+        "interrupted": f"lost {after}: the process that keeps it was killed from outside",
+        "stuck": f"did not die of SIGKILL within {PATIENCE:g} s (stuck in a driver?): "
+        "look at its GPU before using it again",
+    }
+    return sentences[ended.status]
+
+
+def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Have the kernel send this process a signal when its parent ends.
+
+    Give ``parent``, the pid that the parent has or had, where it may have ended already. The
+    kernel takes the *thread* that started this process for its parent.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+# In the pytest process
+
+
+class _Deadline:
+    """What is left of a claim's time at work, and what is ordered when nothing is."""
+
+    def __init__(self, seconds: float, grace: float) -> None:
+        self.seconds = seconds
+        self.exceeded = False
+        self.stuck = False
+        self._due: float | None = time.monotonic() + seconds
+        self._paused_with = 0.0
+        self._orders = [(_TERMINATE, grace), (_KILL, PATIENCE)]
+
+    def heed(self, kind: str) -> None:
+        if kind == "waiting" and self._due is not None and not self.exceeded:
+            self._paused_with, self._due = self._due - time.monotonic(), None
+        elif kind == "working" and self._due is None:
+            self._due = time.monotonic() + self._paused_with
+
+    def left(self) -> float | None:
+        return None if self._due is None else max(0.0, self._due - time.monotonic())
+
+    def order(self) -> bytes:
+        self.exceeded = True
+        self.stuck = not self._orders
+        order, patience = self._orders.pop(0) if self._orders else (b"", 0.0)
+        self._due = time.monotonic() + patience
+        return order
+
+
+class _Inbox:
+    """The other end of a claim's channel; closed once nothing more can come."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115  a pipe, closed by close()
+        self._torn = bytearray()
+        self.close = self._file.close
+
+    def fds(self) -> list[int]:
+        return [] if self._file.closed else [self._file.fileno()]
+
+    def read(self) -> Iterator[Message]:
+        data = self._file.read(2**20)
+        if not data:
+            self.close()
+            return
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            whole = bytes(self._torn) + line
+            self._torn.clear()
+            yield _message(whole) or self._refuse(whole)
+        self._torn += rest
+        if len(self._torn) > LIMIT:
+            yield self._refuse(bytes(self._torn))
+
+    def drain(self) -> Iterator[Message]:
+        """Give what is left, without waiting: a stuck claim may still hold its end."""
+        for fd in self.fds():
+            os.set_blocking(fd, False)
+        while self.fds():
+            yield from self.read()
+
+    def _refuse(self, line: bytes) -> Message:
+        self.close()
+        text = f"the claim wrote on its private channel: {line[:80]!r} is no message"
+        return {"kind": "crash", "text": text}
+
+
+def _message(line: bytes) -> Message | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    valid = isinstance(message, dict) and isinstance(message.get("kind"), str)
+    return message if valid else None
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of forking with threads (execnet's receiver, a thread pool):
+        # a lock that another thread holds stays locked in the child. What runs there takes none
+        # of theirs, and a claim that hangs in one after all meets its deadline.
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def _watch(
+    control: socket.socket,
+    inbox: _Inbox,
+    on_message: Callable[[Message], None],
+    clock: _Deadline,
+) -> Ended:
+    """Hand messages on and give the keeper its orders until it reports."""
+    started = time.monotonic()
+    kept: list[Message] = []
+
+    def take(messages: Iterator[Message]) -> None:
+        for message in messages:
+            clock.heed(message["kind"])
+            if message["kind"] not in TRANSIENT:
+                kept.append(message)
+            on_message(message)
+
+    report: bytes | None = None
+    while report is None and not clock.stuck:
+        ready = _ready([control.fileno(), *inbox.fds()], clock.left())
+        if ready.intersection(inbox.fds()):
+            take(inbox.read())
+        if control.fileno() in ready:
+            report = control.recv(_REPORT.size)
+        elif clock.left() == 0:
+            with contextlib.suppress(OSError):  # a keeper that is gone shows in `ready`
+                control.send(clock.order())
+    take(inbox.drain())
+
+    seconds = time.monotonic() - started
+    if not report:
+        status: Status = "stuck" if clock.stuck else "interrupted"
+        return Ended(tuple(kept), status, signal.SIGKILL, seconds, 0, clock.seconds)
+    wait_status, rss_kib, leftovers = _REPORT.unpack(report)
+    code = os.waitstatus_to_exitcode(wait_status)
+    status = "timeout" if clock.exceeded else "signalled" if code < 0 else "exited"
+    return Ended(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds, leftovers)
+
+
+def _reap(keeper: int) -> None:
+    """Wait for the keeper; one that cannot finish is killed, and its claim dies with it."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
+        pidfd = os.pidfd_open(keeper)
+        try:
+            if not _ready([pidfd], PATIENCE):
+                os.kill(keeper, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+        os.waitpid(keeper, 0)
+
+
+# In the keeper
+
+
+def _keep(
+    work: Callable[[Channel], None], control: socket.socket, outlet: int, mask: Collection[int]
+) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        for signum in _ANSWERED:
+            signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is for the pytest process to decide
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.setsid()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        gc.freeze()  # no collector here may finalise the pytest process's objects, or copy them
+        keeper = os.getpid()
+        claim = os.fork()
+        if claim == 0:
+            control.close()
+            _run(work, outlet, keeper)
+        _close_all_but(control.fileno())
+        pidfd = os.pidfd_open(claim)
+        while pidfd not in (ready := _ready([pidfd, control.fileno()], None)):
+            if control.fileno() in ready and control.recv(1) != _TERMINATE:
+                break  # told to kill, or let go of
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(claim, signal.SIGTERM)
+        control.send(_bury(claim))
+    finally:
+        os._exit(0)
+
+
+def _bury(claim: int) -> bytes:
+    """Kill and reap everything that descends from this process, and report on the claim."""
+    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        os.killpg(claim, signal.SIGKILL)
+    os.kill(claim, signal.SIGKILL)
+    _, status, usage = os.wait4(claim, 0)
+    leftovers = 0
+    with contextlib.suppress(ChildProcessError):  # none left
+        while True:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                for child in _children():
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(child, signal.SIGKILL)
+                _, how = os.waitpid(-1, 0)  # whose own children are ours from now on
+            leftovers += os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGKILL
+    return _REPORT.pack(status, usage.ru_maxrss, leftovers)
+
+
+def _children() -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            after_name = (process / "stat").read_bytes().rpartition(b")")[2]
+            if int(after_name.split()[1]) == os.getpid():
+                found.append(int(process.name))
+    return found
+
+
+def _close_all_but(kept: int) -> None:
+    """Let go of the pytest process's files: who reads its output must see it end."""
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if fd != kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+# In the claim's process
+
+
+def _run(work: Callable[[Channel], None], outlet: int, keeper: int) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        arm_parent_death(signal.SIGKILL, keeper)
+        channel = Channel(outlet)
+        try:
+            work(channel)
+            code = 0
+        except SystemExit as leaving:  # as the interpreter does it
+            said = leaving.code
+            code = said & 0xFF if isinstance(said, int) else int(said is not None)
+        except BaseException:  # noqa: BLE001  nothing may return into pytest's main loop
+            channel.send("crash", text=traceback.format_exc())
+        _flush()
+    finally:
+        os._exit(code)
+
+
+# On both sides of a fork
+
+
+def _ready(fds: list[int], seconds: float | None) -> set[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if seconds is None else math.ceil(seconds * 1000))}
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+    _libc().fflush(None)  # what a kernel or an extension printed
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int) -> None:
+    import ctypes
+
+    if _libc().prctl(option, ctypes.c_ulong(argument), *[ctypes.c_ulong(0)] * 3) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl {option}: {os.strerror(errno)}")
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        name = signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+    return f"{name} ({(signal.strsignal(signum) or name).lower()})"

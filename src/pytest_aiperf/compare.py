@@ -1,0 +1,179 @@
+"""One claim, whole: what it says, how it is measured under a lease, what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from . import agree, guards, judge, stats
+from .clock import Clock
+from .errors import AiperfError, Disagreement, InvalidMeasurement, Misuse, Unproven
+from .lease import Lease
+from .model import (
+    Against,
+    Bench,
+    Error,
+    Expectation,
+    KernelRecord,
+    Metric,
+    Outcome,
+    Prepared,
+    Result,
+    Work,
+)
+from .trial import Arm, Claim, Plan, Say, Trial, speedup
+
+
+def claim_of(
+    *,
+    baseline: Arm,
+    optimized: Arm,
+    inputs: Callable[[Bench], object],
+    reference: Callable[..., object],
+    work: Callable[..., Work] | None,
+    library: Arm | None,
+    metric: str | Sequence[str],
+    against: str,
+    cache: str,
+    precision: str | None,
+) -> Claim:
+    """Check the words of a claim; raise Misuse with the known ones."""
+    arms = {"baseline": baseline, "optimized": optimized, "library": library}
+    arms = {name: arm for name, arm in arms.items() if arm is not None}
+    for name, value in {**arms, "inputs": inputs, "reference": reference}.items():
+        if not callable(value) and not isinstance(value, Prepared):
+            raise Misuse(f"compare({name}=...) needs a callable, not {value!r}")
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    for word, kind, given in (
+        *(("metric", Metric, m) for m in metrics),
+        ("against", Against, against),
+    ):
+        if given not in list(kind):
+            raise Misuse(f"compare({word}={given!r}): known are {', '.join(kind)}")
+    if cache not in ("cold", "warm"):
+        raise Misuse(f"compare(cache={cache!r}): known are cold, warm")
+    return Claim(
+        cast("Mapping[str, Arm]", arms),
+        inputs,
+        reference,
+        work,
+        tuple(Metric(m) for m in metrics),
+        Against(against),
+        cache,
+        precision,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Where a claim stands in the session; the fixture binds it."""
+
+    blank: Result
+    clock: Clock
+    lease: Lease
+    plan: Plan
+    say: Say
+    floor: Callable[[Clock], float]
+    expected: Callable[[str], Expectation]
+    code: Callable[[], str]
+    kernels: Callable[[], tuple[KernelRecord, ...]]
+
+
+def check(claim: Claim, clock: Clock, seed: int, say: Say) -> tuple[Error, ...]:
+    """Agreement at small sizes; nothing is timed."""
+    return Trial(claim, clock, seed, full=False, say=say).agreement()
+
+
+def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
+    """Measure a claim and judge it: its record, and what is to be raised of it."""
+    started = time.monotonic()
+    result = replace(
+        case.blank,
+        against=claim.against,
+        code=case.code(),
+        gpu=case.clock.gpu,
+        kernels=case.kernels(),
+    )
+    problem: AiperfError | None = None
+    try:
+        result = _measured(claim, case, result)
+    except Disagreement as why:
+        result, problem = replace(result, outcome=Outcome.FAILED, message=str(why)), why
+    except InvalidMeasurement as why:
+        result, problem = replace(result, outcome=Outcome.INVALID, message=str(why)), why
+    except AiperfError as why:
+        result, problem = replace(result, outcome=Outcome.ERROR, message=str(why)), why
+    else:
+        result = _judged(result, case)
+        if result.outcome is not Outcome.PASSED:
+            problem = Unproven(result.message)
+    return replace(result, seconds=time.monotonic() - started), problem
+
+
+def _measured(claim: Claim, case: Case, result: Result) -> Result:
+    trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
+    with case.lease.prepare():
+        args = trial.make(result.seed)
+        work = claim.work(*args) if claim.work else None
+        del args
+        agreement = trial.agreement()
+    timings = []
+    for metric in claim.metrics:
+        alone = case.lease.time_host if metric is Metric.WALL else case.lease.time_device
+        with alone():
+            floor = case.floor(case.clock)
+            timings.append(trial.measure(metric, case.plan))
+    timing = timings[0]
+    result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
+    _hold_physics(claim, result)
+    return replace(
+        result,
+        floor=floor if timing.metric in (Metric.DEVICE, Metric.WALL) else 0.0,
+        speedup=speedup(timing),
+        library=speedup(timing, of="library") if "library" in claim.arms else None,
+    )
+
+
+def _hold_physics(claim: Claim, result: Result) -> None:
+    timing = result.timing
+    if timing is None or timing.metric is not Metric.DEVICE or result.work is None:
+        return
+    traffic, flops = guards.PEAKS.get(result.key, (None, None))
+    for arm in claim.arms:
+        seconds = stats.typical(timing.replicates, arm)
+        cold = traffic if timing.cache == "cold" else None
+        broken = guards.faster_than_physics(seconds, result.work, cold, flops)
+        if broken:
+            raise InvalidMeasurement(f"{arm}: {broken}")
+
+
+def _judged(result: Result, case: Case) -> Result:
+    assert result.speedup is not None
+    expectation = case.expected(result.code)
+    held = judge.judge(
+        result.speedup,
+        result.floor,
+        expectation,
+        library=result.library,
+        compare_recorded=not result.host,
+    )
+    return replace(
+        result,
+        expectation=expectation,
+        verdict=judge.verdict(result.speedup, result.floor),
+        outcome=Outcome.PASSED if held.holds else Outcome.FAILED,
+        message="; ".join((held.why, *held.notes)),
+    )
+
+
+def noise_floor(clock: Clock, seed: int, plan: Plan, say: Say) -> float:
+    """Compare an arm with itself: half the noise of this session is at least this large."""
+    inputs, arm = clock.identity()
+    claim = Claim({"baseline": arm, "optimized": arm}, inputs, arm)
+    metric = Metric.WALL if clock.gpu is None else Metric.DEVICE
+    trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
+    trial.contract = agree.learn(arm, lambda: trial.make(seed))
+    ratio = speedup(trial.measure(metric, replace(plan, most=plan.least)))
+    return max(ratio.high, 1 / ratio.low) - 1

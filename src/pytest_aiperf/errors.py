@@ -1,0 +1,45 @@
+"""The error tree; every message says what, where and what to do.
+
+    AiperfError
+    |-- Misuse               a claim, a flag or a file is written wrong
+    |-- BuildError           nvcc refused a source, or is missing
+    |-- LaunchError          a kernel launch reported a CUDA error
+    |-- InvalidMeasurement   a guard says that these figures mean nothing
+    |-- CannotCapture        this call cannot be captured in a CUDA graph
+    `-- Disagreement         an arm's result is wrong            (also an AssertionError)
+        Unproven             the verdict does not hold the claim (also an AssertionError)
+"""
+
+from __future__ import annotations
+
+
+class AiperfError(Exception):
+    """Anything this plugin refuses."""
+
+
+class Misuse(AiperfError):
+    """A claim, a flag or a file is written wrong."""
+
+
+class BuildError(AiperfError):
+    """nvcc refused a source, or is missing."""
+
+
+class LaunchError(AiperfError):
+    """A kernel launch reported a CUDA error."""
+
+
+class InvalidMeasurement(AiperfError):
+    """A guard says that these figures mean nothing."""
+
+
+class CannotCapture(AiperfError):
+    """This call cannot be captured in a CUDA graph."""
+
+
+class Disagreement(AiperfError, AssertionError):
+    """An arm's result is wrong."""
+
+
+class Unproven(AiperfError, AssertionError):
+    """The verdict does not hold the claim."""

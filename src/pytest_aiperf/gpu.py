@@ -1,0 +1,166 @@
+"""What the GPUs of this machine are and feel, asked of NVML so that CUDA stays uninitialised."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+from .errors import Misuse
+from .model import Gpu, Senses
+
+T = TypeVar("T")
+
+ARCHS: Final = MappingProxyType(
+    {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
+)
+"""What nvcc calls an architecture whose own instructions kernels may use."""
+
+_NOBODY = ("-1", "NoDevFiles")  # CUDA sees nothing from here on; the second is Slurm's word for it
+_FEW_CORES = ("sm60", "sm70", "sm72", "sm75", "sm80")
+_POLICIES = ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
+_NO_KEY = re.compile(r"nvidia|tesla|geforce|gpu|sxm\d*|hbm\w*|\d+gb|edition|generation")
+
+
+def nvcc_arch(arch: str) -> str:
+    """Name an architecture as nvcc does: ``sm90`` is ``sm_90a``, ``sm80`` is ``sm_80``."""
+    return ARCHS.get(arch) or arch.replace("sm", "sm_", 1)
+
+
+def key(name: str) -> str:
+    """Shorten a product name to what expectations call it: ``NVIDIA H200`` is ``h200``.
+
+    Words that do not change the speed (memory size, socket) go; those that do (PCIe, NVL, Laptop)
+    stay.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "".join(w for w in words if w and not _NO_KEY.fullmatch(w)) or "gpu"
+
+
+def visible(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """List the GPUs that CUDA may use here, in the order of ``CUDA_VISIBLE_DEVICES``.
+
+    Indices count in PCI order, as nvidia-smi's do. Without a driver there are none.
+    """
+    nvml = _nvml()
+    if nvml is None:
+        return []
+    every = range(nvml.nvmlDeviceGetCount())
+    handles = [h for i in every if (h := _read(nvml, nvml.nvmlDeviceGetHandleByIndex, i))]
+    known = {str(nvml.nvmlDeviceGetUUID(h)): h for h in handles}
+    return [
+        _describe(nvml, known[uuid], uuid)
+        for uuid in _chosen(environ.get("CUDA_VISIBLE_DEVICES"), list(known))
+    ]
+
+
+def absence(environ: Mapping[str, str] = os.environ) -> str:
+    """Say why :func:`visible` lists nothing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = int(pynvml.nvmlDeviceGetCount())
+    except ImportError:
+        return "nvidia-ml-py is not installed"
+    except pynvml.NVMLError as error:
+        return f"the NVIDIA driver does not answer ({error})"
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if count and chosen is not None:
+        return f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {count} of this machine"
+    return "the NVIDIA driver lists none"
+
+
+def sense(uuid: str) -> Senses:
+    """Read a GPU's clock, temperature, power, clock event reasons and violation counters (ns)."""
+    nvml = _nvml()
+    handle = nvml and _read(nvml, nvml.nvmlDeviceGetHandleByUUID, uuid)
+    if nvml is None or not handle:
+        return Senses()
+    milliwatts = _read(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    violations = {
+        policy: int(status.violationTime)
+        for number, policy in enumerate(_POLICIES)
+        if (status := _read(nvml, nvml.nvmlDeviceGetViolationStatus, handle, number))
+    }
+    return Senses(
+        sm_mhz=_read(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        temperature_c=_read(
+            nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
+        ),
+        power_w=None if milliwatts is None else milliwatts / 1000,
+        event_reasons=_read(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        violations=violations,
+    )
+
+
+def compute_processes(uuid: str) -> list[int]:
+    """List the process ids that hold a CUDA context on a GPU, as far as this machine sees them."""
+    nvml = _nvml()
+    handle = nvml and _read(nvml, nvml.nvmlDeviceGetHandleByUUID, uuid)
+    if nvml is None or not handle:
+        return []
+    running = _read(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    return sorted(int(process.pid) for process in running or ())
+
+
+def _nvml() -> Any:
+    # no state of ours: NVML counts its initialisations, and a forked process simply adds one
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _read(nvml: Any, ask: Callable[..., T], *about: object) -> T | None:
+    # a board, a driver or a virtual machine may refuse any single figure
+    try:
+        return ask(*about)
+    except nvml.NVMLError:
+        return None
+
+
+def _describe(nvml: Any, handle: Any, uuid: str) -> Gpu:
+    name = str(nvml.nvmlDeviceGetName(handle))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    arch = f"sm{major}{minor}"
+    cores = _read(nvml, nvml.nvmlDeviceGetNumGpuCores, handle) or 0
+    memory = _read(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    return Gpu(
+        name=name,
+        key=key(name),
+        uuid=uuid,
+        arch=arch,
+        sms=int(cores) // (64 if arch in _FEW_CORES else 128),
+        l2_bytes=0,  # NVML does not know it; the clock asks CUDA in the claim's process
+        memory_bytes=int(memory.total) if memory else 0,
+        driver=str(nvml.nvmlSystemGetDriverVersion()),
+    )
+
+
+def _chosen(spec: str | None, uuids: Sequence[str]) -> list[str]:
+    if spec is None or not uuids:
+        return list(uuids)
+    chosen: list[str] = []
+    for word in (w.strip() for w in spec.split(",")) if spec.strip() else ():
+        if word in _NOBODY:
+            break
+        if word.isascii() and word.isdecimal():
+            found = list(uuids[int(word) : int(word) + 1])
+        else:
+            found = [u for u in uuids if word.startswith("GPU-") and u.startswith(word)]
+        if len(found) != 1 or found[0] in chosen:
+            raise Misuse(
+                f"CUDA_VISIBLE_DEVICES={spec!r}: {word!r} does not name one more GPU; give each "
+                f"GPU once, as an index from 0 to {len(uuids) - 1} or as the start of one of "
+                + ", ".join(uuids)
+            )
+        chosen += found
+    return chosen

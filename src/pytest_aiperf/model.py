@@ -1,0 +1,378 @@
+"""The nouns of the house: frozen dataclasses that are the JSON schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Literal, TypeVar, Union
+
+SCHEMA: Final = 1
+"""Version of the result record and of expectations.yaml; a newer file is refused."""
+
+T = TypeVar("T")
+
+
+class Metric(StrEnum):
+    """What a claim claims."""
+
+    DEVICE = "device"
+    WALL = "wall"
+    MEMORY = "memory"
+    SCORE = "score"
+
+
+class Mode(StrEnum):
+    """How a block of calls is timed."""
+
+    GRAPH = "graph"
+    BACKLOG = "backlog"
+    PLAIN = "plain"
+    WALL = "wall"
+
+
+class Against(StrEnum):
+    """What the baseline is."""
+
+    IDIOMATIC = "idiomatic"
+    LIBRARY = "library"
+    PREVIOUS_RUNG = "previous rung"
+    NAIVE = "naive"
+
+
+class Verdict(StrEnum):
+    """What the interval of a comparison says."""
+
+    FASTER = "FASTER"
+    SLOWER = "SLOWER"
+    SAME = "SAME"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+class Outcome(StrEnum):
+    """How a claim ended; every collected claim ends in exactly one of these."""
+
+    PASSED = "PASSED"
+    FAILED = "FAILED"
+    INVALID = "INVALID"
+    ERROR = "ERROR"
+    SKIPPED = "SKIPPED"
+    NOT_RUN = "NOT_RUN"
+
+
+ARMS: Final = ("baseline", "optimized", "library")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call moves and computes: turns a time into a rate.
+
+    ``bytes`` counts compulsory traffic (each input read once, each output written once),
+    ``flops`` floating-point operations, ``dtype`` the arithmetic ("fp32", "bf16", ...).
+    """
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A figure that an arm returns where time is not the point, with its unit."""
+
+    value: float
+    unit: str
+    better: Literal["higher", "lower"] = "higher"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What an inputs function may know: where to allocate, which seed, full size or check size."""
+
+    device: str
+    seed: int
+    full: bool
+
+    def size(self, full: int, *, check: int) -> int:
+        """Return ``full`` when the claim is timed and ``check`` when it is only checked."""
+        return full if self.full else check
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a GPU is. Readable without initialising CUDA."""
+
+    name: str
+    key: str
+    uuid: str
+    arch: str
+    sms: int
+    l2_bytes: int
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure between its confidence limits."""
+
+    low: float
+    value: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Senses:
+    """What the machine says of itself at one moment; a figure it cannot read is None."""
+
+    sm_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    event_reasons: int | None = None
+    violations: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One mirrored order of blocks: each arm's blocks in the order in which they ran.
+
+    ``seconds`` maps an arm to the seconds of one call in each of its blocks (in score and
+    memory metrics, to the figure of each block).
+    """
+
+    order: str
+    seconds: Mapping[str, tuple[float, ...]]
+    sm_mhz: int | None = None
+    event_reasons: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Fresh allocations and a fresh seed: the unit of inference."""
+
+    seed: int
+    rounds: tuple[Round, ...]
+    redone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How far one arm's result is from the oracle at its worst element."""
+
+    arm: str
+    output: str
+    index: tuple[int, ...]
+    got: float
+    want: float
+    error: float
+    allowed: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """What the compiler said of one kernel in one build."""
+
+    source: str
+    arch: str
+    function: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Everything measured for one comparison, raw."""
+
+    metric: Metric
+    mode: Mode
+    calls: int
+    cache: str
+    sets: int
+    replicates: tuple[Replicate, ...]
+    unit: str = "s"
+    better: Literal["higher", "lower"] = "lower"
+    stopped: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Require:
+    """What a human asks of a claim everywhere: the tool never writes it."""
+
+    speedup: float | None = None
+    library: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What was measured of a claim on one kind of GPU."""
+
+    speedup: tuple[float, float, float]
+    runs: int
+    code: str
+    stack: str
+    recorded: str
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What expectations.yaml says of a claim on this GPU; ``stale`` when the code changed since."""
+
+    require: Require = field(default_factory=Require)
+    recorded: Recorded | None = None
+    key: str | None = None
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One claim's record."""
+
+    claim: str
+    nodeid: str
+    title: str
+    outcome: Outcome
+    key: str
+    run: str
+    started: str
+    seed: int
+    message: str = ""
+    host: bool = False
+    against: Against = Against.IDIOMATIC
+    verdict: Verdict | None = None
+    speedup: Interval | None = None
+    library: Interval | None = None
+    floor: float = 0.0
+    timing: Timing | None = None
+    also: tuple[Timing, ...] = ()
+    work: Work | None = None
+    agreement: tuple[Error, ...] = ()
+    kernels: tuple[KernelRecord, ...] = ()
+    expectation: Expectation | None = None
+    code: str = ""
+    gpu: Gpu | None = None
+    stack: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    attempts: int = 1
+    quick: bool = False
+    schema: int = SCHEMA
+
+
+class Prepared:
+    """An arm that sets up outside the clock; made by :func:`prepared`."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[..., Callable[..., object]]) -> None:
+        self.make = make
+
+
+def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
+    """Wrap an arm that must set up first (capture a graph, quantise weights, fill a cache).
+
+    ``make(*inputs)`` runs outside the clock for each input set and returns the callable that is
+    timed, called with the same inputs. Afterwards every input that is not :func:`static` is
+    overwritten in place with fresh values, so work done while preparing gives a wrong answer.
+    """
+    return Prepared(make)
+
+
+class Static:
+    """An input that preparation may consume; made by :func:`static`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def static(value: T) -> T:
+    """Mark an input (weights, tables) that an arm may consume while it prepares.
+
+    Arms receive the bare value; the harness does not overwrite it after preparation.
+    """
+    return typing.cast("T", Static(value))
+
+
+def to_json(value: object) -> Any:
+    """Turn a noun into plain builtins that strict JSON and execnet both accept."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(kind: type[T], value: object, where: str = "") -> T:
+    """Read a noun back, strictly; raise ValueError naming the field that does not fit."""
+    return typing.cast("T", _read(kind, value, where or kind.__name__))
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _read(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"{where}: a list is needed, not {value!r}")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_read(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(arguments):
+            raise ValueError(f"{where}: {len(arguments)} values are needed, not {len(value)}")
+        return tuple(
+            _read(a, v, f"{where}[{i}]")
+            for i, (a, v) in enumerate(zip(arguments, value, strict=True))
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: a mapping is needed, not {value!r}")
+        return {k: _read(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_noun(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(kind)
+            raise ValueError(f"{where}: {value!r} is none of {known}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: {kind.__name__} is needed, not {value!r}")
+    return value
+
+
+def _read_noun(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: a mapping is needed, not {value!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(map(str, value)) - set(hints))
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(unknown)} (known: {', '.join(hints)})")
+    for f in dataclasses.fields(kind):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in value:
+            raise ValueError(f"{where}: {f.name} is missing")
+    return kind(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})

@@ -1,0 +1,71 @@
+"""Numbers in, numbers out: checked against published tables and against simulation."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf import stats
+from pytest_aiperf.model import Interval
+
+
+def rounds(*pairs):
+    return SimpleNamespace(
+        rounds=[SimpleNamespace(seconds={"baseline": b, "optimized": o}) for b, o in pairs]
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "df", "table"), [(0.995, 7, 3.499), (0.995, 31, 2.744), (0.975, 1, 12.706)]
+)
+def test_t_quantile_matches_the_printed_table(p, df, table):
+    assert stats.t_quantile(p, df) == pytest.approx(table, abs=5e-4)
+
+
+def test_a_linear_drift_cancels_in_a_mirrored_round():
+    drift = [1.00, 1.01, 1.02, 1.03]  # baseline, optimized, optimized, baseline
+    blocks = SimpleNamespace(
+        seconds={"baseline": (2 * drift[0], 2 * drift[3]), "optimized": (drift[1], drift[2])}
+    )
+    assert stats.paired_log_ratio(blocks, "baseline", "optimized") == pytest.approx(
+        math.log(2), abs=2e-4
+    )
+
+
+def test_one_disturbed_round_does_not_move_a_replicate():
+    calm = ((2.0, 2.0), (1.0, 1.0))
+    hiccup = ((2.0, 2.0), (1.0, 9.0))
+    assert stats.log_ratio(rounds(calm, hiccup, calm), "baseline", "optimized") == pytest.approx(
+        math.log(2)
+    )
+
+
+def test_interval_covers_the_truth_in_99_of_100():
+    rng = random.Random(1)
+    hits = sum(
+        (i := stats.interval([rng.gauss(0.1, 0.01) for _ in range(8)])).low
+        <= math.exp(0.1)
+        <= i.high
+        for _ in range(2000)
+    )
+    assert 0.98 <= hits / 2000 <= 0.998
+
+
+def test_one_replicate_knows_nothing_of_its_spread():
+    assert stats.interval([0.5]).high == math.inf
+    assert stats.half_width(stats.interval([0.5])) == math.inf
+
+
+def test_figures_without_spread_give_no_width():
+    found = stats.interval([math.log(2)] * 3)
+    assert (found.low, found.high) == (pytest.approx(2), pytest.approx(2))
+
+
+def test_half_width_is_relative():
+    assert stats.half_width(Interval(1.98, 2.0, 2.02)) == pytest.approx(0.01, rel=0.01)
+
+
+def test_typical_is_the_median_over_all_blocks():
+    replicates = [rounds(((2.0, 2.2), (1.0, 1.0))), rounds(((2.1, 9.0), (1.0, 1.0)))]
+    assert stats.typical(replicates, "baseline") == pytest.approx(2.15)
