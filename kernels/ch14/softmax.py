@@ -40,7 +40,8 @@ def _resident(x, out, columns, ROW: tl.constexpr):
 
 def online(x):
     out = torch.empty_like(x)
-    _online[(x.shape[0],)](x, out, x.shape[1], TILE=4096, num_warps=8)
+    # 16 warps: four rows in flight an SM, few enough that the second sweep finds them in the cache
+    _online[(x.shape[0],)](x, out, x.shape[1], TILE=4096, num_warps=16)
     return out
 
 

@@ -2,7 +2,7 @@
 
 A token's keys and values depend only on the tokens before it, so prompts that begin alike share
 those of the common beginning. An array of them (``kv``) has the shape tokens x layers x (key,
-value) x width: a slice of the first axis belongs to a run of tokens.
+value) x width: a slice of its first axis belongs to a run of tokens.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import numpy as np
 Tokens = tuple[int, ...]
 
 
-def prefill(prompt: Tokens, embedding, layers, past):
-    """Compute what ``past`` lacks; return the last token's hidden state and the whole prompt's kv.
+def prefill(prompt: Tokens, embedding, layers, past=()):
+    """Compute the tokens beyond ``past`` (the kv of runs): their last hidden state and their kv.
 
-    ``layers`` holds the query, key, value and output matrices of each layer.
+    ``layers`` holds the query, key, value and output matrices of each layer. Attention reads the
+    cached runs where they are: joining them would copy the whole prompt's kv for each request.
     """
-    x = embedding[list(prompt[len(past) :])]
-    kv = np.empty((len(prompt), len(layers), 2, x.shape[1]), x.dtype)
-    kv[: len(past)] = past
-    visible = np.tri(len(x), len(prompt), len(past), dtype=bool)
+    known = sum(map(len, past))
+    x = embedding[list(prompt[known:])]
+    kv = np.empty((len(x), len(layers), 2, x.shape[1]), x.dtype)
+    runs = [*past, kv]
+    ends = np.cumsum([len(run) for run in runs])
+    later = np.triu(np.full((len(x), len(prompt)), -np.inf, x.dtype), known + 1)
     for layer, (query, key, value, output) in enumerate(layers):
-        kv[len(past) :, layer, 0] = x @ key
-        kv[len(past) :, layer, 1] = x @ value
-        scores = x @ query @ kv[:, layer, 0].T / x.shape[1] ** 0.5
-        scores = np.where(visible, scores, -np.inf)
+        kv[:, layer, 0] = x @ key
+        kv[:, layer, 1] = x @ value
+        asked = x @ query / x.shape[1] ** 0.5
+        scores = np.hstack([asked @ run[:, layer, 0].T for run in runs]) + later
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        x = x + weights @ kv[:, layer, 1] / weights.sum(1, keepdims=True) @ output
+        weights /= weights.sum(1, keepdims=True)
+        parts = zip(np.hsplit(weights, ends[:-1]), runs, strict=True)
+        x = x + sum(part @ run[:, layer, 1] for part, run in parts) @ output
     return x[-1], kv
 
 
 def serve(prompts, embedding, layers, cache):
-    """The last hidden state of each prompt, prompts in order; at least one token is computed."""
+    """Return the last hidden state of each prompt; its last token is never cached, for that."""
     answers = []
     for prompt in map(tuple, prompts.tolist()):
-        known = cache.match(prompt)[: len(prompt) - 1]
-        answer, kv = prefill(prompt, embedding, layers, known)
-        cache.insert(prompt, kv)
+        answer, kv = prefill(prompt, embedding, layers, cache.match(prompt[:-1]))
+        cache.insert(prompt[:-1], kv[:-1])
         answers.append(answer)
     return np.stack(answers)
-
-
-NOTHING = np.empty((0, 1, 1, 1), np.float32)
 
 
 class ExactCache:
@@ -54,10 +55,10 @@ class ExactCache:
         self.served = {}
 
     def match(self, prompt: Tokens):
-        return self.served.get(prompt, NOTHING)
+        return [self.served[prompt]] if prompt in self.served else []
 
     def insert(self, prompt: Tokens, kv):
-        self.served[prompt] = kv
+        self.served.setdefault(prompt, kv)
 
 
 @dataclass(slots=True)
@@ -73,24 +74,24 @@ class RadixCache:
     """A tree of runs: what several prompts begin with is one path, and is stored once."""
 
     def __init__(self):
-        self.root = Node((), NOTHING)
+        self.root = Node((), np.empty(0))
 
     def match(self, prompt: Tokens):
-        """Return the kv of the longest beginning that any prompt so far shared."""
-        parts = [node.kv[:shared] for node, shared in self._path(prompt)]
-        return np.concatenate(parts) if parts else NOTHING
+        """Return the kv of each run of the longest beginning that an earlier prompt shares."""
+        return [node.kv[:shared] for node, shared in self._path(prompt)]
 
     def insert(self, prompt: Tokens, kv):
-        node, done = self.root, 0
+        """Add what ``match`` did not know: ``kv`` belongs to the end of the prompt."""
+        node = self.root
         for child, shared in self._path(prompt):
-            node, done = child, done + shared
+            node = child
             if shared < len(child.tokens):  # the prompt leaves in the middle of a run: cut it there
                 rest = Node(child.tokens[shared:], child.kv[shared:], child.children)
                 child.tokens, child.kv = child.tokens[:shared], child.kv[:shared]
                 child.children = {rest.tokens[0]: rest}
-        if done < len(prompt):
-            # a copy, for a slice would keep the kv of the whole prompt alive
-            node.children[prompt[done]] = Node(prompt[done:], kv[done:].copy())
+        if len(kv):
+            new = prompt[len(prompt) - len(kv) :]
+            node.children[new[0]] = Node(new, kv)
 
     def _path(self, prompt: Tokens) -> list[tuple[Node, int]]:
         """The nodes along the prompt, each with how many of its tokens the prompt shares."""

@@ -14,6 +14,7 @@ a cap: the only limit the kernel offers (RLIMIT_FSIZE) would cap result files to
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -233,13 +234,6 @@ class _Inbox:
         if len(self._torn) > LIMIT:
             yield self._refuse(bytes(self._torn))
 
-    def drain(self) -> Iterator[Message]:
-        """Give what is left, without waiting: a stuck claim may still hold its end."""
-        for fd in self.fds():
-            os.set_blocking(fd, False)
-        while self.fds():
-            yield from self.read()
-
     def _refuse(self, line: bytes) -> Message:
         self.close()
         text = f"the claim wrote on its private channel: {line[:80]!r} is no message"
@@ -285,13 +279,12 @@ def _watch(
     while report is None and not clock.stuck:
         ready = _ready([control.fileno(), *inbox.fds()], clock.left())
         if ready.intersection(inbox.fds()):
-            take(inbox.read())
+            take(inbox.read())  # all that the pipe holds, so nothing is missed before a report
         if control.fileno() in ready:
             report = control.recv(_REPORT.size)
         elif clock.left() == 0:
             with contextlib.suppress(OSError):  # a keeper that is gone shows in `ready`
                 control.send(clock.order())
-    take(inbox.drain())
 
     seconds = time.monotonic() - started
     if not report:
@@ -335,7 +328,6 @@ def _keep(
         if claim == 0:
             control.close()
             _run(work, outlet, keeper)
-        _close_all_but(control.fileno())
         pidfd = os.pidfd_open(claim)
         while pidfd not in (ready := _ready([pidfd, control.fileno()], None)):
             if control.fileno() in ready and control.recv(1) != _TERMINATE:
@@ -350,7 +342,7 @@ def _keep(
 def _bury(claim: int) -> bytes:
     """Kill and reap everything that descends from this process, and report on the claim."""
     with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
-        os.killpg(claim, signal.SIGKILL)
+        os.killpg(claim, signal.SIGKILL)  # in one go: nothing in it can fork its way out
     os.kill(claim, signal.SIGKILL)
     _, status, usage = os.wait4(claim, 0)
     leftovers = 0
@@ -376,14 +368,6 @@ def _children() -> list[int]:
     return found
 
 
-def _close_all_but(kept: int) -> None:
-    """Let go of the pytest process's files: who reads its output must see it end."""
-    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        if fd != kept:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
 # In the claim's process
 
 
@@ -392,6 +376,9 @@ def _run(work: Callable[[Channel], None], outlet: int, keeper: int) -> NoReturn:
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Where it crashed, or where it was at its deadline, goes to the claim's own stderr.
+        faulthandler.enable(2)
+        faulthandler.register(signal.SIGTERM, 2, chain=True)
         arm_parent_death(signal.SIGKILL, keeper)
         channel = Channel(outlet)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,9 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
 
 
 def _measured(claim: Claim, case: Case, result: Result) -> Result:
+    problem = guards.environment_problem(os.environ)
+    if problem:
+        raise InvalidMeasurement(problem)
     trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
     with case.lease.prepare():
         args = trial.make(result.seed)

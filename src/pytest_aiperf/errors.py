@@ -1,13 +1,13 @@
 """The error tree; every message says what, where and what to do.
 
-    AiperfError
-    |-- Misuse               a claim, a flag or a file is written wrong
-    |-- BuildError           nvcc refused a source, or is missing
-    |-- LaunchError          a kernel launch reported a CUDA error
-    |-- InvalidMeasurement   a guard says that these figures mean nothing
-    |-- CannotCapture        this call cannot be captured in a CUDA graph
-    `-- Disagreement         an arm's result is wrong            (also an AssertionError)
-        Unproven             the verdict does not hold the claim (also an AssertionError)
+AiperfError
+|-- Misuse               a claim, a flag or a file is written wrong
+|-- BuildError           nvcc refused a source, or is missing
+|-- LaunchError          a kernel launch reported a CUDA error
+|-- InvalidMeasurement   a guard says that these figures mean nothing
+|-- CannotCapture        a call cannot be captured in a CUDA graph
+`-- Disagreement         an arm's result is wrong            (also an AssertionError)
+    Unproven             the verdict does not hold the claim (also an AssertionError)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InvalidMeasurement(AiperfError):
 
 
 class CannotCapture(AiperfError):
-    """This call cannot be captured in a CUDA graph."""
+    """A call that cannot be captured in a CUDA graph."""
 
 
 class Disagreement(AiperfError, AssertionError):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from .errors import Misuse
 from .model import Gpu, Senses
-
-T = TypeVar("T")
 
 ARCHS: Final = MappingProxyType(
     {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
@@ -48,7 +46,7 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     if nvml is None:
         return []
     every = range(nvml.nvmlDeviceGetCount())
-    handles = [h for i in every if (h := _read(nvml, nvml.nvmlDeviceGetHandleByIndex, i))]
+    handles = [h for i in every if (h := _read(nvml, "HandleByIndex", i))]
     known = {str(nvml.nvmlDeviceGetUUID(h)): h for h in handles}
     return [
         _describe(nvml, known[uuid], uuid)
@@ -76,22 +74,20 @@ def absence(environ: Mapping[str, str] = os.environ) -> str:
 def sense(uuid: str) -> Senses:
     """Read a GPU's clock, temperature, power, clock event reasons and violation counters (ns)."""
     nvml = _nvml()
-    handle = nvml and _read(nvml, nvml.nvmlDeviceGetHandleByUUID, uuid)
+    handle = nvml and _read(nvml, "HandleByUUID", uuid)
     if nvml is None or not handle:
         return Senses()
-    milliwatts = _read(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    milliwatts = _read(nvml, "PowerUsage", handle)
     violations = {
         policy: int(status.violationTime)
         for number, policy in enumerate(_POLICIES)
-        if (status := _read(nvml, nvml.nvmlDeviceGetViolationStatus, handle, number))
+        if (status := _read(nvml, "ViolationStatus", handle, number))
     }
     return Senses(
-        sm_mhz=_read(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        temperature_c=_read(
-            nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
-        ),
+        sm_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM),
+        temperature_c=_read(nvml, "Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
         power_w=None if milliwatts is None else milliwatts / 1000,
-        event_reasons=_read(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        event_reasons=_read(nvml, "CurrentClocksEventReasons", handle),
         violations=violations,
     )
 
@@ -99,10 +95,10 @@ def sense(uuid: str) -> Senses:
 def compute_processes(uuid: str) -> list[int]:
     """List the process ids that hold a CUDA context on a GPU, as far as this machine sees them."""
     nvml = _nvml()
-    handle = nvml and _read(nvml, nvml.nvmlDeviceGetHandleByUUID, uuid)
+    handle = nvml and _read(nvml, "HandleByUUID", uuid)
     if nvml is None or not handle:
         return []
-    running = _read(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    running = _read(nvml, "ComputeRunningProcesses", handle)
     return sorted(int(process.pid) for process in running or ())
 
 
@@ -119,11 +115,11 @@ def _nvml() -> Any:
     return pynvml
 
 
-def _read(nvml: Any, ask: Callable[..., T], *about: object) -> T | None:
-    # a board, a driver or a virtual machine may refuse any single figure
+def _read(nvml: Any, figure: str, *about: object) -> Any:
+    # a board, a driver or a virtual machine may refuse any figure, and newer NVMLs drop some
     try:
-        return ask(*about)
-    except nvml.NVMLError:
+        return getattr(nvml, f"nvmlDeviceGet{figure}")(*about)
+    except (nvml.NVMLError, AttributeError):
         return None
 
 
@@ -131,8 +127,8 @@ def _describe(nvml: Any, handle: Any, uuid: str) -> Gpu:
     name = str(nvml.nvmlDeviceGetName(handle))
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     arch = f"sm{major}{minor}"
-    cores = _read(nvml, nvml.nvmlDeviceGetNumGpuCores, handle) or 0
-    memory = _read(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    cores = _read(nvml, "NumGpuCores", handle) or 0
+    memory = _read(nvml, "MemoryInfo", handle)
     return Gpu(
         name=name,
         key=key(name),
@@ -152,7 +148,7 @@ def _chosen(spec: str | None, uuids: Sequence[str]) -> list[str]:
     for word in (w.strip() for w in spec.split(",")) if spec.strip() else ():
         if word in _NOBODY:
             break
-        if word.isascii() and word.isdecimal():
+        if word.isdecimal():
             found = list(uuids[int(word) : int(word) + 1])
         else:
             found = [u for u in uuids if word.startswith("GPU-") and u.startswith(word)]

@@ -136,9 +136,7 @@ class Journal:
             try:
                 size = os.fstat(fd).st_size
                 if size and os.pread(fd, 1, size - 1) != b"\n":
-                    line = (
-                        b"\n" + line
-                    )  # an earlier write was cut short: leave it a line of its own
+                    line = b"\n" + line  # an earlier write was cut short: it stays a line alone
                 try:
                     while line:
                         line = line[os.write(fd, line) :]
@@ -392,6 +390,16 @@ def document(
         "version": __version__,
         "aiperf_untimed": untimed,
     }
+
+
+def merge_results(path: Path, results: Iterable[Result], machine_info: Mapping[str, Any]) -> None:
+    """Put results into a results file; the other claims that it holds stay."""
+    known = read_results(path) if path.exists() else []
+    merged = {result.claim: result for result in [*known, *results]}
+    content = document([merged[c] for c in sorted(merged)], machine_info, {}, datetime.now(UTC))
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, dumps(content, "results", indent=1) + "\n")
 
 
 def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:

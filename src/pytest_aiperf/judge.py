@@ -25,9 +25,14 @@ def verdict(ratio: Interval, floor: float) -> Verdict:
         return Verdict.FASTER
     if ratio.high < 1 - floor:
         return Verdict.SLOWER
-    if ratio.low >= 1 - SAME_WITHIN and ratio.high <= 1 + SAME_WITHIN:
+    if is_parity(ratio):
         return Verdict.SAME
     return Verdict.INCONCLUSIVE
+
+
+def is_parity(ratio: Interval) -> bool:
+    """Whether the whole interval says that nothing worth naming lies between two arms."""
+    return ratio.low >= 1 - SAME_WITHIN and ratio.high <= 1 + SAME_WITHIN
 
 
 def judge(
@@ -59,7 +64,7 @@ def judge(
         recorded = None
 
     allowed = {Verdict.FASTER}
-    if recorded and verdict(Interval(*recorded.speedup), 0.0) is Verdict.SAME:
+    if recorded and is_parity(Interval(*recorded.speedup)):
         allowed.add(Verdict.SAME)
     required = expectation.require.speedup
     if required is not None and required <= 1:

@@ -1,47 +1,46 @@
 """Who may use which GPU now: reader-writer leases that every pytest run of the machine honours.
 
-A lease ends with the process that holds it, however that ends: the kernel releases it. A process
-holds one lease at a time, and takes it itself: a fork does not inherit it.
+The kernel releases a lease when the process that took it ends, however that ends. A process takes
+one lease at a time: a second one would wait for the first.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from .errors import Misuse
 
-if TYPE_CHECKING:
-    from fasteners import InterProcessReaderWriterLock
-
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
-"""Environment variable that names the folder of the locks."""
-
-_POLL: Final[Any] = {"delay": 0.01, "max_delay": 0.02}  # seconds between attempts
+"""Environment variable that names the folder of the lock files."""
 
 
 class Lease:
     """One claim's turns on the host and on its GPUs.
 
-    ``on_wait`` is called once a turn, with a sentence, when others have to be waited for. There
-    is no upgrade: leave ``prepare`` before you enter ``time_device`` or ``time_host``.
+    ``on_wait`` is called once a turn, with a sentence, when others have to be waited for, and
+    then ``on_turn`` when the waiting is over. A turn cannot be upgraded: leave ``prepare`` before
+    you enter ``time_device`` or ``time_host``, and expect others in between.
     """
 
     def __init__(
         self,
         gpus: Sequence[str],
         folder: Path | None = None,
-        on_wait: Callable[[str], None] = lambda sentence: None,
+        on_wait: Callable[[str], None] = lambda _: None,
+        on_turn: Callable[[], None] = lambda: None,
     ) -> None:
-        # One order for everybody, so that no two claims ever wait for each other.
         self._gpus = sorted(set(gpus))
         self._folder = _own_folder(folder or default_folder())
         self._on_wait = on_wait
+        self._on_turn = on_turn
         self._held = False
 
     def prepare(self) -> AbstractContextManager[None]:
@@ -49,7 +48,7 @@ class Lease:
         return self._turn(host_alone=False, gpus_alone=False)
 
     def time_device(self) -> AbstractContextManager[None]:
-        """Have the GPUs alone; the host is shared."""
+        """Have the GPUs alone; the host stays shared."""
         return self._turn(host_alone=False, gpus_alone=True)
 
     def time_host(self) -> AbstractContextManager[None]:
@@ -59,49 +58,79 @@ class Lease:
     @contextmanager
     def _turn(self, *, host_alone: bool, gpus_alone: bool) -> Iterator[None]:
         if self._held:
-            raise Misuse("a lease is held already: leave its with block before you enter another")
-        on_wait = _Once(self._on_wait)
+            raise Misuse("this lease is held: leave its with block before you enter another")
+        waited = False
+
+        def wait(name: str) -> None:
+            nonlocal waited
+            if not waited:
+                waited = True
+                self._on_wait(f"waiting for {name}, which another claim has")
+
         self._held = True
         try:
-            with ExitStack() as stack:
-                for resource, alone, name in [
-                    ("host", host_alone, "the host"),
-                    *((f"gpu-{uuid}", gpus_alone, f"GPU {uuid}") for uuid in self._gpus),
-                ]:
-                    path = self._folder / resource.replace("/", "_")  # MIG UUIDs have slashes
-                    stack.enter_context(_locked(path, alone, f"waiting for {name}", on_wait))
+            with ExitStack() as turn:
+                # One order for everybody, so that no two claims wait for each other.
+                _take(turn, self._folder / "host", host_alone, partial(wait, "the host"))
+                for uuid in self._gpus:
+                    path = self._folder / f"gpu-{uuid.replace('/', '_')}"  # slashes: old MIG names
+                    _take(turn, path, gpus_alone, partial(wait, f"GPU {uuid}"))
+                if waited:
+                    self._on_turn()
                 yield
         finally:
             self._held = False
 
 
 def default_folder() -> Path:
-    """The folder of the locks, unless the caller names one."""
+    """Where the lock files of this user lie."""
     named = os.environ.get(VARIABLE)
-    return Path(named or Path(tempfile.gettempdir(), f"pytest-aiperf-locks-{os.getuid()}"))
+    return Path(named or Path(tempfile.gettempdir(), f"pytest-aiperf-locks-{os.geteuid()}"))
 
 
-class _Once:
-    """Pass on the first call only."""
+def _take(turn: ExitStack, resource: Path, alone: bool, wait: Callable[[], None]) -> None:
+    """Lock a resource until ``turn`` ends.
 
-    def __init__(self, call: Callable[[str], None]) -> None:
-        self._call = call
-        self._called = False
-
-    def __call__(self, sentence: str) -> None:
-        if not self._called:
-            self._called = True
-            self._call(sentence)
+    Who wants it alone holds the turnstile while waiting, and everybody passes through it: so
+    readers that keep coming do not keep a writer out.
+    """
+    lock = _locked(resource.with_name(resource.name + ".lock"), alone, wait)
+    with _locked(resource.with_name(resource.name + ".turnstile"), alone, wait):
+        if alone:
+            turn.enter_context(lock)
+    if not alone:
+        turn.enter_context(lock)
 
 
 @contextmanager
-def _locked(path: Path, alone: bool, waiting: str, on_wait: Callable[[str], None]) -> Iterator[None]:
-    from fasteners import InterProcessReaderWriterLock
-
-    # A writer holds the turnstile while it waits, and a reader passes through it: so readers
-    # that keep coming do not keep a writer out.
-    lock = InterProcessReaderWriterLock(f"{path}.lock")
-    turnstile = InterProcessReaderWriterLock(f"{path}.turnstile")
-    with ExitStack() as stack:
-        ...
+def _locked(path: Path, alone: bool, wait: Callable[[], None]) -> Iterator[None]:
+    # flock, not POSIX record locks: those are lost when any handle of the file is closed. And in
+    # the kernel, not by polling: who waits is woken at once, and is no load on a claim's timing.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        mode = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        try:
+            fcntl.flock(fd, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            fcntl.flock(fd, mode)
         yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: processes we forked have it too
+        os.close(fd)
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make the folder of the lock files; refuse one that somebody else could tamper with."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as why:
+        raise Misuse(f"{why}: no locks can be kept there; name a folder in {VARIABLE}") from why
+    private = not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and private):
+        raise Misuse(
+            f"{folder} must be a folder (no link) that is yours alone (mode 0700) to keep locks "
+            f"in: remove it, or name another in {VARIABLE}"
+        )
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -358,16 +359,24 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             known = ", ".join(kind)
             raise ValueError(f"{where}: {value!r} is none of {known}") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where}: {str(value)[:20]}... is no figure") from None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: {kind.__name__} is needed, not {value!r}")
     return value
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _read_noun(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: a mapping is needed, not {value!r}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     unknown = sorted(set(map(str, value)) - set(hints))
     if unknown:
         raise ValueError(f"{where}: unknown {', '.join(unknown)} (known: {', '.join(hints)})")

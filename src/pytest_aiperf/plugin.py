@@ -47,12 +47,6 @@ SESSION = pytest.StashKey[Session]()
 CLOCK = pytest.StashKey[Clock]()
 NVCC = pytest.StashKey[Nvcc]()
 
-NO_GPU = (
-    "--gpu needs an NVIDIA GPU and its driver, and none is visible here; "
-    "`pytest` checks without one, `pytest --cpu` measures the host claims"
-)
-
-
 # options
 
 
@@ -179,7 +173,10 @@ def _session(config: pytest.Config) -> Session:
     )
     found = tuple(machine.gpus()) if measure == "gpu" else ()
     if measure == "gpu" and not found:
-        raise pytest.UsageError(NO_GPU)
+        raise pytest.UsageError(
+            f"--gpu needs an NVIDIA GPU: {gpus.absence()}; `pytest` checks without one, "
+            "`pytest --cpu` measures the host claims"
+        )
     session = Session(config, settings, machine, found)
     if measure is None:
         return session
@@ -316,7 +313,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     done = yield
     if call.when == "call" and CHECKED in item.stash:
-        done.aiperf_checked = item.stash[CHECKED]  # type: ignore[attr-defined]
+        done.aiperf_checked = item.stash[CHECKED]
     return done  # type: ignore[return-value]
 
 
@@ -335,15 +332,22 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 # the end
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitCode) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     ours = session.config.stash.get(SESSION, None)
-    if ours is None or ours.run is None or ours.settings.is_worker:
-        return
+    if ours is not None and ours.run is not None and not ours.settings.is_worker:
+        _finish(session, ours, exitstatus)
+    return (yield)  # pytest-benchmark's own finish comes after: its files hold our claims
+
+
+def _finish(session: pytest.Session, ours: Session, exitstatus: int) -> None:
+    assert ours.run is not None
     if session.config.option.collectonly or not ours.run.collected:
         return
     try:
-        ours.finish(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED or session.shouldstop)
+        ours.finish(
+            interrupted=exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop)
+        )
     except (AiperfError, OSError, ValueError) as why:
         ours.closing.append(f"ERROR: {why}")
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
@@ -351,17 +355,25 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitC
     report.benchmark_session_add(
         session.config.pluginmanager.get_plugin("pytest-benchmark"), list(ours.results.values())
     )
-    if session.exitstatus == pytest.ExitCode.OK and any(
-        not r.message.startswith("not run") for r in ours.lost
-    ):
+    unexplained = [r for r in ours.lost if not r.message.startswith("not run")]
+    if session.exitstatus == pytest.ExitCode.OK and unexplained:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
+    machine_info["gpus"] = journal.machine_info(config.stash[SESSION].gpus)["gpus"]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     ours = config.stash[SESSION]
     if ours.results:
         terminalreporter.section("claims")
-        for line in report.table(list(ours.results.values()), shutil.get_terminal_size().columns):
+        for line in report.table(
+            list(ours.results.values()), shutil.get_terminal_size((140, 24)).columns
+        ):
             terminalreporter.write_line(line)
     if ours.closing:
         terminalreporter.section("records")
@@ -400,13 +412,13 @@ def nvcc(request: pytest.FixtureRequest) -> Nvcc:
     """Build a ``.cu`` file: ``nvcc("ch07/copy.cu")["vector"]`` is a launcher."""
     item = request.node
     ours = item.config.stash[SESSION]
-    item.stash[NVCC] = Nvcc(
+    item.stash[NVCC] = found = Nvcc(
         roots=ours.roots(item),
         archs=ours.archs(item),
         include=ours.include(),
         load=bool(_place(item).gpus),
     )
-    return item.stash[NVCC]
+    return found
 
 
 class Stopwatch:

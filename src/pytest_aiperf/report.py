@@ -28,6 +28,8 @@ POWER_CAP = 0x4
 """NVML's clock event reason: the software power cap holds the clock down."""
 RIDGE = 16.0
 """Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
+WHOLE = 1000
+"""A figure from here on needs no decimals to show four digits."""
 SHORTEST = 24
 """A claim's name is not clipped below this many characters."""
 TIME_UNITS = ((1e-6, 1e-3, "us"), (1e-3, 1.0, "ms"), (1.0, math.inf, "s"))
@@ -129,7 +131,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.4g}".rstrip(".")
+    return f"{value:.0f}" if abs(value) >= WHOLE else f"{value:#.4g}".rstrip(".")
 
 
 def _ratio(ratio: Interval | None) -> str:
@@ -255,14 +257,15 @@ def _headline(result: Result) -> bool:
 def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
     """Say in one line what is going on.
 
-    ``progress`` may hold claim, phase, done, total, ratio, half_width (a fraction), sm_mhz,
-    temperature_c; what is absent or no number is left out.
+    ``progress`` may hold claim, phase, done, total, replicate, most, ratio, half_width (a
+    fraction), sm_mhz, temperature_c; what is absent or no number is left out.
     """
     number = {k: v for k, v in progress.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-    done, total = number.get("done"), number.get("total")
     phase = str(progress.get("phase") or "")
-    if done is not None:
-        phase += f" {done:g}" + (f"/{total:g}" if total is not None else "")
+    for count, limit in (("done", "total"), ("replicate", "most")):
+        if count in number:
+            phase = "replicate" if count == "replicate" else phase
+            phase += f" {number[count]}" + (f"/{number[limit]}" if limit in number else "")
     ratio = f"{number['ratio']:.2f}x" if "ratio" in number else ""
     if ratio and "half_width" in number:
         ratio += f" +-{100 * number['half_width']:.2f} %"
@@ -295,7 +298,7 @@ def markdown(results: Sequence[Result]) -> str:
 def _escape(text: str) -> str:
     """Leave nothing that Markdown or HTML would read as structure."""
     safe = html.escape(clean(text), quote=False)
-    return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=]", r"\\\g<0>", safe)
+    return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=](?=.)", r"\\\g<0>", safe)
 
 
 def _code(text: str) -> str:

@@ -92,7 +92,7 @@ class Live:
     def _forward(self) -> None:
         while self.socket is not None:
             with suppress(OSError):
-                self._write(self.socket.recv(4096).decode(errors="replace"))
+                self._write(report.clean(self.socket.recv(4096).decode(errors="replace")))
 
     def show(self, figures: Mapping[str, object]) -> None:
         line = report.live_line(figures)
@@ -260,7 +260,7 @@ class Session:
     def _inside(self, item: pytest.Item, attempt: int, channel: child.Channel) -> None:
         """Run the item's three phases; this is the child."""
         gpus = self.mine(item.stash[NEEDS])
-        if gpus and not gpus[0].uuid.startswith("fake"):
+        if any(g.uuid.startswith("GPU-") for g in gpus):  # CUDA's own; a fake has another name
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
         item.stash[PLACE] = Place(channel, attempt, gpus)
         for done in runtestprotocol(item, log=False, nextitem=None):
@@ -301,7 +301,7 @@ class Session:
     # all builds before the first timing
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
-        """Start every build that the selected claims name, in parallel; an error waits for its claim."""
+        """Build all that the selected claims name, in parallel; an error waits for its claim."""
         wants = {}
         for item in items:
             if "nvcc" not in getattr(item, "fixturenames", ()) or list(item.iter_markers("skip")):
@@ -364,15 +364,16 @@ class Session:
         if interrupted:
             self.closing.append("expectations: untouched, the session was interrupted")
             return
-        update = expectations.plan(self.settings.expectations, results, datetime.now(UTC).date())
-        update.write()
-        self.closing += [*update.lines(), update.diff() or "expectations: nothing changed"]
-        accepted = [r for r in results if r.claim in update.accepted]
-        for key in sorted({r.key for r in accepted}):
-            mine = [r for r in accepted if r.key == key]
-            journal.merge_results(
-                self.settings.results / f"{key}.json", mine, report.machine_info(self.gpus)
-            )
+        machine = journal.machine_info(self.gpus)
+
+        def merge(update: expectations.Update) -> None:
+            for key in sorted({r.key for r in update.accepted}):
+                mine = [r for r in update.accepted if r.key == key]
+                journal.merge_results(self.settings.results / f"{key}.json", mine, machine)
+
+        path = self.settings.expectations
+        update = expectations.plan(path, results, datetime.now(UTC).date()).write(merge)
+        self.closing += [*update.lines(), update.diff() or f"{path.name}: nothing changed"]
 
     @property
     def lost(self) -> list[Result]:

@@ -16,7 +16,7 @@ import torch
 from pytest_aiperf import Bench, Compare, Work
 
 
-def matrices(bench: Bench):
+def matrices(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, n = bench.size(40, check=3), bench.size(128, check=32)
     shape, kind = (batch, n, n), {"device": bench.device, "dtype": torch.bfloat16}
     return torch.randn(shape, **kind), torch.randn(shape, **kind), torch.empty(shape, **kind)

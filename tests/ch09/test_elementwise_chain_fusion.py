@@ -16,7 +16,7 @@ import torch
 from pytest_aiperf import Bench, Compare, Work
 
 
-def values(bench: Bench):
+def values(bench: Bench) -> torch.Tensor:
     return torch.randn(bench.size(2**27, check=5000), device=bench.device)
 
 

@@ -1,4 +1,4 @@
-"""Replaying a captured CUDA graph beats launching 201 tiny kernels one by one.
+"""Replaying a captured CUDA graph beats launching its 200 tiny kernels one by one.
 
 Each step of this integration needs the one before it, so it cannot be batched, and each kernel
 works for about a microsecond. Eager, the CPU is the limit: dispatching one operation costs it
@@ -17,7 +17,7 @@ import torch
 from pytest_aiperf import Bench, Compare, prepared
 
 
-def pendulums(bench: Bench):
+def pendulums(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
     angle = torch.randn(1024, device=bench.device)
     return angle, torch.empty_like(angle)
 

@@ -56,6 +56,7 @@ def test_a_result_survives_strict_json():
         ({"seed": True}, "Result.seed: int is needed"),
         ({"speedup": {"low": 1, "value": 2}}, "Result.speedup: high is missing"),
         ({"extra": 1}, "unknown extra"),
+        ({"floor": 10**400}, "Result.floor: 1000"),
         ({"work": []}, "Result.work: a mapping is needed"),
         ({"timing": {**to_json(RESULT.timing), "better": "bigger"}}, "'bigger' is none of"),
     ],

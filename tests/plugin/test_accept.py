@@ -1,0 +1,236 @@
+"""`python -m pytest_aiperf accept` takes a run's results over, or says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf import expectations, journal
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.model import (
+    Gpu,
+    Interval,
+    Metric,
+    Mode,
+    Outcome,
+    Replicate,
+    Result,
+    Round,
+    Timing,
+    Verdict,
+    to_json,
+)
+
+H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
+MACHINE = {"system": "Linux", "gpus": [{"name": "NVIDIA H200", "driver": "580.159"}]}
+
+
+def result(claim, **changes):
+    rounds = (Round("ABBA", {"baseline": (2e-3, 2e-3), "optimized": (1e-3, 1e-3)}),)
+    made = Result(
+        claim=claim,
+        nodeid=f"tests/ch06/test_x.py::test_{claim.rpartition('/')[2]}",
+        title="",
+        outcome=Outcome.PASSED,
+        key="h200",
+        run="r1",
+        started="2026-11-22T10:00:00+00:00",
+        seed=1,
+        verdict=Verdict.FASTER,
+        speedup=Interval(1.98, 2.0, 2.02),
+        floor=0.004,
+        timing=Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, (Replicate(1, rounds),)),
+        code="1a2b3c4d5e6f",
+        gpu=H200,
+        stack={"torch": "2.11.0"},
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def document(*results):
+    benchmarks = [{"name": r.claim, "aiperf": to_json(r)} for r in results]
+    return {"machine_info": MACHINE, "benchmarks": benchmarks}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Write a results file and accept it; give back status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(content, *options):
+        text = content if isinstance(content, str) else json.dumps(content)
+        Path("run.json").write_text(text)
+        try:
+            status = main(["accept", "run.json", *options])
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def files():
+    return sorted(str(p) for p in Path().rglob("*") if p.is_file() and ".aiperf" not in p.parts)
+
+
+def test_accepts_and_says_what_it_wrote(run):
+    status, out, err = run(document(result("ch06/a"), result("ch06/b[x]", quick=True)))
+    assert (status, err) == (0, "")
+    assert out.splitlines()[:2] == [
+        "accepted ch06/a on h200: 2.000x [1.980, 2.020]",
+        "refused ch06/b[x] on h200: it was measured with --quick; measure it without",
+    ]
+    assert "+  ch06/a:" in out
+    assert out.splitlines()[-1] == "1 accepted, 1 refused; expectations.yaml written"
+    assert list(expectations.load(Path("expectations.yaml")).claims) == ["ch06/a"]
+    assert [r.claim for r in journal.read_results(Path("results/h200.json"))] == ["ch06/a"]
+
+
+def test_results_are_replaced_claim_by_claim(run):
+    run(document(result("ch06/a"), result("ch06/b")))
+    faster = result("ch06/b", run="r2", speedup=Interval(2.9, 3.0, 3.1))
+    lost = result("ch06/a", run="r2", outcome=Outcome.INVALID, speedup=None)
+    assert run(document(lost, faster))[0] == 0
+    kept = journal.read_results(Path("results/h200.json"))
+    assert [(r.claim, r.run) for r in kept] == [("ch06/a", "r1"), ("ch06/b", "r2")]
+    assert json.loads(Path("results/h200.json").read_text())["machine_info"] == MACHINE
+
+
+def test_each_gpu_has_its_results(run):
+    several = result("ch06/a", key="2xh200")
+    assert run(document(result("ch06/a"), several), "--results", "out")[0] == 0
+    assert files() == ["expectations.yaml", "out/2xh200.json", "out/h200.json", "run.json"]
+    assert set(expectations.load(Path("expectations.yaml")).claims["ch06/a"].recorded) == {
+        "h200",
+        "2xh200",
+    }
+
+
+def test_another_expectations_file(run):
+    assert run(document(result("ch06/a")), "--expectations", "other.yaml")[0] == 0
+    assert "other.yaml" in files()
+    assert "expectations.yaml" not in files()
+
+
+def test_dry_run_writes_nothing(run):
+    status, out, _ = run(document(result("ch06/a")), "--dry-run")
+    assert status == 0
+    assert "+  ch06/a:" in out
+    assert out.endswith("expectations.yaml unchanged\n")
+    assert files() == ["run.json"]
+
+
+def test_everything_refused_is_status_1(run):
+    status, out, err = run(document(result("ch06/a", quick=True)))
+    assert (status, err, files()) == (1, "", ["run.json"])
+    assert out.endswith("0 accepted, 1 refused; expectations.yaml unchanged\n")
+
+
+def test_nothing_to_do_is_status_0(run):
+    status, out, _ = run({"benchmarks": [], "aiperf_untimed": []})
+    assert (status, files()) == (0, ["run.json"])
+    assert out == "0 accepted, 0 refused; expectations.yaml unchanged\n"
+
+
+GOOD = json.dumps(document(result("ch06/a")))
+BAD = {
+    "torn": (GOOD[: len(GOOD) // 2], "run.json:1:"),
+    "empty": ("", "run.json:1:1"),
+    "nan": (GOOD.replace('"floor": 0.004', '"floor": NaN'), "floor"),
+    "infinite": (GOOD.replace('"floor": 0.004', '"floor": 1e999'), "floor"),
+    "key twice": (GOOD.replace('"floor": 0.004', '"floor": 0.004, "floor": 0.1'), "twice"),
+    "wrong type": (GOOD.replace('"quick": false', '"quick": 0'), "quick"),
+    "unknown field": (GOOD.replace('"quick"', '"quicker"'), "quicker"),
+    "newer": (GOOD.replace('"schema": 1', '"schema": 2'), "newer"),
+    "list": ("[]", "an object is needed"),
+    "no claims": ("{}", "no record of a claim"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_one_sentence_and_status_2(kind, run):
+    text, says = BAD[kind]
+    status, out, err = run(text)
+    assert (status, out) == (2, "")
+    assert err.startswith("accept: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert "expectations.yaml" not in files()
+    assert not Path("results").exists()
+
+
+def test_a_missing_or_binary_file_is_status_2(run, capsys):
+    assert main(["accept", "missing.json"]) == 2
+    assert "cannot read missing.json" in capsys.readouterr().err
+    Path("binary.json").write_bytes(b"\xff\x00")
+    assert main(["accept", "binary.json"]) == 2
+    assert capsys.readouterr().err.startswith("accept: binary.json: ")
+
+
+def test_bad_expectations_are_status_2_and_left_alone(run):
+    text = "schema: 1\nclaims:\n  a/b: {}\n  a/b: {}\n"
+    Path("expectations.yaml").write_text(text)
+    status, _, err = run(document(result("ch06/a")))
+    assert status == 2
+    assert err.startswith("accept: expectations.yaml:4:3: claims: a/b stands twice")
+    assert Path("expectations.yaml").read_text() == text
+    assert not Path("results").exists()
+
+
+def test_results_that_cannot_be_written_leave_the_expectations_alone(run):
+    Path("results").write_text("a file where a folder is needed")
+    status, _, err = run(document(result("ch06/a")))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "results" in err
+    assert not Path("expectations.yaml").exists()
+
+
+def test_a_damaged_results_file_stops_the_update(run):
+    Path("results").mkdir()
+    Path("results/h200.json").write_text("{")
+    status, _, err = run(document(result("ch06/a")))
+    assert status == 2
+    assert "results/h200.json" in err
+    assert not Path("expectations.yaml").exists()
+
+
+def test_a_read_only_file_is_status_2(run):
+    run(document(result("ch06/a")))
+    before = Path("results/h200.json").read_text(), Path("expectations.yaml").read_text()
+    Path("expectations.yaml").chmod(0o444)
+    status, _, err = run(document(result("ch06/a", run="r2")))
+    assert status == 2
+    assert "is read-only" in err
+    assert (Path("results/h200.json").read_text(), Path("expectations.yaml").read_text()) == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["publish"], ["accept"], ["accept", "a", "--force"]])
+def test_wrong_arguments_are_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m pytest_aiperf")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--help"], "accept    Write a run's figures into expectations.yaml and results/"),
+        (["accept", "--help"], "--dry-run            show what would change, and write nothing"),
+    ],
+)
+def test_help_reads_well(arguments, says, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[1]), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "pytest_aiperf", *arguments]
+    shown = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert says in shown.stdout
+    assert shown.stderr == ""

@@ -1,0 +1,708 @@
+"""expectations.yaml is read strictly, and an update touches only what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_aiperf import expectations
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.expectations import Written, acceptable, is_claim, load, plan, stack_line
+from pytest_aiperf.model import (
+    Error,
+    Expectation,
+    Gpu,
+    Interval,
+    Outcome,
+    Recorded,
+    Require,
+    Result,
+    Verdict,
+)
+
+TODAY = date(2026, 11, 22)
+H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
+STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12"}
+LINE = "torch 2.11.0, CUDA 13.0, driver 580.159"
+
+GOLDEN = """\
+# header, mine
+
+schema: 1   # the version
+
+claims:
+  # about bank conflicts
+  ch06/bank_conflicts[padded]:   # odd   spacing
+      require:   {speedup:   1.5, library: 0.990, share: 0.85}     # mine
+      h200: {speedup: [1.95, 1.97, 1.990], share: 0.86, runs: 3, code: 1a2b3c4d5e6f, ENDS # note
+      # b200: waiting for hardware
+
+  'ch07/copy':
+    require:
+        speedup: 1.50
+
+
+    sm90: {speedup: [1.1, 1.2, 1.3],   # wrapped
+           runs: 1, code: 'a', stack: b, recorded: '2026-01-01'}
+    h200:
+      speedup:   # a list
+        - 1.10
+        - 1.2
+        - 1.3
+      runs: 7          # counted
+      code: "c0de"
+      stack: "STACK"
+      recorded: "2026-01-01"
+    # tail of copy
+  "ch09/chain": {require: {speedup: 2}}
+# end
+""".replace("ENDS", f'stack: "{LINE}", recorded: "2026-11-21"}}').replace("STACK", LINE)
+
+ENTRY = '{speedup: [1.1, 1.2, 1.3], runs: 1, code: a, stack: b, recorded: "2026-01-01"}'
+
+
+def result(claim="ch06/bank_conflicts[padded]", **changes):
+    made = Result(
+        claim=claim,
+        nodeid=f"tests/{claim}",
+        title="",
+        outcome=Outcome.PASSED,
+        key="h200",
+        run="r1",
+        started="2026-11-22T10:00:00+00:00",
+        seed=1,
+        verdict=Verdict.FASTER,
+        speedup=Interval(2.00012, 2.01049, 2.0222),
+        library=Interval(1.0, 1.01, 1.02),
+        floor=0.004,
+        agreement=(Error("optimized", "0", (0,), 1.0, 1.0, 0.0, 1e-6),),
+        code="1a2b3c4d5e6f",
+        gpu=H200,
+        stack=STACK,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "expectations.yaml"
+
+
+@pytest.fixture(params=["C", "Python"])
+def either_loader(request, monkeypatch):
+    if request.param == "Python":
+        monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+
+
+def changed_lines(before, after):
+    assert len(before.splitlines()) == len(after.splitlines())
+    return [
+        (old, new)
+        for old, new in zip(before.splitlines(), after.splitlines(), strict=True)
+        if old != new
+    ]
+
+
+# reading
+
+
+def test_reads_everything(path, either_loader):
+    path.write_text(GOLDEN)
+    loaded = load(path)
+    assert list(loaded.claims) == ["ch06/bank_conflicts[padded]", "ch07/copy", "ch09/chain"]
+    assert loaded.claims["ch06/bank_conflicts[padded]"] == Written(
+        Require(1.5, 0.99, 0.85),
+        {"h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)},
+    )
+    assert loaded.claims["ch09/chain"] == Written(Require(speedup=2.0))
+
+
+def test_missing_file_expects_nothing(path):
+    loaded = load(path)
+    assert loaded.claims == {}
+    assert loaded.lookup("a/b", "h200", "sm90", "c") == Expectation()
+
+
+def test_lookup_prefers_the_gpu_then_its_architecture(path):
+    path.write_text(GOLDEN)
+    loaded = load(path)
+    own = loaded.lookup("ch07/copy", "h200", "sm90", "c0de")
+    assert (own.key, own.stale, own.require) == ("h200", False, Require(speedup=1.5))
+    fallback = loaded.lookup("ch07/copy", "h100", "sm90", "changed")
+    assert (fallback.key, fallback.stale) == ("sm90", True)
+    assert loaded.lookup("ch07/copy", "b200", "sm100", "a").recorded is None
+    assert loaded.lookup("ch07/copy", "2xh200", "sm90", "a").recorded is None, "other machine"
+    assert loaded.lookup("ch07/copy", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
+
+
+def test_several_gpus_fall_back_to_as_many(path):
+    path.write_text(f"schema: 1\nclaims:\n  a/b:\n    2xsm90: {ENTRY}\n")
+    assert load(path).lookup("a/b", "2xh200", "sm90", "a").key == "2xsm90"
+
+
+def test_unknown_names_what_is_no_longer_collected(path):
+    path.write_text(GOLDEN)
+    assert load(path).unknown(["ch07/copy", "ch01/new"]) == [
+        "ch06/bank_conflicts[padded]",
+        "ch09/chain",
+    ]
+
+
+def entry(**changes):
+    fields = {
+        "speedup": "[1.1, 1.2, 1.3]",
+        "runs": "1",
+        "code": "a",
+        "stack": "b",
+        "recorded": '"2026-01-01"',
+    }
+    fields |= changes
+    inner = ", ".join(f"{k}: {v}" for k, v in fields.items() if v is not None)
+    return f"schema: 1\nclaims:\n  a/b:\n    h200: {{{inner}}}\n"
+
+
+def require(text):
+    return f"schema: 1\nclaims:\n  a/b:\n    require: {text}\n"
+
+
+TRAPS = {
+    "duplicate claim": ("schema: 1\nclaims:\n  a/b: {}\n  a/b: {}\n", 4, "stands twice"),
+    "duplicate field": (require("{speedup: 1, speedup: 2}"), 4, "stands twice"),
+    "duplicate schema": ("schema: 1\nclaims: {}\nschema: 1\n", 3, "stands twice"),
+    "tag": (require('{speedup: !!python/object/apply:os.system ["x"]}'), 4, "the tag"),
+    "local tag": (require("{speedup: !x 1}"), 4, "the tag '!x' is refused"),
+    "bare tag": (require("{speedup: ! 1}"), 4, "the tag '!' is refused"),
+    "standard tag": (require("{speedup: !!float 1}"), 4, "the tag"),
+    "anchor": (require("&a {speedup: 1}"), 4, "anchors and aliases"),
+    "alias": ("schema: 1\nclaims:\n  a/b: *a\n", 3, "alias"),
+    "merge": (require("{<<: {speedup: 1}}"), 4, "merge keys"),
+    "nan": (require("{speedup: .nan}"), 4, "a number such as 1.5"),
+    "inf": (require("{speedup: .inf}"), 4, "a number such as 1.5"),
+    "-inf": (entry(speedup="[-.inf, 1, 2]"), 4, "a number"),
+    "no": (require("{speedup: no}"), 4, "not 'no'"),
+    "true": (require("{speedup: true}"), 4, "not 'true'"),
+    "quoted number": (require('{speedup: "1.5"}'), 4, "a number"),
+    "octal": (require("{speedup: 012}"), 4, "a number"),
+    "hexadecimal": (require("{speedup: 0x1F}"), 4, "a number"),
+    "sexagesimal": (require("{speedup: 1:30}"), 4, "a number"),
+    "underscore": (require("{speedup: 1_000}"), 4, "a number"),
+    "exponent": (require("{speedup: 1e3}"), 4, "a number"),
+    "other digits": (require("{speedup: \u0661}"), 4, "a number"),
+    "null": (require("{speedup: null}"), 4, "a number"),
+    "nothing": (require("{speedup: }"), 4, "not nothing"),
+    "list for number": (require("{speedup: [1]}"), 4, "not a list"),
+    "zero": (require("{speedup: 0}"), 4, "above 0"),
+    "negative": (require("{speedup: -1.5}"), 4, "above 0"),
+    "huge": (require("{speedup: " + "9" * 400 + "}"), 4, "at most 1e+09"),
+    "percent": (require("{share: 85}"), 4, "at most 1,"),
+    "unknown requirement": (require("{speed: 1}"), 4, "unknown 'speed'"),
+    "require list": (require("[1.5]"), 4, "a mapping is needed, not a list"),
+    "require empty": (require(""), 4, "a mapping is needed, not nothing"),
+    "order": (entry(speedup="[1.3, 1.2, 1.1]"), 4, "rising"),
+    "two limits": (entry(speedup="[1.1, 1.2]"), 4, "rising"),
+    "one figure": (entry(speedup="1.2"), 4, "rising"),
+    "zero limit": (entry(speedup="[0, 1.2, 1.3]"), 4, "above 0"),
+    "zero share": (entry(share="0"), 4, "above 0"),
+    "empty share": (entry(share=""), 4, "a number"),
+    "runs float": (entry(runs="1.0"), 4, "whole number"),
+    "runs bool": (entry(runs="yes"), 4, "whole number"),
+    "runs zero": (entry(runs="0"), 4, "whole number"),
+    "code number": (entry(code="123456789012"), 4, "quote it"),
+    "code no": (entry(code="no"), 4, "quote it"),
+    "code null": (entry(code="~"), 4, "quote it"),
+    "code empty": (entry(code='""'), 4, "text is needed"),
+    "code list": (entry(code="[a]"), 4, "text is needed, not a list"),
+    "control": (entry(stack='"a\\eb"'), 4, "printable"),
+    "surrogate": (entry(stack='"\\ud800"'), 4, ""),
+    "long": (entry(stack="x" * 501), 4, "printable"),
+    "date unquoted": (entry(recorded="2026-01-01"), 4, "quote it"),
+    "no date": (entry(recorded="yesterday"), 4, "a date"),
+    "missing field": (entry(code=None), 4, "code is missing"),
+    "unknown field": (entry(noise="1"), 4, "unknown 'noise'"),
+    "unknown top": ("schema: 1\nclaims: {}\nextra: 1\n", 3, "unknown 'extra'"),
+    "no schema": ("claims: {}\n", 1, "schema is missing"),
+    "no claims": ("# x\nschema: 1\n", 2, "claims is missing"),
+    "schema 0": ("schema: 0\nclaims: {}\n", 1, "whole number"),
+    "schema text": ('schema: "1"\nclaims: {}\n', 1, "whole number"),
+    "schema bool": ("schema: true\nclaims: {}\n", 1, "whole number"),
+    "newer": ("schema: 2\nverdicts: {}\n", 1, "written by a newer pytest-aiperf (schema 2); upgr"),
+    "claims empty": ("schema: 1\nclaims:\n", 2, "a mapping is needed, not nothing"),
+    "claim empty": ("schema: 1\nclaims:\n  a/b:\n", 3, "a mapping is needed, not nothing"),
+    "claim id": ("schema: 1\nclaims:\n  padded: {}\n", 3, "is not folder/name[param]"),
+    "claim control": ('schema: 1\nclaims:\n  "a/b[\\x07]": {}\n', 3, "printable"),
+    "claim number": ("schema: 1\nclaims:\n  12: {}\n", 3, "quote it"),
+    "complex key": ("schema: 1\nclaims:\n  ? [a]\n  : {}\n", 3, "a name"),
+    "gpu": ("schema: 1\nclaims:\n  a/b:\n    H 200: {}\n", 4, "is no GPU such as h200"),
+    "requires": ("schema: 1\nclaims:\n  a/b:\n    requires: {speedup: 1}\n", 4, "missing"),
+    "byte order mark": ("\ufeffschema: 1\nclaims: {}\n", 1, "is not allowed in YAML"),
+    "block text": ("schema: 1\nclaims:\n  a/b: |\n    x\n", 3, "block text"),
+    "list": ("- 1\n", 1, "a mapping is needed, not a list"),
+    "two documents": ("schema: 1\nclaims: {}\n---\nschema: 1\n", 3, "second document"),
+    "empty": ("", 1, "is empty"),
+    "only a comment": ("# nothing\n", 1, "is empty"),
+    "deep": (f"schema: 1\nclaims: {'[' * 30}{']' * 30}\n", 2, "nested too deeply"),
+    "very deep": (f"schema: 1\nclaims: {'[' * 20000}\n", 2, ""),
+    "tab": ("schema: 1\nclaims:\n\ta/b: {}\n", 3, "not YAML"),
+    "NUL": ("schema: 1\nclaims: {}\n\0", 3, "is not allowed in YAML"),
+    "directive": (f"%YAML {'1' * 5000}.1\n---\nschema: 1\n", 1, ""),
+    "escape": (entry(stack='"\\UFFFFFFFF"'), 4, ""),
+    "torn quote": (entry()[:-20], 4, "not YAML"),
+    "torn brace": (entry()[:-2], 4, "not YAML"),
+    "torn name": ("schema: 1\nclaims:\n  a/b: {}\n  a/", 4, "not YAML"),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_each_trap_is_refused_at_its_line(trap, path, either_loader):
+    text, line, says = TRAPS[trap]
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(Misuse) as caught:
+        load(path)
+    where = str(caught.value).removeprefix(str(path))
+    assert where.startswith(f":{line}:") or not says, where
+    assert says in where
+    assert "\n" not in where
+
+
+def test_a_file_of_too_many_values_is_refused(path, monkeypatch):
+    monkeypatch.setattr(expectations, "MAX_NODES", 20)
+    path.write_text(f"schema: 1\nclaims: [{'1, ' * 20}]\n")
+    with pytest.raises(Misuse, match=r"yaml:2:\d+: nested too deeply or too long"):
+        load(path)
+
+
+def test_column_is_that_of_the_value(path):
+    path.write_text(require("{speedup: no}"))
+    with pytest.raises(Misuse, match=r"expectations\.yaml:4:24: a/b: require: speedup: "):
+        load(path)
+
+
+def test_not_utf8_is_refused_at_its_place(path):
+    path.write_bytes(b"schema: 1\nclaims: {}\n# \xff\n")
+    with pytest.raises(Misuse, match=r"yaml:3:3: is not UTF-8"):
+        load(path)
+
+
+def test_large_files_and_folders_are_refused(path):
+    path.write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(Misuse, match="larger than 1 MiB"):
+        load(path)
+    with pytest.raises(Misuse, match="is not a file"):
+        load(path.parent)
+
+
+def test_reading_imports_no_yaml_until_there_is_a_file(tmp_path):
+    code = (
+        "import sys, pathlib; from pytest_aiperf import expectations as e;"
+        "e.load(pathlib.Path('missing.yaml')); assert 'yaml' not in sys.modules"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env)
+
+
+TOKENS = "{ } [ ] ' \" # , - ? ! &a *a !!int << 1 no : | --- ... %YAML \\U0011ffff"
+LINES = f"schema: 1\nclaims:\n  a/b:\n    require: {{speedup: 1}}\n    h200: {ENTRY}\n"
+BLANKS = " \n\t\r\0\x85\u2028\ufeff"
+PIECES = st.sampled_from([*TOKENS.split(), *LINES.splitlines(keepends=True), *BLANKS, ": "])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.lists(PIECES, max_size=12).map("".join), st.text(max_size=60)))
+def test_fuzz_reads_or_refuses(tmp_path_factory, text):
+    file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(Misuse):
+        load(file)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(GOLDEN)), st.integers(0, 3), st.characters())
+def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
+    file = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    text = GOLDEN[:at] + new + GOLDEN[at + cut :]
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        update = plan(file, [result(), result("ch08/new"), result("ch07/copy")], TODAY)
+    except Misuse:
+        return
+    file.write_bytes((update.after or "").encode())
+    load(file)
+
+
+def test_claim_ids():
+    assert is_claim("ch06/bank_conflicts[padded]")
+    assert is_claim("ch06/deep/copy[1024-bf16/x y]")
+    bad = [
+        "",
+        "copy",
+        "/copy",
+        "a/",
+        "a b/c",
+        "a/b[",
+        "a/b[]",
+        "a/b[x]y",
+        "a/b[\n]",
+        "a/" + "b" * 500,
+    ]
+    assert [name for name in bad if is_claim(name)] == []
+
+
+def test_stack_line():
+    assert stack_line(STACK) == LINE
+    assert stack_line({"driver": "580", "torch": "2"}) == "torch 2, driver 580"
+    assert stack_line({"python": "3.12", "numpy": "2"}) == "numpy 2, python 3.12"
+    assert stack_line({}) == "unknown"
+
+
+# deciding
+
+
+REFUSALS = {
+    "schema": ({"schema": 2}, "schema 2"),
+    "id": ({"claim": "nowhere"}, "folder/name"),
+    "invalid": ({"outcome": Outcome.INVALID, "message": "throttled"}, "INVALID: throttled"),
+    "error": ({"outcome": Outcome.ERROR}, "ERROR"),
+    "skipped": ({"outcome": Outcome.SKIPPED}, "SKIPPED"),
+    "not run": ({"outcome": Outcome.NOT_RUN}, "NOT_RUN"),
+    "host": ({"host": True, "key": "cpu", "gpu": None}, "host claim"),
+    "quick": ({"quick": True}, "--quick"),
+    "no gpu": ({"gpu": None}, "its GPU"),
+    "other gpu": ({"key": "b200"}, "its GPU"),
+    "no code": ({"code": ""}, "code hash"),
+    "odd code": ({"code": 'a"\n'}, "code hash"),
+    "odd stack": ({"stack": {"torch": "2\n"}}, "stack"),
+    "no figure": ({"speedup": None}, "no speedup"),
+    "one replicate": ({"speedup": Interval(0.0, 2.0, float("inf"))}, "no speedup"),
+    "disorder": ({"speedup": Interval(2.0, 1.0, 3.0)}, "no speedup"),
+    "nan": ({"speedup": Interval(2.0, float("nan"), 3.0)}, "no speedup"),
+    "wrong": ({"agreement": (Error("optimized", "0", (0,), 1, 2, 1.0, 0.1),)}, "agree"),
+    "wrong nan": ({"agreement": (Error("optimized", "0", (0,), 1, 2, float("nan"), 1),)}, "agree"),
+    "no verdict": ({"verdict": None}, "inconclusive"),
+    "inconclusive": ({"verdict": Verdict.INCONCLUSIVE}, "inconclusive"),
+    "in truth inconclusive": ({"speedup": Interval(0.9, 1.2, 1.5)}, "INCONCLUSIVE"),
+    "noisy": ({"floor": 0.03}, "noisy"),
+    "noise unknown": ({"floor": float("nan")}, "noisy"),
+    "parity": ({"speedup": Interval(0.99, 1.0, 1.01), "verdict": Verdict.SAME}, "SAME where"),
+    "slower": ({"speedup": Interval(0.8, 0.81, 0.82), "verdict": Verdict.SLOWER}, "SLOWER where"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@pytest.mark.parametrize("outcome", [Outcome.PASSED, Outcome.FAILED])
+def test_each_refusal_leaves_the_file_alone(kind, outcome, path):
+    changes, says = REFUSALS[kind]
+    path.write_text(GOLDEN)
+    poisoned = result(**({"claim": "ch08/new", "outcome": outcome} | changes))
+    update = plan(path, [poisoned], TODAY)
+    assert (update.accepted, [r for r, _ in update.refused]) == ((), [poisoned])
+    assert says in update.refused[0][1]
+    assert update.diff() == ""
+    update.write(lambda _: pytest.fail("nothing was accepted"))
+    assert path.read_text() == GOLDEN
+
+
+def test_a_good_result_is_acceptable():
+    assert acceptable(result()) is None
+    assert acceptable(result(key="2xh200")) is None
+
+
+def test_a_failed_result_is_judged_by_what_is_required_only():
+    was = Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21")
+    slower = result(outcome=Outcome.FAILED, speedup=Interval(1.6, 1.61, 1.62))
+    assert acceptable(slower, Expectation(Require(speedup=1.5), was, "h200")) is None
+    held = acceptable(slower, Expectation(Require(speedup=1.7), was, "h200"))
+    assert held is not None
+    assert "below the required 1.7x" in held
+    assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
+    assert acceptable(slower, Expectation(Require(share=0.9), was, "h200"), 0.8) is not None
+
+
+def test_parity_is_acceptable_where_it_was_recorded_or_required():
+    same = result(speedup=Interval(0.992, 0.995, 0.998), verdict=Verdict.SAME)
+    faster = Recorded((1.95, 1.97, 1.99), 3, "c", LINE, "2026-11-21")
+    parity = Recorded((0.995, 1.0, 1.005), 3, "c", LINE, "2026-11-21")
+    assert acceptable(same, Expectation(recorded=faster)) is not None
+    assert acceptable(same, Expectation(recorded=parity)) is None
+    assert acceptable(same, Expectation(Require(speedup=0.98))) is None
+
+
+def test_of_two_results_the_later_counts(path):
+    early = result(started="2026-11-22T09:00:00+00:00")
+    late = result(speedup=Interval(1.7, 1.8, 1.9))
+    update = plan(path, [late, early], TODAY)
+    assert update.accepted == (late,)
+    assert "a later result" in update.refused[0][1]
+
+
+def test_lines_say_what_happened_on_one_line_each(path):
+    bad = result("ch08/x", outcome=Outcome.ERROR, message="first\x1b[31m\nsecond")
+    assert plan(path, [result(), bad], TODAY).lines() == [
+        "accepted ch06/bank_conflicts[padded] on h200: 2.010x [2.000, 2.022]",
+        "refused ch08/x on h200: it ended ERROR: first?[31m",
+    ]
+
+
+# writing
+
+
+def body(code="1a2b3c4d5e6f"):
+    return (
+        f'{{speedup: [2.0, 2.01, 2.022], runs: 1, code: "{code}", '
+        f'stack: "{LINE}", recorded: "2026-11-22"}}'
+    )
+
+
+def test_only_the_measured_figures_change(path, either_loader):
+    path.write_text(GOLDEN)
+    plan(path, [result()], TODAY).write()
+    [(old, new)] = changed_lines(GOLDEN, path.read_text())
+    assert old.startswith("      h200: {speedup: [1.95")
+    assert new == (
+        "      h200: {speedup: [2.0, 2.01, 2.022], share: null, runs: 4, code: 1a2b3c4d5e6f, "
+        f'stack: "{LINE}", recorded: "2026-11-22"}} # note'
+    )
+    assert load(path).claims["ch06/bank_conflicts[padded]"].require == Require(1.5, 0.99, 0.85)
+
+
+def test_a_figure_that_stays_keeps_its_digits(path):
+    path.write_text(GOLDEN)
+    plan(path, [result(speedup=Interval(1.95, 1.98, 1.99))], TODAY).write()
+    assert "      h200: {speedup: [1.95, 1.98, 1.990], share" in path.read_text()
+
+
+def test_a_block_entry_keeps_its_layout_and_comments(path, either_loader):
+    path.write_text(GOLDEN)
+    moved = result("ch07/copy", code="beef", speedup=Interval(1.51, 1.52, 1.53))
+    plan(path, [moved], TODAY).write()
+    assert changed_lines(GOLDEN, path.read_text()) == [
+        ("        - 1.10", "        - 1.51"),
+        ("        - 1.2", "        - 1.52"),
+        ("        - 1.3", "        - 1.53"),
+        ("      runs: 7          # counted", "      runs: 1          # counted"),
+        ('      code: "c0de"', '      code: "beef"'),
+        ('      recorded: "2026-01-01"', '      recorded: "2026-11-22"'),
+    ]
+
+
+def test_what_is_new_is_added_in_place(path, either_loader):
+    path.write_text(GOLDEN)
+    fresh = [
+        result("ch08/new[a b: #c]"),
+        result("ch99/last"),
+        result("ch01/first"),
+        result("ch09/chain"),
+        result("ch06/bank_conflicts[padded]", key="2xh200"),
+    ]
+    plan(path, fresh, TODAY).write()
+    after = path.read_text().splitlines()
+    old = GOLDEN.splitlines()
+    added = [line for line in after if line not in old]
+    assert added == [
+        f"      2xh200: {body()}",
+        '  "ch08/new[a b: #c]":',
+        f"    h200: {body()}",
+        f'  "ch09/chain": {{require: {{speedup: 2}}, h200: {body()}}}',
+        "  ch01/first:",
+        f"    h200: {body()}",
+        "  ch99/last:",
+        f"    h200: {body()}",
+    ]
+    assert [line for line in old if line not in after] == [
+        '  "ch09/chain": {require: {speedup: 2}}'
+    ]
+    assert after.index('  "ch08/new[a b: #c]":') == after.index("    # tail of copy") + 1
+    assert after[-1] == "# end"
+
+
+def test_share_is_added_changed_and_forgotten(path):
+    for share, says in (
+        (None, ""),
+        (0.81239, "share: 0.8124"),
+        (0.9, "share: 0.9"),
+        (None, "null"),
+    ):
+        plan(path, [result()], TODAY, lambda _, share=share: share).write()
+        text = path.read_text()
+        assert says in text
+        assert ("share" in text.partition("schema")[2]) is bool(says)
+        expected = load(path).claims["ch06/bank_conflicts[padded]"].recorded["h200"].share
+        assert expected == (share and round(share, 4))
+
+
+def test_runs_restart_when_code_or_stack_change(path):
+    def runs(**changes):
+        plan(path, [result(**changes)], TODAY).write()
+        return load(path).claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs
+
+    assert [runs(), runs(), runs(code="b"), runs(code="b")] == [1, 2, 1, 2]
+    assert [runs(code="b", stack={"torch": "3"}), runs(code="b", stack={"torch": "3"})] == [1, 2]
+
+
+def test_a_new_file_says_who_owns_what(path):
+    update = plan(path, [result(code="123456789012")], TODAY)
+    assert update.diff().startswith("--- /dev/null\n+++ ")
+    assert update.write() == update
+    text = path.read_text()
+    assert text.startswith("# What is expected of each claim. `require` is yours")
+    assert text.splitlines()[3:] == [
+        "schema: 1",
+        "claims:",
+        "  ch06/bank_conflicts[padded]:",
+        f"    h200: {body('123456789012')}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "schema: 1\nclaims: {}",
+        "schema: 1\r\nclaims: {}   # none yet\r\n# end\r\n",
+        "schema: 1\nclaims: {  }\n",
+        '{"schema": 1, "claims": {}}',
+        '{"schema": 1, "claims": {"a/b[c]": {},}}',
+        "schema: 1\nclaims:\n    a/b: {}  # c\n    # d",
+        "claims:\n- a\n".replace("- a", "  a/b: {}") + "schema: 1\n...\n",
+        "? schema\n: 1\n? claims\n: z/z: {}\n",
+        "schema: 1\nclaims:\n  z/z:\n    require: {}\n  # \U0001f600 wide\n  z/y[\U0001f600]: {}\n",
+    ],
+)
+def test_every_layout_takes_a_new_claim(text, path, either_loader):
+    path.write_bytes(text.encode())
+    plan(path, [result(), result("ch99/x")], TODAY).write()
+    after = path.read_bytes().decode()
+    kept = load(path).claims
+    assert {"ch06/bank_conflicts[padded]", "ch99/x"} <= set(kept)
+    assert ("\r\n" in after) is ("\r\n" in text)
+    assert after.count("\n") == after.count("\r\n") or "\r\n" not in text
+    for comment in ("# none yet", "# end", "# c", "# d", "wide"):
+        assert (comment in after) is (comment in text)
+
+
+def test_an_update_that_would_go_wrong_is_refused(path, monkeypatch):
+    path.write_text(GOLDEN)
+    monkeypatch.setattr(expectations, "_spliced", lambda text, *_: text)
+    with pytest.raises(Misuse, match="cannot be updated in place"):
+        plan(path, [result()], TODAY)
+
+
+def test_diff_shows_the_change_only(path):
+    path.write_text(GOLDEN)
+    diff = plan(path, [result()], TODAY).diff().splitlines()
+    changed = [line for line in diff if line[0] in "+-"]
+    assert len(changed) == 4
+    assert changed[2].startswith("-      h200: {speedup: [1.95")
+
+
+def test_a_damaged_file_is_not_updated(path):
+    path.write_text(GOLDEN + "  ch10/x: {\n")
+    with pytest.raises(Misuse, match="not YAML"):
+        plan(path, [result()], TODAY)
+    assert path.read_text() == GOLDEN + "  ch10/x: {\n"
+
+
+def test_a_file_that_changed_meanwhile_is_planned_anew(path):
+    path.write_text(GOLDEN)
+    mine, other = plan(path, [result()], TODAY), plan(path, [result("ch01/other")], TODAY)
+    other.write()
+    written = mine.write()
+    assert written.before != mine.before
+    assert {"ch01/other", "ch06/bank_conflicts[padded]"} <= set(load(path).claims)
+    assert load(path).claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs == 4
+
+
+def test_a_requirement_raised_meanwhile_is_held(path):
+    path.write_text(GOLDEN)
+    update = plan(path, [result()], TODAY)
+    stricter = GOLDEN.replace("speedup:   1.5", "speedup:   9.5")
+    path.write_text(stricter)
+    written = update.write(lambda _: pytest.fail("nothing was accepted"))
+    assert (written.accepted, len(written.refused)) == ((), 1)
+    assert path.read_text() == stricter
+
+
+def writer(path, name, barrier):
+    barrier.wait()
+    for i in range(10):
+        plan(path, [result(f"{name}/claim[{i}]"), result()], TODAY).write()
+
+
+def test_two_writers_lose_nothing(path):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(2)
+    writers = [context.Process(target=writer, args=(path, n, barrier)) for n in ("ch01", "ch02")]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join(60)
+        assert process.exitcode == 0
+    claims = load(path).claims
+    assert len(claims) == 21
+    assert claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs == 20
+    assert sorted(p.name for p in path.parent.iterdir()) == [".aiperf", "expectations.yaml"]
+
+
+def test_a_read_only_file_stays(path):
+    path.write_text(GOLDEN)
+    path.chmod(0o444)
+    with pytest.raises(Misuse, match="is read-only"):
+        plan(path, [result()], TODAY).write()
+    assert path.read_text() == GOLDEN
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(path, monkeypatch):
+    path.write_text(GOLDEN)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(expectations.os, "fsync", full)
+    with pytest.raises(Misuse, match="No space left on device"):
+        plan(path, [result()], TODAY).write()
+    assert path.read_text() == GOLDEN
+    assert sorted(p.name for p in path.parent.iterdir()) == [".aiperf", "expectations.yaml"]
+
+
+def test_what_goes_along_is_written_first_and_its_error_stops_the_update(path):
+    path.write_text(GOLDEN)
+
+    def fails(update):
+        assert path.read_text() == GOLDEN
+        assert [r.claim for r in update.accepted] == ["ch06/bank_conflicts[padded]"]
+        raise Misuse("results are read-only")
+
+    with pytest.raises(Misuse, match="results are read-only"):
+        plan(path, [result()], TODAY).write(fails)
+    assert path.read_text() == GOLDEN
+
+
+def test_mode_and_link_survive(path, tmp_path):
+    real = tmp_path / "elsewhere.yaml"
+    real.write_text(GOLDEN)
+    real.chmod(0o640)
+    path.symlink_to(real)
+    plan(path, [result()], TODAY).write()
+    assert path.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert "2.022" in real.read_text()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-6, 1e8), st.floats(0, 1), st.floats(0, 1))
+def test_figures_survive_the_file(tmp_path_factory, value, below, above):
+    low, high = value * (1 - below / 2), value * (1 + above)
+    recorded = expectations._recorded(result(speedup=Interval(low, value, high)), None, None, TODAY)
+    file = tmp_path_factory.getbasetemp() / "figures.yaml"
+    file.write_text(f"schema: 1\nclaims:\n  a/b:\n    {expectations._item('h200', recorded)}\n")
+    assert load(file).claims["a/b"].recorded["h200"] == recorded
+    assert recorded.speedup == pytest.approx((low, value, high), rel=1e-3)

@@ -1,0 +1,230 @@
+"""The fake device strays from the truth in the ways that it claims to."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from pytest_aiperf import fake, guards
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement
+from pytest_aiperf.fake import FAKE_GPU, FakeClock, FakeMachine, Fault, Noise, allocate, spend
+from pytest_aiperf.model import Bench, Mode
+
+MODES = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN, Mode.WALL)
+
+
+def arm(seconds=100e-6):
+    return lambda: spend(seconds)
+
+
+def quiet(**changes):
+    return Noise(**dict.fromkeys(Noise.__slots__, 0.0) | changes)
+
+
+def blocks(clock, count, calls=10):
+    block = clock.block([arm()] * calls, Mode.BACKLOG)
+    return [block.run() / (calls * 100e-6) for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_noise_time_is_what_was_spent(mode):
+    clock = FakeClock(noise=Noise.none())
+    block = clock.block([arm(1e-3), arm(2e-3)], mode)
+    assert block.run() == pytest.approx(3e-3)
+    assert clock.now == pytest.approx(3e-3)
+    assert clock.once(arm(1e-3)) == pytest.approx(1e-3)
+    spend(1.0)  # outside a clock: nobody's
+    assert clock.now == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_keeps_what_the_last_call_returned(mode):
+    block = FakeClock().block([lambda: "first", lambda: "last"], mode)
+    block.run()
+    assert block.last == "last"
+
+
+def test_white_noise_has_its_deviation():
+    seen = blocks(FakeClock(noise=quiet(white=0.01), seed=1), 1_000)
+    assert statistics.stdev(seen) == pytest.approx(0.01, rel=0.1)
+    assert statistics.fmean(seen) == pytest.approx(1, abs=0.002)
+
+
+def test_the_tail_is_to_the_right():
+    seen = blocks(FakeClock(noise=quiet(tail=0.25, tail_chance=0.01), seed=1), 2_000, calls=1)
+    late = [s for s in seen if s > 1 + 1e-9]
+    assert 0.005 < len(late) / len(seen) < 0.02
+    assert max(seen) <= 1.25
+    assert min(seen) == pytest.approx(1)
+
+
+def test_drift_is_remembered_for_its_correlation_time():
+    seen = blocks(FakeClock(noise=quiet(drift=0.006, drift_s=0.020), seed=1), 4_000)  # 1 ms each
+    assert statistics.stdev(seen) == pytest.approx(0.006, rel=0.2)
+    assert statistics.correlation(seen[:-1], seen[1:]) == pytest.approx(math.exp(-0.05), abs=0.02)
+    assert abs(statistics.correlation(seen[:-200], seen[200:])) < 0.2
+
+
+def test_drift_spoils_sequential_timing_and_spares_interleaved():
+    noise = quiet(white=0.001, drift=0.006, drift_s=0.020)
+    sequential, mirrored = [], []
+    for seed in range(40):
+        seen = blocks(FakeClock(noise=noise, seed=seed), 16)
+        sequential.append(statistics.fmean(seen[:8]) - statistics.fmean(seen[8:]))
+        first, second = seen[0::4] + seen[3::4], seen[1::4] + seen[2::4]
+        mirrored.append(statistics.fmean(first) - statistics.fmean(second))
+    assert statistics.stdev(sequential) > 3 * statistics.stdev(mirrored)
+
+
+def test_the_start_is_slow_until_settled():
+    noise = quiet(ramp=0.03, ramp_s=0.030)
+    cold, warm = FakeClock(noise=noise), FakeClock(noise=noise)
+    warm.settle(arm())
+    assert blocks(cold, 1)[0] == pytest.approx(1.03, abs=0.002)
+    assert blocks(warm, 1)[0] == pytest.approx(1, abs=1e-4)
+
+
+def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
+    clock, rng = FakeClock(noise=quiet(layout=0.01)), random.Random(3)
+    effects = []
+    for _ in range(200):
+        clock.pad(rng)
+        first = clock.block([arm()], Mode.GRAPH)
+        second = clock.block([arm()], Mode.GRAPH)
+        seen = [(first.run(), second.run()) for _ in range(3)]
+        assert len(set(seen)) == 1
+        effects.append(math.log(seen[0][0] / seen[0][1]))
+    assert len(set(effects)) == 200
+    assert statistics.stdev(effects) == pytest.approx(0.01 * math.sqrt(2), rel=0.2)
+
+
+def test_the_seed_of_the_pads_decides_the_layout():
+    def effect(seed):
+        clock = FakeClock(noise=quiet(layout=0.01))
+        clock.pad(random.Random(seed))
+        return clock.block([arm()], Mode.GRAPH).run()
+
+    assert effect(1) == effect(1) != effect(2)
+
+
+def test_a_jump_has_two_states():
+    seen = blocks(FakeClock(noise=quiet(jump=0.03, jump_chance=0.05), seed=1), 500)
+    assert {round(s, 6) for s in seen} == {1.0, 1.03}
+
+
+def test_throttling_comes_goes_and_is_felt():
+    noise = quiet(throttle=0.06, throttle_s=0.010, throttle_per_s=5.0)
+    clock = FakeClock(noise=noise, seed=1)
+    block = clock.block([arm(1e-3)], Mode.PLAIN)
+    states, felt = [], []
+    for _ in range(1_000):
+        before = clock.sense()
+        states.append(round(block.run() / 1e-3, 6))
+        felt.append(guards.round_problem(before, clock.sense()) is not None)
+    assert set(states) == {1.0, 1.06}
+    assert 5 < states.count(1.06) < 500
+    assert all(hit for state, hit in zip(states, felt, strict=True) if state > 1)
+
+
+def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
+    clock = FakeClock(noise=Noise.none(), faults=[Fault(2, "throttle", blocks=2, reasons=0x40)])
+    block = clock.block([arm(1e-3)], Mode.PLAIN)
+    seen, problems = [], []
+    for _ in range(6):
+        before = clock.sense()
+        seen.append(round(block.run() / 1e-3, 6))
+        problems.append(guards.round_problem(before, clock.sense()))
+    assert seen == [1, 1, 1.06, 1.06, 1, 1]
+    assert [bool(p) for p in problems] == [False, False, True, True, True, False]
+    assert "0x40" in problems[3]
+
+
+def test_a_throttle_inside_a_round_leaves_its_mark():
+    clock = FakeClock(noise=Noise.none(), faults=[Fault(1, "throttle")])
+    before = clock.sense()
+    blocks(clock, 4)
+    after = clock.sense()
+    assert after.event_reasons == 0
+    assert "violation counter" in guards.round_problem(before, after)
+
+
+def test_a_power_cap_is_tolerated():
+    clock = FakeClock(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
+    assert blocks(clock, 1) == [pytest.approx(1.02)]
+    assert clock.sense().event_reasons == 0x4
+
+
+def test_a_raise_comes_in_its_block():
+    error = MemoryError("out of memory")
+    clock = FakeClock(faults=[Fault(1, "raise", error=error)])
+    blocks(clock, 1)
+    with pytest.raises(MemoryError, match="out of memory"):
+        blocks(clock, 1)
+
+
+def test_a_hang_never_returns(monkeypatch):
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        blocks(FakeClock(faults=[Fault(0, "hang")]), 1)
+
+
+def test_a_synchronising_call_is_only_plain_or_wall():
+    clock = FakeClock(noise=Noise.none())
+    calls = [fake.synchronise, arm(1e-3)]
+    with pytest.raises(CannotCapture, match="synchronises"):
+        clock.block(calls, Mode.GRAPH)
+    with pytest.raises(InvalidMeasurement, match='metric="wall"'):
+        clock.block(calls, Mode.BACKLOG).run()
+    for mode in (Mode.PLAIN, Mode.WALL):
+        assert clock.block(calls, mode).run() == pytest.approx(1e-3)
+
+
+def test_peak_counts_what_is_held_at_once():
+    clock, kept = FakeClock(), allocate(1_000)
+
+    def call():
+        first = allocate(10)
+        del first
+        second, third = allocate(20), allocate(5)
+        return second, third
+
+    assert clock.peak(call) == 25
+    assert clock.peak(lambda: allocate(7)) == 7
+    assert clock.peak(lambda: None) == 0
+    del kept
+
+
+def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
+    gpus = FakeMachine().gpus()
+    assert gpus == (FAKE_GPU,)
+    first = [blocks(FakeMachine(seed=1).clock(gpus[0]), 3) for _ in range(2)]
+    assert first[0] == first[1] != blocks(FakeMachine(seed=2).clock(gpus[0]), 3)
+    machine = FakeMachine(seed=1)
+    assert blocks(machine.clock(None), 3) != blocks(machine.clock(None), 3)
+    assert machine.clock(None).gpu is None
+
+
+def test_the_identity_arm_takes_time_and_depends_on_the_seed():
+    clock = FakeClock(noise=Noise.none())
+    inputs, negate = clock.identity()
+    (x,), (other,) = (inputs(Bench("cpu", seed, full=True)) for seed in (1, 2))
+    assert (x != other).all()
+    block = clock.block([lambda: negate(x)], Mode.GRAPH)
+    assert block.run() == pytest.approx(100e-6)
+    assert (block.last == -x).all()
+
+
+def test_it_fits_where_a_real_clock_fits():
+    from pytest_aiperf.clock import CudaMachine, HostClock
+
+    for real, pretended in ((CudaMachine(), FakeMachine()), (HostClock(), FakeClock())):
+        missing = {n for n in dir(real) if not n.startswith("_")} - set(dir(pretended))
+        assert missing <= {"current"}

@@ -1,0 +1,198 @@
+"""Each guard catches what it is for, and lets ordinary measurements through."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf import guards
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import Senses, Work
+
+
+def senses(mhz=1980, reasons=0, **violations):
+    return Senses(sm_mhz=mhz, event_reasons=reasons, violations=violations)
+
+
+@pytest.mark.parametrize("bit", [0x08, 0x20, 0x40, 0x80])
+def test_a_throttled_side_drops_the_round(bit):
+    for sides in ((senses(reasons=bit), senses()), (senses(), senses(reasons=bit | 0x1))):
+        assert f"{bit:#x}" in guards.round_problem(*sides)
+
+
+@pytest.mark.parametrize("bits", [0x0, 0x1, 0x2, 0x4, 0x5, 0x10, 0x100, None])
+def test_power_cap_idle_and_chosen_clocks_are_ordinary(bits):
+    assert guards.round_problem(senses(reasons=bits), senses(reasons=bits)) is None
+
+
+def test_a_throttle_that_ended_within_the_round_shows_in_the_counters():
+    before = senses(power=1, thermal=5, board_limit=0)
+    assert "thermal" in guards.round_problem(before, senses(power=1, thermal=6, board_limit=0))
+    assert "board limit" in guards.round_problem(before, senses(power=1, thermal=5, board_limit=9))
+    assert guards.round_problem(before, senses(power=9, thermal=5, board_limit=0)) is None
+    assert guards.round_problem(senses(), senses(thermal=7)) is None  # unread before: unknown
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dropped"),
+    [(1980, 1890, False), (1980, 1870, True), (1870, 1980, True), (None, 345, False)],
+)
+def test_clocks_that_differ_between_the_sides_drop_the_round(before, after, dropped):
+    problem = guards.round_problem(senses(before), senses(after))
+    assert (problem is not None) is dropped
+    if problem:
+        assert f"from {before} to {after} MHz" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0"),  # torch asks only whether it is there
+        ("TORCH_SHOW_DISPATCH_TRACE", "1"),
+        ("TRITON_INTERPRET", "1"),
+        ("PYTHONDEVMODE", "1"),
+        ("PYTHONTRACEMALLOC", "5"),
+        ("CUDA_INJECTION64_PATH", "/x/libprofiler.so"),
+        ("NVTX_INJECTION64_PATH", "/x/libprofiler.so"),
+        ("NV_SANITIZER_INJECTION_PORT_BASE", "49152"),
+        ("NV_NSIGHT_INJECTION_PORT_BASE", "49152"),
+        ("NSYS_PROFILING_SESSION_ID", "3"),
+        ("LD_PRELOAD", "/x/libsanitizer-public.so"),
+    ],
+)
+def test_an_environment_that_changes_times_is_named(name, value):
+    assert guards.environment_problem({"PATH": "/bin", name: value}).startswith(name)
+
+
+def test_an_ordinary_environment_is_no_problem():
+    ordinary = {"CUDA_LAUNCH_BLOCKING": "0", "TRITON_INTERPRET": "", "LD_PRELOAD": "libjemalloc.so"}
+    assert guards.environment_problem(ordinary) is None
+
+
+@pytest.mark.parametrize(
+    ("set_bytes", "l2_bytes", "sets"),
+    [
+        (8 << 30, 60 << 20, 3),
+        (60 << 20, 60 << 20, 3),
+        (50 << 20, 60 << 20, 4),
+        (1 << 20, 50 << 20, 150),
+        (1 << 20, 0, 3),
+        (0, 0, 3),
+    ],
+)
+def test_rotation_spans_the_l2_three_times(set_bytes, l2_bytes, sets):
+    assert guards.rotation(set_bytes, l2_bytes) == sets
+    assert sets * set_bytes >= 3 * l2_bytes
+
+
+@pytest.mark.parametrize("set_bytes", [0, 4096, (3 * (50 << 20) - 1) // 256])
+def test_inputs_too_small_to_be_kept_cold_are_misuse(set_bytes):
+    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
+        guards.rotation(set_bytes, 50 << 20)
+
+
+def fake_torch(**changes):
+    matmul = SimpleNamespace(
+        allow_tf32=changes.get("tf32", False), fp32_precision=changes.get("precision", "ieee")
+    )
+    return SimpleNamespace(
+        backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul), cudnn=SimpleNamespace()),
+        get_default_dtype=lambda: changes.get("dtype", "torch.float32"),
+        get_num_threads=lambda: changes.get("threads", 8),
+        is_grad_enabled=lambda: changes.get("grad", True),
+    )
+
+
+def flags_of(monkeypatch, **changes):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(**changes))
+    return guards.flags()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tf32": True}, "torch.backends.cuda.matmul.allow_tf32: False -> True"),
+        ({"precision": "tf32"}, "torch.backends.cuda.matmul.fp32_precision: ieee -> tf32"),
+        ({"dtype": "torch.half"}, "torch.get_default_dtype: torch.float32 -> torch.half"),
+        ({"threads": 1}, "torch.get_num_threads: 8 -> 1"),
+        ({"grad": False}, "torch.is_grad_enabled: True -> False"),
+    ],
+)
+def test_a_flipped_switch_is_listed_once(monkeypatch, change, said):
+    before = flags_of(monkeypatch)
+    assert guards.changed_flags(before, flags_of(monkeypatch)) == []
+    assert guards.changed_flags(before, flags_of(monkeypatch, **change)) == [said]
+
+
+def test_the_environment_of_libraries_is_a_switch_too(monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    before = flags_of(monkeypatch)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert guards.changed_flags(before, guards.flags()) == ["NVIDIA_TF32_OVERRIDE: unset -> 1"]
+
+
+def test_loading_torch_flips_nothing_and_flags_load_nothing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    before = guards.flags()
+    assert "torch" not in sys.modules
+    assert not any(name.startswith("torch.") for name in before)
+    assert guards.changed_flags(before, flags_of(monkeypatch)) == []
+
+
+def test_a_switch_that_warns_or_fails_when_read_does_neither_here(monkeypatch):
+    class Matmul:
+        @property
+        def allow_tf32(self):
+            warnings.warn("use the new name", UserWarning, stacklevel=1)
+            return True
+
+        @property
+        def fp32_precision(self):
+            raise RuntimeError("old and new names are mixed")
+
+    torch = fake_torch()
+    torch.backends.cuda.matmul = Matmul()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = guards.flags()
+    assert now["torch.backends.cuda.matmul.allow_tf32"] == "True"
+    assert now["torch.backends.cuda.matmul.fp32_precision"] == "unreadable (RuntimeError)"
+
+
+def test_torch_itself_has_the_switches():
+    import torch
+
+    before = guards.flags()
+    missing = [name for name, value in before.items() if value.startswith("unreadable")]
+    assert missing == []
+    torch.set_float32_matmul_precision("high")
+    try:
+        changed = guards.changed_flags(before, guards.flags())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "torch.get_float32_matmul_precision: highest -> high" in changed
+
+
+COPY = Work(bytes=8e9)
+GEMM = Work(flops=2 * 8192.0**3, dtype="bf16")
+
+
+def test_a_time_below_the_datasheet_is_impossible():
+    bandwidth, flops = guards.PEAKS["h200"]
+    assert guards.faster_than_physics(1.87e-3, COPY, bandwidth, flops) is None  # measured
+    assert "skips work" in guards.faster_than_physics(1e-3, COPY, bandwidth, flops)
+    assert guards.faster_than_physics(1e-3, COPY, None, flops) is None  # warm: not judged
+    assert guards.faster_than_physics(1.6e-3, GEMM, bandwidth, flops) is None  # measured
+    assert "in bf16" in guards.faster_than_physics(1.0e-3, GEMM, None, flops)
+
+
+def test_flops_are_judged_by_their_dtype():
+    flops = guards.PEAKS["h200"][1]
+    fp8 = Work(flops=GEMM.flops, dtype="fp8")
+    assert guards.faster_than_physics(0.6e-3, fp8, None, flops) is None
+    assert guards.faster_than_physics(0.4e-3, fp8, None, flops)
+    assert guards.faster_than_physics(1e-9, Work(flops=1e15), None, flops) is None  # dtype unsaid
+    assert guards.faster_than_physics(1e-9, COPY, None, None) is None  # GPU unknown

@@ -1,0 +1,266 @@
+"""Claims that prepare share a GPU, one that is timed has it alone, and each gets its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf import lease
+from pytest_aiperf.child import arm_parent_death
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.lease import Lease
+
+A, B = "GPU-aaaa", "GPU-bbbb"
+
+
+class Claim:
+    """Another process, which takes one turn and stays in it until told to leave."""
+
+    def __init__(self, folder, turn, gpus=(A,), forks=False):
+        self.said, said = os.pipe()
+        told, self.told = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                theirs = Lease(
+                    gpus,
+                    folder,
+                    on_wait=lambda _: os.write(said, b"w"),
+                    on_turn=lambda: os.write(said, b"t"),
+                )
+                with getattr(theirs, turn)():
+                    os.write(said, b"+")
+                    if forks and os.fork() == 0:
+                        arm_parent_death()
+                        time.sleep(300)  # outlives the turn, with a copy of every handle
+                    os.read(told, 1)
+                os.write(said, b"-")
+                os.read(told, 1)
+            finally:
+                os._exit(0)
+        os.close(said)
+        os.close(told)
+
+    def hears(self, seconds=10.0):
+        poll = select.poll()
+        poll.register(self.said, select.POLLIN)
+        return os.read(self.said, 1).decode() if poll.poll(seconds * 1000) else ""
+
+    def leave(self):
+        os.write(self.told, b"l")
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    @property
+    def waits(self):
+        return self.hears() == "w" and self.hears(0.05) == ""
+
+    @property
+    def enters(self):
+        return self.hears() == "+"
+
+    @property
+    def gets_its_turn(self):
+        return self.hears() == "t" and self.hears() == "+"
+
+
+@pytest.fixture
+def claim(tmp_path):
+    claims = []
+
+    def start(turn, *gpus, **more):
+        claims.append(Claim(tmp_path / "locks", turn, gpus or (A,), **more))
+        return claims[-1]
+
+    yield start
+    for one in claims:
+        os.close(one.told)
+        os.close(one.said)
+        with contextlib.suppress(ProcessLookupError):
+            one.kill()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("prepare",), ("prepare",)),
+        (("prepare", A), ("time_device", B)),
+        (("time_device", A), ("time_device", B)),
+        (("time_device", A), ("prepare", B)),
+    ],
+)
+def test_these_share(claim, first, second):
+    assert claim(*first).enters
+    assert claim(*second).enters
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("prepare", A), ("time_device", A)),
+        (("time_device", A), ("prepare", A)),
+        (("time_device", A), ("time_device", A)),
+        (("time_device", A, B), ("time_device", B)),
+        (("time_host", A), ("prepare", B)),
+        (("time_host", A), ("time_device", B)),
+        (("time_host", A), ("time_host", B)),
+        (("prepare", A), ("time_host", B)),
+    ],
+)
+def test_these_exclude_each_other(claim, first, second):
+    one = claim(*first)
+    assert one.enters
+    two = claim(*second)
+    assert two.waits
+    one.leave()
+    assert two.gets_its_turn
+
+
+def test_a_killed_holder_frees_its_lease(claim):
+    one = claim("time_host")
+    assert one.enters
+    two = claim("time_device")
+    assert two.waits
+    one.kill()
+    assert two.gets_its_turn
+
+
+def test_a_process_that_the_holder_forked_does_not_keep_the_lease(claim):
+    one = claim("time_device", forks=True)
+    assert one.enters
+    one.leave()
+    assert one.hears() == "-"
+    assert claim("time_device").enters
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer"), [("prepare", "time_device"), ("prepare", "time_host")]
+)
+def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
+    early = claim(reader)
+    assert early.enters
+    waiting = claim(writer)
+    assert waiting.waits
+    late = claim(reader)
+    assert late.waits
+    early.leave()
+    assert waiting.gets_its_turn
+    assert late.hears(0.05) == ""
+    waiting.leave()
+    assert late.gets_its_turn
+
+
+def test_waiting_is_told_once(claim):
+    one, two = claim("time_device", A), claim("time_device", B)
+    assert one.enters
+    assert two.enters
+    both = claim("time_device", A, B)
+    assert both.waits
+    one.leave()
+    assert both.hears(0.05) == ""
+    two.leave()
+    assert both.gets_its_turn
+
+
+def test_opposite_orders_do_not_deadlock(tmp_path):
+    pids = []
+    for gpus in ((A, B), (B, A)):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            theirs = Lease(gpus, tmp_path / "locks")
+            for _ in range(300):
+                with theirs.time_device():
+                    pass
+            os._exit(0)
+    end = time.monotonic() + 10
+    left = set(pids)
+    while left and time.monotonic() < end:
+        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert not left
+
+
+def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
+    one = claim("time_device")
+    assert one.enters
+
+    def wait(sentence):
+        raise InterruptedError(sentence)
+
+    refuses = Lease([A], tmp_path / "locks", on_wait=wait)
+    said = f"waiting for GPU {A}, which another claim has"
+    with pytest.raises(InterruptedError, match=said), refuses.time_device():
+        pass
+    one.leave()
+    assert one.hears() == "-"
+    assert claim("time_host").enters  # who gave up waiting holds nothing
+
+
+def test_a_held_lease_is_not_entered_again(tmp_path):
+    ours = Lease([A, A], tmp_path / "locks")
+    again = pytest.raises(Misuse, match="leave its with block")
+    with ours.prepare(), again, ours.time_device():
+        pass
+    with ours.time_host():
+        pass
+    with ours.prepare():
+        pass
+
+
+def test_the_folder_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv(lease.VARIABLE, str(tmp_path / "a" / "b"))
+    with Lease(["MIG-GPU-x/1/0"]).prepare():
+        pass
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "a" / "b").iterdir())
+    monkeypatch.delenv(lease.VARIABLE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert lease.default_folder() == tmp_path / f"pytest-aiperf-locks-{os.geteuid()}"
+
+
+def linked(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        linked,
+        lambda folder: folder.symlink_to("nowhere"),
+        lambda folder: folder.write_text(""),
+        lambda folder: folder.mkdir(mode=0o755),
+    ],
+    ids=["link", "dangling link", "file", "open to others"],
+)
+def test_a_planted_folder_is_refused(tmp_path, plant):
+    plant(tmp_path / "locks")
+    with pytest.raises(Misuse, match=lease.VARIABLE):
+        Lease([A], tmp_path / "locks")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "locks").mkdir(mode=0o700)
+    us = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: us + 1)
+    with pytest.raises(Misuse, match="yours alone"):
+        Lease([A], tmp_path / "locks")
+
+
+def test_a_planted_lock_file_is_not_followed(tmp_path):
+    ours = Lease([A], tmp_path / "locks")
+    (tmp_path / "locks" / "host.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic"), ours.prepare():
+        pass
+    assert not (tmp_path / "precious").exists()
