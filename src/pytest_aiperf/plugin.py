@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -310,11 +310,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     done = yield
     if call.when == "call" and CHECKED in item.stash:
-        done.aiperf_checked = item.stash[CHECKED]
-    return done  # type: ignore[return-value]
+        done.aiperf_checked = item.stash[CHECKED]  # type: ignore[attr-defined]  # reports take more
+    return done
 
 
 @pytest.hookimpl(tryfirst=True)
