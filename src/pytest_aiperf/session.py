@@ -449,8 +449,12 @@ def reproducible(on: bool) -> Iterator[None]:
 def lease_for(place: Place) -> Lease:
     """Return the lease of a claim's GPUs; waiting for it does not count against the deadline."""
 
-    def waiting(why: str) -> None:
+    def tell(kind: str, phase: str) -> None:
         if place.channel is not None:
-            place.channel.send("waiting", phase=why)
+            place.channel.send(kind, phase=phase)
 
-    return Lease([g.uuid for g in place.gpus], on_wait=waiting)
+    return Lease(
+        [g.uuid for g in place.gpus],
+        on_wait=lambda why: tell("waiting", why),
+        on_turn=lambda: tell("working", "its turn"),
+    )
