@@ -4,17 +4,18 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+GPU    := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 NVCC   := $(shell command -v nvcc 2>/dev/null)
-EXTRAS := $(if $(filter-out 0,$(GPU)),gpu,cpu)$(if $(NVCC),,$(comma)toolchain)
+EXTRAS := dev $(if $(GPU),gpu,cpu) $(if $(NVCC),,toolchain)
+empty  :=
 comma  := ,
 
 .PHONY: bench test lint clean
 
 bench: $(VENV)/ready
-	$(BIN)/python -m pytest $(if $(filter-out 0,$(GPU)),--gpu,--cpu) $(ARGS)
+	$(BIN)/python -m pytest $(if $(GPU),--gpu,--cpu) $(ARGS)
 
-test: $(VENV)/ready lint
+test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/ready
@@ -23,11 +24,12 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# GPU images bring their own torch: the environment sees it, and pip then installs none.
+# GPU images bring their own torch: the environment sees it, and pip then installs no other.
 $(VENV)/ready: pyproject.toml
-	$(PYTHON) -m venv $(if $(filter-out 0,$(GPU)),--system-site-packages) $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS),dev]'
+	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --quiet --editable \
+		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .aiperf .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .aiperf .mypy_cache .ruff_cache .import_linter_cache .hypothesis

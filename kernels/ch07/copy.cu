@@ -11,12 +11,9 @@
 //                      whole sectors. But a thread has 4 bytes in flight, a full multiprocessor
 //                      8 KiB.
 //   vector             16 bytes a thread: 4 times the bytes in flight, a quarter of the
-//                      instructions.
+//                      instructions. On an H200 that is enough.
 //   vector_unrolled    Four 16-byte loads a thread, all under way before the first store needs one.
-//   vector_streaming   The same, telling the caches that nothing is used twice (evict first), so
-//                      that what was read makes room for gathering what is written.
-//   vector_persistent  The same with as many blocks as are resident at once, each going on to
-//                      another chunk when one is done: no block is launched on the way.
+//                      Where one was enough, more only wait longer, and blocks get fewer.
 //
 // cuda_memcpy is the library's own copy.
 
@@ -37,15 +34,13 @@ __global__ void copy_coalesced(const float* in, float* out, size_t n) {
     if (i < n) out[i] = in[i];
 }
 
-enum class Hint { None, Streaming };
-
-// The floats that a block copies at once: IN_FLIGHT vectors of 4 a thread.
+// The floats that a block copies: IN_FLIGHT vectors of 4 a thread.
 template <int IN_FLIGHT>
 constexpr size_t CHUNK = size_t(THREADS) * IN_FLIGHT * 4;
 
-template <int IN_FLIGHT, Hint HINT>
-__device__ void copy_chunk(const float* in, float* out, size_t n, size_t chunk) {
-    const size_t begin = chunk * CHUNK<IN_FLIGHT>;
+template <int IN_FLIGHT>
+__global__ void copy_vectors(const float* in, float* out, size_t n) {
+    const size_t begin = blockIdx.x * CHUNK<IN_FLIGHT>;
     if (begin + CHUNK<IN_FLIGHT> > n) {  // what is left over after the last whole chunk
 #pragma unroll 1  // a tail is seldom walked: keep it small
         for (size_t i = begin + threadIdx.x; i < n; i += THREADS) out[i] = in[i];
@@ -54,35 +49,17 @@ __device__ void copy_chunk(const float* in, float* out, size_t n, size_t chunk) 
     const auto* from = reinterpret_cast<const float4*>(in + begin) + threadIdx.x;
     auto* to = reinterpret_cast<float4*>(out + begin) + threadIdx.x;
     float4 held[IN_FLIGHT];  // lanes on neighbouring vectors each time: 512 bytes a warp
-    for (int k = 0; k < IN_FLIGHT; ++k)
-        held[k] = HINT == Hint::Streaming ? __ldcs(from + k * THREADS) : from[k * THREADS];
-    for (int k = 0; k < IN_FLIGHT; ++k) {
-        if (HINT == Hint::Streaming) __stcs(to + k * THREADS, held[k]);
-        else to[k * THREADS] = held[k];
-    }
+    for (int k = 0; k < IN_FLIGHT; ++k) held[k] = from[k * THREADS];
+    for (int k = 0; k < IN_FLIGHT; ++k) to[k * THREADS] = held[k];
 }
 
-template <int IN_FLIGHT, Hint HINT>
-__global__ void copy_vectors(const float* in, float* out, size_t n) {
-    copy_chunk<IN_FLIGHT, HINT>(in, out, n, blockIdx.x);
-}
-
-template <int IN_FLIGHT, Hint HINT>
-__global__ void copy_persistent(const float* in, float* out, size_t n) {
-    for (size_t chunk = blockIdx.x; chunk * CHUNK<IN_FLIGHT> < n; chunk += gridDim.x)
-        copy_chunk<IN_FLIGHT, HINT>(in, out, n, chunk);
-}
-
-// A 16-byte access needs an address that 16 divides.
-bool aligned(const void* in, const void* out) {
-    return (reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) % 16 == 0;
-}
-
-template <int IN_FLIGHT, Hint HINT>
+template <int IN_FLIGHT>
 cudaError_t launch_vectors(const float* in, float* out, size_t n, cudaStream_t stream) {
-    if (!aligned(in, out)) return cudaErrorMisalignedAddress;
+    // a 16-byte access needs an address that 16 divides
+    if ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) % 16)
+        return cudaErrorMisalignedAddress;
     const size_t blocks = n / CHUNK<IN_FLIGHT> + 1;  // the last one has what is left over
-    copy_vectors<IN_FLIGHT, HINT><<<blocks, THREADS, 0, stream>>>(in, out, n);
+    copy_vectors<IN_FLIGHT><<<blocks, THREADS, 0, stream>>>(in, out, n);
     return cudaGetLastError();
 }
 
@@ -98,26 +75,11 @@ extern "C" cudaError_t coalesced(const float* in, float* out, int n, cudaStream_
 }
 
 extern "C" cudaError_t vector(const float* in, float* out, int n, cudaStream_t stream) {
-    return launch_vectors<1, Hint::None>(in, out, n, stream);
+    return launch_vectors<1>(in, out, n, stream);
 }
 
 extern "C" cudaError_t vector_unrolled(const float* in, float* out, int n, cudaStream_t stream) {
-    return launch_vectors<4, Hint::None>(in, out, n, stream);
-}
-
-extern "C" cudaError_t vector_streaming(const float* in, float* out, int n, cudaStream_t stream) {
-    return launch_vectors<4, Hint::Streaming>(in, out, n, stream);
-}
-
-extern "C" cudaError_t vector_persistent(const float* in, float* out, int n, cudaStream_t stream) {
-    if (!aligned(in, out)) return cudaErrorMisalignedAddress;
-    const auto kernel = copy_persistent<4, Hint::Streaming>;
-    int device = 0, multiprocessors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, THREADS, 0);
-    kernel<<<multiprocessors * resident, THREADS, 0, stream>>>(in, out, n);
-    return cudaGetLastError();
+    return launch_vectors<4>(in, out, n, stream);
 }
 
 extern "C" cudaError_t cuda_memcpy(const float* in, float* out, int n, cudaStream_t stream) {

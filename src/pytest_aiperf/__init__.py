@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from .model import Bench, Gpu, Interval, Result, Score, Work, prepared, static
 
 if TYPE_CHECKING:
     from .build import Nvcc
-    from .plugin import Compare, Stopwatch
+    from .fixtures import Compare, Stopwatch
+    from .model import Bench, Gpu, Interval, Result, Score, Work, prepared, static
 
 __all__ = [
     "Bench",
@@ -24,15 +24,11 @@ __all__ = [
     "static",
 ]
 
+_ROOMS = {"Nvcc": "build", "Compare": "fixtures", "Stopwatch": "fixtures"}
+
 
 def __getattr__(name: str) -> Any:
-    # The fixtures' types are for annotations: importing them must not cost the package's users.
-    if name == "Nvcc":
-        from .build import Nvcc
-
-        return Nvcc
-    if name in ("Compare", "Stopwatch"):
-        from . import plugin
-
-        return getattr(plugin, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Late: every pytest run imports this package for its plugin, and few of them have claims.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_ROOMS.get(name, 'model')}", __name__), name)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
 
-from . import expectations, journal
+from . import expectations
 from .errors import AiperfError
+from .results import read_json, read_results
 
 DONE, REFUSED, MISUSE = 0, 1, 2
 
@@ -22,22 +23,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Work on the files of pytest-aiperf. Claims are measured with `pytest`.",
         epilog="Exit status: 0 done, 1 everything was refused, 2 a wrong argument or file.",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command, options in COMMANDS.items():
-        duty = (command.__doc__ or "").replace("\n    ", "\n").rstrip()
-        made = commands.add_parser(
-            command.__name__,
-            help=duty.partition("\n")[0],
-            description=duty,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        options(made)
-        made.set_defaults(command=command)
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+    duty = inspect.getdoc(accept) or ""
+    add = commands.add_parser("accept", help=duty.partition("\n")[0], description=duty).add_argument
+    add("measured", metavar="RESULTS.json", type=Path, help="the results.json of a run")
+    for option, metavar, path, about in (
+        ("--expectations", "PATH", "expectations.yaml", "the file to update"),
+        ("--results", "DIR", "results", "the folder of the last accepted runs, one file a GPU"),
+    ):
+        told = f"{about} (default: %(default)s)"
+        add(option, metavar=metavar, type=Path, default=Path(path), help=told)
+    add("--dry-run", action="store_true", help="show what would change, and write nothing")
     chosen = parser.parse_args(arguments)
     try:
-        return int(chosen.command(chosen))
+        return accept(chosen)
     except AiperfError as error:
-        sys.stderr.write(f"{chosen.command.__name__}: {error}\n")
+        sys.stderr.write(f"{chosen.name}: {error}\n")
         return MISUSE
 
 
@@ -48,55 +49,17 @@ def accept(chosen: argparse.Namespace) -> int:
     is required today; the others are listed with their reasons. `require` is never written, and
     expectations.yaml changes last and as a whole.
     """
-    results = journal.read_results(chosen.measured)
-    machine = _machine_info(chosen.measured)
-
-    def merge(update: expectations.Update) -> None:
-        for key in sorted({result.key for result in update.accepted}):
-            mine = [result for result in update.accepted if result.key == key]
-            journal.merge_results(chosen.results / f"{key}.json", mine, machine)
-
+    results = read_results(chosen.measured)
+    machine = read_json(chosen.measured).get("machine_info", {})
     update = expectations.plan(chosen.expectations, results, datetime.now(UTC).date())
     if not chosen.dry_run:
-        update = update.write(merge)
+        update = update.write(chosen.results, machine)
     ends = "unchanged" if chosen.dry_run or not update.accepted else "written"
     counts = f"{len(update.accepted)} accepted, {len(update.refused)} refused"
     said = [*update.lines(), update.diff(), f"{counts}; {chosen.expectations} {ends}"]
     sys.stdout.write("".join(f"{line}\n" for line in said if line))
     return REFUSED if update.refused and not update.accepted else DONE
 
-
-def _accept_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("measured", metavar="RESULTS.json", type=Path, help="the results.json of a run")
-    add(
-        "--expectations",
-        metavar="PATH",
-        type=Path,
-        default=Path("expectations.yaml"),
-        help="the file to update (default: %(default)s)",
-    )
-    add(
-        "--results",
-        metavar="DIR",
-        type=Path,
-        default=Path("results"),
-        help="the folder of the last accepted runs, one file a GPU (default: %(default)s)",
-    )
-    add("--dry-run", action="store_true", help="show what would change, and write nothing")
-
-
-def _machine_info(path: Path) -> Mapping[str, Any]:
-    """Say where a results file was measured; `read_results` has found it to be strict JSON."""
-    machine = journal.loads(path.read_text(encoding="utf-8"), str(path)).get("machine_info")
-    return machine if isinstance(machine, Mapping) else {}
-
-
-Command = Callable[[argparse.Namespace], int]
-COMMANDS: Final[Mapping[Command, Callable[[argparse.ArgumentParser], None]]] = {
-    accept: _accept_options,
-}
-"""Each command and what declares its arguments; its docstring is its help."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,18 +4,16 @@
 
 The keeper waits, runs no user code, and adopts every process that the claim orphans, daemons
 included. When the claim has ended, or the pytest process has let go of the keeper (by an
-exception, or because it was killed), the keeper kills and reaps all that descends from it. So
-nothing outlives a claim, and no process that is not of this claim is ever touched.
-
-What a claim writes to stdout and stderr goes where the pytest process's own output goes, without
-a cap: the only limit the kernel offers (RLIMIT_FSIZE) would cap result files too.
+exception, or because it was killed), the keeper kills and reaps all that descends from it, and
+nothing else. What a claim prints goes where pytest's own output goes, without a cap: the only
+limit the kernel offers (RLIMIT_FSIZE) would cap result files too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
-import functools
 import gc
 import json
 import math
@@ -23,26 +21,24 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from .errors import Misuse
 
-if TYPE_CHECKING:
-    import ctypes
-
 Message = dict[str, Any]
+Source = int | socket.socket | FileIO
 Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
-LIMIT: Final = 64 * 2**20
+LIMIT: Final = 16 * 2**20
 """Bytes of the longest message a claim may send."""
 
 TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
@@ -51,18 +47,17 @@ TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
 PATIENCE: Final = 10.0
 """Seconds that a process may take to die of SIGKILL before it counts as stuck in the kernel."""
 
-_REPORT: Final = struct.Struct("=iqq")  # wait status, peak RSS in KiB, leftovers
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"
 _ANSWERED: Final = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_LIBC.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 class Channel:
     """The claim's private line to the pytest process: one JSON object a line."""
-
-    __slots__ = ("_fd", "_lock", "_pid")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -89,9 +84,9 @@ class Channel:
 class Ended:
     """How a claim's process ended, and what it said before.
 
-    ``code`` is the exit status, or the signal's number where a signal ended it. ``leftovers``
-    counts the processes that outlived the claim and were killed. ``interrupted``: the keeper was
-    killed from outside. ``stuck``: even SIGKILL did not end it, so its GPU is not to be trusted.
+    ``code`` is the exit status, or the signal's number where a signal ended it. ``interrupted``:
+    the keeper was killed from outside. ``stuck``: even SIGKILL did not end it, so its GPU is not
+    to be trusted.
     """
 
     messages: tuple[Message, ...]
@@ -100,7 +95,6 @@ class Ended:
     seconds: float
     peak_rss_bytes: int
     deadline: float
-    leftovers: int = 0
 
 
 def supervise(
@@ -118,11 +112,10 @@ def supervise(
     here meanwhile, by ``on_message`` too, kills the claim and goes on to the caller.
     Call it from a process that has not initialised CUDA.
     """
-    _libc()  # before the fork: the child must not depend on import locks of other threads
     _flush()  # else the child, which flushes when it ends, would write the same text again
     control, theirs = socket.socketpair()
     inlet, outlet = os.pipe()
-    inbox = _Inbox(inlet)
+    inbox = FileIO(inlet)
     keeper = -1
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
     try:
@@ -130,6 +123,7 @@ def supervise(
             keeper = _fork()
             if keeper == 0:
                 control.close()  # so that the keeper sees it end with our process
+                inbox.close()
                 _keep(work, theirs, outlet, mask)
         finally:
             theirs.close()
@@ -150,21 +144,22 @@ def describe(ended: Ended) -> str:
         if message["kind"] == "crash":
             last = str(message.get("text")).strip().rpartition("\n")[2]
             return f"crashed {after}: {last}"
-    killed = f"killed by {_signal_name(ended.code)} {after}"
-    if ended.code == signal.SIGKILL:
-        gib = ended.peak_rss_bytes / 2**30
-        killed = f"killed by SIGKILL {after}: out of host memory? peak RSS {gib:.1f} GiB"
-    sentences: dict[Status, str] = {
+    if ended.status == "signalled":
+        names = {known.value: known.name for known in signal.Signals}
+        name = names.get(ended.code, f"signal {ended.code}")
+        if ended.code == signal.SIGKILL:
+            gib = ended.peak_rss_bytes / 2**30
+            return f"killed by {name} {after}: out of host memory? peak RSS {gib:.1f} GiB"
+        return f"killed by {name} ({(signal.strsignal(ended.code) or '').lower()}) {after}"
+    return {
         "exited": f"ended with exit code {ended.code} without a result "
         "(os._exit or sys.exit in the claim?)",
-        "signalled": killed,
         "timeout": f"exceeded its deadline of {ended.deadline:g} s "
         "(a kernel that never ends, or raise aiperf_deadline)",
         "interrupted": f"lost {after}: the process that keeps it was killed from outside",
         "stuck": f"did not die of SIGKILL within {PATIENCE:g} s (stuck in a driver?): "
         "look at its GPU before using it again",
-    }
-    return sentences[ended.status]
+    }[ended.status]
 
 
 def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -186,8 +181,7 @@ class _Deadline:
 
     def __init__(self, seconds: float, grace: float) -> None:
         self.seconds = seconds
-        self.exceeded = False
-        self.stuck = False
+        self.exceeded = self.stuck = False
         self._due: float | None = time.monotonic() + seconds
         self._paused_with = 0.0
         self._orders = [(_TERMINATE, grace), (_KILL, PATIENCE)]
@@ -209,44 +203,30 @@ class _Deadline:
         return order
 
 
-class _Inbox:
-    """The other end of a claim's channel; closed once nothing more can come."""
-
-    def __init__(self, fd: int) -> None:
-        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115  a pipe, closed by close()
-        self._torn = bytearray()
-        self.close = self._file.close
-
-    def fds(self) -> list[int]:
-        return [] if self._file.closed else [self._file.fileno()]
-
-    def read(self) -> Iterator[Message]:
-        data = self._file.read(2**20)
-        if not data:
-            self.close()
-            return
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            whole = bytes(self._torn) + line
-            self._torn.clear()
-            yield _message(whole) or self._refuse(whole)
-        self._torn += rest
-        if len(self._torn) > LIMIT:
-            yield self._refuse(bytes(self._torn))
-
-    def _refuse(self, line: bytes) -> Message:
-        self.close()
-        text = f"the claim wrote on its private channel: {line[:80]!r} is no message"
-        return {"kind": "crash", "text": text}
+def _batches(inbox: FileIO) -> Iterator[list[Message]]:
+    """Read from the channel once for each batch, until nothing more can come."""
+    torn = bytearray()
+    with inbox:
+        while data := inbox.read(2**20):
+            torn += data
+            lines: list[bytearray] = []
+            if b"\n" in data:
+                *lines, torn = torn.split(b"\n")
+            if len(torn) > LIMIT:
+                lines.append(torn)
+            batch = [_message(bytes(line)) for line in lines]
+            yield batch
+            if any(message["kind"] == "crash" for message in batch):
+                return
 
 
-def _message(line: bytes) -> Message | None:
-    try:
+def _message(line: bytes) -> Message:
+    with contextlib.suppress(ValueError, RecursionError):
         message = json.loads(line)
-    except ValueError:
-        return None
-    valid = isinstance(message, dict) and isinstance(message.get("kind"), str)
-    return message if valid else None
+        if isinstance(message, dict) and isinstance(message.get("kind"), str):
+            return message
+    text = f"the claim wrote on its private channel: {line[:80]!r} is no message"
+    return {"kind": "crash", "text": text}
 
 
 def _fork() -> int:
@@ -260,51 +240,46 @@ def _fork() -> int:
 
 def _watch(
     control: socket.socket,
-    inbox: _Inbox,
+    inbox: FileIO,
     on_message: Callable[[Message], None],
     clock: _Deadline,
 ) -> Ended:
     """Hand messages on and give the keeper its orders until it reports."""
     started = time.monotonic()
+    batches = _batches(inbox)
     kept: list[Message] = []
-
-    def take(messages: Iterator[Message]) -> None:
-        for message in messages:
-            clock.heed(message["kind"])
-            if message["kind"] not in TRANSIENT:
-                kept.append(message)
-            on_message(message)
-
     report: bytes | None = None
     while report is None and not clock.stuck:
-        ready = _ready([control.fileno(), *inbox.fds()], clock.left())
-        if ready.intersection(inbox.fds()):
-            take(inbox.read())  # all that the pipe holds, so nothing is missed before a report
-        if control.fileno() in ready:
-            report = control.recv(_REPORT.size)
+        ready = _ready([control] if inbox.closed else [control, inbox], clock.left())
+        if inbox in ready:  # a batch is all that the pipe holds: nothing is missed by a report
+            for message in next(batches, []):
+                clock.heed(message["kind"])
+                if message["kind"] not in TRANSIENT:
+                    kept.append(message)
+                on_message(message)
+        if control in ready:
+            report = control.recv(64)
         elif clock.left() == 0:
             with contextlib.suppress(OSError):  # a keeper that is gone shows in `ready`
                 control.send(clock.order())
 
+    status: Status = "stuck" if clock.stuck else "interrupted"
+    code, rss_kib = int(signal.SIGKILL), 0
+    if report:
+        wait_status, rss_kib = map(int, report.split())
+        code = os.waitstatus_to_exitcode(wait_status)
+        status = "timeout" if clock.exceeded else "signalled" if code < 0 else "exited"
     seconds = time.monotonic() - started
-    if not report:
-        status: Status = "stuck" if clock.stuck else "interrupted"
-        return Ended(tuple(kept), status, signal.SIGKILL, seconds, 0, clock.seconds)
-    wait_status, rss_kib, leftovers = _REPORT.unpack(report)
-    code = os.waitstatus_to_exitcode(wait_status)
-    status = "timeout" if clock.exceeded else "signalled" if code < 0 else "exited"
-    return Ended(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds, leftovers)
+    return Ended(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds)
 
 
 def _reap(keeper: int) -> None:
     """Wait for the keeper; one that cannot finish is killed, and its claim dies with it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
         pidfd = os.pidfd_open(keeper)
-        try:
-            if not _ready([pidfd], PATIENCE):
-                os.kill(keeper, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
+        if not _ready([pidfd], PATIENCE):
+            os.kill(keeper, signal.SIGKILL)
+        os.close(pidfd)
         os.waitpid(keeper, 0)
 
 
@@ -315,7 +290,6 @@ def _keep(
     work: Callable[[Channel], None], control: socket.socket, outlet: int, mask: Collection[int]
 ) -> NoReturn:
     try:
-        signal.set_wakeup_fd(-1)
         for signum in _ANSWERED:
             signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is for the pytest process to decide
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -329,8 +303,8 @@ def _keep(
             control.close()
             _run(work, outlet, keeper)
         pidfd = os.pidfd_open(claim)
-        while pidfd not in (ready := _ready([pidfd, control.fileno()], None)):
-            if control.fileno() in ready and control.recv(1) != _TERMINATE:
+        while pidfd not in _ready([pidfd, control], None):
+            if control.recv(1) != _TERMINATE:
                 break  # told to kill, or let go of
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(claim, signal.SIGTERM)
@@ -345,17 +319,14 @@ def _bury(claim: int) -> bytes:
         os.killpg(claim, signal.SIGKILL)  # in one go: nothing in it can fork its way out
     os.kill(claim, signal.SIGKILL)
     _, status, usage = os.wait4(claim, 0)
-    leftovers = 0
     with contextlib.suppress(ChildProcessError):  # none left
         while True:
-            pid, how = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for child in _children():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(child, signal.SIGKILL)
-                _, how = os.waitpid(-1, 0)  # whose own children are ours from now on
-            leftovers += os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGKILL
-    return _REPORT.pack(status, usage.ru_maxrss, leftovers)
+                os.waitpid(-1, 0)  # whose own children are ours from now on
+    return f"{status} {usage.ru_maxrss}".encode()
 
 
 def _children() -> list[int]:
@@ -384,9 +355,6 @@ def _run(work: Callable[[Channel], None], outlet: int, keeper: int) -> NoReturn:
         try:
             work(channel)
             code = 0
-        except SystemExit as leaving:  # as the interpreter does it
-            said = leaving.code
-            code = said & 0xFF if isinstance(said, int) else int(said is not None)
         except BaseException:  # noqa: BLE001  nothing may return into pytest's main loop
             channel.send("crash", text=traceback.format_exc())
         _flush()
@@ -397,39 +365,22 @@ def _run(work: Callable[[Channel], None], outlet: int, keeper: int) -> NoReturn:
 # On both sides of a fork
 
 
-def _ready(fds: list[int], seconds: float | None) -> set[int]:
+def _ready(sources: Sequence[Source], seconds: float | None) -> list[Source]:
     poll = select.poll()
-    for fd in fds:
+    by_fd = {s if isinstance(s, int) else s.fileno(): s for s in sources}
+    for fd in by_fd:
         poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if seconds is None else math.ceil(seconds * 1000))}
+    found = poll.poll(None if seconds is None else math.ceil(seconds * 1000))
+    return [by_fd[fd] for fd, _ in found]
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
-                stream.flush()
-    _libc().fflush(None)  # what a kernel or an extension printed
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    import ctypes
-
-    return ctypes.CDLL(None, use_errno=True)
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    _LIBC.fflush(None)  # what a kernel or an extension printed
 
 
 def _prctl(option: int, argument: int) -> None:
-    import ctypes
-
-    if _libc().prctl(option, ctypes.c_ulong(argument), *[ctypes.c_ulong(0)] * 3) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl {option}: {os.strerror(errno)}")
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        name = signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
-    return f"{name} ({(signal.strsignal(signum) or name).lower()})"
+    if _LIBC.prctl(option, argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")

@@ -1,18 +1,29 @@
-"""A device that lives in virtual time, with the noise and the faults of a real one."""
+"""A machine that lives in virtual time, with the noise and the faults of a real one.
+
+``pytest -p pytest_aiperf.fake`` measures on it. The environment variable PYTEST_AIPERF_FAKE
+describes it, as a JSON object whose members may all be missing:
+``{"gpus": 2, "noise": "default", "seed": 1, "faults": [{"block": 3, "kind": "throttle"}]}``.
+``gpus`` is a count or a list of objects with fields of Gpu, ``noise`` is ``"none"``,
+``"default"`` or an object with fields of Noise; fields that are missing are as by default.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from .errors import CannotCapture, InvalidMeasurement
-from .model import Bench, Gpu, Mode, Senses
+from .clock import Call, Identity, seed_all
+from .errors import CannotCapture, InvalidMeasurement, Misuse
+from .model import Bench, Gpu, Mode, Senses, from_json, to_json
 
+VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 FAKE_GPU: Final = Gpu(
     name="Fake H200",
     key="fake",
@@ -31,30 +42,22 @@ _THERMAL = 0x20
 class Noise:
     """How a device strays from the truth; fractions of a time, and seconds."""
 
-    white: float = 0.002
-    """Standard deviation of each block."""
-    tail: float = 0.25
+    white: float = 0.002  # standard deviation of each block
+    tail: float = 0.25  # a call takes up to this much longer, with this chance
     tail_chance: float = 0.01
-    """A call takes up to ``tail`` longer, with this chance."""
-    drift: float = 0.006
+    drift: float = 0.006  # standard deviation and correlation time of the clock's wandering
     drift_s: float = 0.020
-    """Standard deviation and correlation time of the clock's wandering."""
-    ramp: float = 0.03
+    ramp: float = 0.03  # how much slower the first work is, and how fast that goes by
     ramp_s: float = 0.030
-    """How much slower the first work is, and how fast that goes by."""
-    throttle: float = 0.06
+    throttle: float = 0.06  # depth, length and frequency of thermal throttling
     throttle_s: float = 0.050
     throttle_per_s: float = 0.02
-    """Depth, length and frequency of thermal throttling."""
-    layout: float = 0.004
-    """Standard deviation of what a block's addresses do to it; drawn anew after each pad."""
-    jump: float = 0.03
+    layout: float = 0.004  # standard deviation of what a block's addresses do; anew for each pad
+    jump: float = 0.03  # the step between two states, and each block's chance to change state
     jump_chance: float = 0.0005
-    """Size of the step between two states, and each block's chance to change state."""
 
     @classmethod
     def none(cls) -> Noise:
-        """Return the noise of a device that tells the truth."""
         return cls(*[0.0] * len(dataclasses.fields(cls)))
 
 
@@ -66,20 +69,17 @@ class Fault:
     kind: Literal["throttle", "hang", "raise"]
     blocks: int = 1
     reasons: int = _THERMAL
-    error: Exception = dataclasses.field(
-        default_factory=lambda: RuntimeError("CUDA error: an illegal memory access was encountered")
-    )
+    error: str = "CUDA error: an illegal memory access was encountered"
 
 
+@dataclass(slots=True)
 class _Ledger:
     """What the calls of the running clock spend and hold."""
 
-    def __init__(self) -> None:
-        self.calls: list[float] | None = None
-        self.mode: Mode | None = None
-        self.capturing = False
-        self.held = 0
-        self.peak = 0
+    calls: list[float] | None = None
+    mode: Mode | None = None
+    held: int = 0
+    peak: int = 0
 
 
 _ledger = _Ledger()
@@ -87,20 +87,20 @@ _ledger = _Ledger()
 
 def spend(seconds: float) -> None:
     """Take this much device time; does nothing outside a clock."""
-    if _ledger.calls and not _ledger.capturing:
+    if _ledger.calls:
         _ledger.calls[-1] += seconds
 
 
 def synchronise() -> None:
     """Wait for the device, as a call does that cannot be captured or held back."""
-    if _ledger.capturing:
+    if _ledger.mode is Mode.GRAPH:
         raise CannotCapture("the call synchronises")
     if _ledger.mode is Mode.BACKLOG:
         raise InvalidMeasurement('the call synchronises; claim metric="wall"')
 
 
 class Allocation:
-    """Device memory that is free again when this is dropped; made by :func:`allocate`."""
+    """So many bytes of device memory, free again when this is dropped."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -109,11 +109,6 @@ class Allocation:
 
     def __del__(self) -> None:
         _ledger.held -= self.size
-
-
-def allocate(size: int) -> Allocation:
-    """Take this many bytes of device memory."""
-    return Allocation(size)
 
 
 class FakeMachine:
@@ -126,17 +121,13 @@ class FakeMachine:
         faults: Sequence[Fault] = (),
         seed: int = 0,
     ) -> None:
-        self._gpus = tuple(gpus)
-        self._noise = Noise() if noise is None else noise
-        self._faults = tuple(faults)
+        self._gpus, self._noise, self._faults = tuple(gpus), noise, faults
         self._random = _generator(seed)
 
     def gpus(self) -> Sequence[Gpu]:
-        """List the fake GPUs."""
         return self._gpus
 
     def clock(self, gpu: Gpu | None) -> FakeClock:
-        """Make a clock in virtual time; without a GPU it is the host's."""
         return FakeClock(gpu, self._noise, self._faults, self._random.getrandbits(64))
 
 
@@ -152,11 +143,11 @@ class FakeClock:
         faults: Sequence[Fault] = (),
         seed: int = 0,
     ) -> None:
-        self.gpu: Gpu | None = gpu
+        self.gpu = gpu
         self.now = 0.0
-        self.blocks = 0
-        self._noise = Noise() if noise is None else noise
-        self._faults = tuple(faults)
+        self._blocks = 0
+        self._noise = noise or Noise()
+        self._faults = faults
         self._random = _generator(seed)
         self._layout = _generator(seed + 1)
         self._wander = self._random.gauss() * self._noise.drift
@@ -167,31 +158,28 @@ class FakeClock:
         self._violation_ns = 0
 
     def seed(self, seed: int) -> None:
-        """Seed random."""
-        random.seed(seed)
+        seed_all(seed)
+        # mixed in, not set: claims forked from one parent differ, and no noise comes a second time
+        self._random.seed(self._random.getrandbits(64) ^ seed)
 
     def pad(self, rng: random.Random) -> object:
-        """Draw the layout of every block made from now on from ``rng``."""
-        self._layout = _generator(rng.getrandbits(64))
+        self._layout = _generator(self._random.getrandbits(64) ^ rng.getrandbits(64))
         return None
 
-    def block(self, calls: Sequence[Callable[[], object]], mode: Mode) -> FakeBlock:
-        """Make a block, with the layout effect that it keeps."""
+    def block(self, calls: Sequence[Call], mode: Mode) -> FakeBlock:
         if mode is Mode.GRAPH:
-            self._execute(calls, mode, capturing=True)
+            self._execute(calls, mode)  # captured; from now on nothing keeps the calls from running
+            mode = Mode.PLAIN
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
-    def once(self, call: Callable[[], object]) -> float:
-        """Return the seconds of one call, with noise."""
-        return self.measure(self._execute([call], Mode.PLAIN)[0])
+    def once(self, call: Call) -> float:
+        return self._read(self._execute([call], Mode.PLAIN)[0])
 
-    def settle(self, call: Callable[[], object]) -> None:
-        """Let the start-up ramp go by."""
+    def settle(self, call: Call) -> None:
         call()
         self._pass(max(0.3, 10 * self._noise.ramp_s))
 
     def sense(self) -> Senses:
-        """Feel what the last block felt."""
         return Senses(
             sm_mhz=round(_SM_MHZ / (1 + max(0.0, self._slower))),
             temperature_c=85 if self._reasons else 55,
@@ -200,20 +188,18 @@ class FakeClock:
             violations={"thermal": self._violation_ns},
         )
 
-    def peak(self, call: Callable[[], object]) -> int:
-        """Return the most bytes that a call held through :func:`allocate`."""
+    def peak(self, call: Call) -> int:
         before = _ledger.peak = _ledger.held
         call()
         return _ledger.peak - before
 
     def synchronize(self) -> None:
-        """Have nothing to wait for."""
+        pass
 
     def release(self) -> None:
-        """Have nothing to give back."""
+        pass
 
-    def identity(self) -> tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]:
-        """Return small inputs and an arm that spends 100 us."""
+    def identity(self) -> Identity:
         import numpy as np
 
         def inputs(bench: Bench) -> tuple[Any, ...]:
@@ -225,23 +211,34 @@ class FakeClock:
 
         return inputs, negate
 
-    def run_block(
-        self, calls: Sequence[Callable[[], object]], mode: Mode
-    ) -> tuple[list[float], object]:
-        """Execute the calls of the next block and meet the faults that are due in it."""
-        number, self.blocks = self.blocks, self.blocks + 1
+    def run(self, calls: Sequence[Call], mode: Mode, layout: float) -> tuple[float, object]:
+        """Run the calls of the next block, and meet the faults that are due in it."""
+        number, self._blocks = self._blocks, self._blocks + 1
         self._reasons = 0
         for fault in self._faults:
             if not fault.block <= number < fault.block + fault.blocks:
                 continue
             if fault.kind == "raise":
-                raise fault.error
+                raise RuntimeError(fault.error)
             while fault.kind == "hang":
                 time.sleep(3_600)
             self._reasons = fault.reasons
-        return self._execute(calls, mode)
+        seconds, last = self._execute(calls, mode)
+        return self._read(seconds, layout), last
 
-    def measure(self, seconds: Sequence[float], layout: float = 0.0) -> float:
+    def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
+        last: object = None
+        seconds: list[float] = []
+        _ledger.calls, _ledger.mode = seconds, mode
+        try:
+            for call in calls:
+                seconds.append(0.0)
+                last = call()
+        finally:
+            _ledger.calls = _ledger.mode = None
+        return seconds, last
+
+    def _read(self, seconds: Sequence[float], layout: float = 0.0) -> float:
         """Return what the clock reads where calls truly took ``seconds``, and let that pass."""
         noise, draw = self._noise, self._random
         truth = sum(seconds)
@@ -252,18 +249,18 @@ class FakeClock:
         if draw.random() < noise.jump_chance:
             self._jumped = not self._jumped
         self._pass(truth)
-        throttle = (noise.throttle or 0.06) if self._reasons else 0.0
-        self._violation_ns += int(truth * 1e9) if self._reasons else 0
-        self._slower = self._wander + throttle
+        self._slower = self._wander
+        if self._reasons:
+            self._slower += noise.throttle or 0.06
+            self._violation_ns += int(truth * 1e9)
         if noise.ramp_s:
             self._slower += noise.ramp * math.exp(-self.now / noise.ramp_s)
+        step = noise.jump if self._jumped else 0.0
         late = [
             s * noise.tail * draw.random() for s in seconds if draw.random() < noise.tail_chance
         ]
-        step = noise.jump if self._jumped else 0.0
-        return (truth * (1 + self._slower + step) + sum(late)) * math.exp(
-            layout + noise.white * draw.gauss()
-        )
+        strayed = math.exp(layout + noise.white * draw.gauss())
+        return (truth * (1 + self._slower + step) + sum(late)) * strayed
 
     def _pass(self, seconds: float) -> None:
         noise = self._noise
@@ -273,41 +270,50 @@ class FakeClock:
             self._wander *= kept
             self._wander += noise.drift * math.sqrt(1 - kept * kept) * self._random.gauss()
 
-    def _execute(
-        self, calls: Sequence[Callable[[], object]], mode: Mode, *, capturing: bool = False
-    ) -> tuple[list[float], object]:
-        last: object = None
-        _ledger.calls, _ledger.mode, _ledger.capturing = [], mode, capturing
-        try:
-            for call in calls:
-                _ledger.calls.append(0.0)
-                last = call()
-            return _ledger.calls, last
-        finally:
-            _ledger.calls, _ledger.mode, _ledger.capturing = None, None, False
 
-
+@dataclass(slots=True)
 class FakeBlock:
     """Calls whose layout effect stays the same however often they run."""
 
-    def __init__(
-        self,
-        clock: FakeClock,
-        calls: Sequence[Callable[[], object]],
-        mode: Mode,
-        layout: float,
-    ) -> None:
-        self._clock = clock
-        self._calls = calls
-        self._mode = mode
-        self._layout = layout
-        self.last: object = None
+    clock: FakeClock
+    calls: Sequence[Call]
+    mode: Mode
+    layout: float
+    last: object = None
 
     def run(self) -> float:
-        """Run all calls and return the seconds that the clock read."""
-        seconds, self.last = self._clock.run_block(self._calls, self._mode)
-        return self._clock.measure(seconds, self._layout)
+        seconds, self.last = self.clock.run(self.calls, self.mode, self.layout)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    gpus: Any = 1
+    noise: Any = "default"
+    seed: int = 0
+    faults: tuple[Fault, ...] = ()
+
+
+def machine(text: str) -> FakeMachine:
+    """Make the machine that a JSON text describes."""
+    try:
+        said = from_json(_Description, json.loads(text), VARIABLE)
+        gpus = [
+            from_json(Gpu, {**to_json(FAKE_GPU), "uuid": f"fake-{i}", **gpu}, f"gpus[{i}]")
+            for i, gpu in enumerate([{}] * said.gpus if type(said.gpus) is int else said.gpus)
+        ]
+        noise = {"none": Noise.none(), "default": Noise()}.get(str(said.noise)) or from_json(
+            Noise, said.noise, "noise"
+        )
+    except (TypeError, ValueError) as why:
+        raise Misuse(f"{VARIABLE}={text}: {why} (see pytest_aiperf.fake)") from why
+    return FakeMachine(gpus, noise, said.faults, said.seed)
+
+
+def pytest_aiperf_machine() -> FakeMachine:
+    """Tell the plugin to measure here."""
+    return machine(os.environ.get(VARIABLE, "{}"))
 
 
 def _generator(seed: int) -> random.Random:
-    return random.Random(seed)  # noqa: S311 - noise, not secrets
+    return random.Random(seed)  # noqa: S311  noise, not secrets

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import Misuse
 from .model import Gpu, Senses
 
-ARCHS: Final = MappingProxyType(
-    {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
-)
+ARCHS: Final = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
 """What nvcc calls an architecture whose own instructions kernels may use."""
 
 _NOBODY = ("-1", "NoDevFiles")  # CUDA sees nothing from here on; the second is Slurm's word for it
@@ -42,7 +39,7 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
 
     Indices count in PCI order, as nvidia-smi's do. Without a driver there are none.
     """
-    nvml = _nvml()
+    nvml, _ = _nvml()
     if nvml is None:
         return []
     every = range(nvml.nvmlDeviceGetCount())
@@ -56,16 +53,10 @@ def visible(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 def absence(environ: Mapping[str, str] = os.environ) -> str:
     """Say why :func:`visible` lists nothing."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
-    except ImportError:
-        return "nvidia-ml-py is not installed"
-    except pynvml.NVMLError as error:
-        return f"the NVIDIA driver does not answer ({error})"
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    nvml, why = _nvml()
+    if nvml is None:
+        return why
+    count, chosen = nvml.nvmlDeviceGetCount(), environ.get("CUDA_VISIBLE_DEVICES")
     if count and chosen is not None:
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides all {count} of this machine"
     return "the NVIDIA driver lists none"
@@ -73,9 +64,8 @@ def absence(environ: Mapping[str, str] = os.environ) -> str:
 
 def sense(uuid: str) -> Senses:
     """Read a GPU's clock, temperature, power, clock event reasons and violation counters (ns)."""
-    nvml = _nvml()
-    handle = nvml and _read(nvml, "HandleByUUID", uuid)
-    if nvml is None or not handle:
+    nvml, handle = _board(uuid)
+    if not handle:
         return Senses()
     milliwatts = _read(nvml, "PowerUsage", handle)
     violations = {
@@ -94,25 +84,30 @@ def sense(uuid: str) -> Senses:
 
 def compute_processes(uuid: str) -> list[int]:
     """List the process ids that hold a CUDA context on a GPU, as far as this machine sees them."""
-    nvml = _nvml()
-    handle = nvml and _read(nvml, "HandleByUUID", uuid)
-    if nvml is None or not handle:
-        return []
-    running = _read(nvml, "ComputeRunningProcesses", handle)
-    return sorted(int(process.pid) for process in running or ())
+    nvml, handle = _board(uuid)
+    running = _read(nvml, "ComputeRunningProcesses", handle) if handle else None
+    return sorted(process.pid for process in running or ())
 
 
-def _nvml() -> Any:
-    # no state of ours: NVML counts its initialisations, and a forked process simply adds one
+def _nvml() -> tuple[Any, str]:
+    """Return NVML, or None and why there is none.
+
+    No state of ours: NVML counts its initialisations, and a forked process simply adds one.
+    """
     try:
         import pynvml
     except ImportError:
-        return None
+        return None, "nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+    except pynvml.NVMLError as error:
+        return None, f"the NVIDIA driver does not answer ({error})"
+    return pynvml, ""
+
+
+def _board(uuid: str) -> tuple[Any, Any]:
+    nvml, _ = _nvml()
+    return nvml, nvml and _read(nvml, "HandleByUUID", uuid)
 
 
 def _read(nvml: Any, figure: str, *about: object) -> Any:
@@ -125,8 +120,7 @@ def _read(nvml: Any, figure: str, *about: object) -> Any:
 
 def _describe(nvml: Any, handle: Any, uuid: str) -> Gpu:
     name = str(nvml.nvmlDeviceGetName(handle))
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    arch = f"sm{major}{minor}"
+    arch = "sm{}{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))
     cores = _read(nvml, "NumGpuCores", handle) or 0
     memory = _read(nvml, "MemoryInfo", handle)
     return Gpu(

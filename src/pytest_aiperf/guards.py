@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import Misuse
@@ -20,29 +20,27 @@ SAME_CLOCK = 0.05
 """The SM clock may differ by this much between the two sides of a round."""
 
 # Power cap (0x4), idle (0x1) and a chosen clock (0x2, 0x100) are ordinary; these are not.
-_REASONS = (
-    (0x08, "hardware slowdown"),
-    (0x20, "software thermal slowdown"),
-    (0x40, "hardware thermal slowdown"),
-    (0x80, "hardware power brake"),
-)
+_REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
 _COUNTERS = ("thermal", "board_limit")
 
-_UNSET = "unset it to measure"
-_PROFILED = "a profiler is attached; its run is for looking, measure without it"
-_ENVIRONMENT = (
-    ("CUDA_LAUNCH_BLOCKING", "every launch waits for its kernel; " + _UNSET),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "every allocation goes to the driver; " + _UNSET),
-    ("TORCH_SHOW_DISPATCH_TRACE", "every operator is printed; " + _UNSET),
-    ("TRITON_INTERPRET", "Triton kernels run in its interpreter; " + _UNSET),
-    ("PYTHONDEVMODE", "Python checks itself while it runs; " + _UNSET),
-    ("PYTHONTRACEMALLOC", "Python traces every allocation; " + _UNSET),
-    ("CUDA_INJECTION64_PATH", _PROFILED),
-    ("NVTX_INJECTION64_PATH", _PROFILED),
+_ENVIRONMENT = {
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for its kernel",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation goes to the driver",
+    "TORCH_SHOW_DISPATCH_TRACE": "every operator is printed",
+    "TRITON_INTERPRET": "Triton kernels run in its interpreter",
+    "PYTHONDEVMODE": "Python checks itself while it runs",
+    "PYTHONTRACEMALLOC": "Python traces every allocation",
+}
+_EVEN_ZERO = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch asks only whether it is there
+_PROFILED = re.compile(
+    r"(CUDA|NVTX)_INJECTION64_PATH|(NV_(COMPUTE_)?SANITIZER|NV_NSIGHT|NSYS_PROFILING)_.+"
 )
-_EVEN_ZERO = ("PYTORCH_NO_CUDA_MEMORY_CACHING",)  # torch asks only whether it is there
-_PREFIXES = ("NV_SANITIZER_", "NV_COMPUTE_SANITIZER_", "NV_NSIGHT_", "NSYS_PROFILING_")
-_PRELOADS = ("sanitizer", "asan", "injection", "nsight")
+_PROFILES = re.compile("sanitizer|asan|injection|nsight", re.IGNORECASE)
 
 _FLAGS = (
     "backends.cuda.matmul.allow_tf32",
@@ -82,15 +80,13 @@ _VARIABLES = (
     "TRITON_INTERPRET",
 )
 
-PEAKS: Final = MappingProxyType(
-    {
-        "a100": (2.04e12, 312e12),
-        "h100": (3.35e12, 990e12),
-        "h200": (4.8e12, 990e12),
-        "b200": (8.0e12, 2.25e15),
-        "b300": (8.0e12, 2.5e15),
-    }
-)
+PEAKS: Final = {
+    "a100": (2.04e12, 312e12),
+    "h100": (3.35e12, 990e12),
+    "h200": (4.8e12, 990e12),
+    "b200": (8.0e12, 2.25e15),
+    "b300": (8.0e12, 2.5e15),
+}
 """Datasheet limits of a GPU key: bytes a second of its memory, dense bf16 flops a second."""
 
 _LENIENCE = 1.05  # parts are sold by their datasheet, and a few run a little above it
@@ -98,37 +94,29 @@ _OVER_BF16 = {"fp64": 1, "fp32": 1, "tf32": 1, "bf16": 1, "fp16": 1, "fp8": 2, "
 
 
 def round_problem(before: Senses, after: Senses) -> str | None:
-    """Say why a round must be dropped, given what the GPU felt at its two sides."""
+    """Name what disturbed a round, given what the GPU felt at its two sides."""
     reasons = (before.event_reasons or 0) | (after.event_reasons or 0)
-    for bit, name in _REASONS:
+    for bit, name in _REASONS.items():
         if reasons & bit:
-            return f"clock event reason {bit:#x} ({name}); let the GPU cool or free its power"
+            return f"clock event reason {bit:#x} ({name})"
     for counter in _COUNTERS:
         if after.violations.get(counter, 0) > before.violations.get(counter, math.inf):
-            name = counter.replace("_", " ")
-            return f"the {name} violation counter grew during the round; let the GPU cool"
+            return f"the {counter.replace('_', ' ')} violation counter, which grew meanwhile"
     if before.sm_mhz and after.sm_mhz:
         apart = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
         if apart > SAME_CLOCK:
-            return (
-                f"the SM clock went from {before.sm_mhz} to {after.sm_mhz} MHz during the round; "
-                "free the GPU of other work or let it cool"
-            )
+            return f"the SM clock, which went from {before.sm_mhz} to {after.sm_mhz} MHz"
     return None
 
 
 def environment_problem(environ: Mapping[str, str]) -> str | None:
     """Name the environment variable under which no time means anything."""
-    for name, why in _ENVIRONMENT:
-        value = environ.get(name)
-        if value is not None and (name in _EVEN_ZERO or value not in ("", "0")):
-            return f"{name}={value}: {why}"
-    for name in sorted(environ):
-        if name.startswith(_PREFIXES):
-            return f"{name} is set: {_PROFILED}"
-    preloaded = environ.get("LD_PRELOAD", "")
-    if any(word in preloaded.lower() for word in _PRELOADS):
-        return f"LD_PRELOAD={preloaded}: {_PROFILED}"
+    for name, value in sorted(environ.items()):
+        if name in _ENVIRONMENT and (name == _EVEN_ZERO or value not in ("", "0")):
+            return f"{name}={value}: {_ENVIRONMENT[name]}; unset it to measure"
+        preloaded = name == "LD_PRELOAD" and _PROFILES.search(value)
+        if preloaded or (value and _PROFILED.fullmatch(name)):
+            return f"{name}={value}: a profiler is attached; measure without it"
     return None
 
 

@@ -6,7 +6,6 @@ one lease at a time: a second one would wait for the first.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from .errors import Misuse
+from .lock import locked
 
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
 """Environment variable that names the folder of the lock files."""
@@ -94,30 +94,13 @@ def _take(turn: ExitStack, resource: Path, alone: bool, wait: Callable[[], None]
     Who wants it alone holds the turnstile while waiting, and everybody passes through it: so
     readers that keep coming do not keep a writer out.
     """
-    lock = _locked(resource.with_name(resource.name + ".lock"), alone, wait)
-    with _locked(resource.with_name(resource.name + ".turnstile"), alone, wait):
+    lock = locked(resource.with_name(resource.name + ".lock"), shared=not alone, wait=wait)
+    turnstile = resource.with_name(resource.name + ".turnstile")
+    with locked(turnstile, shared=not alone, wait=wait):
         if alone:
             turn.enter_context(lock)
     if not alone:
         turn.enter_context(lock)
-
-
-@contextmanager
-def _locked(path: Path, alone: bool, wait: Callable[[], None]) -> Iterator[None]:
-    # flock, not POSIX record locks: those are lost when any handle of the file is closed. And in
-    # the kernel, not by polling: who waits is woken at once, and is no load on a claim's timing.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        mode = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-        try:
-            fcntl.flock(fd, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
-            fcntl.flock(fd, mode)
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: processes we forked have it too
-        os.close(fd)
 
 
 def _own_folder(folder: Path) -> Path:

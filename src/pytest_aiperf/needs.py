@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
 
 from .errors import Misuse
-from .model import Gpu
+
+if TYPE_CHECKING:
+    from .model import Gpu  # costs more than this room, and every pytest run loads it
 
 CHAPTER = re.compile(r"ch\d\d")
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")
+NEEDS = pytest.StashKey["Needs"]()
+"""Where a collected item keeps its needs."""
 
 
 class Mark(Protocol):
@@ -23,6 +29,11 @@ class Mark(Protocol):
     def args(self) -> Sequence[Any]: ...
     @property
     def kwargs(self) -> Mapping[str, Any]: ...
+
+
+def is_claim(item: pytest.Item) -> bool:
+    """Whether an item is a claim: a test that takes the ``compare`` fixture."""
+    return "compare" in getattr(item, "fixturenames", ())
 
 
 def claim_id(nodeid: str) -> str:

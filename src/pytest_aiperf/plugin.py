@@ -1,51 +1,27 @@
-"""Hooks, options, markers, fixtures: adapts pytest to the rooms below."""
+"""Hooks, options, markers, fixtures: what every pytest run loads, so it imports little."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
-import signal
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
-from datetime import UTC, datetime
-from pathlib import Path
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from . import child, expectations, journal, needs, report
-from . import compare as claims
-from . import gpu as gpus
-from .build import Nvcc
-from .clock import Clock, CudaMachine, Machine, calls_per_block, choose_mode
+from . import needs
 from .errors import AiperfError, BuildError, Misuse
-from .model import Gpu, Interval, Metric, Result, to_json
-from .session import (
-    CHECKED,
-    FIXTURES,
-    NEEDS,
-    PLACE,
-    TITLE,
-    Live,
-    Place,
-    Session,
-    Settings,
-    code_hash,
-    lease_for,
-    reproducible,
-)
-from .trial import PLAN, QUICK, Arm, Claim
 
+# Rooms are imported where they are needed: a pytest run without claims must not pay for them.
 if TYPE_CHECKING:
-    from xdist.workermanage import WorkerController
+    from .build import Nvcc
+    from .clock import Machine
+    from .fixtures import Compare, Stopwatch
+    from .model import Gpu
+    from .session import Session
 
-SESSION = pytest.StashKey[Session]()
-CLOCK = pytest.StashKey[Clock]()
-NVCC = pytest.StashKey[Nvcc]()
+FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
+SESSION = pytest.StashKey["Session"]()
+COMPARE = pytest.StashKey["Compare"]()
 
 # options
 
@@ -88,34 +64,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    pluginmanager.add_hookspecs(_Hooks)
-
-
 class _Hooks:
     @pytest.hookspec(firstresult=True)
     def pytest_aiperf_machine(self, config: pytest.Config) -> Machine | None:
         """Return the machine to measure on; the default is this one, through CUDA and NVML."""
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(_Hooks)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_aiperf_machine() -> Machine:
+    from .cuda import CudaMachine
+
     return CudaMachine()
-
-
-def _measure(config: pytest.Config, machine: Machine) -> Literal["gpu", "cpu"] | None:
-    if config.option.gpu and config.option.cpu:
-        raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
-    if config.option.gpu:
-        return "gpu"
-    if config.option.cpu:
-        return "cpu"
-    if config.option.update_expectations:
-        return "gpu" if machine.gpus() else "cpu"
-    for name in ("quick", "budget"):
-        if getattr(config.option, name):
-            raise pytest.UsageError(f"--{name} is about measuring: add --gpu or --cpu")
-    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,95 +104,53 @@ def pytest_configure(config: pytest.Config) -> None:
         "(90 for sm90) and memory in bytes",
     )
     config.addinivalue_line("markers", "host: a claim of the host; measured by --cpu and --gpu")
-    try:
-        config.stash[SESSION] = _session(config)
-    except AiperfError as why:
-        raise pytest.UsageError(str(why)) from None
+    measure = _measure(config)
+    if measure is not None:
+        from .measuring import Measuring
+
+        try:
+            session = _session(config, measure)
+            config.pluginmanager.register(Measuring(session), "aiperf-measuring")
+        except AiperfError as why:
+            raise pytest.UsageError(str(why)) from None
 
 
-def _session(config: pytest.Config) -> Session:
-    machine = config.hook.pytest_aiperf_machine(config=config)
-    measure = _measure(config, machine)
-    given = getattr(config, "workerinput", {}).get("aiperf", {})
-    root = config.rootpath
-    started = given.get("started", time.time())
-    settings = Settings(
-        measure=measure,
-        quick=config.option.quick,
-        update=config.option.update_expectations,
-        reproducible=config.option.reproducible,
-        debug=config.option.usepdb,
-        seed=given.get("seed", 0 if config.option.reproducible else secrets.randbelow(2**31)),
-        started=started,
-        run_id=given.get("run_id")
-        or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
-        worker=os.environ.get("PYTEST_XDIST_WORKER", "main") if given else "main",
-        budget=config.option.budget,
-        deadline=float(config.getini("aiperf_deadline")),
-        root=root,
-        expectations=root / str(config.getini("aiperf_expectations")),
-        results=root / str(config.getini("aiperf_results")),
-        kernels=tuple(root / k for k in config.getini("aiperf_kernels")),
-    )
-    found = tuple(machine.gpus()) if measure == "gpu" else ()
-    if measure == "gpu" and not found:
-        raise pytest.UsageError(
-            f"--gpu needs an NVIDIA GPU: {gpus.absence()}; `pytest` checks without one, "
-            "`pytest --cpu` measures the host claims"
-        )
-    session = Session(config, settings, machine, found)
-    if measure is None:
-        return session
-    if config.getoption("dist", "no") not in ("no", "load", "worksteal"):
-        raise pytest.UsageError(
-            f"--dist {config.option.dist} loses or hangs tests when a worker dies: "
-            "use --dist load or worksteal to measure"
-        )
-    expectations.load(settings.expectations)  # a bad file is told now, not after an hour
-    runs = root / ".aiperf"
-    if settings.is_worker:
-        session.run = journal.Run(runs / settings.run_id)
-    else:
-        session.run = journal.open_run(runs, settings.run_id)
-    session.live = Live(config, session.run.path / "live", worker=settings.is_worker)
-    if settings.is_worker:
-        child.arm_parent_death(signal.SIGTERM)
-    elif config.getoption("numprocesses", None):
-        session.live.listen()
-    signal.signal(signal.SIGTERM, _terminated)
-    return session
+def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
+    option = config.option
+    if option.gpu and option.cpu:
+        raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
+    if option.gpu:
+        return "gpu"
+    if option.cpu:
+        return "cpu"
+    if option.update_expectations:
+        return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
+    for name in ("quick", "budget"):
+        if getattr(option, name):
+            raise pytest.UsageError(f"--{name} is about measuring: add --gpu or --cpu")
+    return None
 
 
-def _terminated(_signal: int, _frame: FrameType | None) -> None:
-    pytest.exit("SIGTERM: finished results are kept", returncode=128 + signal.SIGTERM)
+def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
+    """Return the session; one that only checks comes to be when the first claim asks for it."""
+    if SESSION not in config.stash:
+        from .session import open_session
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: WorkerController) -> None:
-    settings = node.config.stash[SESSION].settings
-    node.workerinput["aiperf"] = {
-        "run_id": settings.run_id,
-        "seed": settings.seed,
-        "started": settings.started,
-    }
+        machine = config.hook.pytest_aiperf_machine(config=config)
+        config.stash[SESSION] = open_session(config, machine, measure)
+    return config.stash[SESSION]
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Give each GPU several workers, bounded by cores: they prepare in parallel and time alone."""
-    if not config.option.gpu:
+    if not (config.option.gpu or config.option.update_expectations):
         return None
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, 8 * max(1, len(gpus.visible()))))
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    session = config.stash[SESSION]
-    settings = session.settings
-    if settings.measure is None:
-        return ["aiperf: checking (--gpu measures on the GPU, --cpu measures the host claims)"]
-    on = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
-    return [f"aiperf: measuring on {on}; seed {settings.seed}; run {settings.run_id}"]
+    try:
+        found = config.hook.pytest_aiperf_machine(config=config).gpus()
+    except AiperfError as why:
+        raise pytest.UsageError(str(why)) from None
+    return max(1, min(len(os.sched_getaffinity(0)), 8 * len(found)))
 
 
 # collection
@@ -243,167 +164,53 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = config.stash[SESSION]
-    settings = ours.settings
+    ours = config.stash.get(SESSION, None)
     kept, dropped = [], []
     for item in items:
-        try:
-            item.stash[NEEDS] = wanted = needs.needs_of(item.iter_markers())
-        except Misuse as why:
-            raise pytest.UsageError(f"{item.nodeid}: {why}") from None
-        used = FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        if settings.measure and (not used or (settings.measure == "cpu" and not wanted.host)):
+        uses = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+        if uses:
+            try:
+                item.stash[needs.NEEDS] = wanted = needs.needs_of(item.iter_markers())
+            except Misuse as why:
+                raise pytest.UsageError(f"{item.nodeid}: {why}") from None
+        if ours is not None and not (uses and (ours.settings.measure == "gpu" or wanted.host)):
             dropped.append(item)
             continue
         kept.append(item)
-        item.stash[TITLE] = _title(getattr(item, "module", None))
-        why_not = wanted.missing(ours.gpus) if settings.measure == "gpu" else None
+        why_not = wanted.missing(ours.gpus) if ours is not None and ours.gpus else None
         if why_not:
             item.add_marker(pytest.mark.skip(reason=why_not))
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-    mine = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if _is_claim(i)]
+    mine = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]
     for claim, first, second in needs.twins(mine):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
-    if ours.run is not None and not config.option.collectonly:
-        with suppress(FileExistsError):  # under xdist the first worker writes what all collected
-            ours.run.manifest(mine)
-
-
-def _title(module: ModuleType | None) -> str:
-    return ((module and module.__doc__) or "").strip().partition("\n")[0]
-
-
-def _is_claim(item: pytest.Item) -> bool:
-    return "compare" in getattr(item, "fixturenames", ())
+    if ours is not None:
+        ours.collected(mine)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    ours = session.config.stash[SESSION]
-    if session.config.option.collectonly or session.testsfailed:
-        return
-    with suppress(BuildError):  # no nvcc: each claim that needs it says so
-        ours.build_all(session.items)
+    building = [i for i in session.items if "nvcc" in getattr(i, "fixturenames", ())]
+    if building and not session.config.option.collectonly and not session.testsfailed:
+        try:
+            _session(session.config).build_all(building)
+        except BuildError:
+            pass  # no nvcc: each claim that needs it says so
+        except AiperfError as why:
+            raise pytest.UsageError(str(why)) from None
 
 
-# running
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    ours = item.config.stash[SESSION]
-    if ours.settings.measure is None or ours.settings.debug:
-        return None
-    hook = item.ihook
-    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    spent = ours.spent()
-    if spent:
-        item.add_marker(pytest.mark.skip(reason=spent))
-    skip = next(item.iter_markers("skip"), None)
-    reports = ours.skipped(item, nextitem) if skip else ours.supervised(item)
-    for done in reports:
-        hook.pytest_runtest_logreport(report=done)
-    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    done = yield
-    if call.when == "call" and CHECKED in item.stash:
-        done.aiperf_checked = item.stash[CHECKED]  # type: ignore[attr-defined]  # reports take more
-    return done
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    if report.when != "call" or not report.passed:
-        return None
-    if getattr(report, "aiperf_checked", None) == "built":
-        return "built", "b", "BUILT"
-    data = getattr(report, "aiperf", None)
-    if data and data["verdict"] and data["speedup"]:
-        return "passed", ".", f"{data['verdict']} {data['speedup']['value']:.3g}x"
-    return None
-
-
-# the end
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
-    ours = session.config.stash.get(SESSION, None)
-    if ours is not None and ours.run is not None and not ours.settings.is_worker:
-        _finish(session, ours, exitstatus)
-    return (yield)  # pytest-benchmark's own finish comes after: its files hold our claims
-
-
-def _finish(session: pytest.Session, ours: Session, exitstatus: int) -> None:
-    assert ours.run is not None
-    if session.config.option.collectonly or not ours.run.collected:
-        return
-    try:
-        ours.finish(
-            interrupted=exitstatus == pytest.ExitCode.INTERRUPTED or bool(session.shouldstop)
-        )
-    except (AiperfError, OSError, ValueError) as why:
-        ours.closing.append(f"ERROR: {why}")
-        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
-        return
-    report.benchmark_session_add(
-        session.config.pluginmanager.get_plugin("pytest-benchmark"), list(ours.results.values())
-    )
-    unexplained = [r for r in ours.lost if not r.message.startswith("not run")]
-    if session.exitstatus == pytest.ExitCode.OK and unexplained:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_machine_info(
-    config: pytest.Config, machine_info: dict[str, Any]
-) -> None:
-    machine_info["gpus"] = journal.machine_info(config.stash[SESSION].gpus)["gpus"]
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    ours = config.stash[SESSION]
-    if ours.results:
-        terminalreporter.section("claims")
-        for line in report.table(
-            list(ours.results.values()), shutil.get_terminal_size((140, 24)).columns
-        ):
-            terminalreporter.write_line(line)
-    if ours.closing:
-        terminalreporter.section("records")
-        for line in ours.closing:
-            terminalreporter.write_line(line)
-
-
-# fixtures
-
-
-def _place(item: pytest.Item) -> Place:
-    ours = item.config.stash[SESSION]
-    return item.stash.get(PLACE, None) or Place(None, 1, ours.mine(item.stash[NEEDS]))
-
-
-def _clock(item: pytest.Item) -> Clock:
-    """Return the claim's clock; CUDA is initialised here, in the claim's process."""
-    if CLOCK not in item.stash:
-        ours = item.config.stash[SESSION]
-        place = _place(item)
-        item.stash[CLOCK] = ours.machine.clock(place.gpus[0] if place.gpus else None)
-    return item.stash[CLOCK]
+# what a test gets
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """What this GPU is: name, arch, SMs, L2 and memory in bytes."""
-    found = _clock(request.node).gpu if _place(request.node).gpus else None
+    from .fixtures import clock_of
+
+    found = clock_of(request.node, _session(request.config)).gpu
     if found is None:
         pytest.skip("needs a GPU: run with --gpu")
     return found
@@ -412,161 +219,69 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 @pytest.fixture
 def nvcc(request: pytest.FixtureRequest) -> Nvcc:
     """Build a ``.cu`` file: ``nvcc("ch07/copy.cu")["vector"]`` is a launcher."""
-    item = request.node
-    ours = item.config.stash[SESSION]
-    item.stash[NVCC] = found = Nvcc(
-        roots=ours.roots(item),
-        archs=ours.archs(item),
-        include=ours.include(),
-        load=bool(_place(item).gpus),
-    )
-    return found
+    from .fixtures import nvcc_of
 
-
-class Stopwatch:
-    """Time one callable: the ``clock`` fixture."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __call__(self, call: Callable[..., object], *args: object) -> Interval:
-        """Return the seconds of one call: median and the extremes of ten blocks."""
-        once = self.clock.once(lambda: call(*args))
-        mode = choose_mode(Metric.WALL if self.clock.gpu is None else Metric.DEVICE, once, once)
-        calls = calls_per_block(mode, once, once)
-        block = self.clock.block([lambda: call(*args)] * calls, mode)
-        block.run()
-        seconds = sorted(block.run() / calls for _ in range(10))
-        return Interval(seconds[0], (seconds[4] + seconds[5]) / 2, seconds[-1])
+    return nvcc_of(request.node, _session(request.config))
 
 
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    return Stopwatch(_clock(request.node))
+    from .fixtures import Stopwatch, clock_of
 
-
-class Compare:
-    """The claim: the ``compare`` fixture."""
-
-    def __init__(self, item: pytest.Item) -> None:
-        self._item = item
-        self._called = False
-
-    def __call__(
-        self,
-        *,
-        baseline: Arm,
-        optimized: Arm,
-        inputs: Callable[..., object],
-        reference: Callable[..., object],
-        work: Callable[..., Any] | None = None,
-        library: Arm | None = None,
-        metric: str | Sequence[str] = "device",
-        against: str = "idiomatic",
-        cache: str = "cold",
-        precision: str | None = None,
-    ) -> Result | None:
-        """Hold that ``optimized`` beats ``baseline`` on the same work.
-
-        Arms, ``reference`` and ``work`` are called with what ``inputs(bench)`` returns. A call's
-        result is what it returns followed by the arguments that it changed; ``reference`` gives
-        the same in fp64 or exactly. ``metric`` is what is judged (of several, the first);
-        ``against`` says what the baseline is; ``cache="warm"`` declares that the working set may
-        stay in the L2; ``precision`` declares arithmetic of fewer bits in the optimized arm.
-        Returns the record when measuring, None when only checking. Raises Misuse,
-        Disagreement, InvalidMeasurement or Unproven, each with one sentence.
-        """
-        __tracebackhide__ = True
-        if self._called:
-            pytest.fail("a test is one claim: call compare() once", pytrace=False)
-        self._called = True
-        try:
-            claim = claims.claim_of(
-                baseline=baseline,
-                optimized=optimized,
-                inputs=inputs,
-                reference=reference,
-                work=work,
-                library=library,
-                metric=metric,
-                against=against,
-                cache=cache,
-                precision=precision,
-            )
-            if self._item.config.stash[SESSION].settings.measure is None:
-                self._check(claim)
-                return None
-            return self._measure(claim)
-        except AiperfError as why:
-            pytest.fail(str(why), pytrace=False)
-
-    def _check(self, claim: Claim) -> None:
-        item = self._item
-        on_gpu = item.stash[NEEDS].gpu or any(
-            getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
-        )
-        if not on_gpu:
-            claims.check(claim, _clock(item), seed=1, say=lambda *_a, **_k: None)
-            item.stash[CHECKED] = "agreed"
-        elif NVCC in item.stash and item.stash[NVCC].used:
-            item.stash[CHECKED] = "built"
-        else:
-            raise pytest.skip.Exception(
-                "its agreement needs a GPU, and there is nothing to build: run with --gpu",
-                _use_item_location=True,
-            )
-
-    def _measure(self, claim: Claim) -> Result:
-        item = self._item
-        ours = item.config.stash[SESSION]
-        place = _place(item)
-        blank = ours.blank(item, place.attempt)
-
-        def say(phase: str, **figures: object) -> None:
-            if place.channel is not None:
-                place.channel.send("working", phase=phase, **figures)
-
-        plan = QUICK if ours.settings.quick else PLAN
-        case = claims.Case(
-            blank=blank,
-            clock=_clock(item),
-            lease=lease_for(place),
-            plan=plan,
-            say=say,
-            floor=lambda clock: ours.floor(
-                place, lambda: claims.noise_floor(clock, blank.seed, plan, say)
-            ),
-            expected=ours.expected(blank),
-            code=lambda: code_hash(_files(item)),
-            kernels=lambda: tuple(
-                k for b in (item.stash[NVCC].used if NVCC in item.stash else ()) for k in b.kernels
-            ),
-        )
-        with reproducible(ours.settings.reproducible):
-            result, problem = claims.run(claim, case)
-        if place.channel is not None:
-            place.channel.send("result", result=to_json(result))
-        if problem is not None:
-            raise problem
-        return result
+    return Stopwatch(clock_of(request.node, _session(request.config)))
 
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
     """State a claim: optimized beats baseline, on the same work."""
-    return Compare(request.node)
+    from .fixtures import Compare
+
+    request.node.stash[COMPARE] = found = Compare(request.node, _session(request.config))
+    return found
 
 
-def _files(item: pytest.Item) -> list[Path]:
-    """Name the files that a claim is made of: its test, its kernels, their headers."""
-    files = [item.path]
-    if NVCC in item.stash:
-        files += item.stash[NVCC].sources
-    root = item.config.rootpath
-    for value in vars(getattr(item, "module", None) or ModuleType("none")).values():
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-        file = getattr(sys.modules.get(name or ""), "__file__", None)
-        if file and Path(file).is_relative_to(root) and "site-packages" not in file:
-            files.append(Path(file))
-    return files
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    called = yield
+    if COMPARE in pyfuncitem.stash and not pyfuncitem.stash[COMPARE].called:
+        raise Misuse("the test takes compare and never calls it: it claims nothing")
+    return called
+
+
+# what is said
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    ours = config.stash.get(SESSION, None)
+    if ours is None:
+        return ["aiperf: checking (--gpu measures on the GPU, --cpu measures the host claims)"]
+    on = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in ours.gpus) or "this host"
+    return [f"aiperf: measuring on {on}; seed {ours.settings.seed}; run {ours.settings.run_id}"]
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    raised = call.excinfo
+    if raised is not None and isinstance(raised.value, AiperfError):
+        # its sentence is the whole story: no traceback through this package
+        sentence = pytest.fail.Exception(str(raised.value), pytrace=False)
+        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(sentence), sentence, raised.tb))
+    done = yield
+    call.excinfo = raised
+    if call.when == "call" and COMPARE in item.stash and item.stash[COMPARE].built_only:
+        done.aiperf_built = True  # type: ignore[attr-defined]  # reports take more
+    return done
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    if report.when == "call" and report.passed:
+        if hasattr(report, "aiperf_built"):
+            return "built", "b", "BUILT"
+        data = getattr(report, "aiperf", None)
+        if data and data["verdict"] and data["speedup"]:
+            return "passed", ".", f"{data['verdict']} {data['speedup']['value']:.3g}x"
+    return None

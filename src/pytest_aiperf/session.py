@@ -1,35 +1,32 @@
-"""What one pytest session knows, and how it runs one item in a process of its own."""
+"""What one pytest session knows: its settings, its GPUs, its records."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import socket
+import secrets
+import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-# Public pytest has no way to run one item's three phases; xdist and rerunfailures use this one too.
-from _pytest.runner import runtestprotocol
-
-from . import build, child, expectations, journal, needs, report
+from . import build, expectations, gpu, journal, needs
 from .clock import Machine
-from .lease import Lease
-from .model import Expectation, Gpu, Outcome, Result, from_json, to_json
+from .live import Live
+from .model import Expectation, Gpu, Outcome, Result
+from .needs import NEEDS
+from .results import atomic_write, document, dumps, machine_info, read_json
 
-FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
-NEEDS = pytest.StashKey[needs.Needs]()
-TITLE = pytest.StashKey[str]()
-CHECKED = pytest.StashKey[str]()
+RUNS = ".aiperf"
+"""The folder of runs, under pytest's root folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,268 +54,32 @@ class Settings:
         return self.worker != "main"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the child a claim runs: how it talks, which attempt it is, its GPUs."""
-
-    channel: child.Channel | None
-    attempt: int
-    gpus: tuple[Gpu, ...]
-
-
-class Live:
-    """One line that says what is being measured, on the controller's terminal.
-
-    Workers send theirs over a datagram socket in the run's folder, so that nothing waits for it.
-    """
-
-    def __init__(self, config: pytest.Config, address: Path, *, worker: bool) -> None:
-        self.reporter = config.pluginmanager.getplugin("terminalreporter")
-        self.address = str(address)
-        self.socket: socket.socket | None = None
-        self.worker = worker
-        self.shown = False
-
-    def listen(self) -> None:
-        """Show what workers send: only on the controller of an xdist run, which never forks."""
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self.socket.bind(self.address)
-        except OSError:  # a path over 108 bytes: no live line, nothing else is lost
-            self.socket = None
-            return
-        threading.Thread(target=self._forward, daemon=True).start()
-
-    def _forward(self) -> None:
-        while self.socket is not None:
-            with suppress(OSError):
-                self._write(report.clean(self.socket.recv(4096).decode(errors="replace")))
-
-    def show(self, figures: Mapping[str, object]) -> None:
-        line = report.live_line(figures)
-        if not self.worker:
-            self._write(line)
-            return
-        if self.socket is None:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self.socket.setblocking(False)
-        with suppress(OSError):
-            self.socket.sendto(line.encode(), self.address)
-
-    def _write(self, line: str) -> None:
-        if self.reporter is not None and self.reporter.isatty:
-            self.reporter.rewrite(line, erase=True)
-            self.shown = True
-
-    def clear(self) -> None:
-        if self.shown:
-            self.reporter.rewrite("", erase=True)
-            self.shown = False
-
-
 @dataclass(slots=True)
 class Session:
-    """One measuring or checking session, on the controller or on a worker."""
+    """One checking or measuring session: on the controller, on a worker, in a claim's process."""
 
-    config: pytest.Config
     settings: Settings
     machine: Machine
     gpus: tuple[Gpu, ...]
+    expectations: expectations.Expectations
     run: journal.Run | None = None
     live: Live | None = None
     results: dict[str, Result] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
     closing: list[str] = field(default_factory=list)
-    _journal: journal.Journal | None = None
-    _expected: expectations.Expectations | None = None
+    attempt: int = 1
+    tell: Callable[..., None] = lambda *_a, **_k: None
+    """Report from a claim's process to the pytest process: a kind and its payload."""
 
-    # selection
+    # an item
 
-    def mine(self, wanted: needs.Needs) -> tuple[Gpu, ...]:
-        """Return the GPUs of this worker's claims: workers go round the machine's GPUs."""
+    def mine(self, item: pytest.Item) -> tuple[Gpu, ...]:
+        """Return the GPUs of an item on this worker: workers go round the machine's GPUs."""
+        wanted = item.stash[NEEDS]
         if self.settings.measure != "gpu" or wanted.host:
             return ()
-        first = int(self.settings.worker.removeprefix("gw") or 0) if self.settings.is_worker else 0
+        first = int(self.settings.worker.removeprefix("gw")) if self.settings.is_worker else 0
         n = len(self.gpus)
         return tuple(self.gpus[(first + i) % n] for i in range(wanted.count))
-
-    def key(self, wanted: needs.Needs) -> str:
-        gpus = self.mine(wanted)
-        if not gpus:
-            return "cpu"
-        return gpus[0].key if len(gpus) == 1 else f"{len(gpus)}x{gpus[0].key}"
-
-    # records
-
-    def blank(self, item: pytest.Item, attempt: int = 1) -> Result:
-        """Return the record of a claim of which nothing is known yet."""
-        wanted = item.stash[NEEDS]
-        claim = needs.claim_id(item.nodeid)
-        salt = f"{self.settings.seed}:{claim}:{attempt}".encode()
-        seed = int.from_bytes(hashlib.sha256(salt).digest()[:4], "big") >> 2
-        return Result(
-            claim=claim,
-            nodeid=item.nodeid,
-            title=item.stash.get(TITLE, ""),
-            outcome=Outcome.ERROR,
-            key=self.key(wanted),
-            run=self.settings.run_id,
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            seed=seed,
-            host=wanted.host,
-            stack=stack(self.mine(wanted)),
-            quick=self.settings.quick,
-            attempts=attempt,
-        )
-
-    def record(self, result: Result) -> None:
-        """Write a finished result to this process's journal; it survives whatever comes."""
-        assert self.run is not None
-        if self._journal is None:
-            self._journal = self.run.journal(self.settings.worker)
-        self._journal.append(result)
-
-    def expected(self, result: Result) -> Callable[[str], Expectation]:
-        if self._expected is None:
-            self._expected = expectations.load(self.settings.expectations)
-        loaded = self._expected
-        arch = self.mine(needs.Needs())[0].arch if self.mine(needs.Needs()) else ""
-        return lambda code: loaded.lookup(result.claim, result.key, arch, code)
-
-    # one item
-
-    def supervised(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Run one item in a process of its own; a failing verdict is confirmed in a fresh one."""
-        attempts = 1 if self.settings.quick else 2
-        for attempt in range(1, attempts + 1):
-            reports, result = self._attempt(item, attempt)
-            unproven = (
-                result is not None
-                and result.outcome is Outcome.FAILED
-                and result.verdict is not None
-            )
-            if not unproven:
-                break
-        if result is not None:
-            self.record(result)
-            _attach(reports, result)
-        return reports
-
-    def _attempt(
-        self, item: pytest.Item, attempt: int
-    ) -> tuple[list[pytest.TestReport], Result | None]:
-        data: list[dict[str, Any]] = []
-        found: list[Result] = []
-        claim = needs.claim_id(item.nodeid)
-
-        def heard(message: dict[str, Any]) -> None:
-            if message["kind"] == "report":
-                data.append(message["data"])
-            elif message["kind"] == "result":
-                found.append(from_json(Result, message["result"]))
-            elif self.live is not None:
-                self.live.show({**message, "claim": claim})
-
-        ended = child.supervise(
-            lambda channel: self._inside(item, attempt, channel),
-            deadline=self.settings.deadline,
-            on_message=heard,
-        )
-        hook = item.config.hook
-        reports = [hook.pytest_report_from_serializable(config=item.config, data=d) for d in data]
-        if self.live is not None:
-            self.live.clear()
-        result = found[-1] if found else None
-        if not reports or reports[-1].when != "teardown":
-            why = child.describe(ended)
-            crash = next((m["text"] for m in ended.messages if m["kind"] == "crash"), "")
-            reports.append(_lost(item, f"{why}\n{crash}".strip(), ended.seconds, self._output()))
-        if "compare" not in getattr(item, "fixturenames", ()):
-            return reports, None
-        return reports, self._final(item, attempt, reports, result)
-
-    def _final(
-        self,
-        item: pytest.Item,
-        attempt: int,
-        reports: Sequence[pytest.TestReport],
-        result: Result | None,
-    ) -> Result:
-        """Let the record say what the reports say: a claim has exactly one outcome."""
-        result = result or self.blank(item, attempt)
-        failed = next((r for r in reports if r.failed), None)
-        skipped = next((r for r in reports if r.skipped), None)
-        if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
-            text = result.message or str(failed.longreprtext).strip()
-            return replace(result, outcome=Outcome.ERROR, message=text[-2000:])
-        if skipped is not None:
-            return replace(result, outcome=Outcome.SKIPPED, message=_reason(skipped))
-        if failed is None and result.outcome is Outcome.ERROR:
-            return replace(result, message="the test did not call compare()")
-        return result
-
-    def _inside(self, item: pytest.Item, attempt: int, channel: child.Channel) -> None:
-        """Run the item's three phases; this is the child."""
-        gpus = self.mine(item.stash[NEEDS])
-        if any(g.uuid.startswith("GPU-") for g in gpus):  # CUDA's own; a fake has another name
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
-        item.stash[PLACE] = Place(channel, attempt, gpus)
-        for done in runtestprotocol(item, log=False, nextitem=None):
-            hook = item.config.hook
-            data = hook.pytest_report_to_serializable(config=item.config, report=done)
-            channel.send("report", data=data)
-
-    def _output(self) -> list[tuple[str, str]]:
-        """Take what a lost child had printed from pytest's capture."""
-        capture = self.config.pluginmanager.getplugin("capturemanager")
-        if capture is None:
-            return []
-        out, err = capture.read_global_capture()
-        return [
-            (f"Captured {name} of the lost process", text[-20_000:])
-            for name, text in (("stdout", out), ("stderr", err))
-            if text
-        ]
-
-    def skipped(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-        """Run an item that is going to be skipped here, without a process."""
-        reports: list[pytest.TestReport] = runtestprotocol(item, log=False, nextitem=nextitem)
-        why = next((r for r in reports if r.skipped), None)
-        if why is not None and "compare" in getattr(item, "fixturenames", ()):
-            outcome = Outcome.NOT_RUN if _reason(why).startswith("not run") else Outcome.SKIPPED
-            result = replace(self.blank(item), outcome=outcome, message=_reason(why))
-            self.record(result)
-            _attach(reports, result)
-        return reports
-
-    def spent(self) -> str | None:
-        """Say that the session's time budget is spent; None while it is not."""
-        budget = self.settings.budget
-        if budget is None or time.time() - self.settings.started < budget:
-            return None
-        return f"not run: the session's budget of {budget:g} s is spent"
-
-    # all builds before the first timing
-
-    def build_all(self, items: Sequence[pytest.Item]) -> None:
-        """Build all that the selected claims name, in parallel; an error waits for its claim."""
-        wants = {}
-        for item in items:
-            if "nvcc" not in getattr(item, "fixturenames", ()) or list(item.iter_markers("skip")):
-                continue
-            text = item.path.read_text(encoding="utf-8")
-            for name, flags in build.nvcc_names(text):
-                source = build.find_source(name, self.roots(item))
-                if source is None:
-                    continue
-                for arch in self.archs(item):
-                    wants[source, arch, flags] = build.Want(source, arch, flags)
-        if wants:
-            build.build_all(list(wants.values()), include=self.include(), progress=self._show_build)
-
-    def _show_build(self, done: int, total: int, _: object) -> None:
-        if self.live is not None:
-            self.live.show({"phase": "building", "done": done, "total": total})
 
     def roots(self, item: pytest.Item) -> tuple[Path, ...]:
         return (*self.settings.kernels, item.path.parent)
@@ -328,89 +89,187 @@ class Session:
 
     def archs(self, item: pytest.Item) -> tuple[str, ...]:
         """Return the architectures that an item's kernels are built for in this session."""
-        gpus = self.mine(item.stash[NEEDS])
+        gpus = self.mine(item)
         return (gpus[0].arch,) if gpus else (item.stash[NEEDS].archs or needs.ARCH_MARKS)
 
-    def floor(self, place: Place, measure: Callable[[], float]) -> float:
-        """Return the noise floor of this session on these GPUs; the first claim measures it.
+    def build_all(self, items: Sequence[pytest.Item]) -> None:
+        """Build all that these items name, in parallel; an error waits for its claim."""
+        wants = {}
+        for item in items:
+            if list(item.iter_markers("skip")):
+                continue
+            for name, flags in build.nvcc_names(item.path.read_text(encoding="utf-8")):
+                source = build.find_source(name, self.roots(item))
+                for arch in self.archs(item) if source else ():
+                    assert source is not None
+                    wants[source, arch, flags] = build.Want(source, arch, flags)
+        if wants:
+            build.build_all(list(wants.values()), include=self.include(), progress=self._show_build)
+
+    def _show_build(self, done: int, total: int, _: object) -> None:
+        if self.live is not None:
+            self.live.show({"phase": "building", "done": done, "total": total})
+
+    # records
+
+    def collected(self, claims: Sequence[tuple[str, str]]) -> None:
+        """Write down which claims are going to run: each must end in exactly one outcome."""
+        if self.run is not None:
+            self.run.manifest(claims)
+
+    def blank(self, item: pytest.Item) -> Result:
+        """Return the record of a claim of which nothing is known yet."""
+        gpus = self.mine(item)
+        key = gpus[0].key if gpus else "cpu"
+        claim = needs.claim_id(item.nodeid)
+        salt = f"{self.settings.seed}:{claim}:{self.attempt}".encode()
+        doc = getattr(getattr(item, "module", None), "__doc__", None) or ""
+        return Result(
+            claim=claim,
+            nodeid=item.nodeid,
+            title=doc.strip().partition("\n")[0],
+            outcome=Outcome.ERROR,
+            key=key if len(gpus) < 2 else f"{len(gpus)}x{key}",
+            run=self.settings.run_id,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            seed=int.from_bytes(hashlib.sha256(salt).digest()[:4], "big") >> 2,
+            host=item.stash[NEEDS].host,
+            stack=_stack(gpus),
+            quick=self.settings.quick,
+            attempts=self.attempt,
+        )
+
+    def expected(self, item: pytest.Item, code: str) -> Expectation:
+        blank, gpus = self.blank(item), self.mine(item)
+        return self.expectations.lookup(blank.claim, blank.key, gpus[0].arch if gpus else "", code)
+
+    def floor(self, item: pytest.Item, measure: Callable[[], float]) -> float:
+        """Return the noise floor of this session on an item's GPUs; the first claim measures it.
 
         Called under an exclusive lease, so that nobody else is measuring it at the same time.
         """
-        assert self.run is not None
-        name = "-".join(g.uuid for g in place.gpus) or "host"
+        if self.run is None:
+            return measure()
+        name = "-".join(g.uuid for g in self.mine(item)) or "host"
         path = self.run.path / f"floor-{name}.json"
         if not path.exists():
-            journal.atomic_write(path, journal.dumps(measure(), path.name))
-        return float(journal.loads(path.read_text(encoding="utf-8"), path.name))
+            atomic_write(path, dumps(measure(), path.name))
+        return float(read_json(path))
+
+    def record(self, result: Result) -> None:
+        """Write a finished result to this process's journal; it survives whatever comes."""
+        if self.run is not None:
+            self.run.journal(self.settings.worker).append(result)
+
+    def spent(self) -> str | None:
+        """Say that the session's time budget is spent; None while it is not."""
+        budget = self.settings.budget
+        if budget is None or time.time() - self.settings.started < budget:
+            return None
+        return f"not run: the session's budget of {budget:g} s is spent"
 
     # the end
 
-    def finish(self, interrupted: bool) -> None:
+    def enlist(self, pid: int | None) -> None:
+        """Let the controller know a worker's process; None when it has nothing left to stop."""
+        if self.run is not None:
+            path = self.run.path / f"worker-{self.settings.worker}"
+            path.unlink(missing_ok=True) if pid is None else path.write_text(str(pid))
+
+    def _stop_workers(self) -> None:
+        """Have workers leave their claims now; xdist would give them ten seconds and then kill."""
+        assert self.run is not None
+        for path in self.run.path.glob("worker-*"):
+            with suppress(OSError, ValueError):  # it has just ended
+                os.kill(int(path.read_text()), signal.SIGTERM)
+
+    def finish(self, *, interrupted: bool, stopped: bool) -> None:
         """Merge the journals: every collected claim ends in exactly one outcome."""
         assert self.run is not None
+        if interrupted:
+            self._stop_workers()
         found, torn = journal.read_journals(self.run.path)
-        why = "interrupted" if interrupted else "its process was lost before it finished"
+        cut = "interrupted" if interrupted else "not run: stopped at a failure" if stopped else ""
+        why = cut or "its process was lost before it finished"
         results = journal.complete(journal.read_manifest(self.run.path), found, why)
         self.results = {r.claim: r for r in results}
         if torn:
             self.closing.append(f"{torn} torn journal line(s) passed over")
-        machine = journal.machine_info(self.gpus)
-        written = self.run.finish(journal.document(results, machine, {}, datetime.now(UTC)))
+        machine = machine_info(self.gpus)
+        written = self.run.finish(document(results, machine, datetime.now(UTC)))
         self.closing.append(f"results: {written}")
-        if self.settings.update:
-            self._update(results, interrupted=interrupted)
-
-    def _update(self, results: Sequence[Result], *, interrupted: bool) -> None:
-        if interrupted:
+        if self.settings.update and interrupted:
             self.closing.append("expectations: untouched, the session was interrupted")
-            return
-        machine = journal.machine_info(self.gpus)
-
-        def merge(update: expectations.Update) -> None:
-            for key in sorted({r.key for r in update.accepted}):
-                mine = [r for r in update.accepted if r.key == key]
-                journal.merge_results(self.settings.results / f"{key}.json", mine, machine)
-
-        path = self.settings.expectations
-        update = expectations.plan(path, results, datetime.now(UTC).date()).write(merge)
-        self.closing += [*update.lines(), update.diff() or f"{path.name}: nothing changed"]
-
-    @property
-    def lost(self) -> list[Result]:
-        return [r for r in self.results.values() if r.outcome is Outcome.NOT_RUN]
+        elif self.settings.update:
+            path = self.settings.expectations
+            update = expectations.plan(path, results, datetime.now(UTC).date())
+            update = update.write(self.settings.results, machine)
+            self.closing += [*update.lines(), update.diff() or f"{path.name}: nothing changed"]
 
 
-PLACE = pytest.StashKey[Place]()
-
-
-def _attach(reports: Sequence[pytest.TestReport], result: Result) -> None:
-    """Put the record on the report that says the outcome: xdist carries it to the controller."""
-    last = next((r for r in reports if r.when == "call"), reports[0])
-    last.aiperf = to_json(result)  # type: ignore[attr-defined]  # reports take extra attributes
-
-
-def _reason(skipped: pytest.TestReport) -> str:
-    where = skipped.longrepr
-    text = where[2] if isinstance(where, tuple) else str(where)
-    return text.removeprefix("Skipped: ")
-
-
-def _lost(
-    item: pytest.Item, why: str, seconds: float, output: list[tuple[str, str]]
-) -> pytest.TestReport:
-    return pytest.TestReport(
-        item.nodeid,
-        item.location,
-        {},
-        "failed",
-        why,
-        "call",
-        sections=output,
-        duration=seconds,
+def open_session(
+    config: pytest.Config, machine: Machine, measure: Literal["gpu", "cpu"] | None
+) -> Session:
+    """Read the settings; raise UsageError where this machine cannot do what they ask for."""
+    option, given = config.option, getattr(config, "workerinput", {}).get("aiperf", {})
+    started = given.get("started", time.time())
+    start = datetime.fromtimestamp(started, UTC)
+    root = config.rootpath
+    settings = Settings(
+        measure=measure,
+        quick=option.quick,
+        update=option.update_expectations,
+        reproducible=option.reproducible,
+        debug=config.getoption("usepdb", False),
+        seed=given.get("seed", 0 if option.reproducible else secrets.randbelow(2**31)),
+        started=started,
+        run_id=given.get("run_id") or journal.new_run_id(start, os.getpid()),
+        worker=os.environ.get("PYTEST_XDIST_WORKER", "main") if given else "main",
+        budget=option.budget,
+        deadline=_deadline(config.getini("aiperf_deadline")),
+        root=root,
+        expectations=root / str(config.getini("aiperf_expectations")),
+        results=root / str(config.getini("aiperf_results")),
+        kernels=tuple(root / k for k in config.getini("aiperf_kernels")),
     )
+    if measure is None:
+        return Session(settings, machine, (), expectations.Expectations({}))
+    if config.getoption("dist", "no") not in ("no", "load", "worksteal"):
+        raise pytest.UsageError(
+            f"--dist {option.dist} loses or hangs tests when a worker dies: "
+            "use --dist load or worksteal to measure"
+        )
+    found = tuple(machine.gpus()) if measure == "gpu" else ()
+    if measure == "gpu" and not found:
+        raise pytest.UsageError(
+            f"--gpu needs an NVIDIA GPU: {gpu.absence()}; `pytest` checks without one, "
+            "`pytest --cpu` measures the host claims"
+        )
+    # a bad expectations file is told now, not after an hour
+    session = Session(settings, machine, found, expectations.load(settings.expectations))
+    if not option.collectonly:
+        runs = root / RUNS
+        if settings.is_worker:
+            session.run = journal.Run(runs / settings.run_id)
+        else:
+            session.run = journal.open_run(runs, settings.run_id)
+        session.live = Live(
+            config.pluginmanager, session.run.path / "live", worker=settings.is_worker
+        )
+    return session
 
 
-def stack(gpus: Sequence[Gpu]) -> dict[str, str]:
+def _deadline(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise pytest.UsageError(f"aiperf_deadline = {text}: give seconds, more than 0")
+    return seconds
+
+
+def _stack(gpus: Sequence[Gpu]) -> dict[str, str]:
     """Name the versions that a figure depends on, from metadata: nothing heavy is imported."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "triton", "cupy-cuda13x", "numpy"):
@@ -422,39 +281,3 @@ def stack(gpus: Sequence[Gpu]) -> dict[str, str]:
     if gpus:
         found["driver"] = gpus[0].driver
     return found
-
-
-def code_hash(files: Sequence[Path]) -> str:
-    """Hash what a claim is made of: its test file, its kernels and their headers."""
-    digest = hashlib.sha256()
-    for file in sorted(set(files)):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-@contextmanager
-def reproducible(on: bool) -> Iterator[None]:
-    """Ask torch for deterministic algorithms while a claim runs."""
-    torch = sys.modules.get("torch")
-    if not on or torch is None:
-        yield
-        return
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def lease_for(place: Place) -> Lease:
-    """Return the lease of a claim's GPUs; waiting for it does not count against the deadline."""
-
-    def tell(kind: str, phase: str) -> None:
-        if place.channel is not None:
-            place.channel.send(kind, phase=phase)
-
-    return Lease(
-        [g.uuid for g in place.gpus],
-        on_wait=lambda why: tell("waiting", why),
-        on_turn=lambda: tell("working", "its turn"),
-    )

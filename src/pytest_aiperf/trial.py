@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from . import agree, guards, stats
+from . import agree, guards, leaves, stats
 from .clock import Block, Clock, calls_per_block, choose_mode
 from .errors import CannotCapture, InvalidMeasurement, Misuse
 from .model import (
@@ -110,7 +110,7 @@ class Trial:
         if not callable(call):
             raise Misuse(f"{name}: make(*inputs) of prepared(make) must return what is timed")
         _overwrite(live, args, self.make(seed))
-        agree.poison(args, self.contract.pure)
+        leaves.poison(args, self.contract.pure)
         return call
 
     def arm(self, name: str, seed: int) -> Prepared:
@@ -222,7 +222,7 @@ class _Timed:
         self.notes: list[str] = []
         self.sets, self.least_calls = self._count_sets()
         stands = self._stand(trial.seed)
-        seconds = {s.name: self._warm(s) for s in stands}
+        seconds = self._warm(stands)
         fast, slow = min(seconds.values()), max(seconds.values())
         self.metric = metric
         self.mode = choose_mode(metric, fast, slow)
@@ -238,7 +238,7 @@ class _Timed:
             return 1, 1  # a host claim: the medium's cache is part of what it says
         if self.trial.claim.cache == "warm":
             return WARM_SETS, 1
-        size = agree.nbytes(self.trial.make(self.trial.seed))
+        size = leaves.nbytes(self.trial.make(self.trial.seed))
         sets = guards.rotation(size, gpu.l2_bytes)
         # a set of several times the L2 evicts itself: one call a block is cold, too
         return sets, 1 if size >= guards.SPAN * gpu.l2_bytes else sets
@@ -256,19 +256,21 @@ class _Timed:
             args, calls = [], []
             for i in range(self.sets):
                 made = trial.make(seed + i)
-                agree.poison(made, trial.contract.pure)
+                leaves.poison(made, trial.contract.pure)
                 call = trial.prepare(name, seed + i, made)
                 args.append(made)
                 calls.append(_bind(call, made))
             stands.append(_Stand(name, pad, args, calls))
         return stands
 
-    def _warm(self, stand: _Stand) -> float:
-        """Run each call once, let the clocks settle, and return the seconds of one call."""
-        self.trial.say("warming up", arm=stand.name)
-        self._run_each(stand)
-        self.clock.settle(stand.calls[0])
-        return min(self.clock.once(call) for call in (stand.calls * 3)[: max(3, len(stand.calls))])
+    def _warm(self, stands: list[_Stand]) -> dict[str, float]:
+        """Let the clocks settle under all arms, and return the seconds of one call of each."""
+        self.trial.say("warming up")
+        for stand in stands:
+            self._run_each(stand)
+        firsts = [stand.calls[0] for stand in stands]
+        self.clock.settle(lambda: [call() for call in firsts])
+        return {s.name: min(self.clock.once(c) for c in (s.calls * 3)[:3]) for s in stands}
 
     def _run_each(self, stand: _Stand) -> None:
         """Run each call once on the clock's own stream, where libraries keep their workspaces."""
@@ -428,7 +430,7 @@ def _bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
 
 def _overwrite(positions: Sequence[int], args: Args, fresh: Args) -> None:
     for i in positions:
-        agree.overwrite((args[i],), (fresh[i],))
+        leaves.overwrite((args[i],), (fresh[i],))
 
 
 def _check_signature(name: str, arm: Arm, args: Args) -> None:

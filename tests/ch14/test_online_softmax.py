@@ -2,9 +2,10 @@
 
 Written as four steps, softmax runs as five kernels (maximum, difference, exponential, sum,
 quotient), and rows of 8192 columns pass through memory eight times: five reads and three writes.
-One block that keeps its row on the chip needs one read and one write, so 4x is the limit. "online"
-finds maximum and sum in the same sweep by rescaling the sum whenever the maximum grows, and fetches
-the row a second time from the L2 cache; "resident" holds the row in registers.
+One block that keeps its row on the chip needs one read and one write: 4x by the bytes, and more
+where the eager reductions do not reach the speed of memory. "online" finds maximum and sum in the
+same sweep by rescaling the sum whenever the maximum grows, and fetches the row a second time from
+the L2 cache; "resident" holds the row in registers.
 
 torch.compile of the four steps is the library arm: it fuses them, too. The gain ends where the
 whole matrix stays in the L2 cache; "resident" ends where a row outgrows the registers of a block,

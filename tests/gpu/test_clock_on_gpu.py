@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pytest_aiperf.clock import CudaClock
+from pytest_aiperf.cuda import CudaClock
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement
 from pytest_aiperf.model import Mode
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import expectations, journal
+from pytest_aiperf import expectations
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.model import (
     Gpu,
@@ -26,6 +26,7 @@ from pytest_aiperf.model import (
     Verdict,
     to_json,
 )
+from pytest_aiperf.results import read_results
 
 H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
 MACHINE = {"system": "Linux", "gpus": [{"name": "NVIDIA H200", "driver": "580.159"}]}
@@ -90,7 +91,7 @@ def test_accepts_and_says_what_it_wrote(run):
     assert "+  ch06/a:" in out
     assert out.splitlines()[-1] == "1 accepted, 1 refused; expectations.yaml written"
     assert list(expectations.load(Path("expectations.yaml")).claims) == ["ch06/a"]
-    assert [r.claim for r in journal.read_results(Path("results/h200.json"))] == ["ch06/a"]
+    assert [r.claim for r in read_results(Path("results/h200.json"))] == ["ch06/a"]
 
 
 def test_results_are_replaced_claim_by_claim(run):
@@ -98,7 +99,7 @@ def test_results_are_replaced_claim_by_claim(run):
     faster = result("ch06/b", run="r2", speedup=Interval(2.9, 3.0, 3.1))
     lost = result("ch06/a", run="r2", outcome=Outcome.INVALID, speedup=None)
     assert run(document(lost, faster))[0] == 0
-    kept = journal.read_results(Path("results/h200.json"))
+    kept = read_results(Path("results/h200.json"))
     assert [(r.claim, r.run) for r in kept] == [("ch06/a", "r1"), ("ch06/b", "r2")]
     assert json.loads(Path("results/h200.json").read_text())["machine_info"] == MACHINE
 

@@ -1,6 +1,5 @@
 """Do two results agree, and where not."""
 
-import dataclasses
 import re
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from pytest_aiperf import agree
 from pytest_aiperf.agree import Contract
 from pytest_aiperf.errors import Disagreement, Misuse
-from pytest_aiperf.model import Score, prepared
+from pytest_aiperf.model import prepared
 
 
 def vector(dtype=torch.float32, n=64):
@@ -37,118 +36,6 @@ def judge(optimized, baseline=double, *, make=None, reference=None, **words):
 
 def wrong(message, error=Disagreement):
     return pytest.raises(error, match=re.escape(message))
-
-
-# leaves
-
-
-@dataclasses.dataclass
-class Pair:
-    left: object
-    right: object
-
-
-def test_leaves_are_named_by_where_they_are():
-    value = {"b": [torch.zeros(1), 3], "a": Pair(np.zeros(2), None), "m": torch.nn.Linear(1, 1)}
-    assert [x.path for x in agree.leaves(value, "x")] == [
-        "x['a'].left",
-        "x['b'][0]",
-        "x['b'][1]",
-        "x['m'].weight",
-        "x['m'].bias",
-    ]
-
-
-def test_a_score_is_no_result():
-    assert agree.leaves((Score(1.0, "s"), 5), "result") == [agree.Leaf("result[1]", 5)]
-
-
-def test_shared_bytes_count_once():
-    t, a = torch.zeros(100), np.zeros(100)
-    assert agree.nbytes((t, t, t[:50], t.view(torch.int32))) == 400
-    assert agree.nbytes((a, a[::2], 5, "text", None)) == 800
-    assert agree.nbytes((t[:10], torch.zeros(1).expand(1000))) == 44
-
-
-# changes
-
-
-@pytest.mark.parametrize("zeros", [torch.zeros, np.zeros], ids=["torch", "numpy"])
-def test_changes_are_seen_bit_by_bit(zeros):
-    args = (zeros(4), zeros(4), zeros((4, 4)).T, zeros(()))
-    args[1][0] = float("nan")
-    before = agree.fingerprint(args)
-    assert agree.changed(before, args) == ()
-    args[0][2] = -0.0
-    args[2][1, 3] = 1
-    assert agree.changed(before, args) == ("args[0]", "args[2]")
-    assert agree.changed(before, args, skip=["args[0]"]) == ("args[2]",)
-
-
-def test_a_gradient_that_appears_is_a_change():
-    x = torch.ones(3, requires_grad=True)
-    before = agree.fingerprint((x,))
-    x.sum().backward()
-    assert agree.changed(before, (x,)) == ("args[0].grad",)
-
-
-def test_an_expanded_argument_is_remembered_small():
-    (bits,) = agree.fingerprint((torch.zeros(3, 1).expand(3, 10**9),)).values()
-    assert bits.numel() == 3
-
-
-# poison and fresh values
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64],
-)
-def test_poison_is_nan_in_a_view_only(dtype):
-    whole = torch.zeros(4, 6, dtype=dtype)
-    agree.poison((whole[:, ::2],), ["args[0]"])
-    bad = torch.view_as_real(whole).sum(-1) if dtype.is_complex else whole.double()
-    assert bad[:, ::2].isnan().all()
-    assert not bad[:, 1::2].isnan().any()
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
-def test_poison_of_integers(dtype):
-    t, a = torch.zeros(4, dtype=getattr(torch, dtype)), np.zeros((4, 4), dtype=dtype)
-    agree.poison((t, a[:, 1:3]), ["args[0]", "args[1]"])
-    assert t.numpy().tobytes() == b"\xa5" * t.nbytes
-    assert a[:, 1:3].tobytes() == b"\xa5" * (a.nbytes // 2)
-    assert not a[:, 0].any()
-
-
-def test_poison_of_truth_values_alternates():
-    t, a = torch.zeros(2, 2, dtype=torch.bool), np.ones((2, 2), dtype=bool)
-    agree.poison((t, a.T), ["args[0]", "args[1]"])
-    assert t.tolist() == a.T.tolist() == [[False, True], [False, True]]
-
-
-def test_poison_leaves_the_rest_alone():
-    model = torch.nn.Linear(2, 2)
-    agree.poison((model, "text"), ["args[0].bias"])
-    assert model.bias.isnan().all()
-    assert model.weight.isfinite().all()
-
-
-def test_overwrite_copies_in_place_and_drops_gradients():
-    live = (torch.nn.Linear(2, 2), np.zeros(2), torch.zeros(4)[::2])
-    fresh = (torch.nn.Linear(2, 2), np.ones(2), torch.ones(2))
-    live[0](torch.ones(2)).sum().backward()
-    weight = live[0].weight
-    agree.overwrite(live, fresh)
-    assert live[0].weight is weight
-    assert weight.equal(fresh[0].weight)
-    assert weight.grad is None
-    assert live[1].tolist() == live[2].tolist() == [1, 1]
-
-
-def test_overwrite_refuses_another_shape():
-    with wrong("another shape", Misuse):
-        agree.overwrite((torch.zeros(2),), (torch.zeros(3),))
 
 
 # what the baseline does
@@ -180,6 +67,15 @@ def test_integers_that_inputs_set_are_not_poisoned():
     contract = agree.learn(call, make)
     assert contract == Contract(("args[1]", "args[2]"), ("args[2]",))
     assert not any(seen), "a kernel would hang"
+
+
+def test_numpy_does_not_show_that_nobody_set_an_integer(monkeypatch):
+    monkeypatch.setattr(np, "empty_like", np.zeros_like)  # as freed memory may well be
+
+    def call(a, counters):
+        counters[...] = a
+
+    assert agree.learn(call, lambda: (np.arange(4), np.zeros(4, int))).pure == ()
 
 
 def test_learning_leaves_the_session_as_it_was():
@@ -220,7 +116,8 @@ def test_a_call_must_do_something():
 
 def test_names_come_from_a_signature():
     assert agree.names(lambda a, out, *rest, key=1: a) == ("a", "out")
-    assert agree.names(dict.fromkeys) in ((), ("iterable", "value"))
+    assert agree.names("".join) == ()
+    assert agree.names(Contract((), ()).say) == ("path",)
 
 
 # agreement
@@ -450,22 +347,6 @@ def test_integers_are_exact():
         judge(lambda a, out: out.copy_(a), baseline, make=make, reference=lambda a, out: a + 1)
 
 
-def test_opaque_values_are_equal_or_not():
-    assert judge(
-        lambda n: [n, "text"],
-        lambda n: (n, "text"),
-        make=lambda: (3,),
-        reference=lambda n: (3, "text"),
-    )
-    with wrong("optimized disagrees with the reference: result[1] is 'no', expected 'text'"):
-        judge(
-            lambda n: (n, "no"),
-            lambda n: (n, "text"),
-            make=lambda: (3,),
-            reference=lambda n: (3, "text"),
-        )
-
-
 def test_numbers_of_python_are_numbers():
     def baseline(n):
         return 0.1 + 0.2 + n
@@ -488,7 +369,7 @@ def test_complex_results():
         return a.to(torch.complex128) * 2
 
     assert judge(double, make=make, reference=reference)
-    with wrong("out[6] is"):
+    with wrong("out[6, 1] is"):
         judge(optimized, make=make, reference=reference)
 
 
@@ -564,7 +445,7 @@ def test_a_prepared_arm_prepares_before_the_poison():
     assert judge(prepared(lambda a, out: double))
 
 
-@pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"])])
+@pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
 def test_what_cannot_be_compared_is_named(odd):
     with wrong(f"a result of type {type(odd).__name__}", Misuse):
         agree.verify({"baseline": agree.result(odd, (), Contract((), ()))}, odd)

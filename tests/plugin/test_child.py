@@ -77,7 +77,7 @@ def test_messages_come_in_order_and_the_transient_ones_are_not_kept():
     assert list(ended.messages) == heard[2:]
     assert heard[2]["pid"] != os.getpid()
     assert heard[3] == {"kind": "result", "values": [1.0, None, "ü\n"], "nested": {"a": True}}
-    assert (ended.status, ended.code, ended.leftovers) == ("exited", 0, 0)
+    assert (ended.status, ended.code) == ("exited", 0)
     assert ended.peak_rss_bytes > 2**20
     assert ended.seconds > 0
 
@@ -94,18 +94,13 @@ def test_an_exception_comes_back_with_its_traceback():
     assert describe(ended).endswith("ZeroDivisionError: of all things")
 
 
-@pytest.mark.parametrize(
-    ("leave", "code"),
-    [
-        (lambda: os._exit(0), 0),
-        (lambda: os._exit(3), 3),
-        (sys.exit, 0),
-        (lambda: sys.exit(4), 4),
-        (lambda: sys.exit("why"), 1),
-    ],
-)
-def test_leaving_early_is_not_a_result(leave, code):
-    ended = run(lambda channel: leave())
+def test_sys_exit_is_a_crash_as_any_exception():
+    assert describe(run(lambda channel: sys.exit(0))).endswith("SystemExit: 0")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_early_is_not_a_result(code):
+    ended = run(lambda channel: os._exit(code))
     assert (ended.messages, ended.status, ended.code) == ((), "exited", code)
     assert f"exit code {code} without a result" in describe(ended)
 
@@ -175,11 +170,11 @@ def test_waiting_does_not_count():
     def work(channel):
         channel.send("waiting")
         channel.send("waiting")
-        time.sleep(1.2)
+        time.sleep(0.9)
         channel.send("working")
         channel.send("result")
 
-    ended = run(work, deadline=0.8)
+    ended = run(work, deadline=0.6)
     assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
 
 
@@ -251,7 +246,7 @@ def test_a_claim_does_not_outlive_its_keeper():
 def test_what_a_claim_leaves_behind_is_killed(start):
     ended = run(lambda channel: channel.send("report", pid=start()))
     assert gone(ended.messages[0]["pid"], within=0)
-    assert (ended.status, ended.code, ended.leftovers) == ("exited", 0, 1)
+    assert (ended.status, ended.code) == ("exited", 0)
 
 
 def test_processes_that_replace_each_other_do_not_escape():
@@ -312,8 +307,8 @@ def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
 
 
 def test_a_big_message_arrives_whole():
-    ended = run(lambda channel: channel.send("result", text="x" * 8 * 2**20))
-    assert len(ended.messages[0]["text"]) == 8 * 2**20
+    ended = run(lambda channel: channel.send("result", text="x" * 4 * 2**20))
+    assert len(ended.messages[0]["text"]) == 4 * 2**20
 
 
 def test_a_message_over_the_limit_is_refused_where_it_is_sent(monkeypatch):
@@ -322,7 +317,9 @@ def test_a_message_over_the_limit_is_refused_where_it_is_sent(monkeypatch):
     assert "Misuse: a message 'result' of 131" in describe(ended)
 
 
-@pytest.mark.parametrize("text", [b"1\n", b"{}\n", b'{"kind": 1}\n', b"\xff\n", b"x" * 2**18])
+@pytest.mark.parametrize(
+    "text", [b"1\n", b"{}\n", b'{"kind": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b"x" * 2**20]
+)
 def test_what_is_no_message_fails_the_claim(monkeypatch, text):
     monkeypatch.setattr(child, "LIMIT", 2**17)
 
@@ -466,7 +463,7 @@ def test_arm_parent_death_when_the_parent_is_dead_already():
     ("status", "code", "says"),
     [
         ("signalled", signal.SIGSEGV, "killed by SIGSEGV (segmentation fault) after 1.2 s"),
-        ("signalled", 40, "killed by signal 40 after 1.2 s"),
+        ("signalled", 40, "killed by signal 40 (real-time signal 6) after 1.2 s"),
         (
             "signalled",
             signal.SIGKILL,

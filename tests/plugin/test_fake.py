@@ -1,5 +1,6 @@
 """The fake device strays from the truth in the ways that it claims to."""
 
+import json
 import math
 import random
 import statistics
@@ -7,9 +8,11 @@ import statistics
 import pytest
 
 from pytest_aiperf import fake, guards
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement
-from pytest_aiperf.fake import FAKE_GPU, FakeClock, FakeMachine, Fault, Noise, allocate, spend
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
+from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, FakeMachine, Fault, Noise, spend
 from pytest_aiperf.model import Bench, Mode
+
+pytest_plugins = ["pytester"]
 
 MODES = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN, Mode.WALL)
 
@@ -156,11 +159,11 @@ def test_a_power_cap_is_tolerated():
 
 
 def test_a_raise_comes_in_its_block():
-    error = MemoryError("out of memory")
-    clock = FakeClock(faults=[Fault(1, "raise", error=error)])
+    clock = FakeClock(faults=[Fault(1, "raise", error="out of memory")])
     blocks(clock, 1)
-    with pytest.raises(MemoryError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="out of memory"):
         blocks(clock, 1)
+    blocks(clock, 1)
 
 
 def test_a_hang_never_returns(monkeypatch):
@@ -188,16 +191,16 @@ def test_a_synchronising_call_is_only_plain_or_wall():
 
 
 def test_peak_counts_what_is_held_at_once():
-    clock, kept = FakeClock(), allocate(1_000)
+    clock, kept = FakeClock(), Allocation(1_000)
 
     def call():
-        first = allocate(10)
+        first = Allocation(10)
         del first
-        second, third = allocate(20), allocate(5)
+        second, third = Allocation(20), Allocation(5)
         return second, third
 
     assert clock.peak(call) == 25
-    assert clock.peak(lambda: allocate(7)) == 7
+    assert clock.peak(lambda: Allocation(7)) == 7
     assert clock.peak(lambda: None) == 0
     del kept
 
@@ -212,6 +215,28 @@ def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
     assert machine.clock(None).gpu is None
 
 
+def test_clocks_of_one_seed_part_when_their_claims_seed_them():
+    def seen(*seeds):
+        clock = FakeClock(noise=quiet(white=0.01, layout=0.01), seed=1)
+        for seed in seeds:
+            clock.seed(seed)
+        clock.pad(random.Random(5))
+        return blocks(clock, 3)
+
+    assert seen(7) == seen(7)
+    draws = [seen(), seen(7), seen(8), seen(7, 7), seen(7, 8)]
+    assert len({tuple(d) for d in draws}) == len(draws)
+
+
+def test_seeding_makes_inputs_repeatable():
+    import numpy as np
+
+    FakeClock().seed(3)
+    first = random.random(), np.random.random()  # noqa: NPY002 - inputs may draw from it
+    FakeClock().seed(3)
+    assert (random.random(), np.random.random()) == first  # noqa: NPY002
+
+
 def test_the_identity_arm_takes_time_and_depends_on_the_seed():
     clock = FakeClock(noise=Noise.none())
     inputs, negate = clock.identity()
@@ -223,8 +248,87 @@ def test_the_identity_arm_takes_time_and_depends_on_the_seed():
 
 
 def test_it_fits_where_a_real_clock_fits():
-    from pytest_aiperf.clock import CudaMachine, HostClock
+    from pytest_aiperf.clock import HostClock
+    from pytest_aiperf.cuda import CudaMachine
 
     for real, pretended in ((CudaMachine(), FakeMachine()), (HostClock(), FakeClock())):
-        missing = {n for n in dir(real) if not n.startswith("_")} - set(dir(pretended))
-        assert missing <= {"current"}
+        assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
+
+
+def test_a_machine_is_described_in_json():
+    described = fake.machine(
+        '{"gpus": [{"arch": "sm100"}, {"uuid": "x", "l2_bytes": 5}], "noise": {"white": 0},'
+        ' "seed": 4, "faults": [{"block": 1, "kind": "raise", "error": "lost"}]}'
+    )
+    first, second = described.gpus()
+    assert (first.arch, first.uuid, first.name) == ("sm100", "fake-0", FAKE_GPU.name)
+    assert (second.uuid, second.l2_bytes) == ("x", 5)
+    same = FakeMachine(noise=Noise(white=0.0), faults=[Fault(1, "raise", error="lost")], seed=4)
+    one, other = described.clock(first), same.clock(first)
+    assert blocks(one, 1) == blocks(other, 1)
+    with pytest.raises(RuntimeError, match="lost"):
+        blocks(one, 1)
+    assert [g.uuid for g in fake.machine('{"gpus": 2}').gpus()] == ["fake-0", "fake-1"]
+    honest = fake.machine('{"noise": "none"}').clock(None)
+    assert blocks(honest, 2) == [pytest.approx(1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "PYTEST_AIPERF_FAKE: a mapping is needed"),
+        ('{"gpu": 1}', "unknown gpu"),
+        ('{"gpus": "two"}', "must be a mapping|is not a mapping"),
+        ('{"gpus": [{"sms": "x"}]}', r"gpus\[0\].sms: int is needed"),
+        ('{"noise": "loud"}', "noise: a mapping is needed, not 'loud'"),
+        ('{"noise": {"withe": 1}}', "unknown withe"),
+        ('{"faults": [{"block": 0, "kind": "melt"}]}', "'melt' is none of 'throttle'"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
+    with pytest.raises(Misuse, match=said):
+        fake.machine(text)
+
+
+CLAIMS = """
+import numpy as np
+import pytest
+from pytest_aiperf.fake import spend
+
+def inputs(bench):
+    return (np.random.default_rng(bench.seed).random(16),)
+
+def arm(seconds):
+    def call(x):
+        spend(seconds)
+        return -x
+    return call
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_claim(compare, gpu, n):
+    assert gpu.key == "h300"
+    compare(baseline=arm(100e-6), optimized=arm(80e-6), inputs=inputs, reference=lambda x: -x)
+"""
+
+
+def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+    monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
+    pytester.makepyfile(CLAIMS)
+    options = ("-ppytest_aiperf.fake", "--gpu", "--quick", "--reproducible")
+    pytester.runpytest_subprocess(*options).assert_outcomes(passed=2)
+    results = pytester.path / ".aiperf/latest/results.json"
+    one, other = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
+    for claim in (one, other):
+        assert claim["key"] == "h300"
+        assert claim["speedup"]["value"] == pytest.approx(1.25, rel=0.02)
+    assert one["timing"]["replicates"] != other["timing"]["replicates"]
+    assert one["speedup"] != other["speedup"]
+
+
+def test_what_the_description_gets_wrong_is_a_usage_error(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"noise": "loud"}')
+    ended = pytester.runpytest_subprocess("-ppytest_aiperf.fake", "--gpu")
+    assert ended.ret == pytest.ExitCode.USAGE_ERROR
+    ended.stderr.fnmatch_lines(["ERROR: PYTEST_AIPERF_FAKE=*noise: a mapping is needed*"])

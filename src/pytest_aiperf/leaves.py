@@ -1,0 +1,184 @@
+"""The arrays in a value: how to find them, look at them and write into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from .errors import Misuse
+from .model import Score
+
+Args = tuple[Any, ...]
+Leaf = tuple[str, Any]
+"""Where something was found, and what: an array, or a value of another kind."""
+
+
+def walk(value: Any, name: str) -> list[Leaf]:
+    """Find the leaves in tuples, lists, dicts, dataclasses and modules.
+
+    None is no leaf, and neither is a Score: it is the figure claimed, not a result. A gradient
+    is one: backward() changes its arguments too.
+    """
+    torch = sys.modules.get("torch")
+    found: list[Leaf] = []
+    inner: dict[str, Any] = {}
+    if value is None or isinstance(value, Score):
+        pass
+    elif isinstance(value, (tuple, list)):
+        inner = {f"[{i}]": item for i, item in enumerate(value)}
+    elif isinstance(value, dict):
+        inner = {f"[{key!r}]": value[key] for key in sorted(value, key=repr)}
+    elif torch and isinstance(value, torch.nn.Module):
+        named = (*value.named_parameters(), *value.named_buffers())
+        inner = {f".{key}": item for key, item in named}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+    else:
+        found = [(name, value)]
+        if torch and isinstance(value, torch.Tensor) and value.is_leaf:
+            inner = {".grad": value.grad}
+    return found + [leaf for step, item in inner.items() for leaf in walk(item, name + step)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Library:
+    """What torch, numpy and cupy do not say in the same words."""
+
+    module: Any
+    has: Callable[[Any], bool]  # a dense array of numbers, no subclass that computes when read
+    real: Callable[[Any], Any]  # a view without gradient, of complex numbers as pairs
+    copy: Callable[[Any], Any]
+    cast: Callable[[Any, str, Any], Any]  # to a dtype, and to where the last argument lies
+    where: Callable[[Any], tuple[int, tuple[int, ...]]]  # address and strides
+
+
+def _torch(torch: Any) -> Library:
+    def real(array: Any) -> Any:
+        array = array.detach().resolve_conj().resolve_neg()
+        return torch.view_as_real(array) if array.is_complex() else array
+
+    return Library(
+        torch,
+        lambda x: type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided,
+        real,
+        lambda x: x.clone(),
+        lambda x, kind, at: torch.as_tensor(x, dtype=getattr(torch, kind), device=at.device),
+        lambda x: (x.data_ptr(), x.stride()),
+    )
+
+
+def _numpy(numpy: Any) -> Library:
+    """Adapt numpy, or cupy, which follows it."""
+    return Library(
+        numpy,
+        lambda x: isinstance(x, numpy.ndarray) and x.dtype.kind in "biufc",
+        lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
+        lambda x: x.copy(),
+        lambda x, kind, _: numpy.asarray(x, dtype=kind),
+        lambda x: (getattr(x.data, "ptr", None) or x.ctypes.data, x.strides),
+    )
+
+
+LIBRARIES = {"torch": _torch, "numpy": _numpy, "cupy": _numpy}
+
+
+@functools.cache
+def _library(name: str) -> Library:
+    return LIBRARIES[name](sys.modules[name])
+
+
+def of(value: Any) -> Any:
+    """Return the Library whose array this is, or None; one that is not loaded has no arrays."""
+    loaded = (_library(name) for name in LIBRARIES if sys.modules.get(name))
+    return next((library for library in loaded if library.has(value)), None)
+
+
+def dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def is_exact(array: Any) -> bool:
+    return "int" in dtype(array) or dtype(array) == "bool"
+
+
+def form(array: Any) -> str:
+    """Say dtype, shape and device: arms that do the same work give the same."""
+    return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
+
+
+def view(array: Any) -> tuple[Any, ...]:
+    """Return what is equal for two views of the same elements."""
+    return (form(array), *of(array).where(array))
+
+
+def bits(array: Any) -> Any:
+    """View an array as integers: NaN equals NaN, and 0.0 is not -0.0."""
+    real = of(array).real(array)
+    return real.view(getattr(of(array).module, f"int{8 * real.itemsize}"))
+
+
+def arrays(args: Args) -> dict[str, Any]:
+    """Return the arguments' arrays by path; one that is passed twice counts once."""
+    found = [(path, value) for path, value in walk(args, "args") if of(value)]
+    first = {view(value): (path, value) for path, value in reversed(found)}
+    return dict(reversed(first.values()))
+
+
+def nbytes(args: Args) -> int:
+    """Bytes that the arguments' arrays reach; what several views share counts once."""
+    spans = []
+    for array in arrays(args).values():
+        start, strides = of(array).where(array)
+        once = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
+        spans.append((start, start + math.prod(once) * array.itemsize))  # expanded ones lie once
+    total = reached = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
+    """Remember the arguments' bits, on the device where they are."""
+    return {p: of(a).copy(bits(a)) for p, a in arrays(args).items() if p not in skip}
+
+
+def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the leaves whose bits are not those of the fingerprint, new and lost ones included."""
+    now = {p: bits(a) for p, a in arrays(args).items() if p not in skip}
+    both = [p for p in now if p in before and form(now[p]) == form(before[p])]
+    same = [p for p in both if bool((now[p] == before[p]).all())]
+    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
+
+
+def poison(args: Args, paths: Collection[str]) -> None:
+    """Fill these leaves, and only the elements of their views, with what is no right answer."""
+    for array in (a for p, a in arrays(args).items() if p in paths):
+        if dtype(array) == "bool":
+            flat = of(array).module.zeros_like(array).reshape(-1)
+            flat[1::2] = True
+            array[...] = flat.reshape(array.shape)
+        elif is_exact(array):
+            bits(array)[...] = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
+        else:
+            of(array).real(array)[...] = math.nan
+
+
+def overwrite(live: Args, fresh: Args) -> None:
+    """Copy fresh values into live arguments in place; gradients that are not fresh are dropped."""
+    olds, news = arrays(live), arrays(fresh)
+    for path, old in olds.items():
+        new = news.get(path)
+        if new is None and path.endswith(".grad"):
+            olds[path.removesuffix(".grad")].grad = None
+        elif new is None or form(new) != form(old):
+            raise Misuse(
+                f"inputs() gives another shape, dtype or device for another seed ({path}): a "
+                "prepared arm needs them fixed"
+            )
+        else:
+            bits(old)[...] = bits(new)

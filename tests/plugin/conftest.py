@@ -1,0 +1,115 @@
+"""A project of its own for each transcript, with a fake GPU to measure on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf.fake import VARIABLE
+
+STEADY = {"white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "layout": 0.001, "jump_chance": 0}
+
+HEAD = '''\
+"""Half the work takes half the time."""
+
+import os, signal, subprocess, sys, time
+
+import numpy as np
+import pytest
+
+from pytest_aiperf.fake import spend
+
+
+def vectors(bench):
+    return (np.random.default_rng(bench.seed).random(bench.size(64, check=8)),)
+
+
+def doubling(microseconds):
+    def double(x):
+        spend(microseconds * 1e-6)
+        return x * 2
+    return double
+
+
+slow, fast = doubling(200), doubling(100)
+usual = {"baseline": slow, "optimized": fast, "inputs": vectors, "reference": lambda x: x + x}
+
+
+'''
+
+
+class Project:
+    """A folder with tests, and pytest runs in it; transcripts are pytester's."""
+
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pytester = pytester
+        self.path = pytester.path
+        self.monkeypatch = monkeypatch
+        monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
+        for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # of the run that tests us
+            monkeypatch.delenv(name, raising=False)
+        self.fake(noise=STEADY)
+
+    def fake(self, **machine: object) -> None:
+        """Say what the fake machine is from now on."""
+        self.monkeypatch.setenv(VARIABLE, json.dumps({"noise": STEADY} | machine))
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def tests(self, text: str, name: str = "ch07/test_double.py") -> Path:
+        return self.write(name, HEAD + text)
+
+    def command(self, *arguments: str) -> list[str]:
+        plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.fake")
+        return [*(f"-p{name}" for name in plugins), *arguments]
+
+    def run(self, *arguments: str) -> pytest.RunResult:
+        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=60)
+
+    def start(self, *arguments: str):
+        """Start a run and leave it alone; it leads a session, as a terminal's does."""
+        command = self.pytester._getpytestargs()  # what runpytest_subprocess uses
+        out = (self.path / "out").open("wb")
+        return self.pytester.popen(
+            [*command, *self.command(*arguments)], stdout=out, stderr=out, start_new_session=True
+        )
+
+    def results(self, run: str = "latest") -> dict[str, dict]:
+        """Read the record of each claim from the results of a run."""
+        return by_claim(json.loads((self.path / ".aiperf" / run / "results.json").read_text()))
+
+    def journaled(self) -> dict[str, str]:
+        """Read each claim's outcome from the journals of the only run."""
+        lines = []
+        for journal in (self.path / ".aiperf").glob("*/journal-*.jsonl"):
+            lines += [json.loads(line) for line in journal.read_text().splitlines() if line]
+        return {record["claim"]: record["outcome"] for record in lines}
+
+    def processes(self) -> list[str]:
+        """List the command lines of all processes that work in this project."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                here = (process / "cwd").readlink() == self.path
+                if here and int(process.name) != os.getpid():
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # it ended while we looked, or is not ours
+        return found
+
+
+def by_claim(document: dict) -> dict[str, dict]:
+    records = [entry["aiperf"] for entry in document["benchmarks"] if "aiperf" in entry]
+    return {r["claim"]: r for r in records + document.get("aiperf_untimed", [])}
+
+
+@pytest.fixture
+def project(pytester, monkeypatch) -> Project:
+    return Project(pytester, monkeypatch)

@@ -1,0 +1,224 @@
+"""`pytest` checks what can be checked: transcripts of runs that time nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CU = """\
+extern "C" int copy(float *to, const float *from, int n, cudaStream_t stream) { return 0; }
+"""
+
+
+def test_gpu_without_a_gpu_is_a_usage_error_of_one_sentence(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.fake(gpus=0)
+    done = project.run("--gpu")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert not done.outlines
+    (said,) = filter(None, done.errlines)
+    assert said.startswith("ERROR: --gpu needs an NVIDIA GPU: ")
+    assert not (project.path / ".aiperf").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpu", "--cpu"), "--gpu measures host claims too: drop --cpu"),
+        (("--quick",), "--quick is about measuring: add --gpu or --cpu"),
+        (("--budget", "9q", "--gpu"), "argument --budget: invalid _seconds value: '9q'"),
+        (("--gpu", "-n1", "--dist=loadgroup"), "--dist loadgroup loses or hangs tests"),
+        (("--gpu", "-oaiperf_deadline=soon"), "aiperf_deadline = soon: give seconds"),
+    ],
+)
+def test_command_lines_that_mean_nothing(project, words, said):
+    done = project.run(*words)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"*{said}*"])
+
+
+def test_collecting_needs_no_gpu_and_leaves_nothing(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.fake(gpus=0)
+    done = project.run("--collect-only", "-q")
+    done.stdout.fnmatch_lines(["ch07/test_double.py::test_it", "*1 test collected*"])
+    project.fake(gpus=1)
+    assert project.run("--collect-only", "-q", "--gpu").ret == 0
+    assert not (project.path / ".aiperf").exists()
+
+
+def test_chapters_come_from_folders_and_select(project):
+    for chapter in ("ch07", "ch12"):
+        project.tests(
+            "def test_it(compare): compare(**usual)", f"tests/{chapter}/test_{chapter}.py"
+        )
+    done = project.run("--strict-markers", "-m", "ch12", "-v")
+    done.assert_outcomes(passed=1, deselected=1)
+    done.stdout.fnmatch_lines(["tests/ch12/test_ch12.py::test_it PASSED*"])
+
+
+def test_misuse_gets_one_sentence_each(project):
+    project.tests(
+        """
+def test_twice(compare):
+    compare(**usual)
+    compare(**usual)
+
+def test_never(compare):
+    pass
+
+def test_signature(compare):
+    compare(**usual | {"optimized": lambda x, y: x})
+
+def test_changed_input(compare):
+    def sly(x):
+        x += 1
+        return (x - 1) * 2
+    compare(**usual | {"optimized": sly})
+
+def test_wrong(compare):
+    compare(**usual | {"optimized": lambda x: x * 2.5})
+
+def test_metric(compare):
+    compare(**usual, metric="speed")
+
+def test_against(compare):
+    compare(**usual, against="nobody")
+
+def test_cache(compare):
+    compare(**usual, cache="tepid")
+
+def test_no_arm(compare):
+    compare(**usual | {"baseline": 3})
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_good(compare, n):
+    compare(**usual)
+"""
+    )
+    done = project.run("-q")
+    done.assert_outcomes(passed=2, failed=9)
+    done.stdout.fnmatch_lines(
+        [
+            "a test is one claim: call compare() once",
+            "the test takes compare and never calls it: it claims nothing",
+            "*optimized=<lambda>(x, y) does not take the 1 values that inputs() returns*",
+            "*changed*",
+            "*optimized*",
+            "compare(metric='speed'): known are device, wall, memory, score",
+            "compare(against='nobody'): known are idiomatic, library, previous rung, naive",
+            "compare(cache='tepid'): known are cold, warm",
+            "compare(baseline=...) needs a callable, not 3",
+        ],
+        consecutive=False,
+    )
+    done.stdout.no_fnmatch_line("*During handling*")
+    done.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "@pytest.mark.gpu(2)\ndef test_it(compare): pass",
+            "*::test_it: @pytest.mark.gpu takes count=, *, not 2",
+        ),
+        (
+            "@pytest.mark.host\n@pytest.mark.sm90\ndef test_it(compare): pass",
+            "*::test_it: a claim is either for the host or for GPUs*",
+        ),
+        (
+            "def test_it(compare): pass\nclass TestMore:\n    def test_it(self, compare): pass",
+            "*two claims are called ch07/it: *::test_it and *::TestMore::test_it; rename one",
+        ),
+    ],
+)
+def test_claims_that_cannot_be_collected(project, text, said):
+    project.tests(text)
+    done = project.run()
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([said])
+
+
+def test_marks_and_fixtures_of_others_are_left_alone(project):
+    project.tests(
+        "@pytest.mark.gpu('a100')\n@pytest.mark.host\ndef test_it(): pass\n"
+        "@pytest.fixture\ndef theirs(): return 1\n"
+        "def test_other(theirs): assert theirs"
+    )
+    project.run().assert_outcomes(passed=2)
+
+
+def test_kernels_are_built_and_said_to_be_built(project):
+    project.write("kernels/copy.cu", CU)
+    project.tests(
+        """
+@pytest.mark.sm90
+def test_built(compare, nvcc):
+    copy = nvcc("copy.cu")
+    compare(**usual | {"baseline": copy["copy"], "optimized": copy["copy"]})
+
+@pytest.mark.sm90
+def test_unknown(compare, nvcc):
+    nvcc("copy.cu")["cpoy"]
+
+@pytest.mark.gpu
+def test_nothing_to_build(compare):
+    compare(**usual)
+
+def test_gpu(gpu):
+    pass
+"""
+    )
+    done = project.run("-rs")
+    done.stdout.fnmatch_lines(
+        [
+            "no launcher 'cpoy' in kernels/copy.cu*functions are copy*",
+            "SKIPPED*: its agreement needs a GPU, and there is nothing to build: run with --gpu",
+            "SKIPPED*: needs a GPU: run with --gpu",
+            "*1 failed, 2 skipped, 1 built*",
+        ]
+    )
+
+
+def test_compile_errors_show_the_compiler_and_the_command(project):
+    project.write("kernels/bad.cu", CU.replace("return 0;", "return nothing;"))
+    project.tests('@pytest.mark.sm90\ndef test_it(compare, nvcc):\n    nvcc("bad.cu")')
+    done = project.run()
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "*nvcc could not build*bad.cu*",
+            '*bad.cu(1): error: *"nothing" is undefined',
+            "*/nvcc *code=sm_90a*/kernels/bad.cu",
+        ]
+    )
+
+
+def test_without_nvcc_the_claim_says_what_to_install(project, monkeypatch):
+    project.write("kernels/copy.cu", CU)
+    project.tests('def test_it(compare, nvcc):\n    nvcc("copy.cu")')
+    project.write(
+        "conftest.py",
+        "import cuda.pathfinder\ncuda.pathfinder.find_nvidia_binary_utility = lambda name: None\n",
+    )
+    for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", os.fspath(project.path))
+    done = project.run()
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*nvcc*pip install*toolchain*"])
+
+
+def test_the_plugin_is_cheap_to_load_for_those_who_have_no_claims():
+    told = subprocess.run(
+        [sys.executable, "-c", "import sys, pytest_aiperf.plugin; print(*sys.modules)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    loaded = set(told.stdout.split())
+    assert not loaded & {"torch", "numpy", "scipy", "cupy", "triton", "yaml", "pynvml"}
+    ours = {name for name in loaded if name.startswith("pytest_aiperf.")}
+    assert ours == {f"pytest_aiperf.{room}" for room in ("plugin", "needs", "errors")}

@@ -1,0 +1,243 @@
+"""`pytest --gpu` on the fake GPU: verdicts, records, expectations."""
+
+import json
+import re
+
+import pytest
+
+from .conftest import by_claim
+
+TWO = """
+def test_faster(compare):
+    compare(**usual)
+
+def test_same(compare):
+    compare(**usual | {"optimized": slow})
+"""
+
+
+def test_a_claim_that_holds_and_one_that_does_not(project):
+    project.tests(TWO)
+    done = project.run("--gpu", "-v")
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "aiperf: measuring on Fake H200 (fake, driver 0); seed *",
+            "*::test_faster FASTER *x *",
+            "*::test_same FAILED *",
+            "SAME where FASTER is claimed: *x [[]*, *]",
+            "  faster * us * us  *x [[]*, *] * FASTER *",
+            "ch07/same: SAME where FASTER is claimed*attempt 2",
+            "2 claims: 1 FASTER, 1 SAME, lost; geometric mean 1.4*x *",
+            "results: *results.json",
+        ]
+    )
+    faster, same = project.results().values()
+    assert faster["outcome"] == "PASSED"
+    assert faster["title"] == "Half the work takes half the time."
+    assert same["attempts"] == 2  # confirmed in a fresh process before it fails
+    timing = faster["timing"]
+    assert len(timing["replicates"]) >= 8
+    blocks = timing["replicates"][0]["rounds"][0]["seconds"]
+    assert blocks["baseline"][0] == pytest.approx(200e-6, rel=0.1)
+    assert blocks["optimized"][1] == pytest.approx(100e-6, rel=0.1)
+
+
+def test_workers_come_to_the_same_verdicts(project):
+    project.tests(TWO)
+    project.fake(gpus=2)
+    done = project.run("--gpu", "-n2")
+    done.assert_outcomes(passed=1, failed=1)
+    outcomes = {claim: (r["verdict"], r["attempts"]) for claim, r in project.results().items()}
+    assert outcomes == {"ch07/faster": ("FASTER", 1), "ch07/same": ("SAME", 2)}
+
+
+def test_quick_noisy_and_slower(project):
+    project.tests(
+        """
+def test_noise(compare):
+    compare(**usual | {"optimized": slow})
+
+def test_slower(compare):
+    compare(**usual | {"optimized": doubling(1000)})
+"""
+    )
+    project.fake(noise={"white": 0.15})
+    project.run("--gpu", "--quick", "--reproducible").assert_outcomes(failed=2)
+    noise, slower = project.results().values()
+    assert (noise["verdict"], slower["verdict"]) == ("INCONCLUSIVE", "SLOWER")
+    assert (noise["quick"], noise["attempts"]) == (True, 1)
+
+
+def test_skips_are_counted_by_reason(project):
+    project.tests(
+        """
+@pytest.mark.sm100
+def test_arch(compare): compare(**usual)
+
+@pytest.mark.sm103
+@pytest.mark.sm100
+def test_archs(compare): compare(**usual)
+
+@pytest.mark.gpu(count=2)
+def test_two(compare): compare(**usual)
+
+@pytest.mark.gpu(count=2)
+def test_two_more(compare): compare(**usual)
+
+@pytest.mark.gpu(memory=200 << 30)
+def test_memory(compare): compare(**usual)
+
+@pytest.mark.gpu(min_sm=100)
+def test_newer(compare): compare(**usual)
+"""
+    )
+    done = project.run("--gpu")
+    done.assert_outcomes(skipped=6)
+    (said,) = (line for line in done.outlines if line.startswith("0 claims"))
+    for reason in (
+        "needs 2 GPUs, this machine has 1: 2",
+        "needs sm100, Fake H200 is sm90: 1",
+        "needs sm100 or sm103, Fake H200 is sm90: 1",
+        "needs 200 GiB of GPU memory, Fake H200 has 141 GiB: 1",
+        "needs sm100 or newer, Fake H200 is sm90: 1",
+    ):
+        assert reason in said
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_the_options_of_pytest_benchmark(project, workers):
+    project.tests("def test_faster(compare): compare(**usual)")
+    done = project.run("--gpu", workers, "--benchmark-json=out.json", "--benchmark-save=first")
+    done.assert_outcomes(passed=1)
+    document = json.loads((project.path / "out.json").read_text())
+    (entry,) = document["benchmarks"]
+    assert entry["fullname"] == "ch07/test_double.py::test_faster"
+    assert entry["stats"]["median"] == pytest.approx(100e-6, rel=0.05)
+    assert document["machine_info"]["gpus"] == [{"name": "Fake H200", "driver": "0"}]
+    assert by_claim(document) == project.results()
+    done = project.run("--gpu", workers, "--benchmark-compare")
+    done.stdout.fnmatch_lines(["*benchmark 'ch07/faster': 2 tests*", "*test_faster (*"])
+
+
+def test_expectations_from_their_first_writing_to_a_loss(project):
+    text = "def test_faster(compare): compare(**usual)"
+    path = project.tests(text)
+    done = project.run("--update-expectations")
+    done.assert_outcomes(passed=1)
+    done.stdout.fnmatch_lines(["+*ch07/faster:", "+*fake*: {speedup: [[]*, runs: 1, code: *"])
+    expected = project.path / "expectations.yaml"
+    first = expected.read_text()
+    accepted = by_claim(json.loads((project.path / "results" / "fake.json").read_text()))
+    assert accepted == project.results()
+
+    project.run("--gpu").assert_outcomes(passed=1)
+    assert project.results()["ch07/faster"]["expectation"]["stale"] is False
+    assert expected.read_text() == first
+
+    path.write_text(path.read_text().replace("doubling(100)", "doubling(120)"))
+    done = project.run("--gpu")
+    done.assert_outcomes(passed=1)  # changed code is not compared
+    done.stdout.fnmatch_lines(["* FASTER * stale"])
+
+    code = project.results()["ch07/faster"]["code"]
+    expected.write_text(re.sub(r'code: "?\w+"?', f'code: "{code}"', first))
+    done = project.run("--gpu")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["speedup 1.6*x [[]*] has dropped below the recorded *x * of fake"])
+    assert project.results()["ch07/faster"]["attempts"] == 2
+
+
+def test_what_a_human_requires_is_held(project):
+    project.tests(
+        "def test_low(compare): compare(**usual)\n"
+        "def test_high(compare): compare(**usual)\n"
+        "def test_library(compare): compare(**usual, library=fast)\n"
+    )
+    project.write(
+        "expectations.yaml",
+        "schema: 1\nclaims:\n  ch07/low: {require: {speedup: 1.9}}\n"
+        "  ch07/high: {require: {speedup: 2.5}}\n  ch07/library: {require: {library: 1.5}}\n",
+    )
+    done = project.run("--gpu", "--quick")
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(
+        [
+            "speedup *: its lower end is below the required 2.5x",
+            "library ratio *: its lower end is below the required 1.5x",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("claims:\n  a/b: {}\n  a/b: {}\n", "expectations.yaml:4:*twice*"),
+        ("claims:\n  a/b: {require: {speedup: .nan}}\n", "expectations.yaml:3:*nan*"),
+        ("claims:\n  a/b: !!python/object:os.system {}\n", "expectations.yaml:3:*tag*"),
+        ("claims:\n  a/b: {require: {speedup: 1", "expectations.yaml:*"),
+        ("claims: {}\n", "expectations.yaml:1:9: *newer*(schema 2)*"),
+    ],
+    ids=["twice", "nan", "tag", "truncated", "newer"],
+)
+def test_a_bad_expectations_file_is_told_before_anything_runs(project, text, said):
+    project.tests("def test_it(compare): compare(**usual)")
+    schema = "schema: 2\n" if "newer" in said else "schema: 1\n"
+    project.write("expectations.yaml", schema + text)
+    done = project.run("--gpu")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = filter(None, done.errlines)
+    assert not done.outlines
+    pytest.LineMatcher([line]).fnmatch_lines([f"ERROR: *{said}"])
+
+
+def test_what_does_not_fit_the_budget_is_listed(project):
+    project.tests(
+        "def test_first(compare):\n    time.sleep(1.5)\n    compare(**usual)\n"
+        "def test_second(compare): compare(**usual)\n"
+        "def test_third(compare): compare(**usual)\n"
+    )
+    done = project.run("--gpu", "--budget", "1s")
+    assert done.ret == 0
+    done.assert_outcomes(passed=1, skipped=2)
+    done.stdout.fnmatch_lines(["not run: ch07/second, ch07/third (*budget of 1 s is spent)"])
+    outcomes = [r["outcome"] for r in project.results().values()]
+    assert outcomes == ["PASSED", "NOT_RUN", "NOT_RUN"]
+
+
+def test_reproducible_runs_have_the_same_seeds_and_others_do_not(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    seeds = []
+    for words in (["--reproducible"], ["--reproducible"], []):
+        project.run("--gpu", "--quick", *words).assert_outcomes(passed=1)
+        record = project.results()["ch07/it"]
+        seeds.append([record["seed"], *(r["seed"] for r in record["timing"]["replicates"][:5])])
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_the_clock_fixture_and_the_gpu_fixture(project):
+    project.tests(
+        """
+def test_clock(clock, gpu):
+    assert gpu.name == "Fake H200"
+    seconds = clock(slow, np.zeros(3))
+    assert seconds.low <= seconds.value <= seconds.high
+    assert 150e-6 < seconds.value < 250e-6
+"""
+    )
+    project.run("--gpu").assert_outcomes(passed=1)
+
+
+def test_host_claims_are_measured_without_a_gpu(project):
+    project.tests(
+        """
+@pytest.mark.host
+def test_host(compare): compare(**usual, metric="wall")
+
+def test_device(compare): compare(**usual)
+"""
+    )
+    project.fake(gpus=0)
+    done = project.run("--cpu")
+    done.assert_outcomes(passed=1, deselected=1)
+    assert project.results()["ch07/host"]["key"] == "cpu"

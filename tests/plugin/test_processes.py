@@ -1,0 +1,189 @@
+"""A claim that goes wrong costs itself; a run that is cut short keeps what finished."""
+
+import os
+import signal
+import time
+
+import pytest
+
+BAD = """
+def test_segfault(compare):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def test_exit(compare):
+    os._exit(0)
+
+def test_raise(compare):
+    raise ValueError("a bug")
+
+def test_memory(compare):
+    compare(**usual | {"optimized": lambda x: bytearray(1 << 60)})
+
+def test_killed(compare):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_hang(compare):
+    print("on my way")
+    time.sleep(600)
+
+def test_after_the_verdict(compare):
+    compare(**usual)
+    os._exit(3)
+
+def test_child(compare):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    compare(**usual)
+
+def test_good(compare):
+    compare(**usual)
+"""
+
+SAID = {
+    "ch07/segfault": ("ERROR", "killed by SIGSEGV"),
+    "ch07/exit": ("ERROR", "ended with exit code 0 without a result"),
+    "ch07/raise": ("ERROR", "ValueError: a bug"),
+    "ch07/memory": ("ERROR", "MemoryError"),
+    "ch07/killed": ("ERROR", "killed by SIGKILL"),
+    "ch07/hang": ("ERROR", "exceeded its deadline of 2 s"),
+    "ch07/after_the_verdict": ("ERROR", "ended with exit code 3"),
+    "ch07/child": ("PASSED", ""),
+    "ch07/good": ("PASSED", ""),
+}
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_only_the_claim_that_goes_wrong_fails(project, workers):
+    project.tests(BAD)
+    done = project.run("--gpu", workers, "-oaiperf_deadline=2")
+    done.assert_outcomes(passed=2, failed=7)
+    results = project.results()
+    assert results.keys() == SAID.keys()
+    for claim, (outcome, said) in SAID.items():
+        assert results[claim]["outcome"] == outcome, claim
+        assert said in results[claim]["message"], claim
+    assert not project.processes()
+    done.stdout.fnmatch_lines(["*Captured stdout of the lost process*", "on my way"])
+
+
+STOPPED = """
+@pytest.mark.parametrize("n", range(3))
+def test_done(compare, n):
+    compare(**usual)
+
+@pytest.mark.parametrize("n", range(3))
+def test_long(compare, n):
+    time.sleep(600)
+"""
+
+
+def begin(project, *words):
+    """Start a run and return it once it has recorded three claims and is at its long ones."""
+    project.tests(STOPPED)
+    project.write("expectations.yaml", "schema: 1\nclaims: {}\n")
+    run = project.start("--gpu", "--update-expectations", *words)
+    wait(lambda: len(project.journaled()) == 3)
+    return run
+
+
+def wait(until):
+    limit = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def check_kept(project):
+    assert project.journaled() == {f"ch07/done[{n}]": "PASSED" for n in range(3)}
+    assert (project.path / "expectations.yaml").read_text() == "schema: 1\nclaims: {}\n"
+    wait(lambda: not project.processes())
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted_says_what_it_has(project, workers, signum):
+    run = begin(project, workers)
+    run.send_signal(signum)
+    assert run.wait(30) == pytest.ExitCode.INTERRUPTED
+    check_kept(project)
+    outcomes = [r["outcome"] for r in project.results().values()]
+    assert (outcomes.count("PASSED"), outcomes.count("NOT_RUN")) == (3, 3)
+    out = (project.path / "out").read_text()
+    assert "expectations: untouched, the session was interrupted" in out
+    assert "INTERNALERROR" not in out
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_terminals_ctrl_c_reaches_all_processes_at_once(project, workers):
+    run = begin(project, workers)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(30) == 2
+    check_kept(project)
+    assert sum(r["outcome"] == "PASSED" for r in project.results().values()) == 3
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_run_whose_controller_is_killed_keeps_its_journals(project, workers):
+    run = begin(project, workers)
+    run.kill()
+    run.wait(30)
+    check_kept(project)
+
+
+def test_a_worker_that_is_killed_costs_its_claim(project):
+    project.tests(
+        "def test_murder(compare):\n"
+        "    # this process, its keeper, the worker\n"
+        "    keeper = os.getppid()\n"
+        "    worker = int(open(f'/proc/{keeper}/stat').read().rpartition(')')[2].split()[1])\n"
+        "    os.kill(worker, signal.SIGKILL)\n"
+        "    time.sleep(600)\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test_good(compare, n): compare(**usual)\n"
+    )
+    done = project.run("--gpu", "-n2")
+    done.assert_outcomes(passed=4, failed=1)
+    outcomes = {claim: r["outcome"] for claim, r in project.results().items()}
+    assert outcomes == {f"ch07/good[{n}]": "PASSED" for n in range(4)} | {"ch07/murder": "NOT_RUN"}
+    assert not project.processes()
+
+
+def test_a_results_folder_that_cannot_be_written_is_told_before_anything_runs(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.write(".aiperf", "a file where the folder should be; root may write anywhere else")
+    done = project.run("--gpu")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    (said,) = filter(None, done.errlines)
+    pytest.LineMatcher([said]).fnmatch_lines(["ERROR: cannot write */.aiperf*: *"])
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_is_there(project, workers):
+    project.tests(
+        "@pytest.mark.parametrize('n', range(3))\ndef test_it(compare, n): compare(**usual)"
+    )
+    project.write(
+        "conftest.py",
+        "import errno, os\n"
+        "def pytest_runtest_logfinish(nodeid):\n"
+        "    def full(fd):\n"
+        "        raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    os.fsync = full\n",
+    )
+    done = project.run("--gpu", workers)
+    assert done.ret == pytest.ExitCode.INTERNAL_ERROR
+    said = done.stdout.str() + done.stderr.str()
+    assert "No space left on device; free some space" in said
+    assert "Traceback" not in said
+    assert "INTERNALERROR" not in said
+    assert project.journaled()["ch07/it[0]"] == "PASSED"
+
+
+def test_pdb_stays_in_the_process(project):
+    project.tests("def test_it(compare):\n    compare(**usual)\n    assert os.getppid() == PARENT")
+    project.write(
+        "conftest.py",
+        "import os\ndef pytest_collection_modifyitems(items):\n"
+        "    items[0].module.PARENT = os.getppid()\n",
+    )
+    project.run("--gpu", "--pdb").assert_outcomes(passed=1)
+    assert project.results()["ch07/it"]["verdict"] == "FASTER"

@@ -1,0 +1,206 @@
+"""Results files are strict, whole, and pytest-benchmark's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+from datetime import UTC, datetime
+
+import pytest
+
+from pytest_aiperf import results
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import (
+    Against,
+    Gpu,
+    Interval,
+    Metric,
+    Mode,
+    Outcome,
+    Replicate,
+    Result,
+    Round,
+    Timing,
+    Verdict,
+    Work,
+    to_json,
+)
+
+NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)
+
+
+def timing(**changes):
+    one = Round("ABBA", {"baseline": (2e-3, 2.1e-3), "optimized": (1e-3, 1.1e-3)}, 1980, 0)
+    two = Round("BAAB", {"baseline": (2.2e-3, 2e-3), "optimized": (1e-3, 1.2e-3)}, 1980, 4)
+    made = Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, (Replicate(1, (one, two)),))
+    return dataclasses.replace(made, **changes)
+
+
+def result(claim="ch07/copy[vector]", **changes):
+    folder, _, name = claim.rpartition("/")
+    made = Result(
+        claim=claim,
+        nodeid=f"tests/{folder}/test_x.py::test_{name}",
+        title="Wide loads are faster",
+        outcome=Outcome.PASSED,
+        key="h200",
+        run="run",
+        started="2025-03-04T05:06:07+00:00",
+        seed=7,
+        against=Against.IDIOMATIC,
+        verdict=Verdict.FASTER,
+        speedup=Interval(1.9, 2.0, 2.1),
+        timing=timing(),
+        work=Work(bytes=4e9),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+@contextlib.contextmanager
+def files_up_to(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "results.json"
+    results.atomic_write(path, "old")
+    with files_up_to(10), pytest.raises(Misuse, match=r"cannot write .*results\.json"):
+        results.atomic_write(path, "new" * 100)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    results.atomic_write(path, "new")
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"floor": float("nan")}, r"ch07/copy\[vector\].*\.floor: nan"),
+        ({"speedup": Interval(0.0, 1.0, float("inf"))}, r"\.speedup\.high: inf"),
+        ({"work": Work(bytes=1j)}, r"\.work\.bytes: a complex cannot"),
+    ],
+)
+def test_a_figure_that_json_cannot_hold_is_named_with_its_place(changes, place):
+    broken = result(**changes)
+    with pytest.raises(ValueError, match=place):
+        results.dumps(to_json(broken), broken.claim)
+
+
+def test_the_document_is_pytest_benchmarks_with_our_record_inside():
+    untimed = result("ch07/broken", timing=None, speedup=None, outcome=Outcome.ERROR, verdict=None)
+    score = result("score", timing=timing(metric=Metric.SCORE, unit="tok/s"))
+    info = {"python_version": "3.11"}
+    made = json.loads(results.dumps(results.document([result(), untimed, score], info, NOW), "x"))
+    assert set(made) == {
+        "machine_info", "commit_info", "benchmarks", "datetime", "version", "aiperf_untimed",
+    }  # fmt: skip
+    assert made["machine_info"] == info
+    assert made["commit_info"] == {}
+    assert made["datetime"] == NOW.isoformat()
+    assert made["aiperf_untimed"] == [to_json(untimed)]
+    entry, second = made["benchmarks"]
+    assert {
+        k: entry[k] for k in ("group", "name", "fullname", "param", "params", "extra_info")
+    } == {
+        "group": "ch07/copy",
+        "name": "test_copy[vector]",
+        "fullname": "tests/ch07/test_x.py::test_copy[vector]",
+        "param": "vector",
+        "params": None,
+        "extra_info": {},
+    }
+    assert entry["aiperf"] == to_json(result())
+    assert set(entry["stats"]) == {
+        "min", "max", "mean", "stddev", "rounds", "median", "iqr", "q1", "q3", "iqr_outliers",
+        "stddev_outliers", "outliers", "ld15iqr", "hd15iqr", "ops", "total", "iterations",
+    }  # fmt: skip
+    assert entry["stats"]["min"] == 1e-3
+    assert entry["stats"]["mean"] == pytest.approx(1.075e-3)
+    assert (entry["stats"]["rounds"], entry["stats"]["iterations"]) == (4, 20)
+    assert (second["param"], second["extra_info"]) == (None, {"unit": "tok/s"})
+
+
+def test_reading_gives_back_what_was_written(tmp_path):
+    untimed = result("x", timing=None)
+    path = tmp_path / "r.json"
+    path.write_text(results.dumps(results.document([result(), untimed], {}, NOW), "x"))
+    assert results.read_results(path) == [result(), untimed]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place"),
+    [
+        ('"seed": 7', '"seed": NaN', r"r\.benchmarks\[0\]\.aiperf\.seed: nan is no finite figure"),
+        ('"seed": 7', '"seed": -Infinity', r"\.seed: -inf is no finite"),
+        ('"floor": 0.0', '"floor": 1e999', r"\.floor: inf is no finite"),
+        ('"seed": 7', '"seed": 7, "seed": 8', r"benchmarks\[0\]\.aiperf\.seed stands twice"),
+        ('"seed": 7', '"seed": true', r"benchmarks\[0\]\.aiperf\.seed: int is needed"),
+        ('"seed": 7', '"seed": ' + "9" * 5000, "limit"),
+        ('"seed": 7', '"sed": 7', r"\.aiperf: unknown sed"),
+        ('"schema": 1', '"schema": 99', "schema 99 is newer than 1.*upgrade"),
+        ('"seed": 7', '"seed" 7', r"r\.json:1:\d+: Expecting ':'"),
+        ('"seed": 7', '"seed": ' + "[" * 99999, r"r\.json: .*recursion"),
+        (
+            '"aiperf_untimed": []',
+            '"aiperf_untimed": 3',
+            "aiperf_untimed must be lists",
+        ),
+    ],
+)
+def test_a_damaged_results_file_is_one_sentence_with_its_place(tmp_path, old, new, place):
+    path = tmp_path / "r.json"
+    text = results.dumps(results.document([result()], {}, NOW), "x")
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(Misuse, match=place) as caught:
+        results.read_results(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "an object is needed"),
+        (b"\xff", "utf-8"),
+        (b"{}", "no record of a claim"),
+        (b'{"benchmarks": [{"name": "theirs"}]}', "no record of a claim"),
+        (None, "cannot read .*No such file"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content, why):
+    path = tmp_path / "r.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(Misuse, match=why):
+        results.read_results(path)
+
+
+def test_accepted_results_join_those_of_other_claims(tmp_path):
+    folder = tmp_path / "results"
+    path = folder / "h200.json"
+    results.merge_results(folder, [result("b"), result("c")], {})
+    results.merge_results(folder, [result("a"), result("b", seed=8)], {"system": "Linux"})
+    assert results.read_results(path) == [result("a"), result("b", seed=8), result("c")]
+    assert json.loads(path.read_text())["machine_info"] == {"system": "Linux"}
+    path.write_text("{")
+    with pytest.raises(Misuse, match=r"h200\.json:1:2"):
+        results.merge_results(folder, [result("d")], {})
+    assert path.read_text() == "{"
+
+
+def test_the_machine_is_described_without_its_name():
+    gpu = Gpu("NVIDIA H200", "h200", "GPU-secret", "sm90", 132, 1, 1, "580.1")
+    info = results.machine_info([gpu])
+    assert info["gpus"] == [{"name": "NVIDIA H200", "driver": "580.1"}]
+    text = json.dumps(info)
+    assert "secret" not in text
+    assert os.uname().nodename not in info.values()
