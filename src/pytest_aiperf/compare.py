@@ -145,6 +145,7 @@ def _measured(claim: Claim, case: Case, result: Result) -> Result:
             floor = case.floor(case.clock)
             # what is only shown beside the judged figure need not be known as well
             timings.append(trial.measure(metric, QUICK if timings else case.plan))
+            case.clock.release()  # while alone: freeing memory would show in the next claim
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
     _hold_physics(claim, result)

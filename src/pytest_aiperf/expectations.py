@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import date
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -280,7 +281,12 @@ def plan(path: Path, results: Sequence[Result], today: date) -> Update:
 
 def _entry(result: Result, was: Recorded | None, today: date) -> Recorded:
     assert result.speedup is not None
-    low, value, high = (float(f"{x:.4g}") for x in astuple(result.speedup))
+    # outwards, or a figure without spread would lie outside of its own record
+    context = (ROUND_FLOOR, ROUND_HALF_EVEN, ROUND_CEILING)
+    low, value, high = (
+        float(Context(prec=4, rounding=way).create_decimal(repr(x)))
+        for way, x in zip(context, astuple(result.speedup), strict=True)
+    )
     stack = stack_line(result.stack)
     again = was is not None and (was.code, was.stack) == (result.code, stack)
     runs = was.runs + 1 if was is not None and again else 1

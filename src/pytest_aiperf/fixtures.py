@@ -23,6 +23,7 @@ from .session import Session
 from .trial import PLAN, QUICK, Arm, Claim
 
 CLOCK = pytest.StashKey[Clock]()
+LEASE = pytest.StashKey[Lease]()
 NVCC = pytest.StashKey[Nvcc]()
 
 
@@ -30,8 +31,20 @@ def clock_of(item: pytest.Item, session: Session) -> Clock:
     """Return the item's clock; CUDA is initialised here, in the claim's process."""
     if CLOCK not in item.stash:
         gpus = session.mine(item)
-        item.stash[CLOCK] = session.machine.clock(gpus[0] if gpus else None)
+        with lease_of(item, session).prepare():  # a new clock spins, which others would measure
+            item.stash[CLOCK] = session.machine.clock(gpus[0] if gpus else None)
     return item.stash[CLOCK]
+
+
+def lease_of(item: pytest.Item, session: Session) -> Lease:
+    """Return the item's lease; what it waits for others does not count against its deadline."""
+    if LEASE not in item.stash:
+        item.stash[LEASE] = Lease(
+            [g.uuid for g in session.mine(item)],
+            on_wait=lambda why: session.tell("waiting", phase=why),
+            on_turn=lambda: session.tell("working", phase="its turn"),
+        )
+    return item.stash[LEASE]
 
 
 def nvcc_of(item: pytest.Item, session: Session) -> Nvcc:
@@ -48,11 +61,16 @@ def nvcc_of(item: pytest.Item, session: Session) -> Nvcc:
 class Stopwatch:
     """Time one callable: the ``clock`` fixture."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, lease: Lease) -> None:
         self.clock = clock
+        self.lease = lease
 
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
         """Return the seconds of one call: median and the extremes of ten blocks."""
+        with self.lease.time_host() if self.clock.gpu is None else self.lease.time_device():
+            return self._time(call, *args)
+
+    def _time(self, call: Callable[..., object], *args: object) -> Interval:
         once = self.clock.once(lambda: call(*args))
         mode = choose_mode(Metric.WALL if self.clock.gpu is None else Metric.DEVICE, once, once)
         calls = calls_per_block(mode, once, once)
@@ -141,11 +159,7 @@ class Compare:
         case = claims.Case(
             blank=blank,
             clock=clock_of(item, session),
-            lease=Lease(
-                [g.uuid for g in session.mine(item)],
-                on_wait=lambda why: session.tell("waiting", phase=why),
-                on_turn=lambda: say("its turn"),
-            ),
+            lease=lease_of(item, session),
             plan=plan,
             say=say,
             floor=lambda clock: session.floor(
@@ -169,10 +183,13 @@ def _files(item: pytest.Item) -> list[Path]:
     if NVCC in item.stash:
         files += item.stash[NVCC].sources
     root = item.config.rootpath
+    ours = __package__ or ""
     for value in vars(getattr(item, "module", None) or ModuleType("none")).values():
         name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
         file = getattr(sys.modules.get(name or ""), "__file__", None)
-        if file and Path(file).is_relative_to(root) and "site-packages" not in file:
+        if (name or "").partition(".")[0] == ours or "site-packages" in (file or ""):
+            continue  # the plugin's own changes do not change the claim
+        if file and Path(file).is_relative_to(root):
             files.append(Path(file))
     return files
 

@@ -19,7 +19,7 @@ from _pytest.runner import runtestprotocol
 from . import child, needs, report, results, stats
 from .errors import AiperfError
 from .model import Outcome, Result, from_json, to_json
-from .session import Session
+from .session import LOST, NOT_RUN, Session
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -150,7 +150,8 @@ class Measuring:
         """Let the record say what the reports say: a claim has exactly one outcome."""
         result = result or self.session.blank(item)
         failed = next((r for r in reports if r.failed), None)
-        skipped = next((r for r in reports if r.skipped), None)
+        # pytest reports an expected failure as skipped, too; its record stays what it is
+        skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
         if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
             crash = getattr(failed.longrepr, "reprcrash", None)
             why = crash.message if crash is not None else failed.longreprtext
@@ -158,8 +159,8 @@ class Measuring:
         if skipped is not None:
             where = skipped.longrepr
             why = (where[2] if isinstance(where, tuple) else str(where)).removeprefix("Skipped: ")
-            outcome = Outcome.NOT_RUN if why.startswith("not run") else Outcome.SKIPPED
-            return replace(result, outcome=outcome, message=why)
+            outcome = Outcome.NOT_RUN if why.startswith(NOT_RUN) else Outcome.SKIPPED
+            return replace(result, outcome=outcome, message=why.removeprefix(NOT_RUN))
         return result
 
     # what is said
@@ -191,9 +192,8 @@ class Measuring:
             return
         plugin = session.config.pluginmanager.get_plugin("pytest-benchmark")
         report.benchmark_session_add(plugin, list(ours.results.values()))
-        lost = [r for r in ours.results.values() if r.outcome is Outcome.NOT_RUN]
-        unexplained = [r for r in lost if not r.message.startswith("not run")]
-        if session.exitstatus == pytest.ExitCode.OK and unexplained:
+        lost = any(r.message == LOST for r in ours.results.values())
+        if lost and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -52,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("aiperf_expectations", "the expectations file", default="expectations.yaml")
     parser.addini("aiperf_results", "the folder of accepted results", default="results")
     parser.addini("aiperf_kernels", "folders where nvcc() looks", type="args", default=["kernels"])
+    parser.addini(
+        "aiperf_interpret",
+        "check Triton kernels in its interpreter on machines with a GPU, too",
+        type="bool",
+        default=False,
+    )
     parser.addini("aiperf_deadline", "seconds that one claim may work", default="300")
 
 
@@ -87,7 +94,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # would otherwise initialise CUDA here, and every claim's fork would fail.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     known = early_config.known_args_namespace
-    if not (known.gpu or known.cpu or known.update_expectations):
+    checking = not (known.gpu or known.cpu or known.update_expectations)
+    # where there is a GPU, a project's own tests may want to run their Triton kernels on it
+    if checking and (
+        early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
+    ):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if known.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -168,11 +179,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, dropped = [], []
     for item in items:
         uses = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
-        if uses:
-            try:
-                item.stash[needs.NEEDS] = wanted = needs.needs_of(item.iter_markers())
-            except Misuse as why:
-                raise pytest.UsageError(f"{item.nodeid}: {why}") from None
+        try:  # marks of items that use nothing of ours may be other people's marks
+            wanted = needs.needs_of(item.iter_markers()) if uses else needs.Needs()
+        except Misuse as why:
+            raise pytest.UsageError(f"{item.nodeid}: {why}") from None
+        item.stash[needs.NEEDS] = wanted
         if ours is not None and not (uses and (ours.settings.measure == "gpu" or wanted.host)):
             dropped.append(item)
             continue
@@ -227,9 +238,10 @@ def nvcc(request: pytest.FixtureRequest) -> Nvcc:
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    from .fixtures import Stopwatch, clock_of
+    from .fixtures import Stopwatch, clock_of, lease_of
 
-    return Stopwatch(clock_of(request.node, _session(request.config)))
+    item, session = request.node, _session(request.config)
+    return Stopwatch(clock_of(item, session), lease_of(item, session))
 
 
 @pytest.fixture

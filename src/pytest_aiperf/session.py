@@ -27,6 +27,10 @@ from .results import atomic_write, document, dumps, machine_info, read_json
 
 RUNS = ".aiperf"
 """The folder of runs, under pytest's root folder."""
+NOT_RUN = "not run: "
+"""How the reason of a skip begins that is no skip of the claim's own."""
+LOST = "its process was lost before it finished"
+"""What is said of a claim that nothing else explains; the run fails then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ class Session:
         budget = self.settings.budget
         if budget is None or time.time() - self.settings.started < budget:
             return None
-        return f"not run: the session's budget of {budget:g} s is spent"
+        return f"{NOT_RUN}the session's budget of {budget:g} s is spent"
 
     # the end
 
@@ -189,8 +193,7 @@ class Session:
         if interrupted:
             self._stop_workers()
         found, torn = journal.read_journals(self.run.path)
-        cut = "interrupted" if interrupted else "not run: stopped at a failure" if stopped else ""
-        why = cut or "its process was lost before it finished"
+        why = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
         results = journal.complete(journal.read_manifest(self.run.path), found, why)
         self.results = {r.claim: r for r in results}
         if torn:

@@ -451,7 +451,7 @@ def test_lines_say_what_happened_on_one_line_each(path):
 
 def body(code="1a2b3c4d5e6f"):
     return (
-        f'{{speedup: [2.0, 2.01, 2.022], runs: 1, code: "{code}", '
+        f'{{speedup: [2.0, 2.01, 2.023], runs: 1, code: "{code}", '
         f'stack: "{LINE}", recorded: "2026-11-22"}}'
     )
 
@@ -668,6 +668,14 @@ def test_results_that_cannot_be_written_stop_the_update(path):
     assert path.read_text() == GOLDEN
 
 
+def test_a_figure_without_spread_lies_within_its_own_record(path):
+    bytes_saved = result(speedup=Interval(1.78483, 1.78483, 1.78483))
+    path.write_text("schema: 1\nclaims: {}\n")
+    plan(path, [bytes_saved], TODAY).write()
+    recorded = load(path).lookup(bytes_saved.claim, "h200", "sm90", bytes_saved.code).recorded
+    assert recorded.speedup == (1.784, 1.785, 1.785)
+
+
 def test_mode_and_link_survive(path, tmp_path):
     real = tmp_path / "elsewhere.yaml"
     real.write_text(GOLDEN)
@@ -676,7 +684,7 @@ def test_mode_and_link_survive(path, tmp_path):
     plan(path, [result()], TODAY).write()
     assert path.is_symlink()
     assert real.stat().st_mode & 0o777 == 0o640
-    assert "2.022" in real.read_text()
+    assert "2.023" in real.read_text()
 
 
 @settings(max_examples=50, deadline=None)

@@ -193,16 +193,31 @@ def test_a_bad_expectations_file_is_told_before_anything_runs(project, text, sai
 
 def test_what_does_not_fit_the_budget_is_listed(project):
     project.tests(
-        "def test_first(compare):\n    time.sleep(1.5)\n    compare(**usual)\n"
+        "def test_first(compare):\n    time.sleep(4.2)\n    compare(**usual)\n"
         "def test_second(compare): compare(**usual)\n"
         "def test_third(compare): compare(**usual)\n"
     )
-    done = project.run("--gpu", "--budget", "1s")
+    done = project.run("--gpu", "--budget", "4s")
     assert done.ret == 0
     done.assert_outcomes(passed=1, skipped=2)
-    done.stdout.fnmatch_lines(["not run: ch07/second, ch07/third (*budget of 1 s is spent)"])
+    done.stdout.fnmatch_lines(
+        ["not run: ch07/second, ch07/third (the session's budget of 4 s is spent)"]
+    )
     outcomes = [r["outcome"] for r in project.results().values()]
     assert outcomes == ["PASSED", "NOT_RUN", "NOT_RUN"]
+
+
+def test_a_run_that_stops_at_a_failure_and_an_expected_failure(project):
+    project.tests(
+        "@pytest.mark.xfail\ndef test_expected(compare): compare(**usual | {'optimized': slow})\n"
+        "def test_lost(compare): compare(**usual | {'optimized': slow})\n"
+        "def test_never(compare): compare(**usual)\n"
+    )
+    done = project.run("--gpu", "--quick", "-x")
+    done.assert_outcomes(xfailed=1, failed=1)
+    done.stdout.fnmatch_lines(["not run: ch07/never (stopped at a failure)"])
+    outcomes = [r["outcome"] for r in project.results().values()]
+    assert outcomes == ["FAILED", "FAILED", "NOT_RUN"]
 
 
 def test_reproducible_runs_have_the_same_seeds_and_others_do_not(project):
