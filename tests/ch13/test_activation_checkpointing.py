@@ -4,7 +4,7 @@ The forward pass of these 12 residual MLP blocks leaves ten arrays as wide as th
 block for the backward pass: input and norm (one each), both sides of the activation function (four
 each). "full" keeps the input alone and runs the block again when its gradient is due, up to the
 last value needed: one GEMM of six is done twice. "selective" also keeps what the first GEMM
-computed, and repeats only the norm and the activation function, which cost almost nothing.
+computed, and repeats only the norm and the activation function, a tenth of the step.
 
 Peak memory is judged; the time of the step (wall) is shown, because it is the price. The gradients
 must be equal. What remains of the peak is the weights' gradients and the block being redone, so the
