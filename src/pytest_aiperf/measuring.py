@@ -154,7 +154,8 @@ class Measuring:
         skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
         if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
             crash = getattr(failed.longrepr, "reprcrash", None)
-            why = crash.message if crash is not None else failed.longreprtext
+            said = crash.message if crash is not None else failed.longreprtext
+            why = result.message if result.outcome is Outcome.ERROR and result.message else said
             return replace(result, outcome=Outcome.ERROR, message=why.strip()[:2000])
         if skipped is not None:
             where = skipped.longrepr

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,7 +164,9 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
     """Put results into the file of their GPU, ``<key>.json``; its other claims stay."""
     fresh: dict[str, list[Result]] = {}
     for result in results:
-        fresh.setdefault(result.key, []).append(result)
+        # what is shared says what GPU it was, not which one
+        gpu = result.gpu and replace(result.gpu, uuid="")
+        fresh.setdefault(result.key, []).append(replace(result, gpu=gpu))
     for key, mine in fresh.items():
         path = folder / f"{key}.json"
         known = read_results(path) if path.exists() else []
@@ -174,9 +177,7 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
 
 def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
     """Say what machine this is; never which one (no host name, no serial number)."""
-    said = (
-        "system", "release", "machine", "processor", "python_implementation", "python_version",
-    )  # fmt: skip
+    said = ("system", "machine", "python_implementation", "python_version")
     info = {name: getattr(platform, name)() for name in said}
     return {**info, "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus]}
 

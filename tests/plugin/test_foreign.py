@@ -38,8 +38,10 @@ def test_of_their_own():
 
 
 def test_the_readmes_example_is_checked(project):
-    (example,) = re.findall(r"```python\n# test_add\.py\n(.*?)```", README.read_text(), re.DOTALL)
-    project.write("test_add.py", example)
+    (example,) = re.findall(
+        r"```python\n# test_addcmul\.py\n(.*?)```", README.read_text(), re.DOTALL
+    )
+    project.write("test_addcmul.py", example)
     project.run().assert_outcomes(passed=1)
     assert not (project.path / ".aiperf").exists()
 
