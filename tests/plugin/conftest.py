@@ -10,7 +10,10 @@ import pytest
 
 from pytest_aiperf.fake import VARIABLE
 
-STEADY = {"white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "layout": 0.001, "jump_chance": 0}
+STEADY = {
+    "white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "throttle_per_s": 0, "layout": 0.001,
+    "jump_chance": 0,
+}  # fmt: skip
 
 HEAD = '''\
 """Half the work takes half the time."""
