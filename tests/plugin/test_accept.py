@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,45 +12,11 @@ import pytest
 
 from pytest_aiperf import expectations
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.model import (
-    Gpu,
-    Interval,
-    Metric,
-    Mode,
-    Outcome,
-    Replicate,
-    Result,
-    Round,
-    Timing,
-    Verdict,
-    to_json,
-)
+from pytest_aiperf.model import Interval, Outcome, to_json
 from pytest_aiperf.results import read_results
+from tests.plugin.records import result
 
-H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
 MACHINE = {"system": "Linux", "gpus": [{"name": "NVIDIA H200", "driver": "580.159"}]}
-
-
-def result(claim, **changes):
-    rounds = (Round("ABBA", {"baseline": (2e-3, 2e-3), "optimized": (1e-3, 1e-3)}),)
-    made = Result(
-        claim=claim,
-        nodeid=f"tests/ch06/test_x.py::test_{claim.rpartition('/')[2]}",
-        title="",
-        outcome=Outcome.PASSED,
-        key="h200",
-        run="r1",
-        started="2026-11-22T10:00:00+00:00",
-        seed=1,
-        verdict=Verdict.FASTER,
-        speedup=Interval(1.98, 2.0, 2.02),
-        floor=0.004,
-        timing=Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, (Replicate(1, rounds),)),
-        code="1a2b3c4d5e6f",
-        gpu=H200,
-        stack={"torch": "2.11.0"},
-    )
-    return dataclasses.replace(made, **changes)
 
 
 def document(*results):
@@ -85,7 +50,7 @@ def test_accepts_and_says_what_it_wrote(run):
     status, out, err = run(document(result("ch06/a"), result("ch06/b[x]", quick=True)))
     assert (status, err) == (0, "")
     assert out.splitlines()[:2] == [
-        "accepted ch06/a on h200: 2.000x [1.980, 2.020]",
+        "accepted ch06/a on h200: 2.010x [2.000, 2.022]",
         "refused ch06/b[x] on h200: it was measured with --quick; measure it without",
     ]
     assert "+  ch06/a:" in out
@@ -100,7 +65,7 @@ def test_results_are_replaced_claim_by_claim(run):
     lost = result("ch06/a", run="r2", outcome=Outcome.INVALID, speedup=None)
     assert run(document(lost, faster))[0] == 0
     kept = read_results(Path("results/h200.json"))
-    assert [(r.claim, r.run) for r in kept] == [("ch06/a", "r1"), ("ch06/b", "r2")]
+    assert [(r.claim, r.run) for r in kept] == [("ch06/a", "run"), ("ch06/b", "r2")]
     assert json.loads(Path("results/h200.json").read_text())["machine_info"] == MACHINE
 
 

@@ -22,18 +22,15 @@ from pytest_aiperf.expectations import Written, acceptable, is_claim, load, plan
 from pytest_aiperf.model import (
     Error,
     Expectation,
-    Gpu,
     Interval,
     Outcome,
     Recorded,
     Require,
-    Result,
     Verdict,
 )
+from tests.plugin.records import H200, STACK, result
 
 TODAY = date(2026, 11, 22)
-H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
-STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12"}
 LINE = "torch 2.11.0, CUDA 13.0, driver 580.159"
 
 GOLDEN = """\
@@ -42,13 +39,13 @@ GOLDEN = """\
 schema: 1   # the version
 
 claims:
-  # about bank conflicts
-  ch06/bank_conflicts[padded]:   # odd   spacing
+  # about copying
+  ch07/copy[vector]:   # odd   spacing
       require:   {speedup:   1.5, library: 0.990, share: 0.85}     # mine
       h200: {speedup: [1.95, 1.97, 1.990], share: 0.86, runs: 3, code: 1a2b3c4d5e6f, ENDS # note
       # b200: waiting for hardware
 
-  'ch07/copy':
+  'ch07/tiled':
     require:
         speedup: 1.50
 
@@ -64,34 +61,12 @@ claims:
       code: "c0de"
       stack: "STACK"
       recorded: "2026-01-01"
-    # tail of copy
+    # tail of tiled
   "ch09/chain": {require: {speedup: 2}}
 # end
 """.replace("ENDS", f'stack: "{LINE}", recorded: "2026-11-21"}}').replace("STACK", LINE)
 
 ENTRY = '{speedup: [1.1, 1.2, 1.3], runs: 1, code: a, stack: b, recorded: "2026-01-01"}'
-
-
-def result(claim="ch06/bank_conflicts[padded]", **changes):
-    made = Result(
-        claim=claim,
-        nodeid=f"tests/{claim}",
-        title="",
-        outcome=Outcome.PASSED,
-        key="h200",
-        run="r1",
-        started="2026-11-22T10:00:00+00:00",
-        seed=1,
-        verdict=Verdict.FASTER,
-        speedup=Interval(2.00012, 2.01049, 2.0222),
-        library=Interval(1.0, 1.01, 1.02),
-        floor=0.004,
-        agreement=(Error("optimized", "0", (0,), 1.0, 1.0, 0.0, 1e-6),),
-        code="1a2b3c4d5e6f",
-        gpu=H200,
-        stack=STACK,
-    )
-    return dataclasses.replace(made, **changes)
 
 
 @pytest.fixture
@@ -120,8 +95,8 @@ def changed_lines(before, after):
 def test_reads_everything(path, either_loader):
     path.write_text(GOLDEN)
     loaded = load(path)
-    assert list(loaded.claims) == ["ch06/bank_conflicts[padded]", "ch07/copy", "ch09/chain"]
-    assert loaded.claims["ch06/bank_conflicts[padded]"] == Written(
+    assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tiled", "ch09/chain"]
+    assert loaded.claims["ch07/copy[vector]"] == Written(
         Require(1.5, 0.99, 0.85),
         {"h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)},
     )
@@ -137,13 +112,13 @@ def test_missing_file_expects_nothing(path):
 def test_lookup_prefers_the_gpu_then_its_architecture(path):
     path.write_text(GOLDEN)
     loaded = load(path)
-    own = loaded.lookup("ch07/copy", "h200", "sm90", "c0de")
+    own = loaded.lookup("ch07/tiled", "h200", "sm90", "c0de")
     assert (own.key, own.stale, own.require) == ("h200", False, Require(speedup=1.5))
-    fallback = loaded.lookup("ch07/copy", "h100", "sm90", "changed")
+    fallback = loaded.lookup("ch07/tiled", "h100", "sm90", "changed")
     assert (fallback.key, fallback.stale) == ("sm90", True)
-    assert loaded.lookup("ch07/copy", "b200", "sm100", "a").recorded is None
-    assert loaded.lookup("ch07/copy", "2xh200", "sm90", "a").recorded is None, "other machine"
-    assert loaded.lookup("ch07/copy", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
+    assert loaded.lookup("ch07/tiled", "b200", "sm100", "a").recorded is None
+    assert loaded.lookup("ch07/tiled", "2xh200", "sm90", "a").recorded is None, "other machine"
+    assert loaded.lookup("ch07/tiled", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
 
 
 def test_several_gpus_fall_back_to_as_many(path):
@@ -329,7 +304,7 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
     text = GOLDEN[:at] + new + GOLDEN[at + cut :]
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        update = plan(file, [result(), result("ch08/new"), result("ch07/copy")], TODAY)
+        update = plan(file, [result(), result("ch08/new"), result("ch07/tiled")], TODAY)
     except Misuse:
         return
     file.write_bytes((update.after or "").encode())
@@ -337,7 +312,7 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
 
 
 def test_claim_ids():
-    assert is_claim("ch06/bank_conflicts[padded]")
+    assert is_claim("ch07/copy[vector]")
     assert is_claim("ch06/deep/copy[1024-bf16/x y]")
     bad = [
         "",
@@ -431,7 +406,7 @@ def test_parity_is_acceptable_where_it_was_recorded_or_required():
 
 
 def test_of_two_results_the_later_counts(path):
-    early = result(started="2026-11-22T09:00:00+00:00")
+    early = result(started="2025-03-04T05:00:00+00:00")
     late = result(speedup=Interval(1.7, 1.8, 1.9))
     update = plan(path, [late, early], TODAY)
     assert update.accepted == (late,)
@@ -441,7 +416,7 @@ def test_of_two_results_the_later_counts(path):
 def test_lines_say_what_happened_on_one_line_each(path):
     bad = result("ch08/x", outcome=Outcome.ERROR, message="first\x1b[31m\nsecond")
     assert plan(path, [result(), bad], TODAY).lines() == [
-        "accepted ch06/bank_conflicts[padded] on h200: 2.010x [2.000, 2.022]",
+        "accepted ch07/copy[vector] on h200: 2.010x [2.000, 2.022]",
         "refused ch08/x on h200: it ended ERROR: first?[31m",
     ]
 
@@ -462,7 +437,7 @@ def test_only_the_measured_figures_change(path, either_loader):
     [(old, new)] = changed_lines(GOLDEN, path.read_text())
     assert old.startswith("      h200: {speedup: [1.95")
     assert new == f"      h200: {body()} # note".replace("runs: 1", "runs: 4")
-    assert load(path).claims["ch06/bank_conflicts[padded]"].require == Require(1.5, 0.99, 0.85)
+    assert load(path).claims["ch07/copy[vector]"].require == Require(1.5, 0.99, 0.85)
 
 
 BESIDE = "ch01/beside"
@@ -471,8 +446,11 @@ BESIDE = "ch01/beside"
 @pytest.mark.parametrize(
     ("odd", "line"),
     [
-        (result("ch07/copy", key="h200"), 20),  # in a block
-        (result("ch07/copy", key="sm90", gpu=dataclasses.replace(H200, key="sm90")), 17),  # wrapped
+        (result("ch07/tiled", key="h200"), 20),  # in a block
+        (
+            result("ch07/tiled", key="sm90", gpu=dataclasses.replace(H200, key="sm90")),
+            17,
+        ),  # wrapped
         (result("ch09/chain"), 29),  # in the braces of its claim
     ],
 )
@@ -494,8 +472,8 @@ def test_what_is_new_is_added_in_place(path, either_loader):
         result("ch08/new[a b: #c]"),
         result("ch99/last"),
         result("ch01/first"),
-        result("ch07/copy", key="2xh200"),
-        result("ch06/bank_conflicts[padded]", key="2xh200"),
+        result("ch07/tiled", key="2xh200"),
+        result("ch07/copy[vector]", key="2xh200"),
     ]
     plan(path, fresh, TODAY).write()
     after = path.read_text().splitlines()
@@ -512,14 +490,14 @@ def test_what_is_new_is_added_in_place(path, either_loader):
         f"    h200: {body()}",
     ]
     assert [line for line in after if line in old] == old
-    assert after.index('  "ch08/new[a b: #c]":') == after.index("    # tail of copy") + 1
+    assert after.index('  "ch08/new[a b: #c]":') == after.index("    # tail of tiled") + 1
     assert after[-1] == "# end"
 
 
 def test_runs_restart_when_code_or_stack_change(path):
     def runs(**changes):
         plan(path, [result(**changes)], TODAY).write()
-        return load(path).claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs
+        return load(path).claims["ch07/copy[vector]"].recorded["h200"].runs
 
     assert [runs(), runs(), runs(code="b"), runs(code="b")] == [1, 2, 1, 2]
     assert [runs(code="b", stack={"torch": "3"}), runs(code="b", stack={"torch": "3"})] == [1, 2]
@@ -534,7 +512,7 @@ def test_a_new_file_says_who_owns_what(path):
     assert text.splitlines()[3:] == [
         "schema: 1",
         "claims:",
-        "  ch06/bank_conflicts[padded]:",
+        "  ch07/copy[vector]:",
         f"    h200: {body('123456789012')}",
     ]
 
@@ -556,7 +534,7 @@ def test_every_layout_takes_a_new_claim(text, path, either_loader):
     plan(path, [result(), result("ch99/x")], TODAY).write()
     after = path.read_bytes().decode()
     kept = load(path).claims
-    assert {"ch06/bank_conflicts[padded]", "ch99/x"} <= set(kept)
+    assert {"ch07/copy[vector]", "ch99/x"} <= set(kept)
     assert ("\r\n" in after) is ("\r\n" in text)
     assert after.count("\n") == after.count("\r\n") or "\r\n" not in text
     for comment in ("# none yet", "# end", "# c", "# d", "wide"):
@@ -602,8 +580,8 @@ def test_a_file_that_changed_meanwhile_is_planned_anew(path):
     other.write()
     written = mine.write()
     assert written.before != mine.before
-    assert {"ch01/other", "ch06/bank_conflicts[padded]"} <= set(load(path).claims)
-    assert load(path).claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs == 4
+    assert {"ch01/other", "ch07/copy[vector]"} <= set(load(path).claims)
+    assert load(path).claims["ch07/copy[vector]"].recorded["h200"].runs == 4
 
 
 def test_a_requirement_raised_meanwhile_is_held(path):
@@ -634,7 +612,7 @@ def test_two_writers_lose_nothing(path):
         assert process.exitcode == 0
     claims = load(path).claims
     assert len(claims) == 21
-    assert claims["ch06/bank_conflicts[padded]"].recorded["h200"].runs == 20
+    assert claims["ch07/copy[vector]"].recorded["h200"].runs == 20
     assert sorted(p.name for p in path.parent.iterdir()) == [".aiperf", "expectations.yaml"]
 
 

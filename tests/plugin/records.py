@@ -1,0 +1,55 @@
+"""One result that is good enough to accept; a test says only what is different in its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pytest_aiperf.model import (
+    Error,
+    Gpu,
+    Interval,
+    Metric,
+    Mode,
+    Outcome,
+    Replicate,
+    Result,
+    Round,
+    Timing,
+    Verdict,
+    Work,
+)
+
+H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
+STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12"}
+
+
+def timing(baseline=2e-3, optimized=1e-3, **changes):
+    block = Round("ABBA", {"baseline": (baseline,) * 2, "optimized": (optimized,) * 2}, 1980, 0)
+    replicates = tuple(Replicate(seed, (block,)) for seed in (1, 2))
+    made = Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, replicates)
+    return dataclasses.replace(made, **changes)
+
+
+def result(claim="ch07/copy[vector]", **changes):
+    folder, _, name = claim.rpartition("/")
+    made = Result(
+        claim=claim,
+        nodeid=f"tests/{folder}/test_x.py::test_{name}",
+        title="é::\n",  # no file and no line may break on it
+        outcome=Outcome.PASSED,
+        key="h200",
+        run="run",
+        started="2025-03-04T05:06:07+00:00",
+        seed=7,
+        verdict=Verdict.FASTER,
+        speedup=Interval(2.00012, 2.01049, 2.0222),  # its rounding shows
+        library=Interval(1.0, 1.01, 1.02),
+        floor=0.004,
+        timing=timing(),
+        work=Work(bytes=4.2e9, dtype="fp32"),
+        agreement=(Error("optimized", "0", (0,), 1.0, 1.0, 0.0, 1e-6),),
+        code="1a2b3c4d5e6f",
+        gpu=H200,
+        stack=STACK,
+    )
+    return dataclasses.replace(made, **changes)

@@ -1,0 +1,145 @@
+"""One claim, whole: what becomes of a measurement, and under which lease it is made."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pytest_aiperf import Work
+from pytest_aiperf.compare import Case, claim_of, run
+from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
+from pytest_aiperf.fake import FAKE_GPU, FakeClock, Noise, spend
+from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
+from pytest_aiperf.trial import PLAN
+
+BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
+
+
+class Turns:
+    """A lease that writes down who has what."""
+
+    def __init__(self):
+        self.log = []
+
+    def _turn(self, name):
+        @contextmanager
+        def turn():
+            self.log.append(name)
+            yield
+
+        return turn
+
+    def __getattr__(self, name):
+        return self._turn(name)
+
+
+def doubling(microseconds):
+    def double(x):
+        spend(microseconds * 1e-6)
+        return x * 2
+
+    return double
+
+
+def a_claim(**words):
+    usual = {
+        "baseline": doubling(200),
+        "optimized": doubling(100),
+        "library": None,
+        "inputs": lambda bench: np.random.default_rng(bench.seed).random(64),
+        "reference": lambda x: x + x,
+        "work": None,
+        "metric": "device",
+        "against": "idiomatic",
+        "cache": "cold",
+        "precision": None,
+    }
+    return claim_of(**usual | words)
+
+
+def a_case(**changes):
+    noise = replace(Noise.none(), white=0.001)
+    case = Case(
+        blank=BLANK,
+        clock=FakeClock(FAKE_GPU, noise),
+        lease=Turns(),
+        plan=PLAN,
+        say=lambda *_a, **_k: None,
+        floor=lambda clock: 0.002,
+        expected=lambda code: Expectation(),
+        code=lambda: "c0de",
+        kernels=lambda: (),
+    )
+    return replace(case, **changes)
+
+
+@pytest.fixture(autouse=True)
+def not_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+
+
+def test_a_claim_that_holds():
+    case = a_case()
+    result, problem = run(a_claim(library=doubling(150)), case)
+    assert problem is None
+    assert (result.outcome, result.verdict) == (Outcome.PASSED, Verdict.FASTER)
+    assert result.speedup.low < 2 < result.speedup.high
+    assert result.library.low < 1.5 < result.library.high
+    assert (result.code, result.floor, len(result.agreement)) == ("c0de", 0.002, 3)
+
+
+def test_it_prepares_with_others_and_times_alone():
+    case = a_case()
+    run(a_claim(metric=("device", "wall")), case)
+    assert case.lease.log == ["prepare", "time_device", "time_host"]
+
+
+def test_memory_that_others_had_is_asked_for_again_alone():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    calls = []
+
+    def crowded(x):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OutOfMemoryError
+        return doubling(100)(x)
+
+    case = a_case()
+    result, _ = run(a_claim(optimized=crowded), case)
+    assert case.lease.log == ["prepare", "time_device", "time_device"]
+    assert result.outcome is Outcome.PASSED
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome", "kind"),
+    [
+        ({"optimized": doubling(200)}, Outcome.FAILED, Unproven),
+        ({"optimized": lambda x: x}, Outcome.FAILED, Disagreement),
+        # 10 GB in 100 us are 100 TB/s
+        ({"work": lambda x: Work(bytes=1e10)}, Outcome.INVALID, InvalidMeasurement),
+    ],
+)
+def test_what_becomes_of_claims_that_do_not_hold(words, outcome, kind):
+    result, problem = run(a_claim(**words), a_case())
+    assert result.outcome is outcome
+    assert isinstance(problem, kind)
+    assert str(problem) == result.message
+
+
+def test_a_debugging_environment_measures_nothing(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    result, _ = run(a_claim(), a_case())
+    assert result.outcome is Outcome.INVALID
+    assert "CUDA_LAUNCH_BLOCKING" in result.message
+
+
+def test_recorded_figures_of_what_a_caller_waits_for_are_not_compared():
+    recorded = Recorded((9.0, 9.5, 9.9), 3, "c0de", "torch 2", "2026-01-01")
+    case = a_case(expected=lambda code: Expectation(recorded=recorded, key="h200"))
+    assert run(a_claim(metric="wall"), case)[0].outcome is Outcome.PASSED
+    lost, _ = run(a_claim(), case)
+    assert lost.outcome is Outcome.FAILED
+    assert "dropped below the recorded 9.5x" in lost.message

@@ -1,0 +1,318 @@
+"""A claim on the fake clock: what is agreed on, prepared, timed, verified and stopped."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pytest_aiperf import Score, prepared, static
+from pytest_aiperf.compare import claim_of, noise_floor
+from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
+from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, Fault, Noise, spend, synchronise
+from pytest_aiperf.judge import verdict
+from pytest_aiperf.model import Metric, Mode, Verdict
+from pytest_aiperf.stats import half_width
+from pytest_aiperf.trial import PLAN, Plan, Trial, speedup
+
+WHITE = replace(Noise.none(), white=0.002)
+
+
+def vectors(bench):
+    return (np.random.default_rng(bench.seed).random(bench.size(64, check=8)),)
+
+
+def doubling(microseconds):
+    def double(x):
+        spend(microseconds * 1e-6)
+        return x * 2
+
+    return double
+
+
+def a_claim(**words):
+    usual = {
+        "baseline": doubling(200),
+        "optimized": doubling(100),
+        "library": None,
+        "inputs": vectors,
+        "reference": lambda x: x + x,
+        "work": None,
+        "metric": "device",
+        "against": "idiomatic",
+        "cache": "cold",
+        "precision": None,
+    }
+    return claim_of(**usual | words)
+
+
+def a_trial(clock=None, said=None, **words):
+    clock = clock or FakeClock(noise=WHITE, seed=1)
+    said = [] if said is None else said
+    say = lambda phase, **figures: said.append((phase, figures))
+    return Trial(a_claim(**words), clock, 1, full=True, say=say)
+
+
+def measured(trial, plan=PLAN, metric=Metric.DEVICE):
+    trial.agreement()
+    return trial.measure(metric, plan)
+
+
+# what an arm may prepare
+
+
+def test_a_prepared_arm_is_timed_without_its_preparation():
+    def make(x):
+        spend(1.0)
+        return doubling(100)
+
+    ratio = speedup(measured(a_trial(optimized=prepared(make))))
+    assert ratio.low < 2 < ratio.high
+
+
+def test_work_done_while_preparing_is_a_wrong_answer():
+    def make(x):
+        done = x * 2
+        return lambda x: done
+
+    with pytest.raises(Disagreement, match="optimized disagrees"):
+        a_trial(optimized=prepared(make)).agreement()
+
+
+def test_static_inputs_may_be_consumed_while_preparing():
+    def inputs(bench):
+        rng = np.random.default_rng(bench.seed)
+        return rng.random(8), static(rng.random(8))
+
+    def make(x, weights):
+        halved = weights / 2
+        return lambda x, weights: x * halved
+
+    words = {
+        "inputs": inputs,
+        "baseline": lambda x, w: x * (w / 2),
+        "optimized": prepared(make),
+        "reference": lambda x, w: x * w / 2,
+    }
+    assert {e.arm for e in a_trial(**words).agreement()} == {"baseline", "optimized"}
+    words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
+    with pytest.raises(Disagreement):
+        a_trial(**words).agreement()
+
+
+def test_a_prepared_arm_must_return_what_is_timed():
+    with pytest.raises(Misuse, match="must return what is timed"):
+        a_trial(optimized=prepared(lambda x: x * 2)).agreement()
+
+
+def test_arms_must_take_the_inputs():
+    with pytest.raises(Misuse, match=r"optimized=.* does not take the 1 values"):
+        a_trial(optimized=lambda x, y: x).agreement()
+
+
+def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+
+    def flips(x):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        return x * 2
+
+    with pytest.raises(InvalidMeasurement, match="OMP_NUM_THREADS: 4 -> 1"):
+        a_trial(optimized=flips).agreement()
+
+
+# how it is timed
+
+
+def test_rounds_are_mirrored_and_their_order_is_drawn():
+    timing = measured(a_trial(library=doubling(150)), replace(PLAN, least=8, most=8))
+    orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
+    assert all(order == order[::-1] and sorted(order) == sorted("BOLBOL") for order in orders)
+    assert len(set(orders)) > 1
+
+
+def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
+    seeds = []
+
+    def inputs(bench):
+        seeds.append(bench.seed)
+        return vectors(bench)
+
+    timing = measured(a_trial(inputs=inputs))
+    own = [r.seed for r in timing.replicates]
+    assert len(set(own)) == len(own)
+    assert set(own) <= set(seeds)
+
+
+def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
+    gpu = replace(FAKE_GPU, l2_bytes=64 * 8 * 10)
+    timing = measured(a_trial(FakeClock(gpu, WHITE)))
+    assert timing.sets == 30  # three times the L2, in sets of a tenth of it
+    assert timing.calls >= timing.sets
+    assert timing.cache == "cold"
+
+
+def test_inputs_too_small_to_be_kept_cold_are_refused():
+    gpu = replace(FAKE_GPU, l2_bytes=64 << 20)
+    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
+        measured(a_trial(FakeClock(gpu, WHITE)))
+    assert measured(a_trial(FakeClock(gpu, WHITE), cache="warm")).cache == "warm"
+
+
+def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
+    short = {"baseline": doubling(20), "optimized": doubling(10)}
+    assert measured(a_trial(**short)).mode is Mode.GRAPH
+
+    def waits(x):
+        spend(10e-6)
+        synchronise()
+        return x * 2
+
+    timing = measured(a_trial(**short | {"optimized": waits}))
+    assert timing.mode is Mode.PLAIN
+    assert [note.partition(":")[0] for note in timing.notes] == [
+        "not timed by graph",
+        "not timed by backlog",
+    ]
+
+
+def test_a_disturbed_round_is_measured_again_and_counted():
+    clean = measured(a_trial(FakeClock(noise=Noise.none())))
+    assert sum(r.redone for r in clean.replicates) == 0
+    faults = [Fault(33, "throttle")]  # in the middle of a round
+    timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
+    assert sum(r.redone for r in timing.replicates) == 1
+    assert speedup(timing).value == pytest.approx(2)
+
+
+def test_a_gpu_that_is_never_calm_is_invalid():
+    clock = FakeClock(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
+    with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
+        measured(a_trial(clock))
+
+
+def test_what_timed_calls_left_is_verified():
+    calls = []
+
+    def tires(x):
+        calls.append(1)
+        spend(100e-6)
+        return x * 2 if len(calls) < 50 else x
+
+    with pytest.raises(Disagreement, match=r"optimized disagrees.*after timing"):
+        measured(a_trial(optimized=tires))
+
+
+def test_arms_that_update_in_place_are_verified_from_restored_inputs():
+    def adding(microseconds):
+        def add(x):
+            spend(microseconds * 1e-6)
+            x += 1
+
+        return add
+
+    words = {"baseline": adding(200), "optimized": adding(100), "reference": lambda x: x + 1}
+    ratio = speedup(measured(a_trial(**words)))
+    assert ratio.low < 2 < ratio.high
+
+
+# when it stops
+
+
+def test_it_stops_when_the_interval_is_narrow():
+    timing = measured(a_trial())
+    assert (timing.stopped, len(timing.replicates)) == ("width", PLAN.least)
+    assert half_width(speedup(timing)) <= PLAN.half_width
+
+
+def test_it_never_stops_for_a_good_ratio_alone():
+    noisy = replace(Noise.none(), layout=0.05)
+    timing = measured(a_trial(FakeClock(noise=noisy)), replace(PLAN, seconds=1e9))
+    assert timing.stopped == "replicates"
+    assert verdict(speedup(timing), 0.0) is Verdict.FASTER
+
+
+def test_it_stops_when_its_seconds_are_spent():
+    noisy = replace(Noise.none(), layout=0.05)
+    plan = Plan(least=3, seconds=1e-9)
+    timing = measured(a_trial(FakeClock(noise=noisy)), plan)
+    assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
+        "seconds",
+        3,
+        (),
+    )
+
+
+def test_progress_says_how_far_it_is():
+    said = []
+    measured(a_trial(said=said))
+    phases = [phase for phase, _ in said]
+    assert list(dict.fromkeys(phases)) == ["agreeing", "warming up", "measuring"]
+    last = said[-1][1]
+    assert (last["replicate"], last["most"]) == (PLAN.least, PLAN.most)
+    assert last["ratio"] == pytest.approx(2, rel=0.01)
+
+
+# what is claimed instead of time
+
+
+def test_peak_memory():
+    def holding(size):
+        def double(x):
+            held = Allocation(size)
+            return x * 2 if held else x
+
+        return double
+
+    trial = a_trial(baseline=holding(3000), optimized=holding(1000), metric="memory")
+    timing = measured(trial, metric=Metric.MEMORY)
+    ratio = speedup(timing)
+    assert (timing.unit, ratio.low, ratio.value, ratio.high) == ("B", *[pytest.approx(3)] * 3)
+
+
+@pytest.mark.parametrize(("better", "ratio"), [("higher", 1.5), ("lower", 1 / 1.5)])
+def test_scores(better, ratio):
+    def scoring(figure):
+        return lambda x: (x * 2, Score(figure, "tokens/s", better))
+
+    trial = a_trial(baseline=scoring(100.0), optimized=scoring(150.0), metric="score")
+    timing = measured(trial, metric=Metric.SCORE)
+    assert timing.unit == "tokens/s"
+    assert speedup(timing).value == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("arm", "says"),
+    [
+        (lambda x: x * 2, "exactly one Score"),
+        (lambda x: (x * 2, Score(0.0, "hits")), "a ratio needs more than 0"),
+    ],
+)
+def test_a_score_must_be_there_and_positive(arm, says):
+    with pytest.raises(Misuse, match=says):
+        measured(a_trial(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
+
+
+# what its verdicts are worth, on a device with all the noise of a real one
+
+
+def verdicts(slower, comparisons=40):
+    found = []
+    for seed in range(comparisons):
+        clock = FakeClock(seed=seed)
+        floor = noise_floor(clock, seed, PLAN, lambda *_a, **_k: None)
+        trial = a_trial(clock, baseline=doubling(200), optimized=doubling(200 * slower))
+        trial.random = random.Random(seed)
+        trial.agreement()
+        found.append(verdict(speedup(trial.measure(Metric.DEVICE, PLAN)), floor))
+    return found
+
+
+def test_identical_arms_are_not_told_apart():
+    found = verdicts(1.0)
+    assert found.count(Verdict.FASTER) + found.count(Verdict.SLOWER) == 0
+
+
+def test_an_arm_slowed_by_two_percent_is_slower():
+    # the default noise is that of the noisiest kernel: on a GPU it is 100 of 100 (tests/gpu)
+    assert verdicts(1.02).count(Verdict.SLOWER) >= 36
