@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .model import Gpu
     from .session import Session
 
-FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
+FIXTURES = frozenset({"gpu", "nvcc", "clock", "compare"})
 SESSION = pytest.StashKey["Session"]()
 COMPARE = pytest.StashKey["Compare"]()
 

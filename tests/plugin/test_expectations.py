@@ -45,7 +45,7 @@ claims:
       h200: {speedup: [1.95, 1.97, 1.990], share: 0.86, runs: 3, code: 1a2b3c4d5e6f, ENDS # note
       # b200: waiting for hardware
 
-  'ch07/tiled':
+  'ch07/tile':
     require:
         speedup: 1.50
 
@@ -61,7 +61,7 @@ claims:
       code: "c0de"
       stack: "STACK"
       recorded: "2026-01-01"
-    # tail of tiled
+    # tail of tile
   "ch09/chain": {require: {speedup: 2}}
 # end
 """.replace("ENDS", f'stack: "{LINE}", recorded: "2026-11-21"}}').replace("STACK", LINE)
@@ -95,7 +95,7 @@ def changed_lines(before, after):
 def test_reads_everything(path, either_loader):
     path.write_text(GOLDEN)
     loaded = load(path)
-    assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tiled", "ch09/chain"]
+    assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tile", "ch09/chain"]
     assert loaded.claims["ch07/copy[vector]"] == Written(
         Require(1.5, 0.99, 0.85),
         {"h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)},
@@ -112,13 +112,13 @@ def test_missing_file_expects_nothing(path):
 def test_lookup_prefers_the_gpu_then_its_architecture(path):
     path.write_text(GOLDEN)
     loaded = load(path)
-    own = loaded.lookup("ch07/tiled", "h200", "sm90", "c0de")
+    own = loaded.lookup("ch07/tile", "h200", "sm90", "c0de")
     assert (own.key, own.stale, own.require) == ("h200", False, Require(speedup=1.5))
-    fallback = loaded.lookup("ch07/tiled", "h100", "sm90", "changed")
+    fallback = loaded.lookup("ch07/tile", "h100", "sm90", "changed")
     assert (fallback.key, fallback.stale) == ("sm90", True)
-    assert loaded.lookup("ch07/tiled", "b200", "sm100", "a").recorded is None
-    assert loaded.lookup("ch07/tiled", "2xh200", "sm90", "a").recorded is None, "other machine"
-    assert loaded.lookup("ch07/tiled", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
+    assert loaded.lookup("ch07/tile", "b200", "sm100", "a").recorded is None
+    assert loaded.lookup("ch07/tile", "2xh200", "sm90", "a").recorded is None, "other machine"
+    assert loaded.lookup("ch07/tile", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
 
 
 def test_several_gpus_fall_back_to_as_many(path):
@@ -304,7 +304,7 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
     text = GOLDEN[:at] + new + GOLDEN[at + cut :]
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        update = plan(file, [result(), result("ch08/new"), result("ch07/tiled")], TODAY)
+        update = plan(file, [result(), result("ch08/new"), result("ch07/tile")], TODAY)
     except Misuse:
         return
     file.write_bytes((update.after or "").encode())
@@ -312,7 +312,7 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
 
 
 def test_claim_ids():
-    assert is_claim("ch07/copy[vector]")
+    assert is_claim("ch06/bank_conflicts[padded]")
     assert is_claim("ch06/deep/copy[1024-bf16/x y]")
     bad = [
         "",
@@ -446,11 +446,8 @@ BESIDE = "ch01/beside"
 @pytest.mark.parametrize(
     ("odd", "line"),
     [
-        (result("ch07/tiled", key="h200"), 20),  # in a block
-        (
-            result("ch07/tiled", key="sm90", gpu=dataclasses.replace(H200, key="sm90")),
-            17,
-        ),  # wrapped
+        (result("ch07/tile", key="h200"), 20),  # in a block
+        (result("ch07/tile", key="sm90", gpu=dataclasses.replace(H200, key="sm90")), 17),  # wrapped
         (result("ch09/chain"), 29),  # in the braces of its claim
     ],
 )
@@ -472,7 +469,7 @@ def test_what_is_new_is_added_in_place(path, either_loader):
         result("ch08/new[a b: #c]"),
         result("ch99/last"),
         result("ch01/first"),
-        result("ch07/tiled", key="2xh200"),
+        result("ch07/tile", key="2xh200"),
         result("ch07/copy[vector]", key="2xh200"),
     ]
     plan(path, fresh, TODAY).write()
@@ -490,7 +487,7 @@ def test_what_is_new_is_added_in_place(path, either_loader):
         f"    h200: {body()}",
     ]
     assert [line for line in after if line in old] == old
-    assert after.index('  "ch08/new[a b: #c]":') == after.index("    # tail of tiled") + 1
+    assert after.index('  "ch08/new[a b: #c]":') == after.index("    # tail of tile") + 1
     assert after[-1] == "# end"
 
 
@@ -504,7 +501,7 @@ def test_runs_restart_when_code_or_stack_change(path):
 
 
 def test_a_new_file_says_who_owns_what(path):
-    update = plan(path, [result(code="123456789012")], TODAY)
+    update = plan(path, [result("ch06/bank_conflicts[padded]", code="123456789012")], TODAY)
     assert update.diff().startswith("--- /dev/null\n+++ ")
     assert update.write() == update
     text = path.read_text()
@@ -512,7 +509,7 @@ def test_a_new_file_says_who_owns_what(path):
     assert text.splitlines()[3:] == [
         "schema: 1",
         "claims:",
-        "  ch07/copy[vector]:",
+        "  ch06/bank_conflicts[padded]:",
         f"    h200: {body('123456789012')}",
     ]
 
