@@ -25,7 +25,8 @@ from .model import (
     Timing,
     Work,
 )
-from .trial import QUICK, Arm, Claim, Plan, Say, Trial, speedup
+from .replicate import QUICK, Plan, measure, speedup
+from .trial import Arm, Claim, Say, Trial
 
 
 def claim_of(
@@ -144,7 +145,7 @@ def _measured(claim: Claim, case: Case, result: Result) -> Result:
         with alone():
             floor = case.floor(case.clock)
             # what is only shown beside the judged figure need not be known as well
-            timings.append(trial.measure(metric, QUICK if timings else case.plan))
+            timings.append(measure(trial, metric, QUICK if timings else case.plan))
             case.clock.release()  # while alone: freeing memory would show in the next claim
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
@@ -198,5 +199,5 @@ def noise_floor(clock: Clock, seed: int, plan: Plan, say: Say) -> float:
     metric = Metric.WALL if clock.gpu is None else Metric.DEVICE
     trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
     trial.contract = agree.learn(arm, lambda: trial.make(seed))
-    ratio = speedup(trial.measure(metric, replace(plan, most=plan.least)))
+    ratio = speedup(measure(trial, metric, replace(plan, most=plan.least)))
     return max(ratio.high, 1 / ratio.low) - 1

@@ -19,8 +19,9 @@ from .errors import Misuse
 from .lease import Lease
 from .model import Interval, Metric, Result, to_json
 from .needs import NEEDS
+from .replicate import PLAN, QUICK
 from .session import Session
-from .trial import PLAN, QUICK, Arm, Claim
+from .trial import Arm, Claim
 
 CLOCK = pytest.StashKey[Clock]()
 LEASE = pytest.StashKey[Lease]()

@@ -14,7 +14,8 @@ from pytest_aiperf.compare import noise_floor
 from pytest_aiperf.cuda import CudaClock
 from pytest_aiperf.judge import verdict
 from pytest_aiperf.model import Metric, Mode, Verdict
-from pytest_aiperf.trial import PLAN, Claim, Trial, speedup
+from pytest_aiperf.replicate import PLAN, measure, speedup
+from pytest_aiperf.trial import Claim, Trial
 
 COMPARISONS = 25
 
@@ -67,7 +68,7 @@ def verdicts(clock, inputs, baseline, optimized):
     found, widths = Counter(), []
     for i in range(COMPARISONS):
         trial = Trial(claim, clock, random.randrange(2**30) + i, full=True, say=quiet)
-        ratio = speedup(trial.measure(Metric.DEVICE, PLAN))
+        ratio = speedup(measure(trial, Metric.DEVICE, PLAN))
         found[verdict(ratio, floor)] += 1
         widths.append((ratio.high - ratio.low) / 2)
     widths.sort()

@@ -3,15 +3,15 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from pytest_aiperf import Work
-from pytest_aiperf.compare import Case, claim_of, run
+from pytest_aiperf.compare import Case, run
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
-from pytest_aiperf.fake import FAKE_GPU, FakeClock, Noise, spend
+from pytest_aiperf.fake import FAKE_GPU, FakeClock, Noise
 from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
-from pytest_aiperf.trial import PLAN
+from pytest_aiperf.replicate import PLAN
+from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
 
@@ -32,30 +32,6 @@ class Turns:
 
     def __getattr__(self, name):
         return self._turn(name)
-
-
-def doubling(microseconds):
-    def double(x):
-        spend(microseconds * 1e-6)
-        return x * 2
-
-    return double
-
-
-def a_claim(**words):
-    usual = {
-        "baseline": doubling(200),
-        "optimized": doubling(100),
-        "library": None,
-        "inputs": lambda bench: np.random.default_rng(bench.seed).random(64),
-        "reference": lambda x: x + x,
-        "work": None,
-        "metric": "device",
-        "against": "idiomatic",
-        "cache": "cold",
-        "precision": None,
-    }
-    return claim_of(**usual | words)
 
 
 def a_case(**changes):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pytest_aiperf import launch as room
@@ -177,7 +178,6 @@ def test_arguments_arrive_as_c_sees_them(host):
 
 
 def test_numpy_numbers_are_numbers(host):
-    np = pytest.importorskip("numpy")
     assert call(host, n=np.int64(7), x=np.float32(0.5))[2:6] == [7, 255, 2**40, 1]
 
 

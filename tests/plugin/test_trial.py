@@ -7,43 +7,17 @@ import numpy as np
 import pytest
 
 from pytest_aiperf import Score, prepared, static
-from pytest_aiperf.compare import claim_of, noise_floor
+from pytest_aiperf.compare import noise_floor
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
 from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, Fault, Noise, spend, synchronise
 from pytest_aiperf.judge import verdict
 from pytest_aiperf.model import Metric, Mode, Verdict
+from pytest_aiperf.replicate import PLAN, Plan, measure, speedup
 from pytest_aiperf.stats import half_width
-from pytest_aiperf.trial import PLAN, Plan, Trial, speedup
+from pytest_aiperf.trial import Trial
+from tests.plugin.claims import a_claim, doubling, vectors
 
 WHITE = replace(Noise.none(), white=0.002)
-
-
-def vectors(bench):
-    return (np.random.default_rng(bench.seed).random(bench.size(64, check=8)),)
-
-
-def doubling(microseconds):
-    def double(x):
-        spend(microseconds * 1e-6)
-        return x * 2
-
-    return double
-
-
-def a_claim(**words):
-    usual = {
-        "baseline": doubling(200),
-        "optimized": doubling(100),
-        "library": None,
-        "inputs": vectors,
-        "reference": lambda x: x + x,
-        "work": None,
-        "metric": "device",
-        "against": "idiomatic",
-        "cache": "cold",
-        "precision": None,
-    }
-    return claim_of(**usual | words)
 
 
 def a_trial(clock=None, said=None, **words):
@@ -55,7 +29,7 @@ def a_trial(clock=None, said=None, **words):
 
 def measured(trial, plan=PLAN, metric=Metric.DEVICE):
     trial.agreement()
-    return trial.measure(metric, plan)
+    return measure(trial, metric, plan)
 
 
 # what an arm may prepare
@@ -304,7 +278,7 @@ def verdicts(slower, comparisons=40):
         trial = a_trial(clock, baseline=doubling(200), optimized=doubling(200 * slower))
         trial.random = random.Random(seed)
         trial.agreement()
-        found.append(verdict(speedup(trial.measure(Metric.DEVICE, PLAN)), floor))
+        found.append(verdict(speedup(measure(trial, Metric.DEVICE, PLAN)), floor))
     return found
 
 

@@ -1,0 +1,323 @@
+"""Measure a trial: warm up, replicate in mirrored rounds, verify, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from . import agree, guards, leaves, stats
+from .clock import Block, calls_per_block, choose_mode
+from .errors import CannotCapture, InvalidMeasurement, Misuse
+from .model import Interval, Metric, Mode, Replicate, Round, Score, Timing
+from .trial import Args, Trial, overwrite
+
+REDO = 2
+"""How often a disturbed round is measured again before the measurement is invalid."""
+
+WARM_SETS = 3
+"""Input sets of a GPU claim that declares a warm cache: other data at other addresses each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How precisely to measure: stop on the interval's width, on seconds, or on replicates."""
+
+    half_width: float = 0.005
+    least: int = 8
+    most: int = 32
+    rounds: int = 5
+    seconds: float = 3.0
+
+
+PLAN = Plan()
+QUICK = Plan(half_width=0.01, least=5, most=12, rounds=3, seconds=1.0)
+
+
+def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
+    """Replicate until the interval is narrow enough, or the plan's budget is spent."""
+    if metric is Metric.SCORE:
+        return _replicate(trial, plan, _Figures(trial, _score))
+    if metric is Metric.MEMORY:
+        return _replicate(trial, replace(plan, least=3), _Figures(trial, _peak))
+    return _replicate(trial, plan, _Timed(trial, metric, plan))
+
+
+def _replicate(trial: Trial, plan: Plan, way: _Way) -> Timing:
+    done: list[Replicate] = []
+    started = time.monotonic()
+    stopped = "replicates"
+    while len(done) < plan.most:
+        done.append(way.replicate(trial.seed + 1000 * (len(done) + 1)))
+        timing = way.timing(tuple(done))
+        ratio = speedup(timing)
+        width = stats.half_width(ratio)
+        senses = trial.clock.sense()
+        trial.say(
+            "measuring",
+            replicate=len(done),
+            most=plan.most,
+            ratio=ratio.value,
+            half_width=width if math.isfinite(width) else None,
+            sm_mhz=senses.sm_mhz,
+            temperature_c=senses.temperature_c,
+        )
+        if len(done) >= plan.least:
+            if width <= plan.half_width:
+                stopped = "width"
+                break
+            if time.monotonic() - started > plan.seconds:
+                stopped = "seconds"
+                break
+    return replace(timing, stopped=stopped)
+
+
+class _Way(Protocol):
+    """One way to measure: a replicate at a time."""
+
+    def replicate(self, seed: int) -> Replicate: ...
+    def timing(self, done: tuple[Replicate, ...]) -> Timing: ...
+
+
+@dataclass(slots=True)
+class _Stand:
+    """One arm on buffers of its own, and the block of calls that is timed."""
+
+    name: str
+    pad: object
+    args: list[Args]
+    calls: list[Callable[[], object]]
+    block: Block | None = None
+
+    @property
+    def ready(self) -> Block:
+        assert self.block is not None
+        return self.block
+
+
+class _Timed:
+    """Seconds of a call: blocks of calls in mirrored rounds over rotated input sets."""
+
+    def __init__(self, trial: Trial, metric: Metric, plan: Plan) -> None:
+        self.trial = trial
+        self.clock = trial.clock
+        self.plan = plan
+        self.notes: list[str] = []
+        self.sets, self.least_calls = self._count_sets()
+        stands = self._stand(trial.seed)
+        seconds = self._warm(stands)
+        fast, slow = min(seconds.values()), max(seconds.values())
+        self.metric = metric
+        self.mode = choose_mode(metric, fast, slow)
+        self.calls = self._count_calls(fast, slow)
+        self._settle_mode(stands, fast, slow)
+        once = sum(seconds.values()) * 2 * self.calls
+        self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
+
+    def _count_sets(self) -> tuple[int, int]:
+        """Count the input sets, and the calls that a block needs to go round them."""
+        gpu = self.clock.gpu
+        if gpu is None:
+            return 1, 1  # a host claim: the medium's cache is part of what it says
+        if self.trial.claim.cache == "warm":
+            return WARM_SETS, 1
+        size = leaves.nbytes(self.trial.make(self.trial.seed))
+        sets = guards.rotation(size, gpu.l2_bytes)
+        # a set of several times the L2 evicts itself: one call a block is cold, too
+        return sets, 1 if size >= guards.SPAN * gpu.l2_bytes else sets
+
+    def _count_calls(self, fast: float, slow: float) -> int:
+        return max(self.least_calls, calls_per_block(self.mode, fast, slow))
+
+    def _stand(self, seed: int) -> list[_Stand]:
+        trial = self.trial
+        names = list(trial.claim.arms)
+        trial.random.shuffle(names)  # whose buffers come first must not favour an arm
+        stands = []
+        for name in names:
+            pad = self.clock.pad(trial.random)
+            args, calls = [], []
+            for i in range(self.sets):
+                made = trial.make(seed + i)
+                leaves.poison(made, trial.contract.pure)
+                call = trial.prepare(name, seed + i, made)
+                args.append(made)
+                calls.append(_bind(call, made))
+            stands.append(_Stand(name, pad, args, calls))
+        return stands
+
+    def _warm(self, stands: list[_Stand]) -> dict[str, float]:
+        """Let the clocks settle under all arms, and return the seconds of one call of each."""
+        self.trial.say("warming up")
+        for stand in stands:
+            self._run_each(stand)
+        firsts = [stand.calls[0] for stand in stands]
+        self.clock.settle(lambda: [call() for call in firsts])
+        return {s.name: min(self.clock.once(c) for c in (s.calls * 3)[:3]) for s in stands}
+
+    def _run_each(self, stand: _Stand) -> None:
+        """Run each call once on the clock's own stream, where libraries keep their workspaces."""
+        self.clock.block(stand.calls, Mode.WALL).run()
+
+    def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> None:
+        """Fall back until both arms run in one mode: graph, backlog, plain."""
+        while True:
+            try:
+                self._blocks(stands)
+            except (CannotCapture, InvalidMeasurement) as why:
+                if self.mode not in (Mode.GRAPH, Mode.BACKLOG):
+                    raise
+                lower = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
+                self.notes.append(f"not timed by {self.mode}: {why}")
+                self.mode = lower
+                self.calls = self._count_calls(fast, slow)
+            else:
+                return
+
+    def _blocks(self, stands: list[_Stand]) -> None:
+        for stand in stands:
+            calls = [stand.calls[i % self.sets] for i in range(self.calls)]
+            stand.block = self.clock.block(calls, self.mode)
+            stand.block.run()  # the first run pays for uploads
+
+    def replicate(self, seed: int) -> Replicate:
+        self.clock.release()
+        stands = self._stand(seed)
+        for stand in stands:
+            self._run_each(stand)
+        self._blocks(stands)
+        by_name = {s.name: s for s in stands}
+        rounds: list[Round] = []
+        redone = 0
+        for _ in range(self.rounds):
+            done, problem = self._round(by_name)
+            for _ in range(REDO):
+                if problem is None:
+                    break
+                redone += 1
+                self.clock.settle(stands[0].calls[0])  # at once it would only be disturbed again
+                done, problem = self._round(by_name)
+            if problem is not None:
+                raise InvalidMeasurement(
+                    f"a round was disturbed {REDO + 1} times, the last time by {problem}: "
+                    "let the GPU cool, stop other work on it, and run again"
+                )
+            rounds.append(done)
+        self._verify(stands, seed)
+        return Replicate(seed, tuple(rounds), redone)
+
+    def _round(self, stands: Mapping[str, _Stand]) -> tuple[Round, str | None]:
+        half = list(stands)
+        self.trial.random.shuffle(half)
+        order = [*half, *reversed(half)]  # mirrored: a steady drift meets all arms alike
+        seconds: dict[str, list[float]] = {name: [] for name in stands}
+        before = self.clock.sense()
+        for name in order:
+            seconds[name].append(stands[name].ready.run() / self.calls)
+        after = self.clock.sense()
+        done = Round(
+            "".join(name[0].upper() for name in order),
+            {name: tuple(s) for name, s in seconds.items()},
+            after.sm_mhz,
+            after.event_reasons,
+        )
+        return done, guards.round_problem(before, after)
+
+    def _verify(self, stands: Sequence[_Stand], seed: int) -> None:
+        """Check what the last timed calls left; inputs updated in place are restored first."""
+        trial = self.trial
+        last = (self.calls - 1) % self.sets
+        updated = set(trial.contract.written) - set(trial.contract.pure)
+        results = {}
+        for stand in stands:
+            args, returned = stand.args[last], stand.ready.last
+            if updated:
+                overwrite(range(len(args)), args, trial.make(seed + last))
+                returned = stand.calls[last]()
+            results[stand.name] = agree.result(returned, args, trial.contract)
+        self.clock.synchronize()
+        want = trial.claim.reference(*trial.make(seed + last))
+        agree.verify(results, want, trial.claim.precision, "after timing")
+
+    def timing(self, done: tuple[Replicate, ...]) -> Timing:
+        return Timing(
+            self.metric,
+            self.mode,
+            self.calls,
+            # the host's caches are not rotated through, whatever the claim says
+            self.trial.claim.cache if self.clock.gpu else "warm",
+            self.sets,
+            done,
+            notes=tuple(self.notes),
+        )
+
+
+class _Figures:
+    """A figure that is not a time: peak bytes, or a score that the arm itself returns."""
+
+    def __init__(
+        self, trial: Trial, figure: Callable[[Trial, Callable[[], object]], Score]
+    ) -> None:
+        self.trial = trial
+        self.figure = figure
+        self.metric = Metric.MEMORY if figure is _peak else Metric.SCORE
+        self.last: Score | None = None
+
+    def replicate(self, seed: int) -> Replicate:
+        trial = self.trial
+        names = list(trial.claim.arms)
+        trial.random.shuffle(names)
+        figures: dict[str, tuple[float, ...]] = {}
+        for name in names:
+            trial.clock.release()
+            args = trial.make(seed)
+            call = _bind(trial.prepare(name, seed, args), args)
+            score = self.figure(trial, call)
+            if not score.value > 0 or math.isinf(score.value):
+                raise Misuse(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
+            figures[name] = (score.value,)
+            self.last = score
+        return Replicate(seed, (Round("".join(n[0].upper() for n in names), figures),))
+
+    def timing(self, done: tuple[Replicate, ...]) -> Timing:
+        assert self.last is not None
+        return Timing(
+            self.metric,
+            Mode.PLAIN,
+            1,
+            self.trial.claim.cache,
+            1,
+            done,
+            unit=self.last.unit,
+            better=self.last.better,
+        )
+
+
+def _peak(trial: Trial, call: Callable[[], object]) -> Score:
+    trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
+    trial.clock.release()
+    return Score(float(max(1, trial.clock.peak(call))), "B", "lower")
+
+
+def _score(_: Trial, call: Callable[[], object]) -> Score:
+    returned = call()
+    values = returned if isinstance(returned, tuple) else (returned,)
+    scores = [v for v in values if isinstance(v, Score)]
+    if len(scores) != 1:
+        raise Misuse(
+            'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
+            f"results, not {len(scores)}"
+        )
+    return scores[0]
+
+
+def _bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
+    return lambda: call(*args)
+
+
+def speedup(timing: Timing, of: str = "baseline", over: str = "optimized") -> Interval:
+    """Ratio by which ``over`` is better than ``of``: above 1 is better whatever the unit."""
+    arms = (of, over) if timing.better == "lower" else (over, of)
+    return stats.comparison(timing.replicates, *arms)

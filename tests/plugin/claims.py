@@ -1,0 +1,34 @@
+"""Claims whose arms spend the fake clock's time."""
+
+import numpy as np
+
+from pytest_aiperf.compare import claim_of
+from pytest_aiperf.fake import spend
+
+
+def vectors(bench):
+    return (np.random.default_rng(bench.seed).random(bench.size(64, check=8)),)
+
+
+def doubling(microseconds):
+    def double(x):
+        spend(microseconds * 1e-6)
+        return x * 2
+
+    return double
+
+
+def a_claim(**words):
+    usual = {
+        "baseline": doubling(200),
+        "optimized": doubling(100),
+        "library": None,
+        "inputs": vectors,
+        "reference": lambda x: x + x,
+        "work": None,
+        "metric": "device",
+        "against": "idiomatic",
+        "cache": "cold",
+        "precision": None,
+    }
+    return claim_of(**usual | words)
