@@ -182,6 +182,7 @@ def _unproven(result: Result, expectation: Expectation) -> Iterator[str]:
     require, was = expectation.require, expectation.recorded
     if require.speedup is None and was is not None and is_parity(Interval(*was.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
+    require = replace(require, share=None)  # of the figure that is recorded it says nothing
     judgement = judge(figure, result.floor, Expectation(require), library=result.library)
     if not judgement.holds:
         yield judgement.why

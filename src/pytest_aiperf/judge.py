@@ -80,7 +80,9 @@ def judge(
     elif wanted is not None and library is not None and library.low < wanted:
         lost.append(f"library ratio {library}: its lower end is below the required {wanted:g}x")
     wanted = expectation.require.share
-    if wanted is not None and share is not None and share < wanted:
+    if wanted is not None and share is None:
+        lost.append(f"{wanted:.0%} of the limit is required, but the claim's share is not known")
+    elif wanted is not None and share is not None and share < wanted:
         lost.append(f"share of the limit {share:.0%} is below the required {wanted:.0%}")
 
     if recorded:

@@ -50,6 +50,7 @@ def test_required_share():
     wanted = Expectation(Require(share=0.85))
     assert judge(Interval(2, 2, 2), 0.0, wanted, share=0.9).holds
     assert not judge(Interval(2, 2, 2), 0.0, wanted, share=0.8).holds
+    assert "not known" in judge(Interval(2, 2, 2), 0.0, wanted).why
 
 
 def test_a_drop_below_the_recorded_interval_fails_though_still_faster():
