@@ -82,13 +82,6 @@ def sense(uuid: str) -> Senses:
     )
 
 
-def compute_processes(uuid: str) -> list[int]:
-    """List the process ids that hold a CUDA context on a GPU, as far as this machine sees them."""
-    nvml, handle = _board(uuid)
-    running = _read(nvml, "ComputeRunningProcesses", handle) if handle else None
-    return sorted(process.pid for process in running or ())
-
-
 def _nvml() -> tuple[Any, str]:
     """Return NVML, or None and why there is none.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import resource
 
 from pytest_aiperf.model import (
     Error,
@@ -53,3 +55,14 @@ def result(claim="ch07/copy[vector]", **changes):
         stack=STACK,
     )
     return dataclasses.replace(made, **changes)
+
+
+@contextlib.contextmanager
+def files_up_to(size):
+    """Let no file grow beyond this many bytes, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

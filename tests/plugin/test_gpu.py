@@ -143,7 +143,6 @@ def test_without_a_driver_there_are_no_gpus(nvml, monkeypatch):
     nvml.broken = True
     assert gpu.visible({"CUDA_VISIBLE_DEVICES": "0"}) == []
     assert gpu.sense(UUIDS[0]) == Senses()
-    assert gpu.compute_processes(UUIDS[0]) == []
     assert gpu.absence({}) == "the NVIDIA driver does not answer (Driver Not Loaded)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu.visible({}) == []
@@ -161,8 +160,6 @@ def test_senses_are_read_and_what_cannot_be_read_is_absent(nvml):
     assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 518.25, 0x4, {"power": 10, "thermal": 11})
     assert gpu.sense(UUIDS[2]) == Senses()
     assert gpu.sense("GPU-none") == Senses()
-    assert gpu.compute_processes(UUIDS[0]) == [3, 7]
-    assert gpu.compute_processes(UUIDS[2]) == []
 
 
 def test_a_figure_that_this_nvml_no_longer_has_is_absent(nvml, monkeypatch):

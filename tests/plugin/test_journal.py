@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +13,7 @@ from pytest_aiperf import journal
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Outcome
 from pytest_aiperf.results import document, read_results
-from tests.plugin.records import result
+from tests.plugin.records import files_up_to, result
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)
 
@@ -23,16 +21,6 @@ NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)
 @pytest.fixture
 def run(tmp_path):
     return journal.open_run(tmp_path / ".aiperf", journal.new_run_id(NOW, 42))
-
-
-@contextlib.contextmanager
-def files_up_to(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_run_ids_sort_by_start_and_differ_by_process():

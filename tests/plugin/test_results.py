@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import resource
 from datetime import UTC, datetime
 
 import pytest
@@ -14,19 +12,9 @@ import pytest
 from pytest_aiperf import results
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Gpu, Interval, Metric, Outcome, Replicate, Round, Work, to_json
-from tests.plugin.records import H200, result, timing
+from tests.plugin.records import H200, files_up_to, result, timing
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)
-
-
-@contextlib.contextmanager
-def files_up_to(size):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
