@@ -6,7 +6,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 GPU    := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 NVCC   := $(shell command -v nvcc 2>/dev/null)
-EXTRAS := dev $(if $(GPU),gpu,cpu) $(if $(NVCC),,toolchain)
+# GPU images are often offline, and bring a disassembler with CUDA or Triton
+SASS   := $(if $(GPU),found,$(shell command -v cuobjdump 2>/dev/null))
+EXTRAS := dev $(if $(GPU),gpu,cpu) $(if $(NVCC),,toolchain) $(if $(SASS),,sass)
 empty  :=
 comma  := ,
 
@@ -16,7 +18,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m pytest $(if $(GPU),--gpu,--cpu) $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

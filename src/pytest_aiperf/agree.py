@@ -86,9 +86,9 @@ def learn(call: Arm, make: Make, names: Sequence[str] = ()) -> Contract:
     del before
     returned, written = _run(call, args, Contract((), ()))
     contract = Contract(written, (), tuple(names))
-    kept = [x for _, x in _kept(result(returned, args, contract))]
-    first = [x if is_exact(x) else of(x).cast(x, "float64", x) for x in kept]
-    del returned, args, kept
+    own = [x for _, x in kept(result(returned, args, contract))]
+    first = [x if is_exact(x) else of(x).cast(x, "float64", x) for x in own]
+    del returned, args, own
     if not first:
         raise Misuse("the baseline returns nothing and changes none of its arguments")
 
@@ -156,7 +156,7 @@ def result(returned: object, args: Args, contract: Contract) -> list[Leaf]:
     return [(p, x) for p, x in own if not of(x) or leaves.view(x) not in views] + wrote
 
 
-def _kept(result: Result) -> list[Leaf]:
+def kept(result: Result) -> list[Leaf]:
     """Copy a result: a later arm that writes into the same buffer must not repair it."""
     return [(path, of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
 
@@ -174,6 +174,7 @@ def agree(
     right answer lies around in freed memory. A Prepared arm prepares before the poisoning.
     """
     results = {}
+    lent = {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
         args = make()
         returned, touched = _run(arms[arm], args, contract)
@@ -183,11 +184,26 @@ def agree(
                 f"{arm} changed argument {which}, which the baseline was seen to leave alone: "
                 "an arm must not touch its inputs"
             )
-        results[arm] = _kept(result(returned, args, contract))
-        del args, returned
+        found = result(returned, args, contract)
+        lent[arm] = [bool(of(x)) and leaves.is_lent(x, args, contract.written) for _, x in found]
+        results[arm] = kept(found)
+        del args, returned, found
     args = make()
     leaves.poison(args, contract.pure)
-    return verify(results, reference(*args), precision)
+    errors = verify(results, reference(*args), precision)
+    _hold_made(results, lent)
+    return errors
+
+
+def _hold_made(results: Mapping[str, Result], lent: Mapping[str, Sequence[bool]]) -> None:
+    """Refuse a view of the inputs, or of few elements, where the baseline makes a result."""
+    for arm, flags in lent.items():
+        for (path, _), is_lent, allowed in zip(results[arm], flags, lent["baseline"], strict=True):
+            if is_lent and not allowed and path.startswith("result"):
+                raise Disagreement(
+                    f"{arm} gives {path} as a view of its inputs or of few elements, the baseline "
+                    "makes it: the work is left to whoever reads it, so let both arms go on to that"
+                )
 
 
 def verify(

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,6 +24,7 @@ from .errors import AiperfError, BuildError, Misuse
 from .gpu import nvcc_arch
 from .lock import locked
 from .model import KernelRecord
+from .sass import demangled, read
 
 if TYPE_CHECKING:
     from .launch import Kernels
@@ -41,6 +42,7 @@ _ALLOWED: Final = (
 )
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
+_SASS: Final = "sass.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def build(
     """
     source = Path(source).absolute()  # so that no file's name can be read as a flag
     if not source.is_file():
-        raise Misuse(f"there is no {_shown(source)} to build")
+        raise Misuse(f"there is no {shown(source)} to build")
     target = _target(arch)
     folders = [Path(folder).absolute() for folder in include]
     cache = cache or default_cache()
@@ -107,7 +109,7 @@ def build(
                     continue  # another process or thread was faster
                 includes = [f"-I{folder}" for folder in folders]
                 command = [*nvcc, *includes, "-o", _LIBRARY, str(source)]
-                what = f"{_shown(source)} for {target}"
+                what = f"{shown(source)} for {target}"
                 _compile(command, what, scratch, stop or threading.Event())
                 if entry.name != _key(nvcc, reached(source, folders)):
                     continue  # edited while it compiled: what came out belongs to no one content
@@ -115,9 +117,25 @@ def build(
                 scratch.rename(entry)  # atomic: nobody sees half an entry
     except OSError as error:
         raise BuildError(
-            f"cannot build {_shown(source)} in {cache} (PYTEST_AIPERF_CACHE moves it): {error}"
+            f"cannot build {shown(source)} in {cache} (PYTEST_AIPERF_CACHE moves it): {error}"
         ) from error
     return Build(entry / _LIBRARY, source, target, _kernels(log, source, target), log)
+
+
+def sass(made: Build) -> dict[str, dict[str, int]]:
+    """Count the opcodes of each kernel of a build, by demangled name; kept beside the library."""
+    kept = made.path.with_name(_SASS)
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        functions = [kernel.function for kernel in made.kernels]
+        codes = read(made.path, functions, find_nvcc()[0])
+        found = {name: code.opcodes for name, code in codes.items()}
+        fresh = kept.with_name(f"{_SASS}.{os.getpid()}.{threading.get_ident()}")
+        with suppress(OSError):  # what cannot be kept is read again the next time
+            fresh.write_text(json.dumps(found), encoding="utf-8")
+            fresh.replace(kept)
+    return {name: dict(found[name]) for name in found}
 
 
 def default_cache() -> Path:
@@ -205,7 +223,7 @@ def _alone(entry: Path) -> Iterator[Path]:
 def _compile(command: Sequence[str], what: str, room: Path, stop: threading.Event) -> None:
     """Run nvcc; leave in ``room`` the library and its record, or raise."""
     status = _run(command, room, stop)
-    log = _demangled((room / "log").read_text(encoding="utf-8", errors="replace"))
+    log = demangled((room / "log").read_text(encoding="utf-8", errors="replace"))
     shown = shlex.join(command)
     if status is None:
         raise BuildError(f"nvcc did not build {what} within {DEADLINE:g} s\n{shown}")
@@ -244,18 +262,11 @@ def _run(command: Sequence[str], room: Path, stop: threading.Event) -> int | Non
             process.wait()
 
 
-def _demangled(log: str) -> str:
-    if tool := shutil.which("c++filt"):
-        done = subprocess.run([tool], input=log, capture_output=True, text=True, check=False)
-        return done.stdout or log
-    return log
-
-
 def _kernels(log: str, source: Path, target: str) -> tuple[KernelRecord, ...]:
     entry = r"(?s)Compiling entry function '([^\n]+)' for '[^\n]+?'(.*?Used (\d+) registers[^\n]*)"
     return tuple(
         KernelRecord(
-            source=_shown(source),
+            source=shown(source),
             arch=target,
             function=name,
             registers=int(registers),
@@ -266,7 +277,7 @@ def _kernels(log: str, source: Path, target: str) -> tuple[KernelRecord, ...]:
     )
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -350,7 +361,7 @@ class Nvcc:
 
         source = find_source(name, self.roots)
         if source is None:
-            tried = ", ".join(_shown(Path(root).absolute()) for root in self.roots)
+            tried = ", ".join(shown(Path(root).absolute()) for root in self.roots)
             raise Misuse(
                 f"there is no {name} in {tried or 'any folder: no kernel folder is known'}"
             )
@@ -362,7 +373,7 @@ class Nvcc:
             builds.append(made)
         self.used += (b for b in builds if b not in self.used)
         text = source.read_text(encoding="utf-8", errors="replace")
-        return Kernels(_shown(source.absolute()), text, builds[0].path if self.load else None)
+        return Kernels(shown(source.absolute()), text, builds[0].path if self.load else None)
 
     @property
     def sources(self) -> list[Path]:

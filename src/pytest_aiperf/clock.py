@@ -9,10 +9,11 @@ import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from .model import Bench, Gpu, Metric, Mode, Senses
+from .model import Bench, Gpu, Metric, Mode, Senses, Trace
+from .peers import Alone, Peers
 
 now = time.perf_counter_ns  # held from import on, so that an arm that patches time changes nothing
 
@@ -25,7 +26,7 @@ LONGEST_BLOCK = 50e-3
 # The seconds that a block takes at least, and the calls that it holds at most: a launch queue
 # has room for about 1,024 launches, and a call may be several of them.
 _BLOCK: Final = {
-    Mode.GRAPH: (1e-3, 1_000),
+    Mode.GRAPH: (5e-4, 1_000),
     Mode.BACKLOG: (1e-3, 200),
     Mode.PLAIN: (5e-3, 1_000),
     Mode.WALL: (2e-3, 100_000),
@@ -49,6 +50,7 @@ class Clock(Protocol):
 
     gpu: Gpu | None
     device: str
+    peers: Peers
 
     def seed(self, seed: int) -> None: ...
 
@@ -67,6 +69,12 @@ class Clock(Protocol):
 
     # the most bytes that a call held allocated at once, beyond those before it
     def peak(self, call: Call) -> int: ...
+
+    # what one warmed call does on the device; None on the host
+    def trace(self, call: Call) -> Trace | None: ...
+
+    # this device's limits by name; measured where they are not known, so have the device alone
+    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]: ...
     def synchronize(self) -> None: ...
 
     # give unused memory back, so that the next replicate allocates afresh
@@ -80,7 +88,9 @@ class Machine(Protocol):
     """Where clocks come from: ``gpus`` in any process, ``clock`` only in a claim's own."""
 
     def gpus(self) -> Sequence[Gpu]: ...
-    def clock(self, gpu: Gpu | None) -> Clock: ...  # of the host where there is no GPU
+
+    # of the host where there is no GPU
+    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> Clock: ...
 
 
 def choose_mode(metric: Metric, fast: float, slow: float) -> Mode:
@@ -106,6 +116,9 @@ class HostClock:
     gpu: Gpu | None = None
     device = "cpu"
 
+    def __init__(self, peers: Peers | None = None) -> None:
+        self.peers = peers or Alone()
+
     def seed(self, seed: int) -> None:
         seed_all(seed)
 
@@ -113,17 +126,17 @@ class HostClock:
         return bytearray(rng.randrange(1, 1_024) * 64), bytearray(rng.randrange(64, 8_192) * 4_096)
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  one clock here
-        return WallBlock(calls)
+        return WallBlock(calls, self.peers)
 
     def once(self, call: Call) -> float:
-        seconds = WallBlock([call]).run()
-        return seconds if seconds > 1e-3 else WallBlock([call] * 10).run() / 10
+        seconds = WallBlock([call], self.peers).run()
+        return seconds if seconds > 1e-3 else WallBlock([call] * 10, self.peers).run() / 10
 
     def settle(self, call: Call) -> None:
         until = now() + 200_000_000
         for _ in range(10):
             call()
-            if now() > until:
+            if not self.peers.agree(now() < until):
                 break
 
     def sense(self) -> Senses:
@@ -138,7 +151,13 @@ class HostClock:
             del held
         finally:
             tracemalloc.stop()
-        return max(0, peak - before)
+        return int(self.peers.most(max(0, peak - before)))
+
+    def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
+        return None
+
+    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:  # noqa: ARG002
+        return {}  # a host's limits are those of the day
 
     def synchronize(self) -> None:
         pass
@@ -162,20 +181,23 @@ class WallBlock:
     def __init__(
         self,
         calls: Sequence[Call],
+        peers: Peers,
         drain: Call = lambda: None,
         current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self._calls, self._drain, self._current = calls, drain, current
+        self._calls, self._peers, self._drain, self._current = calls, peers, drain, current
         self.last: object = None
 
     def run(self) -> float:
         with undisturbed(), self._current():
             self._drain()
+            self._peers.meet()
             begun = now()
             for call in self._calls:
                 self.last = call()
             self._drain()
-            return (now() - begun) * 1e-9
+            seconds = (now() - begun) * 1e-9
+        return self._peers.most(seconds)
 
 
 @contextlib.contextmanager
@@ -196,4 +218,6 @@ def seed_all(seed: int) -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # torch.manual_seed would note 2 ms of who asked, each time
+            torch.cuda.manual_seed_all(seed)

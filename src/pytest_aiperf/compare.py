@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from . import agree, guards, judge, stats
+from . import agree, evidence, explain, guards, judge
+from .build import Build
 from .clock import Clock
 from .errors import AiperfError, Disagreement, InvalidMeasurement, Misuse, Unproven
 from .lease import Lease
@@ -16,8 +17,8 @@ from .model import (
     Against,
     Bench,
     Error,
+    Evidence,
     Expectation,
-    KernelRecord,
     Metric,
     Outcome,
     Prepared,
@@ -41,6 +42,7 @@ def claim_of(
     against: str,
     cache: str,
     precision: str | None,
+    evidence: Sequence[Evidence] = (),
 ) -> Claim:
     """Check the words of a claim; raise Misuse with the known ones."""
     arms = {"baseline": baseline, "optimized": optimized, "library": library}
@@ -55,6 +57,11 @@ def claim_of(
     ):
         if given not in list(kind):
             raise Misuse(f"compare({word}={given!r}): known are {', '.join(kind)}")
+    for piece in evidence:
+        if not isinstance(piece, Evidence):
+            raise Misuse(f"compare(evidence=[...]) takes what evidence.* gives, not {piece!r}")
+        if piece.per == "work" and work is None:
+            raise Misuse(f"evidence about {piece.of or piece.proof} for each byte needs work=")
     if cache not in ("cold", "warm"):
         raise Misuse(f"compare(cache={cache!r}): known are cold, warm")
     return Claim(
@@ -66,6 +73,7 @@ def claim_of(
         Against(against),
         cache,
         precision,
+        tuple(evidence),
     )
 
 
@@ -81,12 +89,29 @@ class Case:
     floor: Callable[[Clock], float]
     expected: Callable[[str], Expectation]
     code: Callable[[], str]
-    kernels: Callable[[], tuple[KernelRecord, ...]]
+    builds: Sequence[Build] = ()
+    ceilings: Callable[[Clock], Mapping[str, float]] = lambda _: {}
 
 
-def check(claim: Claim, clock: Clock, seed: int, say: Say) -> tuple[Error, ...]:
-    """Agreement at small sizes; nothing is timed."""
-    return Trial(claim, clock, seed, full=False, say=say).agreement()
+def check(
+    claim: Claim,
+    clock: Clock | None,
+    *,
+    builds: Sequence[Build] = (),
+    archs: Sequence[str] = (),
+) -> tuple[Error, ...]:
+    """Agreement at small sizes, and what evidence can be looked at; nothing is timed.
+
+    Without a clock the arms cannot run here, and only their builds are looked at.
+    """
+    if clock is None:
+        explain.check(claim, builds, None, archs)
+        return ()
+    with explain.uncompiled():
+        trial = Trial(claim, clock, 1, full=False, say=lambda *_a, **_k: None)
+        errors = trial.agreement()
+        explain.check(claim, builds, trial, archs)
+    return errors
 
 
 def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
@@ -97,11 +122,16 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
         against=claim.against,
         code=case.code(),
         gpu=case.clock.gpu,
-        kernels=case.kernels(),
+        kernels=tuple(kernel for made in case.builds for kernel in made.kernels),
     )
     problem: AiperfError | None = None
     try:
-        result = _measured(claim, case, result)
+        trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
+        result, ceilings = _measured(trial, case, result)
+        case.say("explaining")
+        with case.lease.prepare():
+            result = explain.explain(trial, result, case.builds, ceilings)
+        explain.hold_limits(result)
     except Disagreement as why:
         result, problem = replace(result, outcome=Outcome.FAILED, message=str(why)), why
     except InvalidMeasurement as why:
@@ -115,11 +145,11 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
     return replace(result, seconds=time.monotonic() - started), problem
 
 
-def _measured(claim: Claim, case: Case, result: Result) -> Result:
+def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping[str, float]]:
+    claim = trial.claim
     problem = guards.environment_problem(os.environ)
     if problem:
         raise InvalidMeasurement(problem)
-    trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
 
     def prepare() -> tuple[Work | None, tuple[Error, ...]]:
         args = trial.make(result.seed)
@@ -140,35 +170,30 @@ def _measured(claim: Claim, case: Case, result: Result) -> Result:
         with case.lease.time_device():
             work, agreement = prepare()
     timings: list[Timing] = []
+    notes: list[str] = []
     for metric in claim.metrics:
         alone = case.lease.time_host if metric is Metric.WALL else case.lease.time_device
         with alone():
             floor = case.floor(case.clock)
-            # what is only shown beside the judged figure need not be known as well
-            timings.append(measure(trial, metric, QUICK if timings else case.plan))
+            ceilings = case.ceilings(case.clock) if claim.work else {}
+            try:
+                # what is only shown beside the judged figure need not be known as well
+                timings.append(measure(trial, metric, QUICK if timings else case.plan))
+            except InvalidMeasurement as why:
+                if not timings:
+                    raise
+                notes.append(f"{metric} is not shown: {why}")
             case.clock.release()  # while alone: freeing memory would show in the next claim
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
-    _hold_physics(claim, result)
-    return replace(
+    result = replace(
         result,
+        notes=tuple(notes),
         floor=floor if timing.metric in (Metric.DEVICE, Metric.WALL) else 0.0,
         speedup=speedup(timing),
         library=speedup(timing, of="library") if "library" in claim.arms else None,
     )
-
-
-def _hold_physics(claim: Claim, result: Result) -> None:
-    timing = result.timing
-    if timing is None or timing.metric is not Metric.DEVICE or result.work is None:
-        return
-    traffic, flops = guards.PEAKS.get(result.key, (None, None))
-    for arm in claim.arms:
-        seconds = stats.typical(timing.replicates, arm)
-        cold = traffic if timing.cache == "cold" else None
-        broken = guards.faster_than_physics(seconds, result.work, cold, flops)
-        if broken:
-            raise InvalidMeasurement(f"{arm}: {broken}")
+    return result, ceilings
 
 
 def _judged(result: Result, case: Case) -> Result:
@@ -180,15 +205,17 @@ def _judged(result: Result, case: Case) -> Result:
         result.floor,
         expectation,
         library=result.library,
+        share=explain.least_share(result),
         # what a caller waits for is the host's as much as the GPU's, and hosts differ
         compare_recorded=not result.host and result.timing.metric is not Metric.WALL,
     )
+    unproven = evidence.broken(result.evidence)
     return replace(
         result,
         expectation=expectation,
         verdict=judge.verdict(result.speedup, result.floor),
-        outcome=Outcome.PASSED if held.holds else Outcome.FAILED,
-        message="; ".join((held.why, *held.notes)),
+        outcome=Outcome.PASSED if held.holds and not unproven else Outcome.FAILED,
+        message="; ".join(filter(None, (unproven, held.why, *held.notes))),
     )
 
 

@@ -10,20 +10,23 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import ceilings
 from . import gpu as nvml
 from .clock import Block, Call, Clock, HostClock, Identity, WallBlock, now, seed_all, undisturbed
 from .errors import CannotCapture, InvalidMeasurement, Misuse
-from .model import Bench, Gpu, Mode, Senses
+from .model import Bench, Gpu, Mode, Senses, Trace
+from .peers import Alone, Peers
+from .trace import trace
 
 _TRIES = 5  # one, and four with a longer spin
 _LEAST_HOLD = 100e-6
 _MOST_HOLD = 1.0
 _STRAY = (0.03, 0.5e-3)  # share of the block, seconds: more work than this after its end is a stray
-_LEAST_SETTLING = 0.3
-_MOST_SETTLING = 3.0
+_LEAST_SETTLING = 0.2
+_MOST_SETTLING = 1.0
 _SETTLED = (5, 0.02)  # so many readings of the SM clock, within this of each other
 
 
@@ -33,8 +36,8 @@ class CudaMachine:
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
 
-    def clock(self, gpu: Gpu | None) -> Clock:
-        return HostClock() if gpu is None else CudaClock(gpu)
+    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> Clock:
+        return HostClock(peers) if gpu is None else CudaClock(gpu, peers)
 
 
 class CudaClock:
@@ -42,9 +45,10 @@ class CudaClock:
 
     device = "cuda"
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, peers: Peers | None = None) -> None:
         import torch
 
+        self.peers = peers or Alone()
         self._torch: Any = torch
         self._index = self._find(gpu)
         torch.cuda.set_device(self._index)
@@ -57,12 +61,13 @@ class CudaClock:
         self._cupy_stream: Any = None
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
-        self._strays = 0
+        self._strays = -3  # the three spins below are no calls: a sanitizer may hold them up
         self._broken_off: list[object] = []
         self._cycles_per_s = 1e9
         # the fastest of three: the first finds the GPU asleep
         spin = min(self.timed(lambda: self._spin(0.02))[0] for _ in range(3))
         self._cycles_per_s *= 0.02 / spin
+        self._strays = 0
 
     def seed(self, seed: int) -> None:
         seed_all(seed)
@@ -79,7 +84,7 @@ class CudaClock:
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:
         if mode is Mode.WALL:
-            return WallBlock(calls, self.synchronize, self.current)
+            return WallBlock(calls, self.peers, self.synchronize, self.current)
         if mode is Mode.GRAPH:
             graph, last = self._capture(calls)
 
@@ -99,21 +104,23 @@ class CudaClock:
         return seconds if seconds > 1e-3 else self.held_back(ten, _LEAST_HOLD, tries=3)[0] / 10
 
     def settle(self, call: Call) -> None:
-        """Run a call for 0.3 s at least and 3 s at most, until the SM clock holds still."""
+        """Run a call for 0.2 s at least and 1 s at most, until the SM clock holds still."""
         readings, apart = _SETTLED
         clocks = deque([0.0], maxlen=readings)
         begun, calls, spent = now(), 1, 0.0
         with self.current():
-            while spent < _LEAST_SETTLING or min(clocks) < max(clocks) * (1 - apart):
+            while not self.peers.agree(
+                spent >= _LEAST_SETTLING and min(clocks) >= max(clocks) * (1 - apart)
+            ):
                 batch = now()
                 for _ in range(calls):
                     call()
                 self.synchronize()
-                if now() - batch < 20_000_000:
+                if self.peers.agree(now() - batch < 20_000_000):
                     calls *= 2
                 clocks.append(self.sense().sm_mhz or 0.0)
                 spent = (now() - begun) * 1e-9
-                if spent > _MOST_SETTLING:
+                if self.peers.agree(spent > _MOST_SETTLING):
                     break
 
     def sense(self) -> Senses:
@@ -130,7 +137,15 @@ class CudaClock:
             self.synchronize()
             peak = memory.max_memory_allocated()
             del held
-        return max(0, int(peak - before))
+        return int(self.peers.most(max(0, peak - before)))
+
+    def trace(self, call: Call) -> Trace | None:
+        return trace(call, self)
+
+    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
+        assert self.gpu is not None
+        # other ranks may know their GPU's already, and would not take part in these blocks
+        return ceilings.known(self if self.peers.count == 1 else CudaClock(self.gpu), say=say)
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
@@ -171,7 +186,7 @@ class CudaClock:
         seconds = 0.0
         for _ in range(tries):
             seconds, enqueued, held = self.timed(work, hold)
-            if held:
+            if self.peers.agree(held):
                 return seconds, max(_LEAST_HOLD, 2 * enqueued)
             hold = min(_MOST_HOLD, 2 * max(hold, enqueued))
         return seconds, 0.0
@@ -186,6 +201,7 @@ class CudaClock:
         with undisturbed(), self.current():
             if hold:
                 self._spin(hold)
+            self.peers.align()
             begun = now()
             self._start.record()
             work()
@@ -195,8 +211,8 @@ class CudaClock:
             self._end.synchronize()
             ended = now()
             self.synchronize()
-            after = (now() - ended) * 1e-9
-        seconds = self._start.elapsed_time(self._end) * 1e-3
+            after = self.peers.most((now() - ended) * 1e-9)  # a stray is one for all ranks
+        seconds = self.peers.most(self._start.elapsed_time(self._end) * 1e-3)
         self._refuse_strays(seconds, after)
         return seconds, enqueued, held
 
@@ -225,7 +241,9 @@ class CudaClock:
             # an empty graph means that the calls work on a stream which was not captured
             warnings.filterwarnings("error", message=".*CUDA Graph is empty")
             try:
-                graph.capture_begin(pool=pool)
+                # NCCL's watchdog, a thread of its own, would break off a global capture
+                errors = "global" if self.peers.count == 1 else "thread_local"
+                graph.capture_begin(pool=pool, capture_error_mode=errors)
                 with self._cupy_memory():
                     for call in calls:
                         last = call()
@@ -233,9 +251,13 @@ class CudaClock:
                 failure = error
             try:
                 graph.capture_end()  # after a failure too: the stream must stop capturing
-                if failure is None:
-                    graph.replay()  # the first launch also uploads the graph
             except Exception as error:  # noqa: BLE001  as above; the first failure is the cause
+                failure = failure or error
+            try:
+                if not self.peers.agree(failure is None):
+                    raise CannotCapture("another rank cannot capture its calls")  # noqa: TRY301  ends as any
+                graph.replay()  # the first launch also uploads the graph
+            except Exception as error:  # noqa: BLE001  as above
                 failure = failure or error
         if failure is not None:
             self._mend(graph, pool)

@@ -6,6 +6,8 @@ AiperfError
 |-- LaunchError          a kernel launch reported a CUDA error
 |-- InvalidMeasurement   a guard says that these figures mean nothing
 |-- CannotCapture        a call cannot be captured in a CUDA graph
+|-- CaptureFailed        a profiler's artefact is missing, empty or unreadable
+|-- ToolMissing          a profiler is absent, too old or not permitted
 `-- Disagreement         an arm's result is wrong            (also an AssertionError)
     Unproven             the verdict does not hold the claim (also an AssertionError)
 """
@@ -35,6 +37,14 @@ class InvalidMeasurement(AiperfError):
 
 class CannotCapture(AiperfError):
     """A call that cannot be captured in a CUDA graph."""
+
+
+class CaptureFailed(AiperfError):
+    """A profiler's artefact is missing, empty or unreadable."""
+
+
+class ToolMissing(AiperfError):
+    """A profiler is absent, too old or not permitted here."""
 
 
 class Disagreement(AiperfError, AssertionError):

@@ -161,6 +161,8 @@ def _unfit(result: Result) -> Iterator[str]:
         yield f"it ended {result.outcome}" + (f": {result.message}" if result.message else "")
     if result.host:
         yield "it is a host claim: hosts differ, so there only `require` is held"
+    if result.profiles:
+        yield "it was captured under a profiler, not timed; measure it without --profile"
     if result.quick:
         yield "it was measured with --quick; measure it without"
     gpu = result.gpu.key if result.gpu else ""
@@ -291,7 +293,10 @@ def _entry(result: Result, was: Recorded | None, today: date) -> Recorded:
     stack = stack_line(result.stack)
     again = was is not None and (was.code, was.stack) == (result.code, stack)
     runs = was.runs + 1 if was is not None and again else 1
-    return Recorded((low, value, high), runs, result.code, stack, today.isoformat())
+    limit = result.limits.get("optimized")
+    known = limit is not None and 0 < limit.share <= MOST["share"]
+    share = float(f"{limit.share:.3g}") if limit is not None and known else None
+    return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
 
 
 # Writing: an entry is one line, and the tool replaces or adds such lines; a YAML round trip would

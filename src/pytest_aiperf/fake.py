@@ -15,13 +15,14 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from .clock import Call, Identity, seed_all
 from .errors import CannotCapture, InvalidMeasurement, Misuse
-from .model import Bench, Gpu, Mode, Senses, from_json, to_json
+from .model import Bench, Gpu, Mode, Senses, Trace, from_json, to_json
+from .peers import Alone, Peers
 
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 FAKE_GPU: Final = Gpu(
@@ -34,6 +35,11 @@ FAKE_GPU: Final = Gpu(
     memory_bytes=141 << 30,
     driver="0",
 )
+CEILINGS: Final = {
+    "copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "shared": 31e12, "fp64": 60e12, "fp32": 60e12,
+    "tf32": 400e12, "bf16": 790e12, "fp16": 790e12, "fp8": 1.4e15, "int8": 1.4e15,
+    "launch": 2.1e-6, "graph_launch": 0.5e-6,
+}  # fmt: skip
 _SM_MHZ = 1_980
 _THERMAL = 0x20
 
@@ -77,6 +83,7 @@ class _Ledger:
     """What the calls of the running clock spend and hold."""
 
     calls: list[float] | None = None
+    kernels: int = 0
     mode: Mode | None = None
     held: int = 0
     peak: int = 0
@@ -89,6 +96,7 @@ def spend(seconds: float) -> None:
     """Take this much device time; does nothing outside a clock."""
     if _ledger.calls:
         _ledger.calls[-1] += seconds
+        _ledger.kernels += 1
 
 
 def synchronise() -> None:
@@ -127,8 +135,9 @@ class FakeMachine:
     def gpus(self) -> Sequence[Gpu]:
         return self._gpus
 
-    def clock(self, gpu: Gpu | None) -> FakeClock:
-        return FakeClock(gpu, self._noise, self._faults, self._random.getrandbits(64))
+    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> FakeClock:
+        seed = self._random.getrandbits(64)
+        return FakeClock(gpu, self._noise, self._faults, seed, peers)
 
 
 class FakeClock:
@@ -142,7 +151,9 @@ class FakeClock:
         noise: Noise | None = None,
         faults: Sequence[Fault] = (),
         seed: int = 0,
+        peers: Peers | None = None,
     ) -> None:
+        self.peers = peers or Alone()
         self.gpu = gpu
         self.now = 0.0
         self._blocks = 0
@@ -173,7 +184,7 @@ class FakeClock:
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
     def once(self, call: Call) -> float:
-        return self._read(self._execute([call], Mode.PLAIN)[0])
+        return self.peers.most(self._read(self._execute([call], Mode.PLAIN)[0]))
 
     def settle(self, call: Call) -> None:
         call()
@@ -188,10 +199,23 @@ class FakeClock:
             violations={"thermal": self._violation_ns},
         )
 
+    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
+        if self.gpu is None:
+            return {}
+        say("measuring this GPU's ceilings")
+        return CEILINGS
+
     def peak(self, call: Call) -> int:
         before = _ledger.peak = _ledger.held
         call()
         return _ledger.peak - before
+
+    def trace(self, call: Call) -> Trace | None:
+        """Take each :func:`spend` for a kernel, and the time between them for none."""
+        before = _ledger.kernels
+        (seconds,), _ = self._execute([call], Mode.PLAIN)
+        kernels = _ledger.kernels - before
+        return Trace(kernels, kernels, 0, seconds, seconds) if self.gpu and kernels else None
 
     def synchronize(self) -> None:
         pass
@@ -224,7 +248,7 @@ class FakeClock:
                 time.sleep(3_600)
             self._reasons = fault.reasons
         seconds, last = self._execute(calls, mode)
-        return self._read(seconds, layout), last
+        return self.peers.most(self._read(seconds, layout)), last
 
     def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
         last: object = None

@@ -1,11 +1,16 @@
-"""What a test gets: compare, clock, nvcc and gpu, in the process where the test runs."""
+"""What a test gets: compare, clock, capture, nvcc and gpu, in the process where it runs."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +18,16 @@ from typing import Any
 import pytest
 
 from . import compare as claims
+from . import inside, profile, ranks, tools
 from .build import Nvcc
 from .clock import Clock, calls_per_block, choose_mode
-from .errors import Misuse
+from .errors import AiperfError, Misuse, ToolMissing
 from .lease import Lease
-from .model import Interval, Metric, Result, to_json
-from .needs import NEEDS
+from .model import Evidence, Interval, Metric, Profile, Result, to_json
+from .needs import NEEDS, claim_id, is_claim
+from .peers import Ranks
 from .replicate import PLAN, QUICK
-from .session import Session
+from .session import Session, on_cuda
 from .trial import Arm, Claim
 
 CLOCK = pytest.StashKey[Clock]()
@@ -31,17 +38,22 @@ NVCC = pytest.StashKey[Nvcc]()
 def clock_of(item: pytest.Item, session: Session) -> Clock:
     """Return the item's clock; CUDA is initialised here, in the claim's process."""
     if CLOCK not in item.stash:
-        gpus = session.mine(item)
+        gpus, peers, mine = session.mine(item), None, 0
+        if session.settings.part is not None:
+            peers, mine = Ranks("cuda" if on_cuda(gpus) else "cpu"), int(os.environ["LOCAL_RANK"])
         with lease_of(item, session).prepare():  # a new clock spins, which others would measure
-            item.stash[CLOCK] = session.machine.clock(gpus[0] if gpus else None)
+            item.stash[CLOCK] = session.machine.clock(gpus[mine] if gpus else None, peers)
     return item.stash[CLOCK]
 
 
 def lease_of(item: pytest.Item, session: Session) -> Lease:
     """Return the item's lease; what it waits for others does not count against its deadline."""
     if LEASE not in item.stash:
+        # the claim's own process holds the lease for its ranks: theirs stand in nobody's way
+        part = session.settings.part
         item.stash[LEASE] = Lease(
             [g.uuid for g in session.mine(item)],
+            Path(part.scratch, f"locks-{os.environ['RANK']}") if part is not None else None,
             on_wait=lambda why: session.tell("waiting", phase=why),
             on_turn=lambda: session.tell("working", phase="its turn"),
         )
@@ -103,6 +115,7 @@ class Compare:
         against: str = "idiomatic",
         cache: str = "cold",
         precision: str | None = None,
+        evidence: Sequence[Evidence] = (),
     ) -> Result | None:
         """Hold that ``optimized`` beats ``baseline`` on the same work.
 
@@ -110,7 +123,8 @@ class Compare:
         result is what it returns followed by the arguments that it changed; ``reference`` gives
         the same in fp64 or exactly. ``metric`` is what is judged (of several, the first);
         ``against`` says what the baseline is; ``cache="warm"`` declares that the working set may
-        stay in the L2; ``precision`` declares arithmetic of fewer bits in the optimized arm.
+        stay in the L2; ``precision`` declares arithmetic of fewer bits in the optimized arm;
+        ``evidence`` says what proves the mechanism (pytest_aiperf.evidence).
         Returns the record when measuring, None when only checking. Raises Misuse, Disagreement,
         InvalidMeasurement or Unproven, each with one sentence.
         """
@@ -128,19 +142,33 @@ class Compare:
             against=against,
             cache=cache,
             precision=precision,
+            evidence=evidence,
         )
-        if self._session.settings.measure is not None:
-            return self._measure(claim)
+        settings = self._session.settings
+        if settings.job is not None:
+            inside.perform_arm(settings.job, claim, clock_of(self._item, self._session))
+            pytest.exit("captured", returncode=0)
+        if settings.profile is not None:
+            return self._profile(claim, settings.profile)
+        if settings.measure is not None:
+            return self._in_ranks(claim) if self._starts_ranks() else self._measure(claim)
         self._check(claim)
         return None
 
     def _check(self, claim: Claim) -> None:
         item = self._item
         arms = claim.arms.values()
-        if not (item.stash[NEEDS].gpu or any(getattr(arm, "needs_gpu", False) for arm in arms)):
+        used = item.stash[NVCC].used if NVCC in item.stash else []
+        archs = item.stash[NEEDS].archs or ("sm90",)
+        on_cpu = item.stash[NEEDS].checked_on_cpu
+        if on_cpu and not any(getattr(arm, "needs_gpu", False) for arm in arms):
+            if self._starts_ranks():
+                self._in_ranks(claim)
+                return
             clock = clock_of(item, self._session)
-            claims.check(claim, clock, seed=1, say=lambda *_a, **_k: None)
-        elif NVCC in item.stash and item.stash[NVCC].used:
+            claims.check(claim, clock, builds=used, archs=archs)
+        elif used:
+            claims.check(claim, None, builds=used)
             self.built_only = True
         else:
             raise pytest.skip.Exception(
@@ -148,11 +176,70 @@ class Compare:
                 _use_item_location=True,
             )
 
+    def _starts_ranks(self) -> bool:
+        return self._item.stash[NEEDS].count > 1 and self._session.settings.part is None
+
+    def _in_ranks(self, claim: Claim) -> Result | None:
+        """Have the test run anew in a rank for each GPU; all of them check or measure it."""
+        item, session = self._item, self._session
+        count, settings = item.stash[NEEDS].count, session.settings
+        with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch, self._alone(claim):
+            blank = replace(session.blank(item), against=claim.against)
+            told = ranks.Part(scratch, blank, session.known_floor(item))
+            session.tell("waiting", phase=f"in {count} ranks")  # which have a deadline of their own
+            # a check compiles nothing (see explain.uncompiled): each rank is spared the compiler
+            environ = {} if settings.measure else {"TORCH_COMPILE_DISABLE": "1"}
+            words = _again(item, session)
+            ending = ranks.run(told, count, words, settings.deadline, environ)
+            session.tell("working", phase="reading")
+            result = ending.result
+            if result is not None and result.floor:
+                session.floor(item, partial(float, result.floor))  # known to the next claim
+        if ending.skipped:
+            raise pytest.skip.Exception(ending.why, _use_item_location=True)
+        if settings.measure is not None and result is not None:
+            session.tell("result", result=to_json(result))
+        if ending.why:
+            raise AiperfError(ending.why)
+        return result
+
+    def _alone(self, claim: Claim) -> AbstractContextManager[None]:
+        """Have the GPUs alone for the ranks' whole run, and the host where a caller's wait counts.
+
+        One process takes them for all: ranks that did so each for itself, phase by phase, would
+        wait for one another in the lease and in the collectives.
+        """
+        if self._session.settings.measure is None:
+            return nullcontext()  # a check times nothing
+        lease = lease_of(self._item, self._session)
+        return lease.time_host() if Metric.WALL in claim.metrics else lease.time_device()
+
+    def _profile(self, claim: Claim, spec: str) -> Result:
+        item, session = self._item, self._session
+        used = item.stash[NVCC].used if NVCC in item.stash else ()
+        blank = replace(
+            session.blank(item),
+            code=_code_hash(_files(item)),
+            kernels=tuple(k for b in used for k in b.kernels),
+        )
+        # "void turn<Padded>(float const*)": the part that all tools give, however they demangle
+        own = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in blank.kernels}
+        order = order_of(item, session, spec, session.settings.calls, blank.seed)
+        try:
+            turn = partial(_turn, item, session, order.tool)
+            result, problem = profile.run(claim, order, blank, sorted(own), turn)
+        except ToolMissing as why:
+            raise pytest.skip.Exception(str(why), _use_item_location=True) from None
+        session.tell("result", result=to_json(result))
+        if problem is not None:
+            raise problem
+        return result
+
     def _measure(self, claim: Claim) -> Result:
         item, session = self._item, self._session
         blank = session.blank(item)
         plan = QUICK if session.settings.quick else PLAN
-        used = item.stash[NVCC].used if NVCC in item.stash else ()
+        used = item.stash[NVCC].used if NVCC in item.stash else []
 
         def say(phase: str, **figures: object) -> None:
             session.tell("working", phase=phase, **figures)
@@ -168,7 +255,8 @@ class Compare:
             ),
             expected=lambda code: session.expected(item, code),
             code=lambda: _code_hash(_files(item)),
-            kernels=lambda: tuple(k for b in used for k in b.kernels),
+            builds=used,
+            ceilings=lambda clock: session.ceilings(clock, say),
         )
         with _deterministic(on=session.settings.reproducible):
             result, problem = claims.run(claim, case)
@@ -176,6 +264,96 @@ class Compare:
         if problem is not None:
             raise problem
         return result
+
+
+class Capture:
+    """Profile one callable: the ``capture`` fixture."""
+
+    def __init__(self, item: pytest.Item, session: Session) -> None:
+        self._item = item
+        self._session = session
+        self._count = 0
+        self.found: list[Profile] = []
+
+    def __call__(
+        self,
+        call: Callable[..., object],
+        *args: object,
+        tool: str = "ncu",
+        preset: str = "minimal",
+        calls: int = 1,
+    ) -> Profile:
+        """Return what a profiler sees of one call: its figures, its kernels, its artefact.
+
+        The test runs anew in a process under the tool, as far as this call, which is warmed up
+        there. A tool that is missing or not permitted is a skip.
+        """
+        item, session = self._item, self._session
+        if is_claim(item):
+            raise Misuse("a claim is captured with --profile: take capture in a test of its own")
+        if session.settings.measure is None:
+            pytest.skip("captures only when measuring: run with --gpu (or --cpu, for @host)")
+        number, self._count = self._count, self._count + 1
+        job = session.settings.job
+        if job is not None:
+            if number < len(job.before):
+                return job.before[number]
+            clock = clock_of(item, session)
+            inside.perform(job, clock, lambda: (lambda: call(*args), None))
+            pytest.exit("captured", returncode=0)
+        order = order_of(item, session, f"{tool}:{preset}", calls, session.blank(item).seed)
+        try:
+            with _turn(item, session, order.tool, f"{tool}: call {number}"):
+                found, _ = profile.capture(order, f"call-{number}", before=self.found)
+        except ToolMissing as why:
+            pytest.skip(str(why))
+        self.found.append(found)
+        return found
+
+
+def order_of(
+    item: pytest.Item, session: Session, spec: str, calls: int, seed: int
+) -> profile.Order:
+    """Say how to capture what an item does: by running it anew, in a pytest of its own."""
+    tool, preset = tools.chosen(spec)
+    settings, words = session.settings, _again(item, session)
+    folder = (
+        settings.root / profile.ARTIFACTS / settings.run_id / profile.safe(claim_id(item.nodeid))
+    )
+    target = (sys.executable, "-m", "pytest", *words)
+    return profile.Order(tool, preset, folder, target, settings.deadline, calls, seed)
+
+
+def _again(item: pytest.Item, session: Session) -> list[str]:
+    """Return the words with which a pytest of its own runs an item anew, as this one does."""
+    settings, option = session.settings, item.config.option
+    function = item.nodeid.partition("::")[2]
+    words = [f"{item.path}::{function}", f"--rootdir={settings.root}", "--capture=no"]
+    words += [f"--{settings.measure}"] if settings.measure else []
+    words += ["-c", str(item.config.inipath)] if item.config.inipath else []
+    words += [word for name in option.plugins for word in ("-p", name)]
+    words += [word for name in option.override_ini or () for word in ("-o", name)]
+    words += ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
+    words += ["--reproducible"] if settings.reproducible else []
+    words += ["--quick"] if settings.quick else []
+    return words
+
+
+@contextmanager
+def _turn(item: pytest.Item, session: Session, tool: tools.Tool, phase: str) -> Iterator[None]:
+    """Have the device alone while a child works, which has a deadline of its own.
+
+    Tools that look at no time share it: the sanitizer's many runs go side by side.
+    """
+    lease = lease_of(item, session)
+    shared = tool.checks or tool.inside == "memory"
+    alone = lease.time_device if session.mine(item) else lease.time_host
+    with lease.prepare() if shared else alone():
+        session.tell("waiting", phase=phase)
+        try:
+            yield
+        finally:
+            session.tell("working", phase="reading")
 
 
 def _files(item: pytest.Item) -> list[Path]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from .errors import Misuse
-from .model import Senses, Work
+from .model import Senses
 
 SPAN = 3
 """Input sets of a cold measurement span the L2 this many times, and are at least this many."""
 MOST_SETS = 256
 SAME_CLOCK = 0.05
-"""The SM clock may differ by this much between the two sides of a round."""
+"""The SM clock may differ by this much between the two sides of a round,"""
+SAME_CAPPED_CLOCK = 0.15
+"""and by this much under the power cap, which has it wander: a mirrored round sees both arms so."""
+_POWER_CAP = 0x04
 
 # Power cap (0x4), idle (0x1) and a chosen clock (0x2, 0x100) are ordinary; these are not.
 _REASONS = {
@@ -66,6 +70,20 @@ _FLAGS = (
     "is_inference_mode_enabled",
     "are_deterministic_algorithms_enabled",
 )
+# What measures and judges: an arm that puts something else in its place is found out.
+_OURS = (
+    *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
+    *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
+    *("torch.cuda.synchronize", "torch.cuda.stream", "torch.cuda.CUDAGraph.replay"),
+    *("pytest_aiperf.clock.now", "pytest_aiperf.clock.WallBlock.run"),
+    *("pytest_aiperf.cuda.now", "pytest_aiperf.cuda.CudaClock.timed"),
+    *(
+        "pytest_aiperf.agree.verify",
+        "pytest_aiperf.leaves.changed",
+        "pytest_aiperf.stats.comparison",
+    ),
+)
+_PERSISTING_L2 = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -80,18 +98,6 @@ _VARIABLES = (
     "TRITON_INTERPRET",
 )
 
-PEAKS: Final = {
-    "a100": (2.04e12, 312e12),
-    "h100": (3.35e12, 990e12),
-    "h200": (4.8e12, 990e12),
-    "b200": (8.0e12, 2.25e15),
-    "b300": (8.0e12, 2.5e15),
-}
-"""Datasheet limits of a GPU key: bytes a second of its memory, dense bf16 flops a second."""
-
-_LENIENCE = 1.05  # parts are sold by their datasheet, and a few run a little above it
-_OVER_BF16 = {"fp64": 1, "fp32": 1, "tf32": 1, "bf16": 1, "fp16": 1, "fp8": 2, "int8": 2, "fp4": 6}
-
 
 def round_problem(before: Senses, after: Senses) -> str | None:
     """Name what disturbed a round, given what the GPU felt at its two sides."""
@@ -104,7 +110,7 @@ def round_problem(before: Senses, after: Senses) -> str | None:
             return f"the {counter.replace('_', ' ')} violation counter, which grew meanwhile"
     if before.sm_mhz and after.sm_mhz:
         apart = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
-        if apart > SAME_CLOCK:
+        if apart > (SAME_CAPPED_CLOCK if reasons & _POWER_CAP else SAME_CLOCK):
             return f"the SM clock, which went from {before.sm_mhz} to {after.sm_mhz} MHz"
     return None
 
@@ -141,8 +147,8 @@ def flags() -> dict[str, str]:
     if torch is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates some of these names as they are read
-            now |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS}
-    return now
+            now |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
+    return now | {name: repr(found) for name in _OURS if (found := _find(name))}
 
 
 def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -151,34 +157,68 @@ def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
         f"{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
-        # torch was loaded in between: what it starts with is no change
-        and not (name.startswith("torch.") and (name not in before or name not in after))
+        # what was loaded in between starts with no change
+        and not ("." in name and (name not in before or name not in after))
     ]
 
 
-def faster_than_physics(
-    seconds: float,
-    work: Work,
-    peak_bytes_per_s: float | None,
-    peak_flops_per_s: float | None = None,
-) -> str | None:
-    """Say what a time would take that no GPU of this kind has (``PEAKS[gpu.key]``).
+def extras() -> dict[str, int]:
+    """Count what calls do beside their work, while they are timed at the latest: never."""
+    counts = {"Triton, which loaded kernels": _triton_loads()[0]}
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        frames = dynamo.counters["frames"]["total"]
+        counts["torch.compile, which compiled"] = frames
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda and cuda.is_initialized():
+        grown = cuda.memory_stats().get("num_device_alloc", 0)
+        counts["torch's allocator, which asked the driver for memory"] = grown
+    return counts
 
-    Judge bytes only where the cache is cold: pass None for ``peak_bytes_per_s`` where it is warm.
-    """
-    factor = _OVER_BF16.get(work.dtype or "", 0)
-    limits = (
-        (work.bytes, peak_bytes_per_s, "bytes", "TB/s of memory traffic"),
-        (work.flops, (peak_flops_per_s or 0) * factor, "flops", f"TFLOP/s in {work.dtype}"),
-    )
-    for amount, peak, name, unit in limits:
-        if peak and amount > seconds * peak * _LENIENCE:
-            return (
-                f"{amount:.3g} {name} in {seconds:.3g} s are {amount / seconds / 1e12:.3g} {unit}, "
-                f"and this GPU reaches {peak / 1e12:.3g}: the arm skips work, or work= counts "
-                "more than a call must do"
-            )
-    return None
+
+def extra_problem(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """Name what the calls of a round did beside their work."""
+    grown = [name for name, count in after.items() if count > before.get(name, count)]
+    return f"{grown[0]} meanwhile (warmed calls of one shape do not)" if grown else None
+
+
+@functools.cache
+def _triton_loads() -> list[int]:
+    """Count the kernels that Triton loads from now on."""
+    count = [0]
+
+    def loaded(*_: object, **__: object) -> None:
+        count[0] += 1
+
+    hooks = getattr(sys.modules.get("triton.knobs"), "runtime", None)
+    chain = getattr(hooks, "kernel_load_end_hook", None)
+    if chain is not None:
+        chain.add(loaded)
+    return count
+
+
+def _find(name: str) -> object:
+    module, *parts = name.split(".")
+    while module in sys.modules and parts and f"{module}.{parts[0]}" in sys.modules:
+        module = f"{module}.{parts.pop(0)}"
+    found: Any = sys.modules.get(module)
+    for part in parts:
+        found = getattr(found, part, None)
+    return found
+
+
+def _carve_out(torch: Any) -> dict[str, str]:
+    """Read how much of the L2 this context sets aside for what is to persist in it."""
+    import ctypes  # late: no other pytest run should load it
+
+    cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return {}
+    failed = driver.cuCtxGetLimit(ctypes.byref(size), _PERSISTING_L2)
+    return {} if failed else {"torch.cuda.persisting_l2_bytes": str(size.value)}
 
 
 def _flag(torch: Any, name: str) -> str:

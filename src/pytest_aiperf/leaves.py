@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import sys
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ def walk(value: Any, name: str) -> list[Leaf]:
     """Find the leaves in tuples, lists, dicts, dataclasses and modules.
 
     None is no leaf, and neither is a Score: it is the figure claimed, not a result. A gradient
-    is one: backward() changes its arguments too.
+    is one: backward() changes its arguments too. What a container holds is looked at past its own
+    methods: one that computes when it is read would do so outside the clock.
     """
     torch = sys.modules.get("torch")
     found: list[Leaf] = []
@@ -29,19 +31,35 @@ def walk(value: Any, name: str) -> list[Leaf]:
     if value is None or isinstance(value, Score):
         pass
     elif isinstance(value, (tuple, list)):
-        inner = {f"[{i}]": item for i, item in enumerate(value)}
+        kind: Any = tuple if isinstance(value, tuple) else list
+        inner = {f"[{i}]": item for i, item in enumerate(kind.__iter__(value))}
     elif isinstance(value, dict):
-        inner = {f"[{key!r}]": value[key] for key in sorted(value, key=repr)}
+        keys = sorted(dict.keys(value), key=repr)
+        inner = {f"[{key!r}]": dict.__getitem__(value, key) for key in keys}
     elif torch and isinstance(value, torch.nn.Module):
         named = (*value.named_parameters(), *value.named_buffers())
         inner = {f".{key}": item for key, item in named}
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif _holds_fields(value):
         inner = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
     else:
         found = [(name, value)]
         if torch and isinstance(value, torch.Tensor) and value.is_leaf:
             inner = {".grad": value.grad}
     return found + [leaf for step, item in inner.items() for leaf in walk(item, name + step)]
+
+
+def _holds_fields(value: Any) -> bool:
+    """Whether this is a dataclass, and each field lies in it and is not computed when read."""
+    kind = type(value)
+    if not dataclasses.is_dataclass(kind) or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    stored = vars(value) if hasattr(value, "__dict__") else {}
+    own = {f.name: getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
+    return all(
+        isinstance(found, types.MemberDescriptorType)
+        or (name in stored and not isinstance(found, property))
+        for name, found in own.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +71,7 @@ class Library:
     real: Callable[[Any], Any]  # a view without gradient, of complex numbers as pairs
     copy: Callable[[Any], Any]
     cast: Callable[[Any, str, Any], Any]  # to a dtype, and to where the last argument lies
-    where: Callable[[Any], tuple[int, tuple[int, ...]]]  # address and strides
+    where: Callable[[Any], tuple[int, tuple[int, ...]]]  # address, and strides in bytes
 
 
 def _torch(torch: Any) -> Library:
@@ -67,15 +85,16 @@ def _torch(torch: Any) -> Library:
         real,
         lambda x: x.clone(),
         lambda x, kind, at: torch.as_tensor(x, dtype=getattr(torch, kind), device=at.device),
-        lambda x: (x.data_ptr(), x.stride()),
+        lambda x: (x.data_ptr(), tuple(s * x.element_size() for s in x.stride())),
     )
 
 
 def _numpy(numpy: Any) -> Library:
     """Adapt numpy, or cupy, which follows it."""
+    own = (numpy.ndarray, getattr(numpy, "memmap", numpy.ndarray))
     return Library(
         numpy,
-        lambda x: isinstance(x, numpy.ndarray) and x.dtype.kind in "biufc",
+        lambda x: type(x) in own and x.dtype.kind in "biufc",
         lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
         lambda x: x.copy(),
         lambda x, kind, _: numpy.asarray(x, dtype=kind),
@@ -140,6 +159,40 @@ def nbytes(args: Args) -> int:
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def is_lent(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
+    """Whether an array lies in an argument's memory, or shows one element in many places."""
+    low, high = _span(array)
+    spans = [_span(a) for p, a in arrays(args).items() if p not in skip]
+    _, strides = of(array).where(array)
+    once = all(n < 2 or stride for n, stride in zip(array.shape, strides, strict=True))
+    return not once or any(low < end and start < high for start, end in spans)
+
+
+def _span(array: Any) -> tuple[int, int]:
+    if not math.prod(array.shape):
+        return 0, 0
+    start, strides = of(array).where(array)
+    reach = [(n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)]
+    low = start + sum(min(0, r) for r in reach)
+    return low, start + sum(max(0, r) for r in reach) + array.itemsize
+
+
+def alike(first: Args, second: Args) -> bool:
+    """Whether arguments differ in nothing but the elements of their arrays."""
+    pairs = list(zip(walk(first, "args"), walk(second, "args"), strict=False))
+    return len(walk(first, "args")) == len(walk(second, "args")) == len(pairs) and all(
+        p == q and (form(x) == form(y) if of(x) and of(y) else _equal(x, y))
+        for (p, x), (q, y) in pairs
+    )
+
+
+def _equal(first: object, second: object) -> bool:
+    try:
+        return first is second or bool(first == second)
+    except Exception:  # noqa: BLE001  whatever they are, they are not known to be equal
+        return False
 
 
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:

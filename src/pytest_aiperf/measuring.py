@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from _pytest.runner import runtestprotocol
 from . import child, needs, report, results, stats
 from .errors import AiperfError
 from .model import Outcome, Result, from_json, to_json
-from .session import LOST, NOT_RUN, Session
+from .session import LOST, NOT_RUN, Session, on_cuda
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -54,8 +56,8 @@ class Measuring:
     # items
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self) -> None:
-        _warm_up()
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        _warm_up(session.items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -115,6 +117,8 @@ class Measuring:
             if message["kind"] == "report":
                 data = message["data"]
                 made = config.hook.pytest_report_from_serializable(config=config, data=data)
+                if isinstance(made.longrepr, list):  # a skip's place and reason, as JSON has them
+                    made.longrepr = tuple(made.longrepr)
                 reports.append(made)
             elif message["kind"] == "result":
                 said.append(from_json(Result, message["result"]))
@@ -136,9 +140,10 @@ class Measuring:
     def _inside(self, item: pytest.Item, channel: child.Channel) -> None:
         """Run the item's three phases; this is the claim's process."""
         gpus = self.session.mine(item)
-        if any(g.uuid.startswith("GPU-") for g in gpus):  # CUDA's own; a fake has another name
+        if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
         self.session.tell = channel.send
+        gc.freeze()  # what the pytest process has made is nothing that a claim could drop
         for done in runtestprotocol(item, log=False, nextitem=None):
             hook = item.config.hook
             data = hook.pytest_report_to_serializable(config=item.config, report=done)
@@ -191,6 +196,12 @@ class Measuring:
             ours.closing.append(f"ERROR: {why}")
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
             return
+        if folder := session.config.option.aiperf_report:
+            from .page import write_report  # late: with Jinja2
+
+            machine = results.machine_info(ours.gpus)
+            written = write_report(list(ours.results.values()), machine, Path(folder))
+            ours.closing.append(f"report: {written}")
         plugin = session.config.pluginmanager.get_plugin("pytest-benchmark")
         report.benchmark_session_add(plugin, list(ours.results.values()))
         lost = any(r.message == LOST for r in ours.results.values())
@@ -206,7 +217,10 @@ class Measuring:
         width = shutil.get_terminal_size((140, 24)).columns
         if ours.results:
             terminalreporter.write_sep("=", "claims")
-            for line in report.table(list(ours.results.values()), width):
+            verbose = terminalreporter.verbosity > 0
+            for line in report.table(list(ours.results.values()), width, verbose=verbose):
+                terminalreporter.write_line(line)
+            for line in report.profiles(list(ours.results.values()), width):
                 terminalreporter.write_line(line)
         if ours.closing:
             terminalreporter.write_sep("=", "records")
@@ -214,10 +228,12 @@ class Measuring:
                 terminalreporter.write_line(line)
 
 
-def _warm_up() -> None:
+def _warm_up(items: Sequence[pytest.Item]) -> None:
     """Import once, here, what every claim's process would import for itself."""
     import_module(".fixtures", __package__)
     stats.t_quantile(0.995, 7)  # scipy
+    if any("torch.compile(" in file.read_text() for file in {item.path for item in items}):
+        import_module("torch._dynamo")  # seconds, for each claim that compiles
 
 
 def _terminated(_signal: int, _frame: FrameType | None) -> None:

@@ -72,12 +72,14 @@ class Work:
     """What one call moves and computes: turns a time into a rate.
 
     ``bytes`` counts compulsory traffic (each input read once, each output written once),
-    ``flops`` floating-point operations, ``dtype`` the arithmetic ("fp32", "bf16", ...).
+    ``written`` how many of them are written (half, where it is not said), ``flops``
+    floating-point operations, ``dtype`` the arithmetic ("fp32", "bf16", ...).
     """
 
     bytes: float = 0.0
     flops: float = 0.0
     dtype: str | None = None
+    written: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,86 @@ class KernelRecord:
     shared_bytes: int
 
 
+class Proof(StrEnum):
+    """What a piece of evidence looks at."""
+
+    OPCODE = "opcode"
+    REGISTERS = "registers"
+    SPILLS = "spills"
+    LAUNCHES = "launches"
+    KERNELS = "kernels"
+    GRAPH_BREAKS = "graph breaks"
+    PEAK_MEMORY = "peak memory"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A figure that the optimized arm's mechanism entails, and the bounds that it lies within.
+
+    ``of`` names the opcode or the ncu metric; ``kernel`` is part of the names of the kernels
+    that it is about (all, when empty); ``per`` makes the figure a ratio to the baseline's, or to
+    the bytes of ``work``.
+    """
+
+    proof: Proof
+    of: str = ""
+    kernel: str = ""
+    least: float | None = None
+    most: float | None = None
+    per: Literal["", "baseline", "work"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of a piece of evidence; ``value`` None when this run could not look at it."""
+
+    evidence: Evidence
+    value: float | None = None
+    held: bool = True
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How close an arm is to what this GPU can do: the ceiling that binds it, in its unit."""
+
+    ceiling: str
+    rate: float
+    limit: float
+    unit: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one call of an arm did on the GPU: launches by the host, work items, seconds.
+
+    ``span`` goes from the first item's start to the last one's end, ``busy`` is the part of it
+    in which anything ran; ``names`` are the kernels, the longest-running first.
+    """
+
+    launches: int
+    kernels: int
+    copies: int
+    busy: float
+    span: float
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One arm under one profiler: its artefact and the figures read from it."""
+
+    tool: str
+    arm: str
+    artefact: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Everything measured for one comparison, raw."""
@@ -258,6 +340,12 @@ class Result:
     work: Work | None = None
     agreement: tuple[Error, ...] = ()
     kernels: tuple[KernelRecord, ...] = ()
+    evidence: tuple[Finding, ...] = ()
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    traces: Mapping[str, Trace] = field(default_factory=dict)
+    diagnosis: Mapping[str, str] = field(default_factory=dict)
+    profiles: tuple[Profile, ...] = ()
+    notes: tuple[str, ...] = ()
     expectation: Expectation | None = None
     code: str = ""
     gpu: Gpu | None = None

@@ -61,6 +61,12 @@ class Needs:
     min_sm: int | None = None
     memory: float | None = None
     archs: tuple[str, ...] = ()
+    cpu: bool = True
+
+    @property
+    def checked_on_cpu(self) -> bool:
+        """Whether its arms may run without a GPU; those of several ranks may, if not told no."""
+        return self.cpu if self.count > 1 else not self.gpu
 
     def missing(self, gpus: Sequence[Gpu]) -> str | None:
         """Say in words what these GPUs lack; None when nothing."""
@@ -82,7 +88,7 @@ class Needs:
 def needs_of(marks: Iterable[Mark]) -> Needs:
     """Read an item's marks; raise Misuse for a ``gpu`` mark that means nothing."""
     host, gpu, archs = False, False, []
-    count, min_sm, memory = 1, None, None
+    count, min_sm, memory, cpu = 1, None, None, True
     for mark in marks:
         if mark.name == "host":
             host = True
@@ -90,18 +96,19 @@ def needs_of(marks: Iterable[Mark]) -> Needs:
             archs.append(mark.name)
         elif mark.name == "gpu":
             gpu = True
-            unknown = set(mark.kwargs) - {"count", "min_sm", "memory"}
+            unknown = set(mark.kwargs) - {"count", "min_sm", "memory", "cpu"}
             if mark.args or unknown:
                 raise Misuse(
-                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90) and memory= (bytes), "
-                    f"not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
+                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), memory= (bytes) and "
+                    f"cpu=, not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
                 )
             count = max(count, int(mark.kwargs.get("count", 1)))
             min_sm = mark.kwargs.get("min_sm", min_sm)
             memory = mark.kwargs.get("memory", memory)
+            cpu = cpu and bool(mark.kwargs.get("cpu", True))
     if host and (gpu or archs):
         raise Misuse("a claim is either for the host or for GPUs: drop @pytest.mark.host or gpu")
-    return Needs(host, gpu or bool(archs), count, min_sm, memory, tuple(sorted(archs)))
+    return Needs(host, gpu or bool(archs), count, min_sm, memory, tuple(sorted(archs)), cpu)
 
 
 def twins(claims: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:

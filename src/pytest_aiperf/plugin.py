@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from . import needs
+from . import needs, peers
 from .errors import AiperfError, BuildError, Misuse
 
 # Rooms are imported where they are needed: a pytest run without claims must not pay for them.
 if TYPE_CHECKING:
     from .build import Nvcc
     from .clock import Machine
-    from .fixtures import Compare, Stopwatch
+    from .fixtures import Capture, Compare, Stopwatch
     from .model import Gpu
     from .session import Session
 
-FIXTURES = frozenset({"gpu", "nvcc", "clock", "compare"})
+FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
 SESSION = pytest.StashKey["Session"]()
 COMPARE = pytest.StashKey["Compare"]()
+
+OWNED = (
+    "another plugin (pytest-profiling, say) owns --profile: leave it out with -p no:profiling, or "
+    "say --aiperf-profile"
+)
 
 # options
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    _mind_profiling(pluginmanager)
     group = parser.getgroup("aiperf", "GPU optimizations as benchmark tests")
     group.addoption("--gpu", action="store_true", help="measure the selected claims on the GPU")
     group.addoption("--cpu", action="store_true", help="measure the host claims on this machine")
@@ -46,9 +54,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="stop starting claims after this long (90, 90s, 20m, 2h); the rest is listed",
     )
     group.addoption(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        help="measure only the I-th of N shards, dealt by the seconds of the accepted results",
+    )
+    group.addoption(
+        "--aiperf-report",
+        metavar="DIR",
+        help="write the results there as one HTML page and as Markdown",
+    )
+    group.addoption(
         "--reproducible",
         action="store_true",
         help="fixed seeds and deterministic algorithms: the same inputs in every run",
+    )
+    group.addoption(
+        "--profile-calls",
+        dest="aiperf_profile_calls",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how many calls --profile captures (default: %(default)s)",
     )
     parser.addini("aiperf_expectations", "the expectations file", default="expectations.yaml")
     parser.addini("aiperf_results", "the folder of accepted results", default="results")
@@ -60,6 +87,65 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=False,
     )
     parser.addini("aiperf_deadline", "seconds that one claim may work", default="300")
+
+
+def _mind_profiling(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Say whose --profile it is before pytest-profiling's, a flag, stumbles over our value."""
+    config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
+    asked = config is not None and any(
+        str(word).startswith("--profile=") for word in config.invocation_params.args
+    )
+    if asked and not pluginmanager.is_blocked("profiling"):
+        from importlib import metadata
+
+        if metadata.entry_points(group="pytest11", name="profiling"):
+            raise pytest.UsageError(OWNED)
+
+
+def _add_profile(parser: pytest.Parser, args: Sequence[str]) -> None:
+    """Add --profile, unless another plugin has it: all plugins are there by now."""
+    try:
+        _, unknown = parser.parse_known_and_unknown_args(["--profile"])
+        free = "--profile" in unknown
+    except pytest.UsageError:  # somebody's, who wants a value with it
+        free = False
+    if not free and any(word.startswith("--profile=") for word in args):
+        raise pytest.UsageError(OWNED)
+    parser.getgroup("aiperf").addoption(
+        *(["--profile"] if free else []),
+        "--aiperf-profile",
+        dest="aiperf_profile",
+        type=_tool,
+        metavar="TOOL[:PRESET]",
+        help="capture each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
+        "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
+    )
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def _tool(text: str) -> str:
+    from .tools import chosen
+
+    try:
+        tool, preset = chosen(text)
+    except Misuse as why:
+        raise argparse.ArgumentTypeError(str(why)) from None
+    return f"{tool.name}:{preset}"
+
+
+def _shard(text: str) -> tuple[int, int]:
+    from .shards import parse
+
+    try:
+        return parse(text)
+    except Misuse as why:
+        raise argparse.ArgumentTypeError(str(why)) from None
 
 
 def _seconds(text: str) -> float:
@@ -89,12 +175,18 @@ def pytest_aiperf_machine() -> Machine:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> None:
     # Before any conftest can import torch or triton. torch.cuda.is_available() in a test module
     # would otherwise initialise CUDA here, and every claim's fork would fail.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    known = early_config.known_args_namespace
-    checking = not (known.gpu or known.cpu or known.update_expectations)
+    _add_profile(parser, args)
+    option = early_config.option
+    known = parser.parse_known_args(args, namespace=copy.copy(option))
+    if known.aiperf_profile and not (known.gpu or known.cpu):
+        setattr(option, "cpu" if known.aiperf_profile.startswith("perf") else "gpu", True)
+    checking = not (known.gpu or known.cpu or known.update_expectations or known.aiperf_profile)
     # where there is a GPU, a project's own tests may want to run their Triton kernels on it
     if checking and (
         early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
@@ -111,23 +203,37 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{arch}: runs only on {arch} (several: any of them)")
     config.addinivalue_line(
         "markers",
-        "gpu(count=1, min_sm=None, memory=None): needs GPUs, of at least this compute capability "
-        "(90 for sm90) and memory in bytes",
+        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs GPUs, of at least this compute "
+        "capability (90 for sm90) and memory in bytes; of several, each has a rank, and without "
+        "--gpu they are checked as ranks on the CPU, unless cpu=False",
     )
     config.addinivalue_line("markers", "host: a claim of the host; measured by --cpu and --gpu")
     measure = _measure(config)
+    if peers.VARIABLE in os.environ:
+        from . import ranks
+
+        told = ranks.part(os.environ)
+        assert told is not None
+        config.pluginmanager.register(ranks.Rank(told), "aiperf-rank")
     if measure is not None:
         from .measuring import Measuring
 
         try:
             session = _session(config, measure)
-            config.pluginmanager.register(Measuring(session), "aiperf-measuring")
+            if rank := config.pluginmanager.get_plugin("aiperf-rank"):
+                session.tell = rank.hear
+            elif session.settings.job is None:
+                config.pluginmanager.register(Measuring(session), "aiperf-measuring")
         except AiperfError as why:
             raise pytest.UsageError(str(why)) from None
 
 
 def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
     option = config.option
+    if getattr(option, "aiperf_profile", None) and option.update_expectations:
+        raise pytest.UsageError(
+            "--profile times nothing that could be accepted: drop --update-expectations"
+        )
     if option.gpu and option.cpu:
         raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
     if option.gpu:
@@ -136,9 +242,9 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
         return "cpu"
     if option.update_expectations:
         return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
-    for name in ("quick", "budget"):
-        if getattr(option, name):
-            raise pytest.UsageError(f"--{name} is about measuring: add --gpu or --cpu")
+    for name in ("--quick", "--budget", "--shard", "--aiperf-report"):
+        if getattr(option, name.lstrip("-").replace("-", "_")):
+            raise pytest.UsageError(f"{name} is about measuring: add --gpu or --cpu")
     return None
 
 
@@ -188,9 +294,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             dropped.append(item)
             continue
         kept.append(item)
-        why_not = wanted.missing(ours.gpus) if ours is not None and ours.gpus else None
+        why_not = ours.lacks(item) if ours is not None else None
         if why_not:
             item.add_marker(pytest.mark.skip(reason=why_not))
+    if ours is not None and ours.settings.shard:
+        try:
+            kept, others = ours.dealt(kept)
+        except AiperfError as why:
+            raise pytest.UsageError(str(why)) from None
+        dropped += others
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -245,6 +357,14 @@ def clock(request: pytest.FixtureRequest) -> Stopwatch:
 
 
 @pytest.fixture
+def capture(request: pytest.FixtureRequest) -> Capture:
+    """Profile one callable: ``capture(call, *args, tool="ncu").figures["duration"]``."""
+    from .fixtures import Capture
+
+    return Capture(request.node, _session(request.config))
+
+
+@pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
     """State a claim: optimized beats baseline, on the same work."""
     from .fixtures import Compare
@@ -269,7 +389,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if ours is None:
         return ["aiperf: checking (--gpu measures on the GPU, --cpu measures the host claims)"]
     on = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in ours.gpus) or "this host"
-    return [f"aiperf: measuring on {on}; seed {ours.settings.seed}; run {ours.settings.run_id}"]
+    what = f"capturing with {ours.settings.profile}" if ours.settings.profile else "measuring"
+    return [f"aiperf: {what} on {on}; seed {ours.settings.seed}; run {ours.settings.run_id}"]
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

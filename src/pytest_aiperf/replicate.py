@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 from . import agree, guards, leaves, stats
 from .clock import Block, calls_per_block, choose_mode
 from .errors import CannotCapture, InvalidMeasurement, Misuse
+from .leaves import Leaf
 from .model import Interval, Metric, Mode, Replicate, Round, Score, Timing
 from .trial import Args, Trial, overwrite
 
@@ -51,6 +53,7 @@ def _replicate(trial: Trial, plan: Plan, way: _Way) -> Timing:
     stopped = "replicates"
     while len(done) < plan.most:
         done.append(way.replicate(trial.seed + 1000 * (len(done) + 1)))
+        trial.hold_settings()
         timing = way.timing(tuple(done))
         ratio = speedup(timing)
         width = stats.half_width(ratio)
@@ -65,10 +68,11 @@ def _replicate(trial: Trial, plan: Plan, way: _Way) -> Timing:
             temperature_c=senses.temperature_c,
         )
         if len(done) >= plan.least:
-            if width <= plan.half_width:
+            # each rank of a claim may have scores of its own
+            if trial.clock.peers.agree(width <= plan.half_width):
                 stopped = "width"
                 break
-            if time.monotonic() - started > plan.seconds:
+            if not trial.clock.peers.agree(time.monotonic() - started < plan.seconds):
                 stopped = "seconds"
                 break
     return replace(timing, stopped=stopped)
@@ -104,7 +108,9 @@ class _Timed:
         self.trial = trial
         self.clock = trial.clock
         self.plan = plan
+        self._updated = set(trial.contract.written) - set(trial.contract.pure)
         self.notes: list[str] = []
+        self.challenged = False
         self.sets, self.least_calls = self._count_sets()
         stands = self._stand(trial.seed)
         seconds = self._warm(stands)
@@ -202,10 +208,13 @@ class _Timed:
             if problem is not None:
                 raise InvalidMeasurement(
                     f"a round was disturbed {REDO + 1} times, the last time by {problem}: "
-                    "let the GPU cool, stop other work on it, and run again"
+                    "let the GPU cool, stop other work on it and in the calls, and run again"
                 )
             rounds.append(done)
         self._verify(stands, seed)
+        if not self.challenged:  # once: it costs as much as the rounds
+            self._challenge(by_name, seed)
+            self.challenged = True
         return Replicate(seed, tuple(rounds), redone)
 
     def _round(self, stands: Mapping[str, _Stand]) -> tuple[Round, str | None]:
@@ -213,6 +222,7 @@ class _Timed:
         self.trial.random.shuffle(half)
         order = [*half, *reversed(half)]  # mirrored: a steady drift meets all arms alike
         seconds: dict[str, list[float]] = {name: [] for name in stands}
+        extras = guards.extras()
         before = self.clock.sense()
         for name in order:
             seconds[name].append(stands[name].ready.run() / self.calls)
@@ -223,23 +233,73 @@ class _Timed:
             after.sm_mhz,
             after.event_reasons,
         )
-        return done, guards.round_problem(before, after)
+        problem = guards.round_problem(before, after)
+        problem = problem or guards.extra_problem(extras, guards.extras())
+        if not self.clock.peers.agree(problem is None):
+            problem = problem or "what another rank felt"
+        return done, problem
 
     def _verify(self, stands: Sequence[_Stand], seed: int) -> None:
         """Check what the last timed calls left; inputs updated in place are restored first."""
         trial = self.trial
         last = (self.calls - 1) % self.sets
-        updated = set(trial.contract.written) - set(trial.contract.pure)
         results = {}
         for stand in stands:
             args, returned = stand.args[last], stand.ready.last
-            if updated:
+            if self._updated:
                 overwrite(range(len(args)), args, trial.make(seed + last))
                 returned = stand.calls[last]()
             results[stand.name] = agree.result(returned, args, trial.contract)
         self.clock.synchronize()
         want = trial.claim.reference(*trial.make(seed + last))
         agree.verify(results, want, trial.claim.precision, "after timing")
+
+    def _challenge(self, stands: Mapping[str, _Stand], seed: int) -> None:
+        """Put other values into the timed inputs, in place: what an arm remembers is now wrong.
+
+        Each arm's result is taken in the order of its stream, without a wait that would hide what
+        still runs; then the timed block itself is run on those values.
+        """
+        trial, clock = self.trial, self.clock
+        last = (self.calls - 1) % self.sets
+
+        def put(stand: _Stand) -> None:
+            overwrite(live, stand.args[last], values)
+            leaves.poison(stand.args[last], trial.contract.pure)
+            clock.synchronize()
+
+        values, live = trial.other(seed + last, seed + 250_031)
+        in_order = sorted(stands, key=("optimized", "library", "baseline").index)
+        found: dict[str, list[Leaf]] = {}
+        for name in in_order:
+            stand = stands[name]
+            for _ in range(trial.random.randrange(4)):  # an arm that counts its calls loses count
+                stand.calls[last]()
+            put(stand)
+            taken = clock.block([partial(self._taken, stand, last)], Mode.WALL)
+            taken.run()
+            found[name] = agree.kept(cast("list[Leaf]", taken.last))
+        want = trial.claim.reference(*trial.other(seed + last, seed + 250_031)[0])
+        precision = trial.claim.precision
+        agree.verify(found, want, precision, "on values that were put into the timed inputs")
+        if self._updated:
+            return  # a block updates its inputs as often as it calls
+        for name in in_order:
+            put(stands[name])
+            stands[name].ready.run()
+            returned, args = stands[name].ready.last, stands[name].args[last]
+            found[name] = agree.kept(agree.result(returned, args, trial.contract))
+        agree.verify(found, want, precision, "when the timed block ran on other values")
+
+    def _taken(self, stand: _Stand, i: int) -> list[Leaf]:
+        """Call an arm and take its result at once, in the order of the clock's stream."""
+        found = agree.result(stand.calls[i](), stand.args[i], self.trial.contract)
+        if self.clock.device == "cpu":
+            return agree.kept(found)
+        # what a GPU copies to the host is there only after a wait
+        ours = [leaf for leaf in found if str(getattr(leaf[1], "device", "cpu")) != "cpu"]
+        kept = dict(agree.kept(ours))
+        return [(path, kept.get(path, value)) for path, value in found]
 
     def timing(self, done: tuple[Replicate, ...]) -> Timing:
         return Timing(
@@ -258,7 +318,7 @@ class _Figures:
     """A figure that is not a time: peak bytes, or a score that the arm itself returns."""
 
     def __init__(
-        self, trial: Trial, figure: Callable[[Trial, Callable[[], object]], Score]
+        self, trial: Trial, figure: Callable[[Trial, Callable[[], object]], tuple[Score, object]]
     ) -> None:
         self.trial = trial
         self.figure = figure
@@ -270,15 +330,23 @@ class _Figures:
         names = list(trial.claim.arms)
         trial.random.shuffle(names)
         figures: dict[str, tuple[float, ...]] = {}
+        results: dict[str, list[Leaf]] = {}
         for name in names:
             trial.clock.release()
             args = trial.make(seed)
             call = _bind(trial.prepare(name, seed, args), args)
-            score = self.figure(trial, call)
+            score, returned = self.figure(trial, call)
+            if set(trial.contract.written) - set(trial.contract.pure):
+                overwrite(range(len(args)), args, trial.make(seed))
+                returned = call()
+            results[name] = agree.kept(agree.result(returned, args, trial.contract))
             if not score.value > 0 or math.isinf(score.value):
                 raise Misuse(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
             figures[name] = (score.value,)
             self.last = score
+            del args, call, returned
+        want = trial.claim.reference(*trial.make(seed))
+        agree.verify(results, want, trial.claim.precision, "after measuring")
         return Replicate(seed, (Round("".join(n[0].upper() for n in names), figures),))
 
     def timing(self, done: tuple[Replicate, ...]) -> Timing:
@@ -295,13 +363,14 @@ class _Figures:
         )
 
 
-def _peak(trial: Trial, call: Callable[[], object]) -> Score:
+def _peak(trial: Trial, call: Callable[[], object]) -> tuple[Score, object]:
     trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
     trial.clock.release()
-    return Score(float(max(1, trial.clock.peak(call))), "B", "lower")
+    peak = trial.clock.peak(call)
+    return Score(float(max(1, peak)), "B", "lower"), call()
 
 
-def _score(_: Trial, call: Callable[[], object]) -> Score:
+def _score(_: Trial, call: Callable[[], object]) -> tuple[Score, object]:
     returned = call()
     values = returned if isinstance(returned, tuple) else (returned,)
     scores = [v for v in values if isinstance(v, Score)]
@@ -310,7 +379,7 @@ def _score(_: Trial, call: Callable[[], object]) -> Score:
             'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
             f"results, not {len(scores)}"
         )
-    return scores[0]
+    return scores[0], returned
 
 
 def _bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from . import stats
-from .model import Against, Expectation, Metric, Outcome, Result, Timing, Verdict
+from . import stats, summary
+from .model import Against, Expectation, Outcome, Profile, Result, Timing, Verdict
 from .results import benchmark, figures
+from .summary import JUDGED
 
 COLUMNS: Final = {
     "claim": "<",
@@ -21,6 +22,7 @@ COLUMNS: Final = {
     "ratio [99 % interval]": ">",
     "library": ">",
     "rate": ">",
+    "of limit": ">",
     "verdict": "<",
     "expected": "<",
 }
@@ -44,7 +46,6 @@ RIDGE: Final = 16.0
 """Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
 SHORTEST: Final = 24
 """A claim's name is not clipped below this many characters."""
-JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
 
 
 def clean(text: object) -> str:
@@ -53,15 +54,18 @@ def clean(text: object) -> str:
     return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", flat)
 
 
-def table(results: Sequence[Result], width: int = 120) -> list[str]:
-    """Lay out the summary, a line each: claims by chapter, notes, totals."""
+def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
+    """Lay out the summary, a line each: claims by chapter, notes, totals.
+
+    ``verbose`` adds why: what binds each arm, and what became of the evidence.
+    """
     shown = [r for r in results if _has_row(r)]
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for result in shown:
         chapter, _, name = result.claim.rpartition("/")
         mark = " *" if result.against is Against.NAIVE else ""
-        cells = [f"  {name}{mark}", *_cells(result)]
-        groups.setdefault((result.key, chapter), []).append([clean(c) for c in cells])
+        row = [f"  {name}{mark}", *cells(result)]
+        groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
     rows = [row for group in groups.values() for row in group]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     spare = width - sum(widths) - 2 * (len(widths) - 1)
@@ -72,6 +76,8 @@ def table(results: Sequence[Result], width: int = 120) -> list[str]:
         lines += [clean(f"{chapter or '.'} ({key})")]
         lines += [_line(row, widths) for row in groups[key, chapter]]
     lines += [_fit(note, width) for note in _notes(shown)]
+    if verbose:
+        lines += [line for result in shown for line in reasons(result)]
     lines += _not_run(results, width)
     return [*lines, totals(results)] if results else lines
 
@@ -95,7 +101,7 @@ def _fit(text: str, width: int) -> str:
     return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
 
 
-def _cells(result: Result) -> list[str]:
+def cells(result: Result) -> list[str]:
     """Every column after the claim's name."""
     timing = result.timing if figures(result) else None
     return [
@@ -104,6 +110,7 @@ def _cells(result: Result) -> list[str]:
         str(result.speedup or "-"),
         f"{result.library.value:.2f}x" if result.library else "-",
         _rate(result) if timing else "-",
+        _of_limit(result),
         _verdict(result),
         _expected(result.expectation),
     ]
@@ -142,6 +149,25 @@ def _rate(result: Result) -> str:
     return _scaled(rate / 1e6, 1000, f"M{unit}", f"G{unit}", f"T{unit}")
 
 
+def _of_limit(result: Result) -> str:
+    limit = result.limits.get("optimized")
+    return f"{100 * limit.share:.0f} % {limit.ceiling}" if limit else "-"
+
+
+def reasons(result: Result) -> list[str]:
+    """Say why a claim is as fast as it is, a line each: what binds its arms, its evidence."""
+    lines = [f"{arm}: {said}" for arm, said in result.diagnosis.items()]
+    for found in result.evidence:
+        piece = found.evidence
+        of = f"of {piece.kernel}" if piece.kernel else ""
+        to = f"to {piece.per}" if piece.per else ""
+        what = " ".join(filter(None, ("evidence:", piece.proof.value, piece.of, of, to)))
+        kept = "holds" if found.held else "does not hold"
+        told = "not looked at" if found.value is None else f"{found.value:.4g}, {kept}"
+        lines.append(f"{what}: {told}")
+    return [clean(f"{result.claim}: {line}") for line in lines]
+
+
 def _verdict(result: Result) -> str:
     if result.outcome not in JUDGED or result.verdict is None:
         return result.outcome.value
@@ -176,6 +202,7 @@ def _notes(results: Sequence[Result]) -> list[str]:
         for also in result.also:
             arms = f"{_figure(also, 'baseline')} -> {_figure(also, 'optimized')}"
             said.append(f"{also.metric}: {arms}")
+        said += result.notes
         if result.attempts > 1:
             said.append(f"attempt {result.attempts}")
         if result.quick:
@@ -211,27 +238,20 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
 
 def totals(results: Sequence[Result]) -> str:
     """Say how the claims ended, in one line; what did not run is counted, never averaged."""
-    ended = [r for r in results if r.outcome not in (Outcome.SKIPPED, Outcome.NOT_RUN)]
-    kinds = Counter(map(_verdict, ended)).most_common()
-    counts = ", ".join(f"{n} {kind}" for kind, n in kinds)
-    parts = [f"{len(ended)} claim{'' if len(ended) == 1 else 's'}{counts and ': '}{counts}"]
-    skips = Counter(r.message for r in results if r.outcome is Outcome.SKIPPED)
-    if skips:
-        why = ", ".join(f"{reason}: {n}" for reason, n in skips.most_common())
-        parts.append(f"{skips.total()} skipped ({why})")
-    not_run = sum(r.outcome is Outcome.NOT_RUN for r in results)
-    if not_run:
-        parts.append(f"{not_run} not run")
-    counted = [  # losers too, or the mean would flatter; bytes and scores are no speedups
-        r.speedup.value
-        for r in ended
-        if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
-        if r.timing and r.timing.metric in (Metric.DEVICE, Metric.WALL)
-    ]
-    if counted:
-        mean = stats.geometric_mean(counted)
-        share = f"{len(counted)}/{len(ended)}"
-        parts.append(f"geometric mean {mean:.2f}x against non-naive baselines ({share})")
+    known = summary.summarise(results)
+    ended = [r for r in results if r.outcome not in summary.UNTRIED]
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(_verdict, ended)).most_common())
+    parts = [f"{known.claims} claim{'' if known.claims == 1 else 's'}{counts and ': '}{counts}"]
+    if known.skipped:
+        why = ", ".join(f"{reason}: {n}" for reason, n in known.skipped.items())
+        parts.append(f"{sum(known.skipped.values())} skipped ({why})")
+    if known.not_run:
+        parts.append(f"{known.not_run} not run")
+    if known.mean is not None:
+        share = f"{known.averaged}/{known.claims}"
+        parts.append(f"geometric mean {known.mean:.2f}x against non-naive baselines ({share})")
+    if known.share is not None:
+        parts.append(f"median share of the limit {known.share:.0%} ({known.shares})")
     return clean("; ".join(parts))
 
 
@@ -245,25 +265,27 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
     return _fit(clean("  ".join(parts)), width)
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Result], *, verbose: bool = False) -> str:
     """Write the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
     shown = [r for r in results if _has_row(r)]
     blocks: list[str] = []
     for key in sorted({r.key for r in shown}):
         sides = [" :-- " if side == "<" else " --: " for side in COLUMNS.values()]
-        lines = [f"**{_escape(key)}**", "", f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(sides)}|"]
+        lines = [f"**{escape(key)}**", "", f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(sides)}|"]
         for result in sorted((r for r in shown if r.key == key), key=lambda r: r.claim):
             mark = " *" if result.against is Against.NAIVE else ""
-            cells = [f"{result.claim}{mark}", *_cells(result)]
-            lines.append(f"| {' | '.join(map(_escape, cells))} |")
+            row = [f"{result.claim}{mark}", *cells(result)]
+            lines.append(f"| {' | '.join(map(escape, row))} |")
         blocks.append("\n".join(lines))
     asides = [*_notes(shown), *_not_run(results, 10**6)]
+    if verbose:
+        asides += [line for result in shown for line in reasons(result)]
     if asides:
-        blocks.append("\n".join(f"- {_escape(note)}" for note in asides))
-    return "\n\n".join([*blocks, _escape(totals(results))]) + "\n"
+        blocks.append("\n".join(f"- {escape(note)}" for note in asides))
+    return "\n\n".join([*blocks, escape(totals(results))]) + "\n"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Leave nothing that Markdown or HTML would read as structure."""
     safe = html.escape(clean(text), quote=False)
     return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=](?=.)", r"\\\g<0>", safe)
@@ -287,3 +309,37 @@ def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
         for r in results
         if r.outcome in JUDGED and r.verdict not in unsettled and figures(r)
     ]
+
+
+def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
+    """Lay out what profilers saw, a table a claim."""
+    return [line for r in results if r.profiles for line in profile(r.claim, r.profiles, width)]
+
+
+def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
+    """Lay out each figure by arm, then notes and artefacts."""
+    by_arm = {arm.arm: arm for arm in arms}
+    pair = "baseline" in by_arm and "optimized" in by_arm
+    rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
+    for name in dict.fromkeys(name for arm in arms for name in arm.figures):
+        unit = next(arm.units.get(name, "") for arm in arms if name in arm.figures)
+        values = [arm.figures.get(name) for arm in arms]
+        rows.append([f"  {name}", *("-" if v is None else seen(v, unit) for v in values)])
+        if pair:
+            was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
+            rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title]
+    for first, *rest in rows:
+        cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    for arm in arms:
+        lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
+        lines.append(f"  {arm.arm}: {arm.artefact}")
+    return [clean(line) for line in lines]
+
+
+def seen(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:.0f}" if not unit and value.is_integer() else amount(value, unit)

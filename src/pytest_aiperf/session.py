@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,8 +18,9 @@ from typing import Literal
 
 import pytest
 
-from . import build, expectations, gpu, journal, needs
-from .clock import Machine
+from . import build, expectations, gpu, inside, journal, needs, ranks, shards, tools
+from .clock import Clock, Machine
+from .errors import ToolMissing
 from .live import Live
 from .model import Expectation, Gpu, Outcome, Result
 from .needs import NEEDS
@@ -52,6 +53,15 @@ class Settings:
     expectations: Path
     results: Path
     kernels: tuple[Path, ...]
+    profile: str | None = None
+    """TOOL:preset, where this session captures instead of timing."""
+    calls: int = 1
+    job: inside.Job | None = None
+    """What this process is to capture, where it is the child of such a session."""
+    shard: tuple[int, int] | None = None
+    """Which of how many shards this session is, where it is one."""
+    part: ranks.Part | None = None
+    """What this process is a rank of, where it is one."""
 
     @property
     def is_worker(self) -> bool:
@@ -75,6 +85,22 @@ class Session:
     """Report from a claim's process to the pytest process: a kind and its payload."""
 
     # an item
+
+    def lacks(self, item: pytest.Item) -> str | None:
+        """Say why an item cannot be measured, or captured, here; None when it can."""
+        wanted = item.stash[NEEDS]
+        why_not = wanted.missing(self.gpus) if self.gpus else None
+        if why_not is None and self.settings.profile and needs.is_claim(item):
+            if wanted.count > 1:
+                return "a claim of several GPUs: its ranks are measured, and cannot be captured"
+            tool, _ = tools.chosen(self.settings.profile)
+            if wanted.host and not tool.host:
+                return f"a claim of the host: {tool.name} captures what a GPU does, try perf"
+            try:
+                tools.find(tool.name)
+            except ToolMissing as why:
+                return str(why)
+        return why_not
 
     def mine(self, item: pytest.Item) -> tuple[Gpu, ...]:
         """Return the GPUs of an item on this worker: workers go round the machine's GPUs."""
@@ -121,8 +147,23 @@ class Session:
         if self.run is not None:
             self.run.manifest(claims)
 
+    def dealt(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """Part items into those of this session's shard and those of the others."""
+        assert self.settings.shard is not None
+        number, count = self.settings.shard
+        key = self.gpus[0].key if self.gpus else "cpu"
+        known = shards.recorded(self.settings.results / f"{key}.json")
+        mine = shards.deal([i.nodeid for i in items], known, count)[number - 1]
+        if self.run is not None:
+            claims = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]
+            shards.intend(self.run, claims)
+        kept = [i for i in items if i.nodeid in mine]
+        return kept, [i for i in items if i.nodeid not in mine]
+
     def blank(self, item: pytest.Item) -> Result:
         """Return the record of a claim of which nothing is known yet."""
+        if self.settings.part is not None:
+            return self.settings.part.blank  # the ranks' seed is one
         gpus = self.mine(item)
         key = gpus[0].key if gpus else "cpu"
         claim = needs.claim_id(item.nodeid)
@@ -152,13 +193,39 @@ class Session:
 
         Called under an exclusive lease, so that nobody else is measuring it at the same time.
         """
-        if self.run is None:
-            return measure()
+        known = self.known_floor(item)
+        if known is not None:
+            return known
+        measured = measure()
+        if self.run is not None:
+            path = self._floor(self.run, item)
+            atomic_write(path, dumps(measured, path.name))
+        return measured
+
+    def known_floor(self, item: pytest.Item) -> float | None:
+        """Return the noise floor where a claim of this session has measured it."""
+        if self.settings.part is not None:
+            return self.settings.part.floor
+        if self.run is None or not self._floor(self.run, item).exists():
+            return None
+        return float(read_json(self._floor(self.run, item)))
+
+    def _floor(self, run: journal.Run, item: pytest.Item) -> Path:
         name = "-".join(g.uuid for g in self.mine(item)) or "host"
-        path = self.run.path / f"floor-{name}.json"
+        return run.path / f"floor-{name}.json"
+
+    def ceilings(self, clock: Clock, say: Callable[[str], object]) -> Mapping[str, float]:
+        """Return what a clock's GPU can do; where it is not known the first claim measures it.
+
+        Called under an exclusive lease. All claims of a session are held to the same figures.
+        """
+        if self.run is None or clock.gpu is None:
+            return clock.ceilings(say)
+        path = self.run.path / f"ceilings-{clock.gpu.uuid.replace('/', '_')}.json"
         if not path.exists():
-            atomic_write(path, dumps(measure(), path.name))
-        return float(read_json(path))
+            atomic_write(path, dumps(dict(clock.ceilings(say)), path.name))
+        found: dict[str, float] = read_json(path)
+        return found
 
     def record(self, result: Result) -> None:
         """Write a finished result to this process's journal; it survives whatever comes."""
@@ -234,6 +301,12 @@ def open_session(
         expectations=root / str(config.getini("aiperf_expectations")),
         results=root / str(config.getini("aiperf_results")),
         kernels=tuple(root / k for k in config.getini("aiperf_kernels")),
+        # a plugin that a conftest names comes too late to add it
+        profile=getattr(option, "aiperf_profile", None),
+        calls=option.aiperf_profile_calls,
+        job=inside.job(os.environ),
+        shard=option.shard,
+        part=ranks.part(os.environ),
     )
     if measure is None:
         return Session(settings, machine, (), expectations.Expectations({}))
@@ -250,7 +323,7 @@ def open_session(
         )
     # a bad expectations file is told now, not after an hour
     session = Session(settings, machine, found, expectations.load(settings.expectations))
-    if not option.collectonly:
+    if not option.collectonly and settings.job is None and settings.part is None:
         runs = root / RUNS
         if settings.is_worker:
             session.run = journal.Run(runs / settings.run_id)
@@ -260,6 +333,11 @@ def open_session(
             config.pluginmanager, session.run.path / "live", worker=settings.is_worker
         )
     return session
+
+
+def on_cuda(gpus: Sequence[Gpu]) -> bool:
+    """Whether CUDA names these GPUs so; a fake has another name."""
+    return any(g.uuid.startswith("GPU-") for g in gpus)
 
 
 def _deadline(text: str) -> float:

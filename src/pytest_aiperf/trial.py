@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from .model import (
     Against,
     Bench,
     Error,
+    Evidence,
     Metric,
     Prepared,
     Static,
@@ -43,6 +45,7 @@ class Claim:
     against: Against = Against.IDIOMATIC
     cache: str = "cold"
     precision: str | None = None
+    evidence: tuple[Evidence, ...] = ()
 
 
 class Trial:
@@ -55,6 +58,7 @@ class Trial:
         self.full = full
         self.say = say
         self.contract = agree.Contract((), ())
+        self.flags = guards.flags()
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
 
     # inputs and arms
@@ -68,13 +72,49 @@ class Trial:
         value = self.claim.inputs(Bench(self.clock.device, seed, self.full))
         return value if isinstance(value, tuple) else (value,)
 
+    def live(self, seed: int) -> list[int]:
+        """Return the positions of the inputs that are not static."""
+        return [i for i, a in enumerate(self._raw(seed)) if not isinstance(a, Static)]
+
+    def other(self, seed: int, values: int) -> tuple[Args, list[int]]:
+        """Build the inputs of a seed with live arrays as another seed gives them.
+
+        Return them, and which of them can be copied over what an arm has. Where the two seeds
+        differ in more than elements (shapes, numbers, files) the values are the seed's own, and
+        where they cannot be overwritten (read-only, expanded) none is copied.
+        """
+        live, args, fresh = self.live(seed), self.make(seed), self.make(values)
+        for source in (fresh, None) if leaves.alike(args, fresh) else (None,):
+            try:
+                overwrite(live, args, self.make(seed) if source is None else source)
+            except (ValueError, RuntimeError):
+                args = self.make(seed)
+            else:
+                return args, live
+        return args, []
+
+    def hold_settings(self) -> None:
+        """See that no arm changed what holds for all arms."""
+        changed = guards.changed_flags(self.flags, guards.flags())
+        if changed:
+            raise InvalidMeasurement(
+                f"an arm changed global settings ({', '.join(changed)}): both arms would run "
+                "under them; set them for one call only, or for the whole session"
+            )
+
     def prepare(self, name: str, seed: int, args: Args) -> Callable[..., object]:
         """Return what is timed of an arm; a prepared arm sees its inputs' values only later."""
         arm = self.claim.arms[name]
         _check_signature(name, arm, args)
         if not isinstance(arm, Prepared):
             return arm
-        live = [i for i, a in enumerate(self._raw(seed)) if not isinstance(a, Static)]
+        live = self.live(seed)
+        left = [p for i in live for p, _ in leaves.walk(args[i], f"args[{i}]")]
+        if len(live) < len(args) and not set(left) - set(self.contract.pure):
+            raise Misuse(
+                f"{name}: all inputs are static, and a prepared arm could do all its work while "
+                "it prepares: mark as static only what a caller would hold (weights, tables)"
+            )
         overwrite(live, args, self.make(seed + 500_009))
         call = arm.make(*args)
         if not callable(call):
@@ -97,9 +137,9 @@ class Trial:
             lambda: self.make(self.seed),
             agree.names(self.claim.reference),
         )
+        self._hold_seeded()
         for seed in range(self.seed + 1, self.seed + 1 + SEEDS):
             self.say("agreeing", seed=seed)
-            before = guards.flags()
             found = agree.agree(
                 {name: self.arm(name, seed) for name in self.claim.arms},
                 partial(self.make, seed),
@@ -107,18 +147,29 @@ class Trial:
                 self.contract,
                 self.claim.precision,
             )
-            changed = guards.changed_flags(before, guards.flags())
-            if changed:
-                raise InvalidMeasurement(
-                    f"an arm changed global settings ({', '.join(changed)}): both arms would run "
-                    "under them; set them for one call only, or for the whole session"
-                )
+            self.hold_settings()
             for error in found:
                 kept = worst.get(error.arm)
                 if kept is None or error.error * kept.allowed > kept.error * error.allowed:
                     worst[error.arm] = error
         self.clock.release()
+        if self.full:
+            gc.freeze()  # collections between replicates look at what came after this only
         return tuple(worst.values())
+
+    def _hold_seeded(self) -> None:
+        """See that the seed decides what the arms read: or a constant would be a right answer."""
+        first, second = self.make(self.seed), self.make(self.seed + 1)
+        arrays = leaves.arrays(first)
+        written = [p for p in self.contract.written if p in arrays and leaves.is_exact(arrays[p])]
+        skip = {*self.contract.pure, *written}
+        if not arrays.keys() - skip or not leaves.alike(first, second):
+            return
+        if not leaves.changed(leaves.fingerprint(first, skip), second, skip):
+            raise Misuse(
+                "inputs() gives the same values for every seed, and an arm that remembers its "
+                "result would pass: draw them (the generators are seeded, and bench.seed says how)"
+            )
 
 
 def overwrite(positions: Sequence[int], args: Args, fresh: Args) -> None:

@@ -13,7 +13,7 @@ has nothing left to fill.
 
 import torch
 
-from pytest_aiperf import Bench, Compare, Work
+from pytest_aiperf import Bench, Compare, Work, evidence
 
 
 def matrices(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,4 +39,5 @@ def test_batched_gemm(compare: Compare) -> None:
         work=lambda a, b, out: Work(3 * a.nbytes, 2 * a.numel() * a.shape[-1], "bf16"),
         reference=lambda a, b, out: a.double() @ b.double(),
         metric=("device", "wall"),
+        evidence=[evidence.launches(1), evidence.kernels(1)],
     )

@@ -14,7 +14,7 @@ far less. `work` is left out: it counts device memory, which hardly matters here
 import pytest
 import torch
 
-from pytest_aiperf import Bench, Compare, Nvcc
+from pytest_aiperf import Bench, Compare, Nvcc, evidence
 
 
 def tiles(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -22,6 +22,9 @@ def tiles(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     turns = bench.size(63, check=7)
     a = torch.randn(count, 32, 32, device=bench.device)
     return a, torch.empty_like(a), count, turns
+
+
+CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 
 
 @pytest.mark.parametrize("rung", ["padded", "swizzled"])
@@ -33,4 +36,8 @@ def test_bank_conflicts(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         against="idiomatic",
         inputs=tiles,
         reference=lambda a, out, count, turns: torch.rot90(a, turns, dims=(1, 2)),
+        evidence=[
+            evidence.counter(CONFLICTS, most=0.05, per="baseline"),
+            evidence.spills(kernel=f"turn<{rung.title()}>"),
+        ],
     )

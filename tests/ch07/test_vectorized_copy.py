@@ -13,18 +13,22 @@ The limit is cudaMemcpyAsync, which moves the same bytes.
 import pytest
 import torch
 
-from pytest_aiperf import Bench, Compare, Nvcc, Work
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
 
 def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
-    n = bench.size(2**28, check=13_315)  # the check has chunks of every size and a tail of 3
+    n = bench.size(2**27, check=13_315)  # the check has chunks of every size and a tail of 3
     a = torch.randn(n, device=bench.device)
     return a, torch.empty_like(a), n
 
 
-@pytest.mark.parametrize("rung", ["vector", "vector_unrolled"])
+REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
+IN_FLIGHT = {"vector": 1, "vector_unrolled": 4}
+
+
+@pytest.mark.parametrize("rung", IN_FLIGHT)
 def test_vectorized_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
-    copy = nvcc("ch07/copy.cu")
+    copy, wide = nvcc("ch07/copy.cu"), IN_FLIGHT[rung]
     compare(
         baseline=copy["coalesced"],
         optimized=copy[rung],
@@ -33,4 +37,9 @@ def test_vectorized_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         inputs=floats,
         work=lambda a, out, n: Work(bytes=2 * a.nbytes),
         reference=lambda a, out, n: a,
+        evidence=[
+            evidence.opcode("LDG.E.128", f"copy_vectors<{wide}>", least=wide, most=wide),
+            evidence.opcode("STG.E.128", f"copy_vectors<{wide}>", least=wide, most=wide),
+            evidence.counter(REQUESTS, most=0.26, per="baseline"),
+        ],
     )

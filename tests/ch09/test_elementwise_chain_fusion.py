@@ -13,11 +13,11 @@ chain is long enough for the arithmetic itself to become the limit.
 
 import torch
 
-from pytest_aiperf import Bench, Compare, Work
+from pytest_aiperf import Bench, Compare, Work, evidence
 
 
 def values(bench: Bench) -> torch.Tensor:
-    return torch.randn(bench.size(2**27, check=5000), device=bench.device)
+    return torch.randn(bench.size(2**26, check=5000), device=bench.device)
 
 
 def bump(x):
@@ -37,4 +37,9 @@ def test_elementwise_chain_fusion(compare: Compare) -> None:
         inputs=values,
         work=lambda x: Work(bytes=2 * x.nbytes, flops=8 * x.numel(), dtype="fp32"),
         reference=in_fp64,
+        evidence=[
+            evidence.kernels(1),
+            evidence.graph_breaks(0),
+            evidence.counter("dram__bytes.sum", most=1.1, per="work"),
+        ],
     )

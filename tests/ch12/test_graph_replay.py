@@ -14,7 +14,7 @@ nothing in between may wait for the GPU. It wins nothing where kernels outlast t
 import pytest
 import torch
 
-from pytest_aiperf import Bench, Compare, prepared
+from pytest_aiperf import Bench, Compare, evidence, prepared
 
 
 def pendulums(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,4 +53,5 @@ def test_graph_replay(compare: Compare) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
+        evidence=[evidence.launches(1)],
     )

@@ -15,7 +15,7 @@ import cupy
 import pytest
 
 from kernels.ch14.layernorm_silu import EPSILON, layernorm_silu
-from pytest_aiperf import Bench, Compare, Work
+from pytest_aiperf import Bench, Compare, Work, evidence
 
 
 def rows(bench: Bench) -> tuple[cupy.ndarray, cupy.ndarray, cupy.ndarray]:
@@ -41,4 +41,8 @@ def test_nvrtc_fused_kernel(compare: Compare) -> None:
         inputs=rows,
         work=lambda x, scale, shift: Work(2 * x.nbytes + 2 * scale.nbytes, 16 * x.size, "fp32"),
         reference=lambda x, scale, shift: separate(x.astype(cupy.float64), scale, shift),
+        evidence=[
+            evidence.kernels(1),
+            evidence.counter("dram__bytes.sum", most=1.1, per="work"),
+        ],
     )

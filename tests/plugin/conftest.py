@@ -74,7 +74,7 @@ class Project:
         return [*(f"-p{name}" for name in plugins), *arguments]
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=60)
+        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=180)
 
     def start(self, *arguments: str):
         """Start a run and leave it alone; it leads a session, as a terminal's does."""

@@ -45,7 +45,6 @@ def a_case(**changes):
         floor=lambda clock: 0.002,
         expected=lambda code: Expectation(),
         code=lambda: "c0de",
-        kernels=lambda: (),
     )
     return replace(case, **changes)
 
@@ -68,7 +67,7 @@ def test_a_claim_that_holds():
 def test_it_prepares_with_others_and_times_alone():
     case = a_case()
     run(a_claim(metric=("device", "wall")), case)
-    assert case.lease.log == ["prepare", "time_device", "time_host"]
+    assert case.lease.log == ["prepare", "time_device", "time_host", "prepare"]
 
 
 def test_memory_that_others_had_is_asked_for_again_alone():
@@ -85,7 +84,7 @@ def test_memory_that_others_had_is_asked_for_again_alone():
 
     case = a_case()
     result, _ = run(a_claim(optimized=crowded), case)
-    assert case.lease.log == ["prepare", "time_device", "time_device"]
+    assert case.lease.log == ["prepare", "time_device", "time_device", "prepare"]
     assert result.outcome is Outcome.PASSED
 
 

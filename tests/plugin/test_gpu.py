@@ -157,7 +157,7 @@ def test_hidden_gpus_are_said_to_be_hidden(nvml):
 
 
 def test_senses_are_read_and_what_cannot_be_read_is_absent(nvml):
-    assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 518.25, 0x4, {"power": 10, "thermal": 11})
+    assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 518.25, 0x4, {"thermal": 11})
     assert gpu.sense(UUIDS[2]) == Senses()
     assert gpu.sense("GPU-none") == Senses()
 
@@ -177,6 +177,7 @@ def test_a_figure_that_this_nvml_no_longer_has_is_absent(nvml, monkeypatch):
         ("NVIDIA H200 NVL", "h200nvl"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090laptop"),

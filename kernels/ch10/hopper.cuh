@@ -1,0 +1,204 @@
+// Barriers, bulk tensor copies and warpgroup products of Hopper, one short function each.
+#pragma once
+
+#include <cstdint>
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+using bf16 = __nv_bfloat16;
+
+// --- Tiles -----------------------------------------------------------------------------------
+//
+// A tile has rows of 64 bf16: 128 bytes, which is 8 chunks of 16 bytes and all banks of shared
+// memory once. The 128-byte swizzle puts chunk c of row r at chunk c ^ (r % 8), so that 8 rows of
+// one chunk lie in 8 different bank groups. The copy engine writes this layout, wgmma reads it;
+// both take it from the address bits, so a tile begins at a multiple of 1024 bytes.
+
+constexpr int DEPTH = 64;            // columns of a tile: elements along k
+constexpr int ROW_BYTES = 2 * DEPTH;
+constexpr int SWIZZLE_ALIGN = 1024;  // 8 rows
+
+constexpr __host__ __device__ uint32_t swizzled(int row, int chunk) {
+    return row * ROW_BYTES + (chunk ^ row % 8) * 16;
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return __cvta_generic_to_shared(p); }
+
+__device__ inline uint32_t aligned_tiles(const void* dynamic_shared) {
+    return (shared_address(dynamic_shared) + SWIZZLE_ALIGN - 1) / SWIZZLE_ALIGN * SWIZZLE_ALIGN;
+}
+
+// The tiles of an m x n result, 16 rows of them walked column by column: blocks that run at one
+// time share rows of a and b in the L2 cache.
+struct Corner {
+    int row, column;
+};
+
+template <int ROWS, int COLUMNS>
+__device__ Corner tile_corner(int index, int m, int n) {
+    const int across = n / COLUMNS, first = index / (16 * across) * 16;
+    const int rows = min(16, m / ROWS - first), inside = index - first * across;
+    return {(first + inside % rows) * ROWS, inside / rows * COLUMNS};
+}
+
+// Fragments of 16 x 8 sums: a lane has two neighbours in row lane / 4 and two 8 rows below.
+template <int COUNT>
+__device__ void store(const float (&sums)[COUNT], bf16* out, int n, int row, int column) {
+    const int lane = threadIdx.x % 32;
+    bf16* to = out + size_t(row + lane / 4) * n + column + lane % 4 * 2;
+    for (int i = 0; i < COUNT / 4; ++i, to += 8) {
+        *reinterpret_cast<__nv_bfloat162*>(to) =
+            __floats2bfloat162_rn(sums[4 * i], sums[4 * i + 1]);
+        *reinterpret_cast<__nv_bfloat162*>(to + 8 * size_t(n)) =
+            __floats2bfloat162_rn(sums[4 * i + 2], sums[4 * i + 3]);
+    }
+}
+
+// --- mbarriers: a phase ends when all have arrived and all announced bytes have landed ---------
+
+__device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ inline void publish_barriers() {  // to the copy engine; the threads then synchronise
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 :: "r"(shared_address(barrier)) : "memory");
+}
+
+__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Phases alternate between parity 0 and 1; waiting for parity 1 on a fresh barrier passes.
+__device__ inline void wait(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+// --- Bulk tensor copies ------------------------------------------------------------------------
+
+__device__ inline void fetch_tile(uint32_t to, const CUtensorMap* map, int column, int row,
+                                  uint64_t* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+inline int multiprocessors() {
+    int device = 0, count = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+}
+
+// Describe a row-major matrix of bf16, or of bytes, and the tiles of 128 bytes across that it is
+// fetched in.
+inline cudaError_t describe(CUtensorMap* map, const void* matrix, int rows, int columns,
+                            int tile_rows, bool bytes = false) {
+    const int size = bytes ? 1 : 2;
+    static const auto encode = [] {  // a driver function: asked for, so that -lcuda is not needed
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status;
+        const cudaError_t error = cudaGetDriverEntryPointByVersion(
+            "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(error ? nullptr : found);
+    }();
+    if (!encode) return cudaErrorNotSupported;
+    const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)};
+    const cuuint64_t pitch[] = {cuuint64_t(columns) * size};  // bytes, from row to row
+    const cuuint32_t box[] = {cuuint32_t(ROW_BYTES / size), cuuint32_t(tile_rows)};
+    const cuuint32_t steps[] = {1, 1};
+    const CUresult status = encode(
+        map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+        const_cast<void*>(matrix), sizes, pitch, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// --- wgmma (sm_90a): four warps multiply 64 x 16 by 16 x N from shared memory ------------------
+
+// Where a swizzled tile of rows of 128 bytes lies: 8 rows (the swizzle's period) are 1024 bytes
+// apart. Addresses and distances count in units of 16 bytes; 1 in the top bits says 128 bytes.
+constexpr __host__ __device__ uint64_t wgmma_descriptor(uint32_t address) {
+    return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// What the tensor cores make of such a descriptor: where byte `byte` of row `row` lies.
+constexpr uint32_t described(uint32_t start, int row, int byte) {
+    const uint32_t address = start + row / 8 * 1024 + row % 8 * ROW_BYTES + byte;
+    return address ^ (address >> 7 & 7) << 4;  // the row within the 8 picks the chunk
+}
+
+// Is that where the copies put it, for all four products of depth 16 of a step?
+constexpr bool finds_its_tile(uint32_t tile, int rows) {
+    for (int k = 0; k < 4; ++k)
+        for (int row = 0; row < rows; ++row)
+            for (int chunk = 0; chunk < 2; ++chunk)
+                if (described(tile + 32 * k, row, 16 * chunk) !=
+                    tile + swizzled(row, 2 * k + chunk))
+                    return false;
+    return true;
+}
+
+static_assert(finds_its_tile(3 * SWIZZLE_ALIGN, 128), "the layout of copies and products differ");
+static_assert(wgmma_descriptor(0x12400) == 0x4000004000011240ull);
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ inline void wgmma_wait() {  // until at most so many groups are still under way
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+#define D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+                 "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D64(d, i) D8(d, i), D8(d, i + 8), D8(d, i + 16), D8(d, i + 24), \
+                  D8(d, i + 32), D8(d, i + 40), D8(d, i + 48), D8(d, i + 56)
+#define R0_63 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define R64_127 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// d = a * b, or d += a * b where `add` is not 0.
+__device__ inline void wgmma(float (&d)[64], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R0_63 "}, "
+                 "%64, %65, add, 1, 1, 0, 0;\n}"
+                 : D64(d, 0) : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" R0_63 ", " R64_127 "}, "
+                 "%128, %129, add, 1, 1, 0, 0;\n}"
+                 : D64(d, 0), D64(d, 64) : "l"(a), "l"(b), "r"(add));
+}
+
+// One step of 64 along k: four products of depth 16, 32 bytes further along the rows each time.
+// The swizzle is in the address bits, so the descriptor simply moves on inside the 128 bytes.
+template <int N>
+__device__ inline void multiply_step(float (&d)[N], uint32_t a, uint32_t b, int add) {
+    wgmma_fence();
+    for (int k = 0; k < 4; ++k)
+        wgmma(d, wgmma_descriptor(a + 32 * k), wgmma_descriptor(b + 32 * k), add | k);
+    wgmma_commit();
+}

@@ -1,0 +1,141 @@
+"""A small service that answers prompts with greedy tokens, in five stages of its life.
+
+one_by_one  a request after the other; keys and values are appended to those so far.
+batched     all requests together, the same way.
+slab        keys and values are written into arrays that are as long as the text will become.
+graph       the step of a token is a captured CUDA graph: token and position lie in tensors.
+compiled    the same with the blocks compiled, which fuses what lies between the products.
+
+Each returns the tokens (requests x count) and the last hidden states. The prompts are processed
+in the clock, eagerly, by all of them.
+"""
+
+import torch
+
+from kernels.ch15.decoder import HEAD, attention, block, captured, causal, forward, norm
+
+
+def prefill(model, prompts, keep):
+    """Process the prompts; ``keep`` gets keys and values of each layer, in order."""
+
+    def attend(q, k, v):
+        keep(k, v)
+        return causal(q, k, v)
+
+    return forward(model, prompts, attend)[:, -1]
+
+
+def choose(model, x):
+    return (norm(x) @ model.head.T).argmax(1)
+
+
+def batched(model, prompts, count):
+    caches = []
+    x = prefill(model, prompts, lambda *pair: caches.append(pair))
+    tokens = [choose(model, x)]
+    for _ in range(count - 1):
+        x = model.embedding[tokens[-1][:, None]]
+        for i, layer in enumerate(model.layers()):
+
+            def attend(q, k, v, i=i):
+                pairs = zip(caches[i], (k, v), strict=True)
+                caches[i] = tuple(torch.cat(pair, 1) for pair in pairs)
+                return attention(q, *caches[i])
+
+            x = block(x, layer, attend)
+        x = x[:, 0]
+        tokens.append(choose(model, x))
+    return torch.stack(tokens, 1), x
+
+
+def one_by_one(model, prompts, count):
+    answers = [batched(model, prompt, count) for prompt in prompts.split(1)]
+    return tuple(torch.cat(parts) for parts in zip(*answers, strict=True))
+
+
+class Slabs:
+    """Keys and values of each layer (requests x room x heads x HEAD), filled by the prompts."""
+
+    def __init__(self, model, prompts, count):
+        requests, self.length = prompts.shape
+        width = model.embedding.shape[1]
+        shape = 2, requests, self.length + count, width // HEAD, HEAD
+        self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
+
+    def fill(self, model, prompts):
+        waiting = iter(self.layers)
+
+        def keep(*pair):
+            for kept, new in zip(next(waiting), pair, strict=True):
+                kept[:, : self.length] = new
+
+        return prefill(model, prompts, keep)
+
+
+def slab(model, prompts, count):
+    slabs = Slabs(model, prompts, count)
+    x = slabs.fill(model, prompts)
+    tokens = [choose(model, x)]
+    for at in range(slabs.length, slabs.length + count - 1):
+        x = model.embedding[tokens[-1][:, None]]
+        for layer, kept in zip(model.layers(), slabs.layers, strict=True):
+
+            def attend(q, k, v, at=at, kept=kept):
+                for room, new in zip(kept, (k, v), strict=True):
+                    room[:, at : at + 1] = new
+                return attention(q, *(room[:, : at + 1] for room in kept))
+
+            x = block(x, layer, attend)
+        x = x[:, 0]
+        tokens.append(choose(model, x))
+    return torch.stack(tokens, 1), x
+
+
+def layer_step(x, qkv, out, up, down, kept, at, seen):  # noqa: PLR0917  tensors, for the compiler
+    def attend(q, k, v):
+        for room, new in zip(kept.unbind(), (k, v), strict=True):
+            room.index_copy_(1, at, new)
+        return attention(q, *kept.unbind(), attn_mask=seen)
+
+    return block(x, (qkv, out, up, down), attend)
+
+
+# one layer is compiled, once, and called for each
+COMPILED = torch.compile(layer_step, dynamic=False)
+
+
+def _replayed(layer):
+    def prepare(model, prompts, count):
+        slabs, device = Slabs(model, prompts, count), prompts.device
+        places = torch.arange(slabs.length + count, device=device)
+        token, at = prompts[:, 0].clone(), torch.full((1,), slabs.length, device=device)
+        tokens = torch.zeros(len(prompts), slabs.length + count, dtype=torch.long, device=device)
+        last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
+
+        def step():
+            seen = (places <= at)[None, None, None]
+            x = model.embedding[token][:, None]
+            for weights, kept in zip(model.layers(), slabs.layers, strict=True):
+                x = layer(x, *weights, kept, at, seen)
+            last.copy_(x[:, 0])
+            token.copy_(choose(model, last))
+            tokens.index_copy_(1, at, token[:, None])
+            at.add_(1)
+
+        replay = captured(step, device)
+
+        def run(model, prompts, count):
+            last.copy_(slabs.fill(model, prompts))
+            token.copy_(choose(model, last))
+            tokens[:, slabs.length - 1] = token
+            at.fill_(slabs.length)
+            for _ in range(count - 1):
+                replay()
+            return tokens[:, slabs.length - 1 : -1].clone(), last.clone()
+
+        return run
+
+    return prepare
+
+
+graph, compiled = _replayed(layer_step), _replayed(COMPILED)

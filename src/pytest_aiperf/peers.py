@@ -1,0 +1,92 @@
+"""The processes that share one measurement: a claim of several GPUs has one a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Final, Protocol
+
+VARIABLE: Final = "PYTEST_AIPERF_RANKS"
+"""Environment variable that tells a rank, as JSON, what it is part of."""
+
+
+class Peers(Protocol):
+    """What the ranks of a claim decide together."""
+
+    rank: int
+    count: int
+
+    # whether every rank says so: loops that call an arm must end in all ranks at once
+    def agree(self, told: bool) -> bool: ...
+
+    # the largest of all ranks' figures
+    def most(self, figure: float) -> float: ...
+
+    # wait on the host until all ranks are here
+    def meet(self) -> None: ...
+
+    # make the current stream wait on the GPU until those of all ranks are here
+    def align(self) -> None: ...
+
+
+class Alone:
+    """One process: it agrees with itself."""
+
+    rank = 0
+    count = 1
+
+    def agree(self, told: bool) -> bool:
+        return told
+
+    def most(self, figure: float) -> float:
+        return figure
+
+    def meet(self) -> None:
+        pass
+
+    def align(self) -> None:
+        pass
+
+
+class Ranks:
+    """The ranks that torchrun started, over torch.distributed."""
+
+    def __init__(self, device: str) -> None:
+        """Join the others: NCCL moves what arms send, gloo what the harness says."""
+        import torch
+        import torch.distributed as dist
+
+        self._torch: Any = torch
+        self._dist: Any = dist
+        if device == "cuda":
+            local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(local)
+            dist.init_process_group("nccl", device_id=local)
+            self._mark = torch.zeros(1, device=local)
+        else:
+            dist.init_process_group("gloo")
+        # apart from the arms' own group: asking must put nothing on the GPU
+        self._host = dist.new_group(backend="gloo")
+        self.rank = int(dist.get_rank())
+        self.count = int(dist.get_world_size())
+
+    def agree(self, told: bool) -> bool:
+        return self.most(0.0 if told else 1.0) == 0.0
+
+    def most(self, figure: float) -> float:
+        value = self._torch.tensor([figure], dtype=self._torch.float64)
+        self._dist.all_reduce(value, self._dist.ReduceOp.MAX, group=self._host)
+        return float(value)
+
+    def meet(self) -> None:
+        self._dist.barrier(group=self._host)
+
+    def align(self) -> None:
+        self._dist.all_reduce(self._mark)
+
+
+def leave() -> None:
+    """Leave the others, where this process has joined any."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

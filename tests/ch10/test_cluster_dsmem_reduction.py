@@ -1,0 +1,44 @@
+"""A cluster that holds a long row between its blocks reads it from memory once.
+
+RMSNorm needs the whole row before it can scale the first element. A row of 65536 floats is larger
+than the shared memory of one multiprocessor, so two kernels read it twice: for the sum and for the
+scaling. The blocks of a cluster run together and read each other's shared memory (DSMEM): each
+holds a part of the row, one barrier exchanges the sums, and what is held is scaled and written.
+
+Three passes over memory become two, so 1.5x is the limit. A cluster of 2 leaves a multiprocessor
+room for one block, which idles at the barrier; smaller parts let blocks of other rows work then.
+Rows that fit in one block need no cluster, and rows beyond 16 blocks' shared memory do not fit one.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+
+def rows(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    count, width = bench.size(1024, check=3), bench.size(65536, check=4096)
+    x = torch.randn(count, width, device=bench.device)
+    return x, torch.empty_like(x), torch.empty(count, device=bench.device), count, width
+
+
+def in_fp64(x, out, rstd, count, width):
+    rstd = (x.double().square().mean(1) + 1e-5).rsqrt()
+    return x.double() * rstd[:, None], rstd
+
+
+@pytest.mark.gpu(min_sm=90)
+@pytest.mark.parametrize("rung", ["cluster_2", "cluster_4", "cluster_8"])
+def test_cluster_dsmem_reduction(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    norm = nvcc("ch10/cluster_dsmem_reduction.cu")
+    compare(
+        baseline=norm["two_kernels"],
+        optimized=norm[rung],
+        inputs=rows,
+        work=lambda x, out, rstd, *_: Work(2 * x.nbytes + rstd.nbytes, 3 * x.numel(), "fp32"),
+        reference=in_fp64,
+        evidence=[
+            evidence.opcode("UCGABAR_ARV", kernel="norm_cluster"),
+            evidence.counter("dram__bytes_read.sum", most=0.6, per="baseline"),
+        ],
+    )

@@ -1,0 +1,55 @@
+"""Blocks that take their next item from a shared counter finish together, whatever its length.
+
+One item in 32 is about 32 times as long as the others. Dealt out in advance, 64 items a block, an
+unlucky block gets many of the long ones while the rest of the GPU waits for it. Taken from a
+counter, one atomic addition an item, work goes where somebody is free: at the end blocks wait for
+one item at most.
+
+The gain is the ratio of the largest share to the mean one, about 2 here, lowered by that last item:
+a long one is a quarter of a share. A plain grid of one block an item is balanced too, by the
+hardware; the queue is for blocks that stay because starting is costly (here each first copies a
+table to shared memory). Even items gain nothing, and tiny ones wait for the counter: then take
+several at once (chunked).
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, evidence
+
+WORDS, LANES = 16384, 256
+
+
+def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    count, kind = bench.size(8448, check=40), {"device": bench.device, "dtype": torch.int32}
+    table = torch.randint(2**30, (WORDS,), **kind)
+    usual = torch.randint(16, 49, (count,), **kind)
+    is_long = torch.rand(count, device=bench.device) < 1 / 32
+    lengths = torch.where(is_long, 32 * usual, usual)
+    return table, lengths, torch.empty(count, LANES, **kind), count
+
+
+def walked(table, lengths, out, count):
+    at = torch.arange(count * LANES, device=table.device).view(count, LANES)
+    order, table = lengths.argsort(descending=True), table.long()
+    steps = torch.arange(int(lengths.max()), device=table.device)
+    at = at[order]
+    for i, going in enumerate((lengths > steps[:, None]).sum(1).tolist()):
+        at[:going] = table[(at[:going] ^ i) % WORDS]
+    return at[order.argsort()]
+
+
+@pytest.mark.parametrize("rung", ["queue", "chunked"])
+def test_atomic_work_queue(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    walk = nvcc("ch12/atomic_work_queue.cu")
+    compare(
+        baseline=walk["static_split"],
+        optimized=walk[rung],
+        inputs=items,
+        reference=walked,
+        cache="warm",
+        evidence=[
+            evidence.opcode("ATOMG", kernel="walk_queue"),
+            evidence.opcode("ATOMG", kernel="walk_static", most=0),
+        ],
+    )

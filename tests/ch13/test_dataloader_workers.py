@@ -1,0 +1,48 @@
+"""Worker processes, or a table prepared once, keep a GPU fed that one process starves.
+
+By default a DataLoader prepares each batch in the process that trains, while the GPU waits: here a
+photo takes about a millisecond to be shrunk and standardised, and a step of the model far
+less. "workers" prepares batches in processes of their own, up to eight, which outlive the epoch and
+work ahead; finished batches are pinned by a thread, so that their copy to the GPU waits for nobody.
+"packed" does the work once, keeps the results as one table, and gathers a batch in one call.
+
+What the caller waits for an epoch (wall) is judged. Workers gain at most their number, and need as
+many cores; a finished batch still passes through shared memory. Starting them takes longer than a
+short epoch, hence persistent_workers. Packing takes the memory or disk of the table, and random
+augmentation cannot be packed; it wins as soon as there is a second epoch.
+"""
+
+import pytest
+import torch
+
+from kernels.ch13 import photo_loaders
+from pytest_aiperf import Bench, Compare, prepared, static
+
+
+def album(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take photos, the order of an epoch that shows each four times, and a model."""
+    count, side = bench.size(32, check=8), bench.size(128, check=32)
+    shape, kind = (count, side, side, 3), {"device": bench.device, "dtype": torch.uint8}
+    photos = torch.randint(0, 256, shape, **kind).cpu()
+    order = torch.randperm(4 * count) % count
+    model = torch.randn(3 * (side // 4) ** 2, 64, device=bench.device)
+    return static(photos), static(order), model
+
+
+def in_fp64(photos, order, model):
+    count, side = photos.shape[:2]
+    small = photos.double().view(count, side // 4, 4, side // 4, 4, 3).mean((2, 4))
+    std, mean = torch.std_mean(small, (1, 2), correction=0, keepdim=True)
+    return ((small - mean) / std).flatten(1)[order].to(model.device) @ model.double()
+
+
+@pytest.mark.parametrize("rung", ["workers", "packed"])
+def test_dataloader_workers(compare: Compare, rung: str) -> None:
+    compare(
+        baseline=photo_loaders.in_process,
+        optimized=prepared(getattr(photo_loaders, rung)),
+        inputs=album,
+        reference=in_fp64,
+        metric="wall",
+        cache="warm",
+    )

@@ -1,0 +1,50 @@
+"""A training step captured in a graph does not wait for Python to launch its kernels.
+
+The step of a small model is some hundred kernels of a few microseconds: forward pass, backward pass
+and SGD with momentum. Python, autograd and the dispatcher take longer to launch each than the GPU
+takes to run it. Capturing forward and backward pass leaves the optimizer's launches
+("forward_backward"); capturing the whole step leaves one ("whole_step"). What the caller waits for
+(wall) is judged; loss, weights and momentum must be the same.
+
+A graph replays addresses: batches are copied into the same tensors, shapes may not change, and
+nothing may depend on a value on the CPU (a loss that is printed, a clipped norm that is compared,
+learning rates that are not tensors). Where kernels outlast their launches it wins nothing.
+"""
+
+import pytest
+import torch
+
+from kernels.ch13 import training_step
+from pytest_aiperf import Bench, Compare, evidence, prepared
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def network(bench: Bench) -> Batch:
+    """Make a batch, its targets, the fp32 weights of 12 layers, and their momentum."""
+    layers, width = bench.size(12, check=2), bench.size(256, check=16)
+    x, target = torch.randn(2, 64, width, device=bench.device).bfloat16()
+    weights = torch.randn(layers, width, width, device=bench.device) * width**-0.5
+    return x, target, weights, torch.randn_like(weights) * 0.01
+
+
+def in_fp64(x, target, weights, momentum):
+    batch = x.double(), target.double(), weights.double()
+    loss, grads = training_step.gradients(*batch)
+    momentum = training_step.MOMENTUM * momentum.double() + torch.stack(grads)
+    return loss, weights - training_step.RATE * momentum, momentum
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", ["forward_backward", "whole_step"])
+def test_graph_captured_training_step(compare: Compare, rung: str) -> None:
+    compare(
+        baseline=training_step.eager,
+        optimized=prepared(getattr(training_step, rung)),
+        inputs=network,
+        reference=in_fp64,
+        metric="wall",
+        cache="warm",
+        precision="bf16",
+        evidence=[evidence.launches(most=0.1, per="baseline")],
+    )

@@ -1,0 +1,80 @@
+"""A training step gets faster stage by stage: fused optimizer, compiled passes, one graph.
+
+The step of a model of 23 million weights is a few hundred kernels, most of them short. "fused"
+makes one of the eight passes of AdamW over weights and moments. "compiled" fuses what lies between
+the matrix products, forward and backward: norms, activation functions, casts of the fp32 weights,
+residuals. "graph" launches the whole step at once, so that Python no longer shows. Each stage is
+judged against plain PyTorch in bf16, by what the caller waits for (wall); loss, weights and both
+moments must be the same.
+
+The order matters little for the result, but each stage shows the next one's cost: a graph of eager
+kernels still makes all their passes, compiled kernels still wait for Python. With larger models
+products outweigh the rest, and the gain shrinks towards that of the optimizer and the fused passes;
+from there, fewer bits are next (ch19/fp8_training_block).
+"""
+
+import pytest
+import torch
+
+from kernels.ch15.decoder import Decoder, random_decoder
+from kernels.ch20 import training
+from pytest_aiperf import Bench, Compare, evidence, prepared
+
+State = tuple[torch.Tensor, torch.Tensor, Decoder, Decoder, Decoder]
+
+
+def batch(bench: Bench) -> State:
+    """Make texts, the tokens that follow, the model in fp32, and both moments of each weight."""
+    layers, width = bench.size(6, check=2), bench.size(512, check=64)
+    tokens = bench.size(4096, check=100)
+    shape = 2, bench.size(8, check=2), bench.size(256, check=16)
+    x, target = torch.randint(tokens, shape, device=bench.device)
+    model = random_decoder(layers, width, tokens, device=bench.device)
+    model.head.mul_(width**-0.5)  # sharp predictions would have gradients of mere rounding
+    means = Decoder(*(0.1 * torch.randn_like(w) for w in model))
+    squares = Decoder(*(torch.rand_like(w) + 0.1 for w in model))
+    return x, target, model, means, squares
+
+
+def in_fp64(x, target, model, means, squares):
+    wide = [part.to(torch.float64) for part in (model, means, squares)]
+    loss, grads = training.gradients(x, target, wide[0], training.loss_of, torch.float64)
+    state = zip(*map(training.flat, wide), grads, strict=True)
+    new = zip(*(adamw(*each) for each in state), strict=True)
+    return loss, *(part for kind in new for part in stacked(kind, len(model[2])))
+
+
+def adamw(w, m, v, g):
+    m = training.BETA1 * m + (1 - training.BETA1) * g
+    v = training.BETA2 * v + (1 - training.BETA2) * g * g
+    rate = training.RATE / (1 - training.BETA1**training.STEP)
+    size = (v / (1 - training.BETA2**training.STEP)).sqrt() + training.EPSILON
+    return w * (1 - training.RATE * training.DECAY) - rate * m / size, m, v
+
+
+def stacked(flat, layers):
+    yield from flat[:2]
+    for start in range(2, len(flat), layers):
+        yield torch.stack(flat[start : start + layers])
+
+
+RUNGS = {
+    "fused": (training.fused, 0.95),
+    "compiled": (training.compiled, 0.7),
+    "graph": (prepared(training.graph), 0.05),
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_training_stack_ladder(compare: Compare, rung: str) -> None:
+    optimized, launches = RUNGS[rung]
+    compare(
+        baseline=training.eager,
+        optimized=optimized,
+        inputs=batch,
+        reference=in_fp64,
+        metric="wall",
+        cache="warm",
+        precision="bf16",
+        evidence=[evidence.launches(most=launches, per="baseline")],
+    )

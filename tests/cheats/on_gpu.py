@@ -1,0 +1,354 @@
+"""Cheats and honest look-alikes that only a GPU can show; ``nvcc`` builds those in C++."""
+
+from __future__ import annotations
+
+import torch
+
+from pytest_aiperf import Work, prepared
+from tests.cheats.case import Bunch, Corpus
+
+cheat, honest = Corpus(), Corpus()
+CHEATS, HONEST = cheat.entries, honest.entries
+
+WRONG = "optimized disagrees with the reference"
+STRAY = "worked on for|is nan, expected|on values that were put into the timed inputs"
+STALE = "on values that were put into the timed inputs|the timed block ran on other values"
+SETTINGS = "an arm changed global settings .*"
+N = 1 << 25
+SLOWLY = 4000  # rounds of a kernel that takes some 100 us
+
+
+def vectors(bench):
+    n = bench.size(N, check=1 << 12)
+    return torch.randn(n, device=bench.device), torch.empty(n, device=bench.device)
+
+
+def launched(nvcc, arm, baseline="doubled", rounds=0, **words):
+    """A claim about two launchers of the .cu beside this file."""
+    kernels = nvcc("dishonest.cu")
+
+    def inputs(bench):
+        x, out = vectors(bench)
+        return x, out, x.numel(), rounds
+
+    return {
+        "inputs": inputs,
+        "baseline": kernels[baseline],
+        "optimized": kernels[arm],
+        "reference": lambda x, out, *_: x.double() * 2,
+        **words,
+    }
+
+
+def doubling(optimized, **words):
+    """A claim about torch code that returns its result."""
+    return {
+        "inputs": lambda bench: vectors(bench)[:1],
+        "baseline": lambda x: (x * 2 + 1) - 1,
+        "optimized": optimized,
+        "reference": lambda x: x.double() * 2,
+        "precision": None,
+        **words,
+    }
+
+
+def products(optimized, **words):
+    def inputs(bench):
+        n = bench.size(2048, check=64)
+        return torch.randn(n, n, device=bench.device), torch.randn(n, n, device=bench.device)
+
+    return {
+        "inputs": inputs,
+        "baseline": lambda a, b: a @ b,
+        "optimized": optimized,
+        "reference": lambda a, b: a.double() @ b.double(),
+        **words,
+    }
+
+
+# wrong or dishonest
+
+
+@cheat(STRAY, clock="gpu")
+def a_stream_of_its_own(nvcc):
+    beside = torch.cuda.Stream()
+
+    def arm(x):
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(2_000_000)
+            return x * 2
+
+    return doubling(arm)
+
+
+@cheat(STRAY, clock="gpu")
+def a_stream_of_its_own_in_cpp(nvcc):
+    return launched(nvcc, "unjoined", rounds=SLOWLY)
+
+
+@cheat(STRAY, clock="gpu")
+def a_thread_that_launches_later(nvcc):
+    return launched(nvcc, "late", rounds=SLOWLY)
+
+
+@cheat(r"out\[\d+\] is nan", clock="gpu")
+def the_last_tile(nvcc):
+    return launched(nvcc, "tail_left")
+
+
+@cheat(f"{STALE}|is nan|{WRONG}", clock="gpu")
+def pointers_that_are_known_in_cpp(nvcc):
+    return launched(nvcc, "by_address", rounds=SLOWLY)
+
+
+@cheat(f"{STALE}|{WRONG}", clock="gpu")
+def pointers_that_are_known(nvcc):
+    kept = {}
+
+    def arm(x):
+        if x.data_ptr() not in kept:
+            kept[x.data_ptr()] = x * 2
+        return kept[x.data_ptr()]
+
+    return doubling(arm)
+
+
+@cheat(WRONG, clock="gpu")
+def every_second_call_counted_by_the_gpu(nvcc):
+    return launched(nvcc, "every_second")
+
+
+@cheat(SETTINGS + "persisting_l2_bytes", clock="gpu")
+def a_part_of_the_l2(nvcc):
+    return launched(nvcc, "carved_out", rounds=SLOWLY)
+
+
+@cheat(WRONG, clock="gpu")
+def a_graph_of_old_values(nvcc):
+    def make(x):
+        own = x.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = own * 2
+
+        def replay(_):
+            graph.replay()
+            return out
+
+        return replay
+
+    return doubling(prepared(make))
+
+
+@cheat(f"{STALE}|{WRONG}", clock="gpu")
+def nothing_while_it_is_captured(nvcc):
+    kept = Bunch(out=None)
+
+    def arm(x):
+        if kept.out is not None and torch.cuda.is_current_stream_capturing():
+            kept.out[:1].mul_(1)
+            return kept.out
+        kept.out = x * 2
+        return kept.out
+
+    def inputs(bench):
+        return (torch.randn(1 << 16, device=bench.device),)
+
+    return doubling(arm, inputs=inputs, cache="warm")
+
+
+@cheat("is nan|" + WRONG, clock="gpu")
+def freed_memory(nvcc):
+    return doubling(torch.empty_like)
+
+
+@cheat(WRONG, clock="gpu")
+def tf32_for_one_call(nvcc):
+    def arm(a, b):
+        was = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return a @ b
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = was
+
+    return products(arm)
+
+
+@cheat(f"{SETTINGS}tf32|{WRONG}", clock="gpu")
+def tf32_for_good(nvcc):
+    def arm(a, b):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        return a @ b
+
+    return products(arm)
+
+
+@cheat(WRONG, clock="gpu")
+def bf16_products(nvcc):
+    return products(lambda a, b: (a.bfloat16() @ b.bfloat16()).float())
+
+
+@cheat(SETTINGS + "elapsed_time", clock="gpu")
+def the_event_timer(nvcc):
+    def arm(x):
+        torch.cuda.Event.elapsed_time = lambda *_: 1e-3
+        return x * 2
+
+    return doubling(arm)
+
+
+@cheat(SETTINGS + "torch.cuda.synchronize", clock="gpu")
+def waiting_for_the_device(nvcc):
+    def arm(x):
+        torch.cuda.synchronize = lambda *_: None
+        return x * 2
+
+    return doubling(arm)
+
+
+@cheat("asked the driver for memory meanwhile", clock="gpu")
+def a_baseline_that_allocates_anew(nvcc):
+    def baseline(x):
+        torch.cuda.empty_cache()
+        return x * 2
+
+    return doubling(lambda x: x * 2, baseline=baseline)
+
+
+@cheat("Triton, which loaded kernels meanwhile", clock="gpu")
+def a_baseline_that_compiles_anew(nvcc):
+    from tests.cheats.kernel import scaled
+
+    calls = Bunch(n=0)
+
+    def baseline(x):
+        calls.n += 1
+        return scaled(x, calls.n)
+
+    return doubling(lambda x: x * 2, baseline=baseline)
+
+
+@cheat("more than the .* that this GPU reaches", clock="gpu")
+def bytes_that_do_not_pass(nvcc):
+    return doubling(lambda x: x * 2, work=lambda x: Work(bytes=40 * x.nbytes))
+
+
+# honest look-alikes
+
+
+@honest(clock="gpu")
+def a_stream_that_is_joined(nvcc):
+    beside = torch.cuda.Stream()
+
+    def arm(x):
+        here = torch.cuda.current_stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            out = x * 2
+        here.wait_stream(beside)
+        out.record_stream(here)
+        return out
+
+    return doubling(arm)
+
+
+@honest(clock="gpu")
+def a_stream_that_is_joined_in_cpp(nvcc):
+    return launched(nvcc, "joined", rounds=SLOWLY)
+
+
+@honest(clock="gpu")
+def a_launcher(nvcc):
+    return launched(nvcc, "doubled")
+
+
+@honest(clock="gpu")
+def a_graph_of_live_inputs(nvcc):
+    def make(x):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = x * 2
+
+        def replay(_):
+            graph.replay()
+            return out
+
+        return replay
+
+    return doubling(prepared(make))
+
+
+@honest(clock="gpu")
+def short_calls(nvcc):
+    inputs = lambda bench: (torch.randn(1 << 14, device=bench.device),)
+    return doubling(lambda x: x * 2, inputs=inputs, cache="warm")
+
+
+@honest(clock="gpu")
+def tf32_that_is_declared(nvcc):
+    def arm(a, b):
+        was = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return a @ b
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = was
+
+    return products(arm, precision="tf32")
+
+
+@honest(clock="gpu")
+def an_update_in_place(nvcc):
+    words = {"baseline": lambda x: x.add_(x), "reference": lambda x: x.double() * 2}
+    return doubling(lambda x: x.mul_(2), **words)
+
+
+@honest(clock="gpu")
+def one_buffer_for_all_results(nvcc):
+    kept = Bunch(out=None)
+
+    def arm(x):
+        if kept.out is None or kept.out.shape != x.shape:
+            kept.out = torch.empty_like(x)
+        return torch.mul(x, 2, out=kept.out)
+
+    return doubling(arm)
+
+
+@honest(clock="gpu")
+def a_kernel_of_triton(nvcc):
+    from tests.cheats.kernel import scaled
+
+    return doubling(lambda x: scaled(x, 2))
+
+
+@honest(clock="gpu")
+def a_result_on_the_host(nvcc):
+    inputs = lambda bench: (torch.randn(1 << 22, device=bench.device),)
+    words = {"metric": "wall", "inputs": inputs, "reference": lambda x: x.double().cpu()}
+    arm = lambda x: torch.empty(x.shape, pin_memory=True).copy_(x, non_blocking=True)
+    return doubling(arm, **words | {"baseline": lambda x: x.cpu()})
+
+
+@honest(clock="gpu")
+def scratch_memory(nvcc):
+    return doubling(lambda x: torch.cat([x, x]).view(2, -1).sum(0))
+
+
+@honest(clock="gpu")
+def a_call_that_waits(nvcc):
+    def arm(x):
+        out = x * 2
+        torch.cuda.current_stream().synchronize()
+        return out
+
+    return doubling(arm)
+
+
+@honest(clock="gpu")
+def bytes_that_pass(nvcc):
+    return doubling(lambda x: x * 2, work=lambda x: Work(bytes=2 * x.nbytes))

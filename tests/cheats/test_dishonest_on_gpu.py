@@ -1,0 +1,12 @@
+"""No wrong or dishonest arm passes on a GPU: ``pytest --gpu tests/cheats``."""
+
+import pytest
+
+from pytest_aiperf.cuda import CudaClock
+from tests.cheats.case import assert_caught
+from tests.cheats.on_gpu import CHEATS
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_it_is_caught(name, gpu, nvcc):
+    assert_caught(CHEATS[name], CudaClock(gpu), nvcc=nvcc)

@@ -1,0 +1,457 @@
+"""Ceilings are measured once, kept, and counted right; a GPU is not needed to see that."""
+
+import json
+import shutil
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pytest_aiperf import ceilings, cuda, gauge, links
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.build import build
+from pytest_aiperf.clock import HostClock
+from pytest_aiperf.cuda import CudaClock
+from pytest_aiperf.errors import BuildError, InvalidMeasurement
+from pytest_aiperf.fake import CEILINGS, FAKE_GPU, FakeClock
+from pytest_aiperf.gauge import Gauge, Sizes
+from pytest_aiperf.launch import Kernels
+from pytest_aiperf.model import Gpu, Senses
+from pytest_aiperf.session import Session
+
+GPU = Gpu("NVIDIA H200", "h200", "GPU-12/34", "sm90", 132, 60 << 20, 141 << 30, "580.1")
+SOURCE = ceilings._KERNELS
+
+
+class Steady:
+    """A clock on which every call takes a second, whatever it does."""
+
+    device, gpu = "cpu", GPU
+
+    def __init__(self, reasons=()):
+        self.reasons = list(reasons)
+        self.modes = Counter()
+        self.released = 0
+
+    def once(self, call):
+        call()
+        return 1.0
+
+    def block(self, calls, mode):
+        self.modes[mode.value] += 1
+        return SimpleNamespace(run=lambda: [call() for call in calls] and float(len(calls)))
+
+    def sense(self):
+        return Senses(sm_mhz=1000, event_reasons=self.reasons.pop() if self.reasons else 0)
+
+    def synchronize(self):
+        pass
+
+    def release(self):
+        self.released += 1
+
+
+@pytest.fixture
+def kernels():
+    """Stand in for ceilings.cu: write down what is launched."""
+
+    class Launched(dict):
+        def __missing__(self, name):
+            self[name] = lambda *args: self.calls.append((name, *args))
+            return self[name]
+
+    launched = Launched()
+    launched.calls = []
+    return launched
+
+
+@pytest.fixture
+def measure(kernels, monkeypatch):
+    monkeypatch.setattr(gauge, "_REST", 0.0)
+    sizes = Sizes(1 << 18, (1 << 12, 1 << 13), 1 << 12, ((32, 64, 16),), launches=7, rounds=3)
+    made = Gauge(Steady(), sizes, kernels)
+    return lambda name: made.ways[name]()
+
+
+def moved(kernels):
+    return [call[3:] for call in kernels.calls if call[0] == "move"]
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(measure, kernels):
+    assert measure("copy") == 2 << 18
+    assert {(size, write, steps) for size, _, write, _, steps in moved(kernels)} == {
+        (1 << 18, True, 1)
+    }
+
+
+def test_a_read_counts_what_is_read(measure, kernels):
+    assert measure("read") == 1 << 18
+    assert {vectors for _, vectors, *_ in moved(kernels)} == {2, 4, 8}
+
+
+def test_the_l2_is_read_as_often_as_the_kernel_says(measure, kernels):
+    found = measure("l2")
+    launched = set(moved(kernels))
+    assert {size for size, _, write, *_ in launched if not write} == {1 << 12, 1 << 13}
+    counted = [
+        (1 + write) * blocks * steps * 256 * 16 * vectors
+        for _, vectors, write, blocks, steps in launched
+    ]
+    assert found == max(counted)
+    assert min(counted) >= 1 << 18
+
+
+def test_shared_memory_and_fp32_count_what_the_kernels_do(measure, kernels):
+    text = SOURCE.read_text()
+    assert "read_shared<<<blocks, 1024" in text
+    assert measure("shared") == 2 * 132 * 1024 * (8 * 16) * 3
+    assert measure("fp32") == 8 * 132 * 256 * (8 * 16) * 2 * 3
+    assert {call[:3] for call in kernels.calls} == {
+        ("shared", 2 * 132, 3),
+        ("multiply", 8 * 132, 3),
+    }
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("bf16", 1), ("tf32", 1), ("int8", 1), ("fp64", 8)])
+def test_a_product_counts_two_operations_a_term(measure, dtype, parts):
+    assert measure(dtype) == 2 * 32 * 64 * 16 / parts
+
+
+def test_products_leave_torchs_switches_as_they_were(measure):
+    matmul, seen = torch.backends.cuda.matmul, []
+    before = matmul.fp32_precision, matmul.allow_tf32, torch.get_float32_matmul_precision()
+    real = torch.mm
+
+    def spied(a, b):
+        seen.append(matmul.fp32_precision)
+        return real(a, b)
+
+    torch.mm = spied
+    try:
+        measure("tf32")
+        measure("bf16")
+    finally:
+        torch.mm = real
+    assert set(seen) == {"tf32", before[0]}
+    assert before == (
+        matmul.fp32_precision,
+        matmul.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def test_launches_are_counted(measure, kernels):
+    assert 0 < measure("launch") < 1e-3
+    assert ("launch", 7) in kernels.calls
+    assert measure("graph_launch") == 1.0
+    assert ("launch", 1) in kernels.calls
+
+
+@pytest.mark.parametrize("name", ["h2d_pageable", "d2h_pageable"])
+def test_pageable_transfers_are_timed_by_the_host(kernels, name):
+    clock = Steady()
+    made = Gauge(clock, Sizes(1 << 12, (), 1 << 12, ()), kernels)
+    assert made.ways[name]() == 1 << 12
+    assert set(clock.modes) == {"wall"}
+
+
+def test_a_gpu_is_asked_only_for_what_it_has(kernels):
+    sizes = Sizes(1 << 12, (), 1 << 12, ())
+    without = Gauge(Steady(), sizes, None).ways
+    assert "copy" in without
+    assert not {"read", "l2", "shared", "fp32", "launch", "graph_launch"} & set(without)
+    old = Steady()
+    old.gpu = SimpleNamespace(sms=80, arch="sm70")
+    assert not {"bf16", "tf32", "fp8"} & set(Gauge(old, sizes, kernels).ways)
+    assert "fp16" in Gauge(old, sizes, kernels).ways
+    assert {*ceilings.DEVICE, *ceilings.HOST} == set(Gauge(Steady(), sizes, kernels).ways)
+
+
+@pytest.mark.parametrize(("free", "memory"), [(140 << 30, 4 << 30), (10 << 30, 2 << 30)])
+def test_buffers_fit_into_the_free_memory(free, memory):
+    sizes = Sizes.of(GPU, free)
+    assert sizes.memory == memory
+    assert all(size % (256 * 8 * 16) == 0 for size in (sizes.memory, *sizes.l2))
+    assert max(sizes.l2) * 2 <= GPU.l2_bytes
+
+
+def test_the_kernels_are_what_the_gauge_calls():
+    kernels = Kernels("ceilings.cu", SOURCE.read_text(), None)
+    assert {name: len(kernels[name]._converts) for name in kernels} == {
+        "move": 7,
+        "shared": 3,
+        "multiply": 3,
+        "launch": 1,
+    }
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_the_kernels_build_without_spills(tmp_path):
+    made = build(SOURCE, "sm90", cache=tmp_path)
+    assert len(made.kernels) == 9
+    assert sum(kernel.spill_bytes for kernel in made.kernels) == 0
+
+
+# what is kept
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    """Ask for ceilings; ``known.asked`` are the names that had to be measured."""
+    monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
+
+    def measured(clock, say, names):
+        known.asked += names
+        return {name: 1e12 for name in names if name != "fp8"}
+
+    def known(names=("copy", "bf16"), gpu=GPU, **words):
+        known.asked = []
+        clock = SimpleNamespace(gpu=gpu)
+        return ceilings.known(clock, names, folder=tmp_path, **words)
+
+    monkeypatch.setattr(ceilings, "_measured", measured)
+    return known
+
+
+def the_file(tmp_path):
+    (file,) = (tmp_path / "ceilings").iterdir()
+    return file
+
+
+def test_ceilings_are_measured_once(known, tmp_path):
+    assert known() == {"copy": 1e12, "bf16": 1e12}
+    assert known.asked == ["copy", "bf16"]
+    assert known() == {"copy": 1e12, "bf16": 1e12}
+    assert known.asked == []
+    assert the_file(tmp_path).name == "GPU-12_34-580.1.json"
+
+
+def test_more_names_are_measured_when_they_are_asked_for(known):
+    known(["copy"])
+    assert known(["read", "copy", "fp8"]) == {"read": 1e12, "copy": 1e12}
+    assert known.asked == ["read", "fp8"]
+    assert known(["copy"], fresh=True) == {"copy": 1e12}
+    assert known.asked == ["copy"]
+    known(["read"])
+    assert known.asked == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[:-20],
+        lambda text: text.replace("1000000000000.0", "-1.0", 1),
+        lambda text: text.replace("1000000000000.0", "NaN", 1),
+        lambda text: text.replace("1000000000000.0", '"fast"', 1),
+        lambda text: text.replace('"2.13.0"', '"2.11.0"'),
+        lambda text: text.replace('"methods": "', '"methods": "0'),
+        lambda text: "[]",
+        lambda text: '{"ceilings": 1}',
+        lambda text: "",
+    ],
+)
+def test_a_torn_or_older_file_is_measured_anew(known, tmp_path, spoil):
+    known()
+    file = the_file(tmp_path)
+    text = file.read_text()
+    file.write_text(spoil(text))
+    assert file.read_text() != text
+    assert known() == {"copy": 1e12, "bf16": 1e12}
+    assert known.asked == ["copy", "bf16"]
+    assert file.read_text() == text
+
+
+def test_another_gpu_or_driver_is_measured_anew(known):
+    from dataclasses import replace
+
+    known()
+    known(gpu=replace(GPU, driver="590"))
+    assert known.asked
+    known(gpu=replace(GPU, uuid="GPU-5678"))
+    assert known.asked
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(known, tmp_path):
+    (tmp_path / "ceilings").write_text("in the way")
+    said = []
+    assert known(say=said.append) == {"copy": 1e12, "bf16": 1e12}
+    assert "measured anew the next time: cannot write" in said[0]
+
+
+# what goes wrong while measuring
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Have a gauge with made-up ways, and no nvcc."""
+    found = {}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
+    monkeypatch.setattr(gauge, "Gauge", lambda *_: SimpleNamespace(ways=found))
+
+    def refuse(*_):
+        raise BuildError("no nvcc: get one\nhere")
+
+    monkeypatch.setattr(ceilings.build, "build", refuse)
+    return found
+
+
+def test_a_ceiling_that_cannot_be_measured_costs_only_itself(ways):
+    def fails():
+        raise RuntimeError("out of memory\nTried to allocate")
+
+    ways |= {"copy": lambda: 4e12, "fp8": fails}
+    clock, said = Steady(), []
+    assert ceilings._measured(clock, said.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
+    assert said == [
+        "only what libraries reach is measured: no nvcc: get one",
+        "measuring this GPU's ceilings: copy",
+        "measuring this GPU's ceilings: fp8",
+        "fp8 is not measured: out of memory",
+    ]
+    assert clock.released == 3
+
+
+@pytest.mark.parametrize(("reasons", "found"), [([0x20], {"copy": 4e12}), ([0x20] * 4, {})])
+def test_a_throttled_measurement_is_redone_once(ways, reasons, found):
+    ways["copy"] = lambda: 4e12
+    said = []
+    assert ceilings._measured(Steady(reasons), said.append, ["copy"]) == found
+    assert ("slowed down" in said[-1]) is not bool(found)
+
+
+# who asks
+
+
+def test_the_clocks_know_their_ceilings(monkeypatch):
+    said = []
+    assert HostClock().ceilings(said.append) == {}
+    assert FakeClock(None).ceilings(said.append) == {}
+    assert said == []
+    assert FakeClock(FAKE_GPU).ceilings(said.append) == CEILINGS
+    assert said == ["measuring this GPU's ceilings"]
+    assert set(CEILINGS) == set(ceilings.DEVICE)
+
+
+@pytest.mark.parametrize(("count", "own"), [(1, True), (2, False)])
+def test_a_rank_measures_on_a_clock_that_waits_for_no_other(monkeypatch, count, own):
+    clock = CudaClock.__new__(CudaClock)
+    clock.gpu, clock.peers = GPU, SimpleNamespace(count=count)
+    monkeypatch.setattr(cuda, "CudaClock", lambda gpu: ("alone", gpu))
+    monkeypatch.setattr(cuda.ceilings, "known", lambda clock, say: clock)
+    assert CudaClock.ceilings(clock, print) == (clock if own else ("alone", GPU))
+
+
+def test_a_session_measures_once_and_holds_all_claims_to_the_same(tmp_path):
+    run = SimpleNamespace(path=tmp_path)
+    sessions = [Session(None, None, (), None, run=run) for _ in "ab"]
+    clock, said = FakeClock(FAKE_GPU), []
+    assert sessions[0].ceilings(clock, said.append) == CEILINGS
+    assert sessions[0].ceilings(clock, said.append) == CEILINGS
+    assert sessions[1].ceilings(FakeClock(FAKE_GPU), said.append) == CEILINGS
+    assert len(said) == 1
+    assert sessions[0].ceilings(FakeClock(None), said.append) == {}
+
+
+# the links between GPUs
+
+
+def test_a_collective_sends_what_its_algorithm_must():
+    assert links.bus_bytes("all_reduce", 1 << 30, 2) == 1 << 30
+    assert links.bus_bytes("all_gather", 1 << 30, 2) == 1 << 29
+    assert links.bus_bytes("reduce_scatter", 800, 8) == 700
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    def child(script):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return child
+
+
+def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
+    child('test "$2 $3" = "pytest_aiperf.links 2" && echo \'{"p2p": 3.7e11}\' >"$4/found.json"')
+    said = []
+    found = ceilings.known_links([GPU, FAKE_GPU], said.append, folder=tmp_path)
+    assert found == {"p2p": 3.7e11}
+    assert said == ["measuring the links of 2 GPUs"]
+    assert the_file(tmp_path).name.startswith("2-")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo begun; echo NCCL error >&2; exit 3", r"\(status 3\): NCCL error"),
+        ("sleep 60", r"\(status -9\): nothing was said"),
+    ],
+)
+def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, why):
+    monkeypatch.setattr(links, "_DEADLINE", 0.5)
+    child(script)
+    with pytest.raises(InvalidMeasurement, match=why):
+        links.measure(2)
+
+
+# the command
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Run the command on a machine of so many H200s."""
+    monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    measured = {"copy": 4.28e12, "launch": 2.1e-6, "h2d": 55.3e9}
+    monkeypatch.setattr(ceilings, "known", lambda *_a, fresh: measured)
+    monkeypatch.setattr(ceilings, "known_links", lambda *_a, fresh: {"p2p": 372e9})
+    machine = SimpleNamespace(clock=lambda gpu: SimpleNamespace(gpu=gpu))
+
+    def command(*options, gpus=1):
+        machine.gpus = lambda: [GPU] * gpus
+        monkeypatch.setattr(sys.modules[main.__module__], "CudaMachine", lambda: machine)
+        status = main(["ceilings", *options])
+        return (status, *capsys.readouterr())
+
+    return command
+
+
+def test_the_table_has_the_datasheet_beside_it(command):
+    status, out, err = command()
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "NVIDIA H200",
+        "ceiling                 measured       datasheet   share",
+        "copy                   4.28 TB/s        4.8 TB/s    89 %",
+        "launch                    2.1 us",
+        "h2d                    55.3 GB/s         64 GB/s    86 %",
+    ]
+
+
+def test_the_file_says_what_gpu_it_was_and_never_which(command, tmp_path):
+    file = tmp_path / "results" / "ceilings-h200.json"
+    status, out, _ = command("--json", str(file), gpus=2)
+    assert status == 0
+    assert "p2p                     372 GB/s        450 GB/s    83 %" in out
+    content = json.loads(file.read_text())
+    assert content["ceilings"]["p2p"] == 372e9
+    assert (content["gpu"]["key"], content["gpu"]["driver"]) == ("h200", "580.1")
+    assert "12/34" not in file.read_text()
+
+
+def test_without_a_gpu_it_is_one_sentence(command):
+    status, out, err = command(gpus=0)
+    assert (status, out) == (2, "")
+    assert err.startswith("ceilings: there is no NVIDIA GPU to measure here: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_debugging_environment_measures_no_ceilings(command, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    status, _, err = command()
+    assert status == 2
+    assert "CUDA_LAUNCH_BLOCKING" in err

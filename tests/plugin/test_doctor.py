@@ -1,0 +1,396 @@
+"""`doctor` says what works here and what to do about the rest; `clean` removes what is ours."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf import bundle, clean, doctor
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.doctor import State, checks
+from pytest_aiperf.errors import BuildError, Misuse, ToolMissing
+from pytest_aiperf.model import Gpu
+
+UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
+ONE = Gpu("NVIDIA H200", "h200", UUID, "sm90", 132, 60 << 20, 150 << 30, "580.159")
+OTHER = Gpu("NVIDIA H200", "h200", UUID[:-1] + "0", "sm90", 132, 60 << 20, 150 << 30, "580.159")
+BOARD = ["00000000:19:00.0", "P0", "1980", "1980", "700.00", "700.00", "Enabled", "Default"]
+BOARD += ["Disabled", "0x0000000000000004"]
+PCI = "/sys/bus/pci/devices/0000:19:00.0"
+
+
+class Machine(doctor.Host):
+    """A healthy machine with one H200; a test says what is different in its own."""
+
+    def __init__(self, **changes):
+        self.environ = {"HOME": "/home/someone"}
+        self.has = [ONE]
+        self.board = dict(zip(doctor._BOARD, BOARD, strict=True))
+        self.cuda = 13000
+        self.processes = ""
+        self.links = "\t Link 0: 26.5 GB/s\n" * 18 * 2
+        self.tried = {
+            "built": "13.0", "cuda": True, "peers": [True, True], "nccl": "2.28.3",
+            "archs": ["sm_90"], "right": True,
+        }  # fmt: skip
+        self.files = {
+            doctor.NO_ADMIN: "RmProfilingAdminOnly: 0\n",
+            doctor.PARANOID: "2\n",
+            f"{PCI}/numa_node": "0\n",
+            f"{PCI}/local_cpulist": "0-7,16\n",
+        }
+        self.packages = {"torch": "2.11.0", "triton": "3.6.0", "cupy-cuda13x": "14.0"}
+        self.missing = {}
+        self.compiler = self.disassembler = self.locked = self.seen = None
+        self.compiled = "Cuda compilation tools, release 13.0, V13.0.48"
+        self.space = 100 << 30
+        self.root = False
+        self.device = True
+        self.__dict__ |= changes
+
+    def gpus(self):
+        if self.seen:
+            raise self.seen
+        return self.has
+
+    def absence(self):
+        return "the NVIDIA driver does not answer"
+
+    def has_device(self):
+        return self.device
+
+    def driver_cuda(self):
+        return self.cuda
+
+    def say(self, *command, folder=None):
+        line = " ".join(command)
+        if "--query-gpu" in line:
+            return "".join(f"{g.uuid}, {', '.join(self.board.values())}\n" for g in self.has)
+        if "--query-compute-apps" in line:
+            return self.processes
+        if "nvlink" in line:
+            return self.links
+        if "capture" in line:
+            return f"captured in {folder}\n"
+        return None
+
+    def torch(self):
+        return self.tried
+
+    def read(self, path):
+        return self.files.get(path, "")
+
+    def version(self, package):
+        return self.packages.get(package, "")
+
+    def tool(self, name):
+        if name in self.missing:
+            raise ToolMissing(self.missing[name])
+        return f"/usr/bin/{name}"
+
+    def nvcc(self):
+        if not self.compiled:
+            raise BuildError("no nvcc: install one")
+        return "/usr/bin/nvcc", self.compiled
+
+    def compiles(self, arch, *, disassemble):
+        why = self.disassembler if disassemble else self.compiler
+        if why:
+            raise BuildError(why)
+
+    def cores(self):
+        return {0, 1}
+
+    def privileged(self):
+        return self.root
+
+    def free(self, folder):
+        return self.space
+
+    def locks(self):
+        if self.locked:
+            raise Misuse(self.locked)
+        return "/tmp/locks"
+
+
+def found(**changes):
+    return {check.name: check for check in checks(Machine(**changes))}
+
+
+def test_a_healthy_machine_is_ok():
+    lines = found()
+    assert {check.state for check in lines.values()} == {State.OK}
+    assert lines["GPU 0"].found == "NVIDIA H200 (h200, sm90, 132 SMs, 150 GiB)"
+    assert lines["driver"].found == "580.159, CUDA up to 13.0"
+    assert str(lines["clocks 0"]) == "OK      clocks 0          1980 of 1980 MHz, P0"
+    assert "P2P" not in lines
+
+
+def test_two_gpus_have_links():
+    lines = found(has=[ONE, OTHER])
+    assert lines["NVLink"].found == "18 links to a GPU"
+    assert lines["P2P"].found == "all 2 GPUs reach each other"
+
+
+def test_without_a_gpu_there_are_fewer_lines():
+    lines = found(has=[], device=False, tried=Machine().tried | {"cuda": False, "built": ""})
+    assert lines["GPU"].state == State.TODO
+    assert "pytest --cpu measures here" in lines["GPU"].todo
+    assert {"clocks 0", "driver", "NCCL", "GPU counters", "profile ncu"}.isdisjoint(lines)
+    assert {"profile torch", "profile perf"} <= set(lines)
+    assert not bundle.broken(list(lines.values()))
+
+
+def board(**changes):
+    return {"board": Machine().board | changes}
+
+
+SICK = {
+    "GPU": ({"has": []}, "can be used", State.BROKEN),
+    "GPU ": ({"seen": Misuse("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
+    "clocks 0": (board(**{"clocks_event_reasons.active": "0x40"}), "cooling", State.TODO),
+    "power 0": (board(persistence_mode="Disabled"), "nvidia-smi -pm 1", State.TODO),
+    "power 0 ": (board(**{"power.limit": "500.00"}), "-pl 700.00", State.TODO),
+    "mode 0": (board(**{"mig.mode.current": "Enabled"}), "-mig 0", State.TODO),
+    "mode 0 ": (board(compute_mode="Prohibited"), "-c DEFAULT", State.BROKEN),
+    "mode 0  ": (board(compute_mode="Exclusive_Process"), "-c DEFAULT", State.TODO),
+    "NUMA 0": (
+        {"files": {f"{PCI}/local_cpulist": "8-15", f"{PCI}/numa_node": "1"}},
+        "--cpunodebind=1",
+        State.TODO,
+    ),
+    "other processes": ({"processes": f"{UUID}, 41\n"}, "1 on these GPUs", State.TODO),
+    "NVLink": ({"has": [ONE, OTHER], "links": ""}, "PCIe", State.TODO),
+    "P2P": (
+        {"has": [ONE, OTHER], "tried": Machine().tried | {"peers": [True, False]}},
+        "IOMMU",
+        State.TODO,
+    ),
+    "nvcc": ({"compiled": ""}, "no nvcc", State.TODO),
+    "nvcc ": ({"cuda": 12080}, "newer driver", State.BROKEN),
+    "host compiler": ({"compiler": "no g++"}, "NVCC_CCBIN", State.BROKEN),
+    "cuobjdump": ({"disassembler": "none"}, "[sass]", State.TODO),
+    "torch": ({"packages": {}}, "[gpu]", State.TODO),
+    "torch ": ({"tried": None}, "does not work", State.BROKEN),
+    "torch  ": ({"tried": Machine().tried | {"built": ""}}, "without CUDA", State.BROKEN),
+    "torch   ": ({"tried": Machine().tried | {"cuda": False}}, "finds no GPU", State.BROKEN),
+    "torch    ": ({"tried": Machine().tried | {"right": False}}, "wrongly", State.BROKEN),
+    "torch     ": ({"tried": Machine().tried | {"archs": ["sm_80"]}}, "sm_90", State.TODO),
+    "triton": ({"packages": {"torch": "2"}}, "not installed", State.TODO),
+    "cupy": ({"packages": {"torch": "2"}}, "not installed", State.TODO),
+    "profile ncu": ({"missing": {"ncu": "install Nsight"}}, "install Nsight", State.TODO),
+    "GPU counters": (
+        {"files": {doctor.NO_ADMIN: "RmProfilingAdminOnly: 1"}},
+        "NVreg_RestrictProfilingToAdminUsers=0",
+        State.TODO,
+    ),
+    "perf events": ({"files": {doctor.PARANOID: "4"}}, "paranoid=2", State.TODO),
+    "environment": (
+        {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", State.BROKEN
+    ),
+    "cache": ({"space": None}, "PYTEST_AIPERF_CACHE", State.BROKEN),
+    "records": ({"space": 1 << 20}, "clean", State.TODO),
+    "locks": ({"locked": "remove it"}, "remove it", State.BROKEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SICK)
+def test_each_trouble_has_a_line(kind):
+    changes, says, state = SICK[kind]
+    check = found(**changes)[kind.strip()]
+    assert check.state == state
+    assert says in str(check)
+    assert "\n" not in str(check)
+
+
+def test_an_administrator_may_read_counters():
+    files = {doctor.NO_ADMIN: "RmProfilingAdminOnly: 1", doctor.PARANOID: "4"}
+    lines = found(files=files, root=True)
+    assert lines["GPU counters"].state == State.OK
+    assert "perf events" not in lines
+
+
+def test_no_compiler_no_disassembly():
+    assert "cuobjdump" not in found(compiler="no g++")
+
+
+def test_what_virtual_machines_do_not_say():
+    unsaid = dict.fromkeys(doctor._BOARD, "[N/A]")
+    lines = found(board=unsaid)
+    assert lines["power 0"].state == lines["clocks 0"].state == State.OK
+
+
+def test_a_silent_nvidia_smi_is_one_line(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(machine, "say", lambda *_a, **_k: None)
+    names = [check.name for check in checks(machine)]
+    assert "nvidia-smi" in names
+    assert "clocks 0" not in names
+
+
+def test_the_real_machine_answers(tmp_path, monkeypatch):
+    host = doctor.Host()
+    monkeypatch.chdir(tmp_path)
+    assert host.say("this-is-no-program") is None
+    assert host.say("true") == ""
+    assert host.say("false") is None
+    assert host.read(str(tmp_path / "no")) == ""
+    assert host.version("pytest")
+    assert host.version("no-such-package") == ""
+    assert host.free(tmp_path / "not" / "yet") > 0
+    assert host.cores()
+    assert host.privileged() in {True, False}
+    compile(doctor._TORCH, "torch", "exec")
+
+
+# the archive
+
+SMI = f"""\
+    Product Name                          : NVIDIA H200
+    Serial Number                         : 1654321
+    GPU UUID                              : {UUID}
+    Process ID                            : 41
+        Name                              : /home/someone/secret.py
+    SM                                    : 1980 MHz
+"""
+
+
+def test_scrubbing_takes_out_who_and_where():
+    host = socket.gethostname()
+    mine = f"{SMI}at {host} in /home/someone/x, {UUID.lower()} https://me:pass@index/ 10.1.2.3:80\n"
+    said = bundle.scrub(mine, {"HOME": "/home/someone"})
+    assert "NVIDIA H200" in said
+    assert "1980 MHz" in said
+    assert "~/x" in said
+    for secret in ("1654321", UUID[4:], "secret.py", "someone", "me:pass", "10.1.2.3", ": 41"):
+        assert secret not in said
+    assert f"at {host} " not in said
+    assert "580.159.04" in bundle.scrub("driver 580.159.04")
+
+
+def test_a_bundle_holds_all_as_text(tmp_path):
+    machine = Machine(environ={
+        "CUDA_VISIBLE_DEVICES": UUID, "NCCL_DEBUG": "INFO", "AWS_SECRET": "s3cret",
+        "TRITON_API_KEY": "s3cret", "PYTEST_AIPERF_TOKEN": "s3cret", "PATH": "s3cret",
+    })  # fmt: skip
+    path = tmp_path / "all.tar.gz"
+    bundle.write(path, bundle.contents(machine, checks(machine), capture=True))
+    with tarfile.open(path) as archive:
+        entries = archive.getmembers()
+        files = {e.name: archive.extractfile(e).read().decode() for e in entries}
+    assert {e.mtime for e in entries} == {0}
+    assert {e.uname for e in entries} == {""}
+    assert "s3cret" not in "".join(files.values())
+    assert UUID not in "".join(files.values())
+    told = json.loads(files["aiperf-doctor/versions.json"])
+    assert told["environment"] == {"CUDA_VISIBLE_DEVICES": "<taken out>", "NCCL_DEBUG": "INFO"}
+    assert "pytest" in told["packages"]
+    listed = json.loads(files["aiperf-doctor/doctor.json"])
+    assert {"name": "driver", "state": "OK", "found": "580.159, CUDA up to 13.0", "todo": ""} in (
+        listed
+    )
+    assert "OK      driver" in files["aiperf-doctor/doctor.txt"]
+    assert "captured" in files["aiperf-doctor/capture-ncu.txt"]
+
+
+def test_a_tool_that_is_not_here_captures_nothing():
+    machine = Machine(missing={"ncu": "install it"})
+    files = bundle.contents(machine, [], capture=True)
+    assert {n for n in files if "capture" in n} == {"capture-torch.txt", "capture-nsys.txt"}
+    assert not [n for n in bundle.contents(machine, [], capture=False) if "capture" in n]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "Host", Machine)
+    assert main(["doctor", "--bundle", "b.tar.gz"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("OK      python")
+    assert out.endswith("written: b.tar.gz\n")
+    assert tarfile.is_tarfile(io.BytesIO(Path("b.tar.gz").read_bytes()))
+    monkeypatch.setattr(doctor, "Host", lambda: Machine(tried=None))
+    assert main(["doctor"]) == 1
+    assert "BROKEN  torch" in capsys.readouterr().out
+    assert main(["doctor", "--capture"]) == 2
+    assert main(["doctor", "--bundle", "no/where/b.tar.gz"]) == 2
+
+
+# clean
+
+RUN = "20250304T050607.000000-1"
+BUILD = "0123456789abcdef" * 2
+
+
+def lay(root, *paths):
+    for path in paths:
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"*\n")
+
+
+@pytest.fixture
+def littered(tmp_path, monkeypatch):
+    """A folder and a cache with what is ours, and what is not."""
+    here, cache = tmp_path / "here", tmp_path / "cache"
+    lay(here, f".aiperf/{RUN}/results.json", ".aiperf/.gitignore", f"artifacts/{RUN}/a/x.ncu-rep",
+        "sub/.aiperf/expectations.yaml.lock")  # fmt: skip
+    (here / ".aiperf" / "latest").symlink_to(RUN)
+    lay(cache, f"{BUILD}/library.so", f"{BUILD}.lock", f"{BUILD}.new/log", "ceilings/GPU-1.json")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(cache))
+    return here, cache
+
+
+FOREIGN = (
+    "here/artifacts/model.bin", "here/results/h200.json", "here/.git/.aiperf/keep",
+    f"here/sub/{RUN}/results.json", "cache/other/library.so", f"here/.venv/.aiperf/{RUN}/x",
+    "cache/ceilings/notes.txt", f"cache/{BUILD[:-1]}/library.so",
+)  # fmt: skip
+
+
+def test_clean_removes_what_is_ours(littered, tmp_path):
+    here, cache = littered
+    assert main(["clean"]) == 0
+    assert sorted(p.name for p in here.rglob("*")) == ["sub"]
+    assert not cache.exists() or not any(p.is_file() for p in cache.rglob("*"))
+
+
+def test_clean_removes_nothing_else(littered, tmp_path, capsys):
+    lay(tmp_path, *FOREIGN)
+    assert main(["clean"]) == 0
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == set(FOREIGN)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("removed: 9, ")
+
+
+def test_clean_can_only_say_so(littered, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["clean", "--dry-run"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].startswith("would go: 9, ")
+    assert str(tmp_path / "here" / ".aiperf" / RUN) in out
+
+
+def test_clean_follows_no_link(tmp_path, monkeypatch):
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    lay(elsewhere, f"{RUN}/results.json", f"{BUILD}/library.so")
+    (here / "artifacts").mkdir(parents=True)
+    (here / ".aiperf").symlink_to(elsewhere)
+    (here / "artifacts" / RUN).symlink_to(elsewhere / RUN)
+    (here / "folder").symlink_to(elsewhere)
+    (tmp_path / "cache").symlink_to(elsewhere)
+    assert clean.ours(here, tmp_path / "cache", ".aiperf", "artifacts") == []
+
+
+def test_clean_leaves_what_others_own(littered, monkeypatch):
+    here, cache = littered
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    listed = clean.ours(here, cache, ".aiperf", "artifacts")
+    assert not [p for p in listed if p.name == RUN or BUILD in p.name]

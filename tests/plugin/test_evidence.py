@@ -1,0 +1,404 @@
+"""What a claim says of its mechanism is held: in compiled code, in counts, in counters."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf import build, evidence, sass
+from pytest_aiperf.errors import BuildError, Misuse
+from pytest_aiperf.evidence import Compiled, Facts, broken, hold
+from pytest_aiperf.model import KernelRecord, Result, Work, from_json, to_json
+from tests.plugin.records import result
+
+SASS = """
+Fatbin elf code:
+================
+arch = sm_90a
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function void copy<4>(float*):
+  REG:26 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:568 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+	code for sm_90a
+		Function : void copy<4>(float*)
+	.headerflags	@"EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;             /* 0x00000a00ff017b82 */
+                                                                      /* 0x000fe20000000800 */
+        /*0090*/              @!P0 LDG.E.128 R12, desc[UR4][R2.64] ;  /* 0x0000000000400947 */
+        /*00a0*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;        /* 0x0000000000400947 */
+        /*10a0*/                   LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ; /* 0x00 */
+"""
+
+
+def kernel(function, arch="sm_90a", registers=32, spills=0, **opcodes):
+    record = KernelRecord("k.cu", arch, function, registers, spills, 0)
+    return Compiled(record, {name.replace("_", "."): n for name, n in opcodes.items()})
+
+
+CODE = (
+    kernel("void copy<1>(float*)", LDG_E_128=1, EXIT=2),
+    kernel("void copy<4>(float*)", registers=64, LDG_E_128=4, EXIT=1),
+    kernel("void copy<4>(float*)", "sm_100a", registers=66, spills=8, LDG_E_128=4, EXIT=1),
+)
+FIGURES = {
+    "baseline": {"launches": 40, "dram__bytes.sum": 800.0, "conflicts": 0, "peak memory": 100},
+    "optimized": {"launches": 1, "dram__bytes.sum": 100.0, "conflicts": 3, "peak memory": 50},
+}
+SM100, ARM = "void copy<4>(float*) (k.cu, sm_100a)", "the optimized arm"
+FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(bytes=80))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        evidence.opcode("LDG.E.128"),
+        evidence.opcode("LDG.E.128", "copy<4>", least=4, most=4),
+        evidence.opcode("LDG.E"),
+        evidence.opcode("L*.128"),
+        evidence.opcode("LDL", most=0),
+        evidence.opcode("LD", most=0),
+        evidence.registers(66, "copy<4>"),
+        evidence.spills(8, "copy<4>"),
+        evidence.launches(1),
+        evidence.launches(0.1, per="baseline"),
+        evidence.counter("dram__bytes.sum", most=1.25, per="work"),
+        evidence.counter("dram__bytes.sum", least=0.125, most=0.125, per="baseline"),
+        evidence.peak_memory(0.5, per="baseline"),
+    ],
+)
+def test_what_holds(piece):
+    (found,) = hold([piece], FACTS)
+    assert found.held
+    assert found.value is not None
+    assert broken([found]) == ""
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (
+            evidence.opcode("UTMALDG", "copy<4>"),
+            "void copy<4>(float*) (k.cu, sm_90a) has 0 UTMALDG, and at least 1 is claimed",
+        ),
+        (evidence.opcode("HGMMA"), "k.cu for sm_90a has 0 HGMMA, and at least 1 is claimed"),
+        (
+            evidence.opcode("LDG.E.128", "copy", least=4),
+            "void copy<1>(float*) (k.cu, sm_90a) has 1 LDG.E.128, and at least 4 is claimed",
+        ),
+        (
+            evidence.opcode("EXIT", most=1),
+            "k.cu for sm_90a has 3 EXIT, and at most 1 is claimed",
+        ),
+        (
+            evidence.registers(64, "copy<4>"),
+            f"{SM100} has 66 registers a thread, and at most 64 is claimed",
+        ),
+        (
+            evidence.spills(),
+            f"{SM100} has 8 bytes of spills a thread, and at most 0 is claimed",
+        ),
+        (
+            evidence.launches(0),
+            "the optimized arm has 1 launches a call, and at most 0 is claimed",
+        ),
+        (
+            evidence.counter("dram__bytes.sum", most=0.1, per="baseline"),
+            f"{ARM} has 0.125 dram__bytes.sum to each of the baseline's, and at most 0.1",
+        ),
+        (
+            evidence.counter("conflicts", most=0.1, per="baseline"),
+            f"the baseline has 0, and {ARM} has 3 conflicts to each of the baseline's",
+        ),
+        (
+            evidence.counter("dram__bytes.sum", least=2, most=3, per="work"),
+            f"{ARM} has 1.25 dram__bytes.sum a byte of work, and at least 2 and at most 3",
+        ),
+    ],
+)
+def test_what_does_not_hold_is_said_with_figure_and_bound(piece, said):
+    (found,) = hold([piece], FACTS)
+    assert not found.held
+    assert broken([found]).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        evidence.kernels(1),
+        evidence.graph_breaks(),
+        evidence.counter("l1", most=1, per="baseline"),
+    ],
+)
+def test_what_a_run_does_not_know_it_does_not_hold_against_anybody(piece):
+    (found,) = hold([piece], FACTS)
+    assert (found.value, found.held) == (None, True)
+
+
+def test_lower_bounds_refuse_what_is_too_much_already_and_prove_no_ratio():
+    facts = Facts(figures=FIGURES, at_least=True)
+    (few, ratio) = hold([evidence.launches(0), evidence.launches(0.1, per="baseline")], facts)
+    assert "as far as the CPU can count" in broken([few])
+    assert ratio.value is None
+
+
+def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
+    known = r"known are void copy<1>\(float\*\), void copy<4>"
+    with pytest.raises(Misuse, match=f"LDG of 'copy<8>': no kernel of this claim .*{known}"):
+        hold([evidence.opcode("LDG", "copy<8>")], FACTS)
+    with pytest.raises(Misuse, match=r"no kernel of k\.cu for sm_100a is called that"):
+        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if kept it out
+    # of a kernel that only a GPU's compiler would make nothing is said
+    (found,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
+    assert found.value is None
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: evidence.counter("dram__bytes.sum"), "counter dram__bytes.sum: give a bound"),
+        (lambda: evidence.kernels(1, per="arm"), r"kernels\(per='arm'\): known are baseline, work"),
+        (
+            lambda: hold([evidence.peak_memory(1, per="work")], Facts(figures=FIGURES)),
+            "needs work=",
+        ),
+    ],
+)
+def test_what_an_author_may_write_wrong(make, said):
+    with pytest.raises(Misuse, match=said):
+        make()
+
+
+def test_findings_are_part_of_the_record():
+    record = result(evidence=hold([evidence.opcode("LDG"), evidence.kernels(1)], FACTS))
+    assert from_json(Result, to_json(record)) == record
+
+
+# SASS
+
+
+def test_opcodes_and_resources_are_read_from_what_the_disassembler_prints():
+    (code,) = sass.parse(SASS).values()
+    assert code.opcodes == {"LDC": 1, "LDG.E.128": 1, "UIADD3": 1, "LDG.E.128.CONSTANT": 1}
+    assert (code.registers, code.stack, code.shared) == (26, 16, 1024)
+
+
+def a_tool(folder: Path, lines: str) -> Path:
+    folder.mkdir()
+    tool = folder / "cuobjdump"
+    tool.write_text(f"#!/bin/sh\n{lines}\n")
+    tool.chmod(0o755)
+    return folder / "nvcc"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Find no disassembler but the one beside the compiler."""
+    monkeypatch.setattr(sass, "find_spec", lambda _: None)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def test_an_old_disassembler_gives_way_to_one_that_knows_the_architecture(tmp_path, alone):
+    old = a_tool(tmp_path / "old", "echo 'cuobjdump fatal: unknown arch' >&2; exit 1")
+    (tmp_path / "sass.txt").write_text(SASS)
+    new = a_tool(tmp_path / "new", f'while read l; do echo "$l"; done < {tmp_path}/sass.txt')
+    with pytest.raises(BuildError, match=r"unknown arch.*pytest-aiperf\[sass\]"):
+        sass.read(Path("x.so"), nvcc=str(old))
+    assert sass.read(Path("x.so"), ["void copy<4>(float*)"], str(new))
+    with pytest.raises(BuildError, match="gives no code of void other"):
+        sass.read(Path("x.so"), ["void other"], str(new))
+
+
+@pytest.mark.parametrize("printed", ["", "Function : f"])
+def test_no_code_is_no_absence_of_opcodes(tmp_path, alone, printed):
+    empty = a_tool(tmp_path / "empty", f"echo '{printed}'")
+    with pytest.raises(BuildError, match="gives no code"):
+        sass.read(Path("x.so"), nvcc=str(empty))
+
+
+def test_without_a_disassembler_it_says_what_to_install(tmp_path, alone):
+    with pytest.raises(
+        BuildError, match=r"there is no cuobjdump; pip install 'pytest-aiperf\[sass"
+    ):
+        sass.read(tmp_path / "x.so", nvcc=str(tmp_path / "nvcc"))
+
+
+CU = """
+template <int N> __global__ void copy(const float4* from, float4* to) {
+  for (int k = 0; k < N; ++k) to[threadIdx.x + k * 256] = from[threadIdx.x + k * 256];
+}
+extern "C" int wide(const float *from, float *to, int n, cudaStream_t stream) {
+  copy<4><<<1, 256, 0, stream>>>((const float4 *)from, (float4 *)to);
+  return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm103", "sm121"])
+def test_the_code_of_every_architecture_is_read_and_kept(tmp_path, monkeypatch, arch):
+    (tmp_path / "wide.cu").write_text(CU)
+    made = build.build(tmp_path / "wide.cu", arch)
+    ((name, opcodes),) = build.sass(made).items()
+    assert name == "void copy<4>(float4 const*, float4*)"
+    assert opcodes["LDG.E.128"] == 4
+    monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("disassembled again"))
+    assert build.sass(made) == {name: opcodes}
+
+
+# transcripts: what is planted turns a claim red, without a GPU
+
+SPILL = """
+__global__ void __launch_bounds__(1024, 2) crowded(const float *from, float *to, int n) {
+  float held[96];
+#pragma unroll
+  for (int k = 0; k < 96; ++k) held[k] = from[k * n + threadIdx.x];
+#pragma unroll
+  for (int k = 0; k < 96; ++k) to[k * n + threadIdx.x] = held[95 - k] * held[k];
+}
+extern "C" int crowd(const float *from, float *to, int n, cudaStream_t stream) {
+  crowded<<<1, 1024, 0, stream>>>(from, to, n);
+  return 0;
+}
+"""
+
+
+def test_a_planted_opcode_or_spill_turns_a_claim_red_without_a_gpu(project):
+    project.write("kernels/wide.cu", CU)
+    project.write("kernels/spill.cu", SPILL)
+    project.tests(
+        """
+from pytest_aiperf import evidence
+
+def claim(compare, arm, *pieces):
+    compare(**usual | {"baseline": arm, "optimized": arm}, evidence=pieces)
+
+@pytest.mark.sm90
+@pytest.mark.sm121
+def test_right(compare, nvcc):
+    claim(compare, nvcc("wide.cu")["wide"], evidence.opcode("LDG.E.128", "copy<4>", least=4))
+
+@pytest.mark.sm90
+def test_wrong_opcode(compare, nvcc):
+    claim(compare, nvcc("wide.cu")["wide"], evidence.opcode("UTMALDG"))
+
+@pytest.mark.sm90
+def test_wrong_kernel(compare, nvcc):
+    claim(compare, nvcc("wide.cu")["wide"], evidence.spills(kernel="copy<2>"))
+
+@pytest.mark.sm90
+def test_spill(compare, nvcc):
+    claim(compare, nvcc("spill.cu")["crowd"], evidence.spills())
+
+@pytest.mark.sm90
+def test_registers(compare, nvcc):
+    claim(compare, nvcc("spill.cu")["crowd"], evidence.registers(16, "crowded"))
+"""
+    )
+    done = project.run()
+    done.stdout.fnmatch_lines(
+        [
+            "*kernels/wide.cu for sm_90a has 0 UTMALDG, and at least 1 is claimed",
+            "*no kernel of this claim is called that; known are void copy<4>(float4 const[*], *",
+            "*crowded(*) (kernels/spill.cu, sm_90a) has * bytes of spills a thread, and at most 0*",
+            "*crowded(*) (kernels/spill.cu, sm_90a) has 32 registers a thread, and at most 16 is*",
+            "*4 failed, 1 built*",
+        ]
+    )
+
+
+def test_a_planted_launch_or_graph_break_turns_a_claim_red_without_a_gpu(project):
+    project.tests(
+        """
+import torch
+from pytest_aiperf import evidence
+
+def vectors(bench):
+    return (torch.randn(64),)
+
+def claim(compare, arm, piece):
+    compare(baseline=torch.neg, optimized=arm, inputs=vectors, evidence=[piece],
+            reference=lambda x: -x.double())
+
+def test_once(compare):
+    claim(compare, lambda x: x.view(8, 8).neg().view(-1), evidence.launches(1))
+
+def test_twice(compare):
+    claim(compare, lambda x: (x * -1).add_(0), evidence.launches(1))
+
+def test_of_a_compiled_arm_the_cpu_counts_nothing(compare):
+    claim(compare, torch.compile(lambda x: (x * -1).add_(0)), evidence.kernels(1))
+
+def test_whole(compare):
+    claim(compare, torch.compile(torch.neg), evidence.graph_breaks())
+
+def test_broken(compare):
+    def neg(x):
+        y = x * 1
+        torch._dynamo.graph_break()
+        return -y
+    claim(compare, torch.compile(neg), evidence.graph_breaks())
+"""
+    )
+    done = project.run()
+    done.assert_outcomes(passed=3, failed=2)
+    counted = "the optimized arm, as far as the CPU can count, has 2 launches a call"
+    done.stdout.fnmatch_lines(
+        [
+            f"*{counted}, and at most 1 is claimed",
+            "*the optimized arm has 1 graph breaks, and at most 0 is claimed",
+        ]
+    )
+
+
+TRITON = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def doubled(x, out, n, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+def double(x, times=1):
+    out = torch.empty_like(x)
+    for _ in range(times):
+        doubled[(1,)](x, out, x.numel(), TILE=1024)
+    return out
+"""
+
+
+def test_triton_kernels_are_counted_and_compiled_for_a_gpu_that_is_not_here(project):
+    project.write("own.py", TRITON)
+    project.tests(
+        """
+import torch, own
+from pytest_aiperf import evidence
+
+def claim(compare, times, *pieces):
+    compare(baseline=lambda x: x * 2, inputs=lambda bench: torch.randn(1024), evidence=pieces,
+            optimized=lambda x: own.double(x, times), reference=lambda x: 2 * x.double())
+
+def test_once(compare):
+    claim(compare, 1, evidence.kernels(1))
+
+def test_wrong_opcode(compare):
+    claim(compare, 1, *(evidence.opcode(name, "doubled") for name in ("LDG.E.128", "HGMMA")))
+
+def test_twice(compare):
+    claim(compare, 2, evidence.launches(1))
+"""
+    )
+    project.monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = project.run("-opythonpath=.")
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(
+        [
+            "doubled (own.py, sm_90) has 0 HGMMA, and at least 1 is claimed",
+            "*has 2 launches a call, and at most 1 is claimed",
+        ]
+    )

@@ -1,0 +1,358 @@
+"""The page holds everything, runs nothing that it did not bring, and works in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import time
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf import chapters, page
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.model import (
+    Against,
+    Evidence,
+    Finding,
+    Interval,
+    KernelRecord,
+    Limit,
+    Outcome,
+    Profile,
+    Proof,
+    Replicate,
+    Round,
+    Trace,
+    Verdict,
+    Work,
+    to_json,
+)
+from pytest_aiperf.results import document, read_results
+from tests.plugin.records import result, timing
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = "x\"'><script>alert(1)</script><img src=http://e.vil/x onerror=alert(2)>"
+COMMAND = "\n::set-env name=A::b\n##[error]gone"
+TEST = '''"""{title}
+
+Because <script>alert("docstring")</script> & so on.
+"""
+
+def slow(x):
+    return x + 0  # </pre><script>alert("code")</script>
+
+def fast(x):
+    return x
+
+def test_double(compare):
+    compare(baseline=slow, optimized=fast, inputs=list, reference=fast)
+'''
+
+
+def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
+    """A result with something in every field that the page shows."""
+    seconds = [(2e-3 * (1 + i / 500), 2e-3 / speedup * (1 - i / 700)) for i in range(8)]
+    replicates = tuple(
+        Replicate(i, (Round("ABBA", {"baseline": (b, b), "optimized": (o, o)}, 1980, 4),) * 3)
+        for i, (b, o) in enumerate(seconds)
+    )
+    limit = Limit("copy", 3.1e12, 4.2e12, "B/s", 0.74)
+    figures, units = {"dram share": 0.9, "time": 1e-3}, {"dram share": "share", "time": "s"}
+    made = result(
+        claim,
+        title="Wide loads.",
+        timing=timing(replicates=replicates),
+        speedup=Interval(speedup * 0.99, speedup, speedup * 1.01),
+        work=Work(bytes=3e9, flops=3e9, dtype="fp32"),
+        limits={"baseline": dataclasses.replace(limit, share=0.3), "optimized": limit},
+        diagnosis={"optimized": "memory-bound: only fewer bytes help"},
+        evidence=(Finding(Evidence(Proof.OPCODE, "LDG.E.128", "copy", 1, 1), 1.0),),
+        traces={"optimized": Trace(1, 1, 0, 1e-3, 1e-3)},
+        kernels=(KernelRecord("k.cu", "sm_90a", "copy", 32, 0, 0),),
+        profiles=(
+            Profile("ncu", "optimized", "artifacts/a b.ncu-rep", figures, units, notes=("n",)),
+        ),
+        notes=("A note.",),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+class Tags(HTMLParser):
+    """What a browser would see: tags with their attributes, and the text of scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        (self.scripts if self.tags and self.tags[-1][0] == "script" else self.text).append(data)
+
+
+def hundred():
+    ends = [Verdict.FASTER] * 3 + [Verdict.SAME, Verdict.SLOWER]
+    return [
+        rich(
+            f"ch{i // 10:02}/claim_{i // 3}[rung_{i}]",
+            speedup=0.5 + i,
+            verdict=ends[i % 5],
+            against=Against.NAIVE if i % 7 == 0 else Against.IDIOMATIC,
+        )
+        for i in range(99)
+    ] + [
+        result(
+            "ch11/absent",
+            outcome=Outcome.SKIPPED,
+            message="needs sm100",
+            timing=None,
+            speedup=None,
+            verdict=None,
+            library=None,
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def written():
+    return page.page(hundred(), {}, "Report")
+
+
+def test_every_claim_has_a_section_and_a_hundred_are_small(written):
+    results, text = hundred(), written
+    sections = [a for tag, a in Tags(text).tags if tag == "section" and "id" in a]
+    assert len({a["id"] for a in sections}) == len(results) == 100
+    rows = [a for tag, a in Tags(text).tags if tag == "tr" and "data-claim" in a]
+    assert {a["data-claim"] for a in rows} == {a["id"] for a in sections}
+    assert len(text.encode()) < 3_000_000
+    assert len(re.findall("<h5>Ladder", text)) == 33
+
+
+def test_nothing_that_a_record_says_becomes_structure(tmp_path):
+    file = tmp_path / "tests" / "ch07" / "test_x.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(TEST.format(title=HOSTILE))
+    hostile = rich(
+        f"ch07/{HOSTILE}",
+        nodeid="tests/ch07/test_x.py::test_double",
+        title=HOSTILE + COMMAND,
+        outcome=Outcome.FAILED,
+        message=HOSTILE + COMMAND,
+        notes=(HOSTILE,),
+        key=HOSTILE,
+        stack={HOSTILE: HOSTILE},
+        diagnosis={HOSTILE: HOSTILE},
+        profiles=(
+            Profile(HOSTILE, HOSTILE, "javascript:alert(1)", {HOSTILE: 1.0}, {}, (), (HOSTILE,)),
+        ),
+        evidence=(Finding(Evidence(Proof.COUNTER, HOSTILE, HOSTILE, 1.0), 1.0, where=HOSTILE),),
+    )
+    commit = {"commit": {"id": HOSTILE}}
+    text = page.page([hostile], commit, HOSTILE, root=tmp_path)
+    seen = Tags(text)
+    assert [tag for tag, _ in seen.tags].count("script") == 1
+    assert not [tag for tag, _ in seen.tags if tag in ("img", "iframe", "object", "base", "form")]
+    assert not [a for _, attributes in seen.tags for a in attributes if a.startswith("on")]
+    assert "alert(" not in "".join(seen.scripts)
+    shown = "".join(seen.text)
+    assert 'alert("docstring")' in shown
+    assert 'alert("code")' in shown
+    assert shown.count("alert(1)</script>") >= 8
+    said = chapters.markdown([hostile], tmp_path)
+    assert "<script" not in said
+    assert not re.search(r"^\s*::|##\[", said, re.MULTILINE)
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    text = page.page([rich()], {}, "Report")
+    for tag, attributes in Tags(text).tags:
+        for name in ("src", "href", "srcset", "action", "data", "poster"):
+            target = attributes.get(name) or ""
+            assert not re.match(r"\s*(\w+:)?//|http|javascript", target), (tag, attributes)
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert "default-src 'none'" in text
+
+
+def test_artefacts_are_linked_from_where_the_page_lies(tmp_path):
+    assert page._link("artifacts/a b.rep", Path("out")) == "./../artifacts/a%20b.rep"
+    assert page._link("javascript:alert(1)", Path()) == ""
+    assert page._link("//elsewhere.org/x", Path("/")).startswith("./")
+
+
+def test_the_page_says_what_was_measured_and_on_what():
+    results = [
+        rich(),
+        rich("ch07/lost", outcome=Outcome.FAILED, verdict=Verdict.SLOWER, speedup=0.5),
+        result("ch08/x", outcome=Outcome.SKIPPED, message="needs sm100", timing=None, verdict=None,
+               speedup=None, library=None),
+    ]  # fmt: skip
+    commit = {"id": "0123456789abcdef", "dirty": True}
+    text = " ".join(" ".join(Tags(page.page(results, {"commit": commit}, "Report")).text).split())
+    for said in (
+        "driver 580.159",
+        "CUDA 13.0",
+        "torch 2.11.0",
+        "NVIDIA H200 (132 SMs, 150 GiB)",
+        "1980 MHz (1980 to 1980)",
+        "power cap in 48 of 48 rounds",
+        "0.40% GPU",
+        "0123456789ab (changed)",
+        "2 claims, 1 not kept",
+        "1 FASTER",
+        "1 SLOWER",
+        "Skipped: needs sm100 (1)",
+        "1.00x geometric mean of 2, no naive baselines",
+        "74 % median share of the limit",
+        "memory-bound: only fewer bytes help",
+        "opcode LDG.E.128 in copy = 1: 1",
+        "artifacts/a b.ncu-rep",
+        "99 % interval",
+    ):
+        assert said in text, said
+
+
+def test_ceilings_that_nobody_knows_are_not_drawn():
+    text = page.page([rich(limits={})], {}, "Report")
+    assert 'id="roofline"' not in text
+    assert 'id="shares"' not in text
+    assert 'id="roofline"' in page.page([rich()], {}, "Report")
+
+
+def test_a_folder_gets_the_page_the_summary_and_the_chapters(tmp_path):
+    path = page.write_report([rich(), rich("ch08/x")], {}, tmp_path / "out")
+    assert path == tmp_path / "out" / "index.html"
+    names = {p.name for p in path.parent.iterdir()}
+    assert names == {"index.html", "summary.md", "ch07.md", "ch08.md"}
+
+
+def test_the_command_writes_html_markdown_and_the_readmes_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    content = document([rich()], {"gpus": 3}, datetime(2025, 1, 1, tzinfo=UTC))
+    Path("r.json").write_text(json.dumps(to_json(content)))
+    assert main(["report", "r.json"]) == 0
+    assert 'id="claims"' in Path("report.html").read_text()
+    assert main(["report", "r.json", "--format=md", "-o", "r.md"]) == 0
+    assert "### Wide loads." in Path("r.md").read_text()
+    readme = Path("README.md")
+    readme.write_text("Before.\n<!-- results -->\nold\n<!-- /results -->\nAfter.\n")
+    for _ in range(2):  # and nothing grows
+        assert main(["report", "r.json", "--readme", "README.md"]) == 0
+        text = readme.read_text()
+    assert text.startswith("Before.\n<!-- results -->\n\n1 claim: 1 FASTER;")
+    assert text.endswith("|\n\n<!-- /results -->\nAfter.\n")
+    assert "old" not in text
+    readme.write_text("No marks.")
+    assert main(["report", "r.json", "--readme", "README.md"]) == 2
+    assert "put a line <!-- results -->" in capsys.readouterr().err
+    assert readme.read_text() == "No marks."
+
+
+def test_records_with_gaps_still_make_a_page():
+    gaps = [
+        rich(timing=timing(replicates=())),
+        dataclasses.replace(rich("a", timing=None, gpu=None), speedup=Interval(0.0, 0.5, 0.9)),
+    ]
+    text = page.page(gaps, {"commit": 3, "gpus": "x"}, "Report")
+    assert text.count('<section class="claim"') == 2
+    assert page.page([], {}, "Report").count("<table") == 1
+
+
+def browser():
+    sync = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+    if found is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    return sync.sync_playwright(), found
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    started, found = browser()
+    quiet = ("--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
+    with started as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=list(quiet))
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def opened(chromium, tmp_path, written):
+    """The page of a hundred claims in a browser that notes complaints and requests."""
+    path = tmp_path / "report.html"
+    path.write_text(written, encoding="utf-8")
+    tab = chromium.new_page(viewport={"width": 1280, "height": 900})
+    tab.complaints, tab.asked = [], []
+    tab.on("console", lambda message: tab.complaints.append(message.text))
+    tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
+    tab.on("request", lambda request: tab.asked.append(request.url))
+    started = time.perf_counter()
+    tab.goto(path.as_uri())
+    tab.seconds = time.perf_counter() - started
+    yield tab
+    tab.close()
+
+
+def names(tab):
+    return tab.eval_on_selector_all(
+        "#claims tbody tr",
+        "all => all.filter(r => !r.hidden).map(r => r.cells[0].innerText.trim())",
+    )
+
+
+def test_a_browser_opens_it_without_a_complaint_or_a_request(opened):
+    assert opened.complaints == []
+    assert [url for url in opened.asked if not url.startswith(("file:", "data:"))] == []
+    assert len(opened.asked) == 1 + sum(url.startswith("data:") for url in opened.asked)
+    assert opened.title() == "Report"
+
+
+def test_clicking_a_column_sorts_by_what_it_means(opened):
+    opened.click("#claims th:has-text('speedup') button")
+    assert names(opened)[0].startswith("ch09/claim_32[rung_98]")
+    opened.click("#claims th:has-text('speedup') button")
+    assert names(opened)[0] == "ch11/absent"
+    assert names(opened)[1].startswith("ch00/claim_0[rung_0]")
+    opened.click("#claims th:has-text('claim') button")
+    assert names(opened)[0].startswith("ch00/claim_0[rung_0]")
+    assert opened.get_attribute("#claims th:has-text('claim')", "aria-sort") == "ascending"
+
+
+def test_filters_narrow_the_table_the_charts_and_the_sections(opened):
+    opened.fill("#words", "claim_3[")
+    kept = [f"ch0{i // 10}/claim_3[rung_{i}]" for i in (9, 10, 11)]
+    assert [name.removesuffix(" *") for name in names(opened)] == kept
+    assert opened.inner_text("#count") == "3 of 100"
+    assert opened.locator("section.claim:visible").count() == 3
+    assert opened.locator("article:visible").count() == 2
+    assert opened.locator(".chart .group:visible").count() == 2
+    opened.fill("#words", "")
+    opened.select_option("#verdict", "slower")
+    assert len(names(opened)) == 19
+    opened.select_option("#chapter", "ch00")
+    assert len(names(opened)) == 2
+    opened.fill("#words", "no such claim")
+    assert names(opened) == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out_of_a_phone_or_a_screen(opened, width):
+    opened.set_viewport_size({"width": width, "height": 844})
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_readmes_tables_are_those_of_the_last_accepted_run():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = read_results(ROOT / "results" / "h200.json")
+    command = "python -m pytest_aiperf report --readme README.md results/h200.json"
+    assert chapters.BEGIN in text, f"README.md has no {chapters.BEGIN} ... {chapters.END}"
+    assert text == chapters.embedded(text, results, "README.md"), f"run: {command}"

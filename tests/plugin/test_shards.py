@@ -1,0 +1,151 @@
+"""A session is dealt to several machines, and what did not come back is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_aiperf import shards
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.journal import Run, open_run
+from pytest_aiperf.model import Outcome, to_json
+from tests.plugin.records import result
+
+IDS = [f"t.py::test_{i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/b", "-1/2", "1/2/3"])
+def test_what_is_no_shard(text):
+    with pytest.raises(Misuse, match="no shard"):
+        shards.parse(text)
+
+
+def test_the_longest_come_first_and_go_to_the_least_loaded():
+    seconds = {IDS[0]: 10.0, IDS[1]: 6.0, IDS[2]: 5.0}
+    assert shards.deal(IDS[:3], seconds, 2) == [{IDS[0]}, {IDS[1], IDS[2]}]
+
+
+def test_an_unknown_length_is_the_typical_one():
+    seconds = {IDS[0]: 8.0, IDS[1]: 4.0, IDS[2]: 4.0}
+    assert shards.deal([*IDS[:3], "new"], seconds, 2) == [{IDS[0], "new"}, {IDS[1], IDS[2]}] or (
+        shards.deal([*IDS[:3], "new"], seconds, 2) == [{IDS[0], IDS[2]}, {IDS[1], "new"}]
+    )
+
+
+@given(
+    st.lists(st.sampled_from(IDS), unique=True),
+    st.dictionaries(st.sampled_from(IDS), st.floats(0, 1e4)),
+    st.integers(1, 5),
+    st.randoms(),
+)
+def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, random):
+    dealt = shards.deal(ids, seconds, count)
+    assert len(dealt) == count
+    assert sorted(i for shard in dealt for i in shard) == sorted(ids)
+    shuffled = list(ids)
+    random.shuffle(shuffled)
+    assert shards.deal(shuffled, seconds, count) == dealt
+
+
+CLAIMS = """
+@pytest.mark.parametrize("rung", "abcd")
+def test_it(compare, rung):
+    compare(**usual)
+
+
+def test_no_claim(gpu):
+    assert gpu.sms
+"""
+
+
+def accepted(project, **seconds):
+    name = "ch07/test_double.py::test_it"
+    records = [
+        result(f"ch07/it[{k}]", nodeid=f"{name}[{k}]", seconds=s) for k, s in seconds.items()
+    ]
+    content = {"benchmarks": [{"name": r.claim, "aiperf": to_json(r)} for r in records]}
+    project.write("results/fake.json", json.dumps(content))
+
+
+def test_shards_measure_everything_once(project, monkeypatch, capsys):
+    project.tests(CLAIMS)
+    accepted(project, a=9.0, b=1.0, c=1.0, d=1.0)
+    seen = []
+    for shard in ("1/2", "2/2"):
+        ran = project.run("--gpu", "--quick", f"--shard={shard}")
+        assert ran.ret == 0
+        seen.append(set(project.results()))
+    assert seen[0] == {"ch07/it[a]"}
+    assert seen[1] == {"ch07/it[b]", "ch07/it[c]", "ch07/it[d]"}
+    monkeypatch.chdir(project.path)
+    assert main(["complete", ".aiperf"]) == 0
+    assert capsys.readouterr().out.endswith("\n4 claims: 4 PASSED\n")
+
+
+def test_a_shard_that_never_ran_is_missed(project, monkeypatch, capsys):
+    project.tests(CLAIMS)
+    assert project.run("--gpu", "--quick", "--shard=1/4").ret == 0
+    (measured,) = project.results()
+    monkeypatch.chdir(project.path)
+    assert main(["complete", ".aiperf"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("no outcome: ch07/it[") == 3
+    assert f"no outcome: {measured}\n" not in out
+    assert out.endswith("4 claims: 3 NOT_RUN, 1 PASSED\n")
+
+
+def test_a_shard_is_about_measuring(project):
+    project.tests(CLAIMS)
+    ran = project.run("--shard=1/2")
+    assert ran.ret == 4
+    ran.stderr.fnmatch_lines(["*--shard is about measuring: add --gpu or --cpu"])
+    assert project.run("--gpu", "--shard=3/2").ret == 4
+
+
+@pytest.fixture
+def night(tmp_path):
+    run = open_run(tmp_path / "shards", "20250304T050607.000000-1")
+    run.manifest([("ch06/a", "t::a"), ("ch06/b", "t::b")])
+    return tmp_path, run
+
+
+def complete(path, capsys):
+    return main(["complete", str(path)]), capsys.readouterr().out
+
+
+def test_a_killed_run_counts_with_its_journals(night, capsys):
+    path, run = night
+    run.journal("main").append(result("ch06/a"))
+    assert complete(path, capsys) == (1, "no outcome: ch06/b\n2 claims: 1 NOT_RUN, 1 PASSED\n")
+
+
+def test_claims_that_broke_are_named(night, capsys):
+    path, run = night
+    run.journal("main").append(result("ch06/a", outcome=Outcome.FAILED))
+    broke = result("ch06/b", outcome=Outcome.ERROR, speedup=None, message="it crashed\nfar away")
+    run.journal("main").append(broke)
+    status, out = complete(path, capsys)
+    assert (status, out.splitlines()[0]) == (1, "ERROR: ch06/b: it crashed")
+    assert out.count("\n") == 2
+
+
+def test_of_two_shards_a_later_outcome_counts(night, capsys):
+    path, run = night
+    for claim in ("ch06/a", "ch06/b"):
+        run.journal("main").append(result(claim, outcome=Outcome.NOT_RUN, speedup=None))
+    again = Run(path / "shards" / "20250304T060607.000000-2")
+    again.manifest([("ch06/b", "t::b")])
+    again.journal("main").append(result("ch06/b"))
+    assert complete(path, capsys)[1].splitlines() == [
+        "no outcome: ch06/a",
+        "2 claims: 1 NOT_RUN, 1 PASSED",
+    ]
+
+
+def test_no_run_is_a_misuse(tmp_path, capsys):
+    assert main(["complete", str(tmp_path)]) == 2
+    assert "there is no run below these folders" in capsys.readouterr().err
