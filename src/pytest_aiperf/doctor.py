@@ -50,7 +50,7 @@ class State(StrEnum):
     """What a check found; only what is broken fails."""
 
     OK = "OK"
-    TODO = "TODO"
+    ADVICE = "ADVICE"
     BROKEN = "BROKEN"
 
 
@@ -181,7 +181,7 @@ def _ok(name: str, found: str) -> Check:
 
 
 def _todo(name: str, found: str, todo: str = "") -> Check:
-    return Check(name, State.TODO, found, todo)
+    return Check(name, State.ADVICE, found, todo)
 
 
 def _broken(name: str, found: str, todo: str = "") -> Check:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from .errors import Misuse, ToolMissing
-from .ncu import NCU_METRICS, NCU_SECTIONS
+from .ncu import NCU_SECTIONS, ncu_metrics
 from .timeline import RANGE
 
 
@@ -290,5 +290,4 @@ def program(name: str) -> str | None:
 
 def metrics(asked: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words that have ncu collect its usual metrics and those asked for."""
-    usual = [m for ms in NCU_METRICS.values() for m in ms]
-    return ("--metrics", ",".join(dict.fromkeys([*usual, *asked])))
+    return ("--metrics", ",".join(ncu_metrics("", asked)))

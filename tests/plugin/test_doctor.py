@@ -140,7 +140,7 @@ def test_two_gpus_have_links():
 
 def test_without_a_gpu_there_are_fewer_lines():
     lines = found(has=[], device=False, tried=Machine().tried | {"cuda": False, "built": ""})
-    assert lines["GPU"].state == State.TODO
+    assert lines["GPU"].state == State.ADVICE
     assert "pytest --cpu measures here" in lines["GPU"].todo
     assert {"clocks 0", "driver", "NCCL", "GPU counters", "profile ncu"}.isdisjoint(lines)
     assert {"profile torch", "profile perf"} <= set(lines)
@@ -154,48 +154,48 @@ def board(**changes):
 SICK = {
     "GPU": ({"has": []}, "can be used", State.BROKEN),
     "GPU ": ({"seen": Misuse("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
-    "clocks 0": (board(**{"clocks_event_reasons.active": "0x40"}), "cooling", State.TODO),
-    "power 0": (board(persistence_mode="Disabled"), "nvidia-smi -pm 1", State.TODO),
-    "power 0 ": (board(**{"power.limit": "500.00"}), "-pl 700.00", State.TODO),
-    "mode 0": (board(**{"mig.mode.current": "Enabled"}), "-mig 0", State.TODO),
+    "clocks 0": (board(**{"clocks_event_reasons.active": "0x40"}), "cooling", State.ADVICE),
+    "power 0": (board(persistence_mode="Disabled"), "nvidia-smi -pm 1", State.ADVICE),
+    "power 0 ": (board(**{"power.limit": "500.00"}), "-pl 700.00", State.ADVICE),
+    "mode 0": (board(**{"mig.mode.current": "Enabled"}), "-mig 0", State.ADVICE),
     "mode 0 ": (board(compute_mode="Prohibited"), "-c DEFAULT", State.BROKEN),
-    "mode 0  ": (board(compute_mode="Exclusive_Process"), "-c DEFAULT", State.TODO),
+    "mode 0  ": (board(compute_mode="Exclusive_Process"), "-c DEFAULT", State.ADVICE),
     "NUMA 0": (
         {"files": {f"{PCI}/local_cpulist": "8-15", f"{PCI}/numa_node": "1"}},
         "--cpunodebind=1",
-        State.TODO,
+        State.ADVICE,
     ),
-    "other processes": ({"processes": f"{UUID}, 41\n"}, "1 on these GPUs", State.TODO),
-    "NVLink": ({"has": [ONE, OTHER], "links": ""}, "PCIe", State.TODO),
+    "other processes": ({"processes": f"{UUID}, 41\n"}, "1 on these GPUs", State.ADVICE),
+    "NVLink": ({"has": [ONE, OTHER], "links": ""}, "PCIe", State.ADVICE),
     "P2P": (
         {"has": [ONE, OTHER], "tried": Machine().tried | {"peers": [True, False]}},
         "IOMMU",
-        State.TODO,
+        State.ADVICE,
     ),
-    "nvcc": ({"compiled": ""}, "no nvcc", State.TODO),
+    "nvcc": ({"compiled": ""}, "no nvcc", State.ADVICE),
     "nvcc ": ({"cuda": 12080}, "newer driver", State.BROKEN),
     "host compiler": ({"compiler": "no g++"}, "NVCC_CCBIN", State.BROKEN),
-    "cuobjdump": ({"disassembler": "none"}, "[sass]", State.TODO),
-    "torch": ({"packages": {}}, "[gpu]", State.TODO),
+    "cuobjdump": ({"disassembler": "none"}, "[sass]", State.ADVICE),
+    "torch": ({"packages": {}}, "[gpu]", State.ADVICE),
     "torch ": ({"tried": None}, "does not work", State.BROKEN),
     "torch  ": ({"tried": Machine().tried | {"built": ""}}, "without CUDA", State.BROKEN),
     "torch   ": ({"tried": Machine().tried | {"cuda": False}}, "finds no GPU", State.BROKEN),
     "torch    ": ({"tried": Machine().tried | {"right": False}}, "wrongly", State.BROKEN),
-    "torch     ": ({"tried": Machine().tried | {"archs": ["sm_80"]}}, "sm_90", State.TODO),
-    "triton": ({"packages": {"torch": "2"}}, "not installed", State.TODO),
-    "cupy": ({"packages": {"torch": "2"}}, "not installed", State.TODO),
-    "profile ncu": ({"missing": {"ncu": "install Nsight"}}, "install Nsight", State.TODO),
+    "torch     ": ({"tried": Machine().tried | {"archs": ["sm_80"]}}, "sm_90", State.ADVICE),
+    "triton": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
+    "cupy": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
+    "profile ncu": ({"missing": {"ncu": "install Nsight"}}, "install Nsight", State.ADVICE),
     "GPU counters": (
         {"files": {doctor.NO_ADMIN: "RmProfilingAdminOnly: 1"}},
         "NVreg_RestrictProfilingToAdminUsers=0",
-        State.TODO,
+        State.ADVICE,
     ),
-    "perf events": ({"files": {doctor.PARANOID: "4"}}, "paranoid=2", State.TODO),
+    "perf events": ({"files": {doctor.PARANOID: "4"}}, "paranoid=2", State.ADVICE),
     "environment": (
         {"environ": {"CUDA_LAUNCH_BLOCKING": "1"}}, "CUDA_LAUNCH_BLOCKING", State.BROKEN
     ),
     "cache": ({"space": None}, "PYTEST_AIPERF_CACHE", State.BROKEN),
-    "records": ({"space": 1 << 20}, "clean", State.TODO),
+    "records": ({"space": 1 << 20}, "clean", State.ADVICE),
     "locks": ({"locked": "remove it"}, "remove it", State.BROKEN),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pytest_aiperf import Score, Work, evidence, explain, prepared
 from pytest_aiperf.compare import check, run
@@ -174,7 +175,6 @@ def test_limits_come_from_the_first_metric_that_counts_seconds():
 
 def test_prepared_arms_are_not_counted():
     """What a graph replays, the CPU cannot count; and preparing is no part of the call."""
-    torch = pytest.importorskip("torch")
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(1)]}
@@ -185,8 +185,6 @@ def test_prepared_arms_are_not_counted():
 
 
 def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
-    torch = pytest.importorskip("torch")
-
     def arm(x):
         offsets = torch.arange(4).cumsum(0) * 2
         return x.view(2, 2).T.reshape(4) * offsets[0].add(2)
@@ -199,8 +197,6 @@ def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
 
 
 def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypatch):
-    torch = pytest.importorskip("torch")
-
     def refuse(*_):
         raise BuildError("no compiler")
 

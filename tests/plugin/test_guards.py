@@ -45,6 +45,13 @@ def test_clocks_that_differ_between_the_sides_drop_the_round(before, after, drop
         assert f"from {before} to {after} MHz" in problem
 
 
+@pytest.mark.parametrize(("after", "dropped"), [(1445, False), (1425, True)])
+def test_under_the_power_cap_the_clock_may_wander_so_far(after, dropped):
+    sides = senses(1680), senses(after, reasons=0x4)
+    assert (guards.round_problem(*sides) is not None) is dropped
+    assert guards.round_problem(senses(1680), senses(1575, reasons=0x1)) is not None
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

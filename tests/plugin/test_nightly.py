@@ -145,8 +145,8 @@ def test_a_lasting_step_is_found_by_the_weekly_pass():
     assert ratio == pytest.approx(0.98, abs=0.003)
 
 
-# Error rates, with the spread between processes that was measured on H200s: 0.15 % for most
-# claims, up to 2 % for those that wait for the host; 1 night in 200 is 3 % off in one process.
+# Error rates, on assumed spreads between processes: 0.15 % for most claims (runs on an H200 have
+# differed by as much), 0.5 % for a third, 2 % for those that wait for the host; 1 in 200 is odd.
 
 
 def simulated(rng, spreads, slowed=()):

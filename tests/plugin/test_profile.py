@@ -523,11 +523,11 @@ def test_a_test_captures_callables_of_its_own(project):
 def test_a_function_is_captured_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
-    Path("mine.py").write_text("def work():\n    print('at work')\n")
-    done = command("capture", "ncu", "mine.py::work")
+    Path("mine.py").write_text("def told():\n    print('at work')\n")
+    done = command("capture", "ncu", "mine.py::told")
     assert done.returncode == 0, done.stderr
     assert re.search(r"duration +\d", done.stdout)
-    [log] = tmp_path.glob("artifacts/*/work/call.log")
+    [log] = tmp_path.glob("artifacts/*/told/call.log")
     assert log.read_text().count("at work") == inside.WARM + 1
     done = command("capture", "ncu", "mine.py::nothing")
     assert (done.returncode, "has no function 'nothing'" in done.stderr) == (2, True)
