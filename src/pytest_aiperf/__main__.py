@@ -183,7 +183,8 @@ def capture(chosen: argparse.Namespace) -> int:
     job = inside.job(os.environ)
     if job is not None:
         clock = CudaMachine().clock(gpus[0] if gpus else None)
-        inside.perform(job, clock, lambda: (_function(Path(path), name), None))
+        lease = Lease([g.uuid for g in gpus[:1]])
+        inside.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
     order = profile.Order(
@@ -194,9 +195,7 @@ def capture(chosen: argparse.Namespace) -> int:
         chosen.deadline,
         chosen.calls,
     )
-    lease = Lease([g.uuid for g in gpus[:1]])
-    with lease.time_device() if gpus else lease.time_host():
-        found, _ = profile.capture(order, "call")
+    found, _ = profile.capture(order, "call")
     sys.stdout.write("".join(f"{line}\n" for line in views.profile(name, [found])))
     return DONE
 

@@ -146,7 +146,8 @@ class Compare:
         )
         settings = self._session.settings
         if settings.job is not None:
-            inside.perform_arm(settings.job, claim, clock_of(self._item, self._session))
+            clock, lease = clock_of(self._item, self._session), lease_of(self._item, self._session)
+            inside.perform_arm(settings.job, claim, clock, lease)
             pytest.exit("captured", returncode=0)
         if settings.profile is not None:
             return self._profile(claim, settings.profile)
@@ -225,11 +226,15 @@ class Compare:
         # "void turn<Padded>(float const*)": the part that all tools give, however they demangle
         own = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in blank.kernels}
         order = order_of(item, session, spec, session.settings.calls, blank.seed)
+
+        def say(phase: str) -> None:
+            session.tell("waiting", phase=phase)  # for a child, which has a deadline of its own
+
         try:
-            turn = partial(_turn, item, session, order.tool)
-            result, problem = profile.run(claim, order, blank, sorted(own), turn)
+            result, problem = profile.run(claim, order, blank, sorted(own), say)
         except ToolMissing as why:
             raise pytest.skip.Exception(str(why), _use_item_location=True) from None
+        session.tell("working", phase="reading")
         session.tell("result", result=to_json(result))
         if problem is not None:
             raise problem
@@ -299,14 +304,17 @@ class Capture:
             if number < len(job.before):
                 return job.before[number]
             clock = clock_of(item, session)
-            inside.perform(job, clock, lambda: (lambda: call(*args), None))
+            lease = lease_of(item, session)
+            inside.perform(job, clock, lease, lambda: (lambda: call(*args), None))
             pytest.exit("captured", returncode=0)
         order = order_of(item, session, f"{tool}:{preset}", calls, session.blank(item).seed)
         try:
-            with _turn(item, session, order.tool, f"{tool}: call {number}"):
-                found, _ = profile.capture(order, f"call-{number}", before=self.found)
+            session.tell("waiting", phase=f"{tool}: call {number}")  # the child has a deadline
+            found, _ = profile.capture(order, f"call-{number}", before=self.found)
         except ToolMissing as why:
             pytest.skip(str(why))
+        finally:
+            session.tell("working", phase="reading")
         self.found.append(found)
         return found
 
@@ -337,23 +345,6 @@ def _again(item: pytest.Item, session: Session) -> list[str]:
     words += ["--reproducible"] if settings.reproducible else []
     words += ["--quick"] if settings.quick else []
     return words
-
-
-@contextmanager
-def _turn(item: pytest.Item, session: Session, tool: tools.Tool, phase: str) -> Iterator[None]:
-    """Have the device alone while a child works, which has a deadline of its own.
-
-    Tools that look at no time share it: the sanitizer's many runs go side by side.
-    """
-    lease = lease_of(item, session)
-    shared = tool.checks or tool.inside == "memory"
-    alone = lease.time_device if session.mine(item) else lease.time_host
-    with lease.prepare() if shared else alone():
-        session.tell("waiting", phase=phase)
-        try:
-            yield
-        finally:
-            session.tell("working", phase="reading")
 
 
 def _files(item: pytest.Item) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from .clock import Clock
 from .errors import AiperfError, Misuse
+from .lease import Lease
 from .model import Gpu, Mode, Prepared, Profile, Work, from_json, to_json
 from .timeline import RANGE
 from .tools import TOOLS, Tool
@@ -56,7 +57,7 @@ def job(environ: Mapping[str, str]) -> Job | None:
     return from_json(Job, json.loads(text)) if text else None
 
 
-def perform_arm(job: Job, claim: Claim, clock: Clock) -> None:
+def perform_arm(job: Job, claim: Claim, clock: Clock, lease: Lease) -> None:
     """Capture one arm of a claim at full size.
 
     A prepared arm is not put to the test with fresh inputs: what would be copied over them may
@@ -70,27 +71,38 @@ def perform_arm(job: Job, claim: Claim, clock: Clock) -> None:
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
         return lambda: call(*args), claim.work(*args) if claim.work else None
 
-    perform(job, clock, make, cold=claim.cache == "cold")
+    perform(job, clock, lease, make, cold=claim.cache == "cold")
 
 
 def perform(
     job: Job,
     clock: Clock,
+    lease: Lease,
     make: Callable[[], tuple[Callable[[], object], Work | None]],
     *,
     cold: bool = True,
 ) -> None:
-    """Make a call, warm it up, run it inside the range, and answer."""
+    """Make a call, warm it up, run it inside the range, and answer.
+
+    Children start and warm up side by side, and each has the device alone for what is captured.
+    Tools that look at no time share it there, too: the sanitizer's are the longest runs.
+    """
     tool = TOOLS[job.tool]
     answer = Answer(gpu=clock.gpu)
+    alone = lease.time_device if clock.gpu else lease.time_host
+    shared = tool.checks or tool.inside == "memory"
     try:
-        call, work = make()
-        answer = replace(answer, work=work)
-        warm = clock.block([call], Mode.WALL)
-        calls = clock.block([call] * job.calls, Mode.WALL)
-        for _ in range(0 if tool.checks else WARM):
-            warm.run()
-        with _INSIDE[tool.inside](job, clock, warm.run):
+        with lease.prepare():
+            call, work = make()
+            answer = replace(answer, work=work)
+            warm = clock.block([call], Mode.WALL)
+            calls = clock.block([call] * job.calls, Mode.WALL)
+            for _ in range(0 if tool.checks else WARM):
+                warm.run()
+        with (
+            lease.prepare() if shared else alone(),
+            _INSIDE[tool.inside](job, clock, warm.run),
+        ):
             if cold and tool.inside != "memory":
                 _flush(clock)
             with _range(tool, clock):

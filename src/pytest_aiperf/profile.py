@@ -11,12 +11,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from . import evidence, lease, ncu, readers, tools
+from . import evidence, ncu, readers, tools
 from .errors import AiperfError, CaptureFailed, ToolMissing, Unproven
 from .inside import VARIABLE, Answer, Job
 from .model import Finding, Outcome, Profile, Proof, Result, from_json, to_json
@@ -62,9 +62,9 @@ def run(
     order: Order,
     blank: Result,
     own: Sequence[str],
-    turn: Callable[[str], AbstractContextManager[None]],
+    say: Callable[[str], object],
 ) -> tuple[Result, AiperfError | None]:
-    """Capture each arm of a claim in its turn: the record, and what is to be raised of it.
+    """Capture each arm of a claim: the record, and what is to be raised of it.
 
     ``own`` are names of the kernels that this claim has built. ToolMissing is no outcome of a
     claim, and goes on to the caller.
@@ -73,7 +73,7 @@ def run(
     result = replace(blank, against=claim.against)
     problem: AiperfError | None = None
     try:
-        result = _captured(claim, order, result, own, turn)
+        result = _captured(claim, order, result, own, say)
     except ToolMissing:
         raise
     except AiperfError as why:
@@ -91,7 +91,7 @@ def _captured(
     order: Order,
     result: Result,
     own: Sequence[str],
-    turn: Callable[[str], AbstractContextManager[None]],
+    say: Callable[[str], object],
 ) -> Result:
     pieces = [piece for piece in claim.evidence if piece.proof is Proof.COUNTER]
     # the baseline's kernels may have other names: there the counter is of them all
@@ -106,8 +106,8 @@ def _captured(
             counters=tuple(counters),
             cache=claim.cache,
         )
-        with turn(f"{order.tool.name}: {arm}"):
-            profiles[arm], answer = capture(order, arm, sought)
+        say(f"{order.tool.name}: {arm}")
+        profiles[arm], answer = capture(order, arm, sought)
     findings: list[Finding] = []
     for piece in claim.evidence if order.calls == 1 else ():  # it is about one call
         figures = {}
@@ -205,8 +205,7 @@ def _child(order: Order, job: Job, front: Sequence[str], environ: Mapping[str, s
         names = {"stem": str(stem), "step": stem.name, "scratch": scratch}
         told = json.dumps(to_json(replace(job, scratch=scratch)))
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-        # this process holds the lease for its child, whose own locks stand in nobody's way
-        ours |= {VARIABLE: told, lease.VARIABLE: f"{scratch}/locks", **environ}
+        ours |= {VARIABLE: told, **environ}
         for fifo in ("control", "answered") if tool.inside == "perf" else ():
             os.mkfifo(f"{scratch}/{fifo}")
         argv = [*(word.format_map(names) for word in front), *order.target]
