@@ -40,7 +40,7 @@ from .cuda import CudaMachine
 from .errors import AiperfError, InvalidMeasurement, Misuse
 from .lease import Lease
 from .model import Outcome, Result
-from .results import atomic_write, document, dumps, read_json, read_results
+from .results import atomic_write, document, dumps, lines, read_json, read_results
 
 DONE, REFUSED, MISUSE = 0, 1, 2
 
@@ -256,7 +256,7 @@ def merge(chosen: argparse.Namespace) -> int:
             raise Misuse(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
     machine = read_json(chosen.parts[0]).get("machine_info", {})
     content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
-    atomic_write(chosen.output, dumps(content, "results", indent=1) + "\n")
+    atomic_write(chosen.output, lines(content))
     sys.stdout.write(f"{len(merged)} claims written: {chosen.output}\n")
     return DONE
 

@@ -15,7 +15,18 @@ from typing import Any
 
 from . import ceilings
 from . import gpu as nvml
-from .clock import Block, Call, Clock, HostClock, Identity, WallBlock, now, seed_all, undisturbed
+from .clock import (
+    LONGEST_BLOCK,
+    Block,
+    Call,
+    Clock,
+    HostClock,
+    Identity,
+    WallBlock,
+    now,
+    seed_all,
+    undisturbed,
+)
 from .errors import CannotCapture, InvalidMeasurement, Misuse
 from .model import Bench, Gpu, Mode, Senses, Trace
 from .peers import Alone, Peers
@@ -100,7 +111,9 @@ class CudaClock:
             for _ in range(10):
                 call()
 
-        seconds, _ = self.held_back(call, _LEAST_HOLD, tries=3)
+        seconds, hold = self.held_back(call, _LEAST_HOLD, tries=1)
+        if not hold and seconds < LONGEST_BLOCK:  # gaps in a longer call choose nothing
+            seconds, _ = self.held_back(call, 2 * _LEAST_HOLD, tries=2)
         return seconds if seconds > 1e-3 else self.held_back(ten, _LEAST_HOLD, tries=3)[0] / 10
 
     def settle(self, call: Call) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +114,8 @@ def _captured(
         figures = {}
         if piece.proof is Proof.COUNTER and order.tool.name == "ncu":
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
-            for arm, profile in profiles.items():
+            for arm in ("baseline", "optimized"):  # a library's arm may run no kernel at all
+                profile = profiles[arm]
                 seen = [profile.figures[name] for name in names if name in profile.figures]
                 if not seen:
                     raise CaptureFailed(
@@ -170,14 +172,25 @@ def _try(
             front += tools.metrics(tuple(metric for metric, _ in sought.counters))
             front += ("--cache-control", "none") if sought.cache == "warm" else ()
     artefact = order.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
-    answer = Answer()
-    for step, more in tool.steps.items() or {"": ()}.items():
+
+    def child(step: str) -> Answer:
         stem = artefact / step if step else order.folder / arm
         job = Job(tool.name, order.preset, arm, order.calls, order.seed, str(stem), "", (*before,))
-        answer = _child(order, job, [*front, *more], attempt.environ)
+        answer = _child(order, job, [*front, *tool.steps.get(step, ())], attempt.environ)
         # where a tool has found something, the arm may well have failed of it
         if answer.error and not (tool.checks and _findings(tool, stem, arm)):
             raise CaptureFailed(f"the {arm} arm under {tool.name}: {answer.error}")
+        return answer
+
+    with ThreadPoolExecutor() as pool:
+        answer, *_ = pool.map(child, tool.steps or ("",))
+    if not artefact.exists():
+        if sought.expected or sought.own:
+            wanted = ", ".join(sought.expected or sought.own)
+            raise CaptureFailed(f"the {arm} arm ran no kernel, and {wanted} was expected")
+        note = "ran no kernel: a copy is not one"
+        log = os.path.relpath(order.folder / f"{arm}.log")
+        return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), answer
     profile = readers.read(
         tool.name, artefact, arm, sought.expected, counters=sought.counters, binary=binary
     )
@@ -223,6 +236,8 @@ def _child(order: Order, job: Job, front: Sequence[str], environ: Mapping[str, s
     if artefact.exists() and artefact.stat().st_size:
         return answer
     said = log.read_text(errors="replace")
+    if tool.nothing and tool.nothing in said and not answer.error:
+        return answer
     tools.refuse(tool, said)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     why = answer.error or (lines[-1][:300] if lines else f"its process {ended}")

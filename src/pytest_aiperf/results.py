@@ -141,23 +141,39 @@ def read_results(path: Path) -> list[Result]:
 
 
 def document(
-    results: Sequence[Result], machine_info: Mapping[str, Any], now: datetime
+    results: Sequence[Result],
+    machine_info: Mapping[str, Any],
+    now: datetime,
+    commit_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Lay results out in pytest-benchmark's schema.
 
     A benchmark's ``stats`` are of the optimized arm, a call; its ``aiperf`` key holds our record.
-    Records without a figure stand under ``aiperf_untimed``.
+    Records without a figure stand under ``aiperf_untimed``. Results of several runs have no one
+    commit.
     """
     from pytest_benchmark import __version__  # late: not needed to measure
 
     return {
         "machine_info": machine_info,
-        "commit_info": {},
+        "commit_info": commit_info or {},
         "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if figures(r)],
         "datetime": now.astimezone(UTC).isoformat(),
         "version": __version__,
         "aiperf_untimed": [to_json(r) for r in results if not figures(r)],
     }
+
+
+def lines(content: Mapping[str, Any]) -> str:
+    """Write a document with a record a line: a new measurement of a claim is a line's change."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"  {dumps(row, f'{key}[{i}]')}" for i, row in enumerate(value))
+            parts.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {dumps(value, key)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str, Any]) -> None:
@@ -172,7 +188,7 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
         known = read_results(path) if path.exists() else []
         merged = {result.claim: result for result in [*known, *mine]}
         content = document([merged[c] for c in sorted(merged)], machine, datetime.now(UTC))
-        atomic_write(path, dumps(content, "results", indent=1) + "\n")
+        atomic_write(path, lines(content))
 
 
 def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:

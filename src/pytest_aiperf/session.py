@@ -266,7 +266,10 @@ class Session:
         if torn:
             self.closing.append(f"{torn} torn journal line(s) passed over")
         machine = machine_info(self.gpus)
-        written = self.run.finish(document(results, machine, datetime.now(UTC)))
+        from pytest_benchmark.utils import get_commit_info  # late: not needed to measure
+
+        commit = get_commit_info(self.settings.root.name)
+        written = self.run.finish(document(results, machine, datetime.now(UTC), commit))
         self.closing.append(f"results: {written}")
         if self.settings.update and interrupted:
             self.closing.append("expectations: untouched, the session was interrupted")

@@ -35,7 +35,7 @@ class Tool:
     ``{stem}`` is the artefact's path without suffix, ``{step}`` the step, ``{scratch}`` a folder
     that lasts as long as it. ``inside`` names what works inside that process. A preset is a row of
     attempts: the next is made where the one before fails. What a tool that ``checks`` finds fails
-    the claim.
+    the claim. ``nothing`` is what it prints where no kernel ran, and leaves no artefact.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Tool:
     inside: Literal["", "torch", "proton", "memory", "perf"] = ""
     host: bool = False
     checks: bool = False
+    nothing: str = ""
 
 
 def _once(*words: str, **environ: str) -> tuple[Attempt, ...]:
@@ -107,6 +108,7 @@ TOOLS: Final = {
                 *("--nvtx", "--nvtx-include", f"{RANGE}/"),
                 *("--force-overwrite", "--export", "{stem}"),
             ),
+            nothing="No kernels were profiled",
         ),
         Tool(
             "torch",

@@ -211,7 +211,7 @@ def test_a_tool_that_is_not_permitted_is_no_fault_of_the_claim(order, monkeypatc
 def test_a_capture_of_nothing_is_refused(order, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "empty")
     with pytest.raises(CaptureFailed, match=r"captured nothing .*No kernels were profiled"):
-        capture(order("ncu"))
+        capture(order("nsys"))
 
 
 def test_a_capture_of_other_kernels_is_refused(order):
@@ -219,6 +219,17 @@ def test_a_capture_of_other_kernels_is_refused(order):
         capture(order("ncu"), expected=("transpose",))
     with pytest.raises(CaptureFailed, match="none of the arm's own kernels"):
         capture(order("ncu"), own=("transpose", "gather"))
+
+
+def test_an_arm_that_only_copies_runs_no_kernel(order, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "empty")
+    found = capture(order("ncu"))
+    assert found.figures == {"kernels": 0.0}
+    assert "ran no kernel" in found.notes[0]
+    assert Path(found.artefact).read_text()
+    for sought in ({"expected": ("copy_vectors",)}, {"own": ("copy_",)}):
+        with pytest.raises(CaptureFailed, match=r"ran no kernel, and copy_\w* was expected"):
+            capture(order("ncu"), **sought)
 
 
 def test_what_goes_wrong_in_the_child_is_told(order):

@@ -158,3 +158,14 @@ def test_the_machine_is_described_without_its_name():
     text = json.dumps(info)
     assert "secret" not in text
     assert os.uname().nodename not in info.values()
+
+
+def test_a_document_has_a_record_a_line():
+    content = results.document([result("ch06/a"), result("ch06/b", timing=None)], {"gpus": []}, NOW)
+    text = results.lines(content)
+    assert json.loads(text) == content
+    assert sum(line.startswith("  {") for line in text.splitlines()) == 2
+    assert json.loads(results.lines({"benchmarks": [], "version": "5"})) == {
+        "benchmarks": [],
+        "version": "5",
+    }
