@@ -3,6 +3,7 @@
 Positions are not encoded: a causal mask is all the order that these claims need.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -80,8 +81,26 @@ def captured(step, device):
     """Capture a step in a CUDA graph and return its replay; without a GPU, the step itself."""
     if torch.device(device).type != "cuda":
         return step
+    return graph_of(step).replay
+
+
+@cache
+def _aside():
+    return torch.cuda.Stream()
+
+
+def graph_of(step, *pool):
+    """Capture a step in a CUDA graph, whose memory comes from ``pool`` where one is given.
+
+    Not by torch.cuda.graph(), which first gives all unused memory back to the driver: that, and
+    asking for it anew, takes many times as long as a capture.
+    """
     step()  # libraries set themselves up in a first call, which captures forbid
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    with torch.cuda.stream(_aside()):
+        graph.capture_begin(*pool)
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    return graph

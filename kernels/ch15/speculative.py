@@ -1,5 +1,7 @@
 """Greedy decoding of one sequence at a time, and two ways to let one pass give several tokens.
 
+All run the prompt in one pass, which gives the first token.
+
 greedy   a pass of the model for each token.
 lookup   the last two tokens are looked up in the text so far; what followed them there is the
          guess. Costs no pass, and is right where a text repeats itself.
@@ -21,10 +23,10 @@ DRAFT_LAYERS = 1
 class Sequence:
     """A text in the making: its tokens, the position of the last one, keys and values."""
 
-    def __init__(self, model, longest):
-        self.model, self.longest = model, longest
+    def __init__(self, model, prompts, out):
+        self.model, self.prompt = model, prompts.shape[1]
         device, width = model.embedding.device, model.embedding.shape[1]
-        room = longest + AHEAD
+        room = self.prompt + out.shape[1] + AHEAD
         self.tokens = torch.zeros(room, dtype=torch.long, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.places = torch.arange(room, device=device)
@@ -45,6 +47,11 @@ class Sequence:
 
             x = block(x, layer, attend)
         return (norm(x[0]) @ self.model.head.T).argmax(1)
+
+    def begin(self):
+        """Run the prompt, which lies in ``tokens``."""
+        self.tokens[self.prompt] = self.predict(self.tokens[: self.prompt], 0)[-1]
+        self.at.fill_(self.prompt)
 
     def step(self):
         self.tokens.index_copy_(0, self.at + 1, self.predict(self.tokens[self.at], self.at))
@@ -75,49 +82,51 @@ def draft(text):
     return torch.cat(guessed[1:])
 
 
-def greedy(model, _starts, out):
-    text = Sequence(model, out.shape[1])
-    replay = captured(text.step, out.device)
+def greedy(model, prompts, out):
+    text = Sequence(model, prompts, out)
+    begin, replay = captured(text.begin, out.device), captured(text.step, out.device)
 
-    def run(_model, starts, out):
-        for start, row in zip(starts, out, strict=True):
-            text.tokens[0] = start
-            text.at.zero_()
-            for _ in range(len(row) - 1):
+    def run(_model, prompts, out):
+        for prompt, answer in zip(prompts, out, strict=True):
+            text.tokens[: len(prompt)] = prompt
+            begin()
+            for _ in range(len(answer) - 1):
                 replay()
-            row.copy_(text.tokens[: len(row)])
+            answer.copy_(text.tokens[len(prompt) :][: len(answer)])
 
     return run
 
 
 def speculative(guess):
-    def prepare(model, _starts, out):
-        text = Sequence(model, out.shape[1])
+    def prepare(model, prompts, out):
+        text = Sequence(model, prompts, out)
+        begin = captured(text.begin, out.device)
         replay = captured(lambda: text.round(guess), out.device)
 
-        def run(_model, starts, out):
-            for start, row in zip(starts, out, strict=True):
-                text.tokens[0] = start
-                text.at.zero_()
-                while text.at.item() < len(row) - 1:  # waits for each round, as a server would
+        def run(_model, prompts, out):
+            for prompt, answer in zip(prompts, out, strict=True):
+                text.tokens[: len(prompt)] = prompt
+                begin()
+                last = len(prompt) + len(answer) - 1
+                while text.at.item() < last:  # waits for each round, as a server would
                     replay()
-                row.copy_(text.tokens[: len(row)])
+                answer.copy_(text.tokens[len(prompt) :][: len(answer)])
 
         return run
 
     return prepare
 
 
-def oracle(model, starts, longest):
-    """Greedy decoding in fp64 without a cache; also each text's narrowest decision.
+def oracle(model, prompts, count):
+    """Decode greedily in fp64 without a cache: the tokens, and each text's narrowest decision.
 
     That is the difference of the two largest logits, over the standard deviation of all.
     """
     model = model.to(torch.float64)
-    texts, narrowest = starts[:, None], torch.full(starts.shape, torch.inf, device=starts.device)
-    for _ in range(longest - 1):
+    texts, narrowest = prompts, prompts.new_full((len(prompts),), torch.inf, dtype=torch.float64)
+    for _ in range(count):
         logits = norm(forward(model, texts)[:, -1]) @ model.head.T
         best, second = logits.topk(2).values.unbind(1)
         narrowest = narrowest.minimum((best - second) / logits.std(1))
         texts = torch.cat([texts, logits.argmax(1, keepdim=True)], 1)
-    return texts, narrowest
+    return texts[:, prompts.shape[1] :], narrowest

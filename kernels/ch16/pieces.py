@@ -1,7 +1,8 @@
 """A transformer's forward pass over prompts of any length: three ways to launch it.
 
 eager       operation by operation.
-recapture   the whole pass in a CUDA graph, which is good for one length, and made for each prompt.
+recapture   the whole pass in a CUDA graph, which is good for one length, and made for each prompt,
+            in the memory of the one before.
 piecewise   what lies between two attentions treats each token alone, so that it may work on more
             tokens than there are: captured for a few numbers of tokens, of which the next larger is
             used. Attention, which must know the length, is launched as ever.
@@ -11,7 +12,7 @@ Each writes the last hidden state of each prompt.
 
 import torch
 
-from kernels.ch15.decoder import HEAD, after, captured, causal, forward, norm
+from kernels.ch15.decoder import HEAD, after, captured, causal, forward, graph_of, norm
 
 BUCKETS = 64, 128, 256
 
@@ -21,13 +22,22 @@ def eager(model, prompts, lengths, out):
         answer.copy_(forward(model, prompt[None, :length])[0, -1])
 
 
-def recapture(model, prompts, lengths, out):
-    for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
+def recapture(_model, _prompts, _lengths, _out):
+    last = []  # it lives on until the next graph has taken over its memory
 
-        def step(prompt=prompt, length=length, answer=answer):
-            answer.copy_(forward(model, prompt[None, :length])[0, -1])
+    def run(model, prompts, lengths, out):
+        for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
 
-        captured(step, out.device)()
+            def step(prompt=prompt, length=length, answer=answer):
+                answer.copy_(forward(model, prompt[None, :length])[0, -1])
+
+            if out.is_cuda:
+                last[:] = [graph_of(step, *(graph.pool() for graph in last))]
+                last[0].replay()
+            else:
+                step()
+
+    return run
 
 
 class Pieces:

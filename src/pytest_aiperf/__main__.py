@@ -30,16 +30,18 @@ from . import (
     nightly,
     page,
     profile,
+    prove,
     session,
     shards,
     tools,
+    truth,
 )
 from . import ceilings as limits
 from . import report as views
 from .cuda import CudaMachine
 from .errors import AiperfError, InvalidMeasurement, Misuse
 from .lease import Lease
-from .model import Outcome, Result
+from .model import Gpu, Outcome, Result
 from .results import atomic_write, document, dumps, lines, read_json, read_results
 
 DONE, REFUSED, MISUSE = 0, 1, 2
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = _command(commands, ceilings)
     add("--fresh", action="store_true", help="measure anew what is known already")
     add("--json", metavar="FILE", type=Path, help="write them; of the GPU only what it is")
+    _proof_arguments(_command(commands, proving, "prove"))
     add = _command(commands, capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without arguments")
@@ -144,17 +147,7 @@ def ceilings(chosen: argparse.Namespace) -> int:
     cap: a claim's own rate lies in between. Of several GPUs the first is measured, and the links
     between all.
     """
-    gpus = CudaMachine().gpus()
-    if not gpus:
-        raise Misuse(f"there is no NVIDIA GPU to measure here: {gpu.absence()}")
-    if find_spec("torch") is None:
-        raise Misuse("torch measures them: pip install 'pytest-aiperf[gpu]'")
-    if problem := guards.environment_problem(os.environ):
-        raise InvalidMeasurement(problem)
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-
+    gpus, say = _measurable(), _say
     with Lease([g.uuid for g in gpus], on_wait=say).time_host():
         clock = CudaMachine().clock(gpus[0])
         found = limits.known(clock, (*limits.DEVICE, *limits.HOST), say, fresh=chosen.fresh)
@@ -169,6 +162,67 @@ def ceilings(chosen: argparse.Namespace) -> int:
         written = dumps(limits.record(clock.gpu, found), "ceilings", indent=1)
         atomic_write(chosen.json, f"{written}\n")
     return DONE
+
+
+def _measurable() -> Sequence[Gpu]:
+    """List this machine's GPUs; refuse to measure where there is none or no time means anything."""
+    gpus = CudaMachine().gpus()
+    if not gpus:
+        raise Misuse(f"there is no NVIDIA GPU to measure here: {gpu.absence()}")
+    if find_spec("torch") is None:
+        raise Misuse("torch measures: pip install 'pytest-aiperf[gpu]'")
+    if problem := guards.environment_problem(os.environ):
+        raise InvalidMeasurement(problem)
+    return gpus
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _proof_arguments(add: Callable[..., object]) -> None:
+    add("record", metavar="PROOF.json", type=Path, nargs="?", help="a record, for --readme")
+    add("--only", metavar="PART,...", help=f"of {', '.join(prove.ALL)} (default: all)")
+    add("--quick", action="store_true", help="fewer tries of each: about 90 seconds")
+    add("--json", metavar="FILE", type=Path, help="keep the record, part by part; others stay")
+    add("--readme", metavar="FILE", type=Path, help="put PROOF.json between FILE's marks")
+
+
+def proving(chosen: argparse.Namespace) -> int:
+    """Prove the harness on this machine's first GPU, where the truth is known.
+
+    Spinning kernels in each mode, the timer's floor, cold caches, identical arms, slowdowns of
+    0.5 to 5 %, a heater between blocks, fresh processes, and the same comparisons judged by other
+    ways. About 8 minutes; exit status 1 where a part fails or does not hold what is wanted.
+    `--readme` measures nothing: it replaces what stands between `<!-- proof -->` and
+    `<!-- /proof -->`.
+    """
+    if (chosen.readme is None) != (chosen.record is None):
+        raise Misuse("--readme FILE goes with a record: prove --readme README.md PROOF.json")
+    if chosen.readme:
+        prove.embed(chosen.readme, prove.read(chosen.record))
+        return DONE
+    names = prove.chosen(chosen.only)
+    gpus = _measurable()[:1]
+    record = prove.Record(gpus[0], chosen.json)
+    done: dict[str, Any] = {}
+
+    def make() -> truth.Rig:
+        return truth.on_gpu(CudaMachine().clock(gpus[0]), _say)
+
+    def keep(name: str, figures: dict[str, Any]) -> None:
+        done[name] = record.keep(name, figures)
+
+    lease = Lease([g.uuid for g in gpus], on_wait=_say)
+    try:
+        prove.run(names, make, lease.time_host, keep, _say, quick=chosen.quick)
+    except KeyboardInterrupt:
+        _say("interrupted: the parts that ended are kept")
+        return REFUSED
+    finally:
+        sys.stdout.write("".join(f"{views.clean(line)}\n" for line in prove.lines(done)))
+    held = all(row.holds is not False for row in prove.rows(done))
+    return DONE if held else REFUSED
 
 
 def capture(chosen: argparse.Namespace) -> int:

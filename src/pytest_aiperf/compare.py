@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,7 +28,7 @@ from .model import (
     Work,
 )
 from .replicate import QUICK, Plan, measure, speedup
-from .trial import Arm, Claim, Say, Trial
+from .trial import Arm, Claim, Say, Trial, Turn
 
 
 def claim_of(
@@ -151,24 +152,25 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
     if problem:
         raise InvalidMeasurement(problem)
 
-    def prepare() -> tuple[Work | None, tuple[Error, ...]]:
-        args = trial.make(result.seed)
-        work = claim.work(*args) if claim.work else None
-        del args
-        return work, trial.agreement()
+    def prepare(turn: Turn) -> tuple[Work | None, tuple[Error, ...]]:
+        with turn():
+            args = trial.make(result.seed)
+            work = claim.work(*args) if claim.work else None
+            del args
+        return work, trial.agreement(turn)
 
-    crowded = False
-    with case.lease.prepare():
-        try:
-            work, agreement = prepare()
-        except Exception as why:
-            if type(why).__name__ != "OutOfMemoryError":  # torch's and cupy's, neither imported
-                raise
-            crowded = True
+    try:
+        work, agreement = prepare(case.lease.prepare)
+    except Exception as why:
+        if type(why).__name__ != "OutOfMemoryError":  # torch's and cupy's, neither imported
+            raise
+        crowded = True
+    else:
+        crowded = False
     if crowded:  # by claims that prepare at the same time; alone it is the claim's own fault
         case.clock.release()
         with case.lease.time_device():
-            work, agreement = prepare()
+            work, agreement = prepare(nullcontext)
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in claim.metrics:

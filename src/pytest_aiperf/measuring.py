@@ -6,12 +6,13 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 Reports = list[pytest.TestReport]
+
+KEPT: Final = 100_000
+"""Characters that are kept of all that a claim prints in a phase on one stream: the last ones."""
 
 
 class Measuring:
@@ -145,6 +149,8 @@ class Measuring:
         self.session.tell = channel.send
         gc.freeze()  # what the pytest process has made is nothing that a claim could drop
         for done in runtestprotocol(item, log=False, nextitem=None):
+            # a verdict is not lost because what was printed beside it is too long for the channel
+            done.sections = [(name, _end(text)) for name, text in done.sections]
             hook = item.config.hook
             data = hook.pytest_report_to_serializable(config=item.config, report=done)
             channel.send("report", data=data)
@@ -189,7 +195,9 @@ class Measuring:
         ours = self.session
         code = pytest.ExitCode
         ended = (code.OK, code.TESTS_FAILED, code.NO_TESTS_COLLECTED)
-        interrupted = exitstatus not in ended or bool(session.shouldstop)
+        # a second Ctrl-C may come before pytest has made a status of the first: it is in flight
+        in_flight = sys.exception() is not None
+        interrupted = in_flight or exitstatus not in ended or bool(session.shouldstop)
         try:
             ours.finish(interrupted=interrupted, stopped=bool(session.shouldfail))
         except (AiperfError, OSError, ValueError) as why:
@@ -255,4 +263,9 @@ def _output(config: pytest.Config) -> list[tuple[str, str]]:
     if capture is None:
         return []
     texts = zip(("stdout", "stderr"), capture.read_global_capture(), strict=True)
-    return [(f"Captured {n} of the lost process", t[-20_000:]) for n, t in texts if t]
+    return [(f"Captured {n} of the lost process", _end(t)) for n, t in texts if t]
+
+
+def _end(text: str) -> str:
+    before = len(text) - KEPT
+    return text if before <= 0 else f"[{before} characters before this left out]\n{text[before:]}"

@@ -97,7 +97,8 @@ def _captured(
     pieces = [piece for piece in claim.evidence if piece.proof is Proof.COUNTER]
     # the baseline's kernels may have other names: there the counter is of them all
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
-    named = tuple(dict.fromkeys(piece.kernel for piece in claim.evidence if piece.kernel))
+    # compiled code may be compared with that of another rung, which the optimized arm does not run
+    named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
     answer = Answer()
     for arm, call in claim.arms.items():

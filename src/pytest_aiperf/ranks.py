@@ -20,6 +20,9 @@ from . import child, peers
 from .errors import AiperfError
 from .model import Outcome, Result, from_json, to_json
 
+LEAVING = 20.0
+"""Seconds that a rank may take to leave the others once all is said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -173,4 +176,6 @@ class Rank:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
+        # NCCL waits for ever for a captured graph that somebody still holds
+        faulthandler.dump_traceback_later(LEAVING, exit=True, file=self._trace)
         peers.leave()

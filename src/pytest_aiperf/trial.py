@@ -6,6 +6,7 @@ import gc
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ SEEDS = 3
 
 Arm = Callable[..., object] | Prepared
 Args = tuple[Any, ...]
+Turn = Callable[[], AbstractContextManager[None]]
+"""Enter one's turn on the device."""
 Say = Callable[..., None]
 """Report progress: a phase and the figures that go with it, as keywords."""
 
@@ -129,30 +132,36 @@ class Trial:
 
     # agreement
 
-    def agreement(self) -> tuple[Error, ...]:
-        """Check all arms against the oracle on several seeds; return each arm's worst error."""
+    def agreement(self, turn: Turn = nullcontext) -> tuple[Error, ...]:
+        """Check all arms against the oracle on several seeds; return each arm's worst error.
+
+        Each seed has a ``turn`` of its own, so that nobody who waits to time waits for them all.
+        """
         worst: dict[str, Error] = {}
-        self.contract = agree.learn(
-            self.arm("baseline", self.seed),
-            lambda: self.make(self.seed),
-            agree.names(self.claim.reference),
-        )
-        self._hold_seeded()
-        for seed in range(self.seed + 1, self.seed + 1 + SEEDS):
-            self.say("agreeing", seed=seed)
-            found = agree.agree(
-                {name: self.arm(name, seed) for name in self.claim.arms},
-                partial(self.make, seed),
-                self.claim.reference,
-                self.contract,
-                self.claim.precision,
+        with turn():
+            self.contract = agree.learn(
+                self.arm("baseline", self.seed),
+                lambda: self.make(self.seed),
+                agree.names(self.claim.reference),
             )
-            self.hold_settings()
+            self._hold_seeded()
+            self.clock.release()
+        for seed in range(self.seed + 1, self.seed + 1 + SEEDS):
+            with turn():
+                self.say("agreeing", seed=seed)
+                found = agree.agree(
+                    {name: self.arm(name, seed) for name in self.claim.arms},
+                    partial(self.make, seed),
+                    self.claim.reference,
+                    self.contract,
+                    self.claim.precision,
+                )
+                self.hold_settings()
+                self.clock.release()
             for error in found:
                 kept = worst.get(error.arm)
                 if kept is None or error.error * kept.allowed > kept.error * error.allowed:
                     worst[error.arm] = error
-        self.clock.release()
         if self.full:
             gc.freeze()  # collections between replicates look at what came after this only
         return tuple(worst.values())

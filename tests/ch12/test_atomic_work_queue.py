@@ -30,13 +30,16 @@ def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
 
 
 def walked(table, lengths, out, count):
-    at = torch.arange(count * LANES, device=table.device).view(count, LANES)
-    order, table = lengths.argsort(descending=True), table.long()
+    """Look walks up: where each number of steps leads from each word, step after step doubled."""
+    words = torch.arange(WORDS, device=table.device)
     steps = torch.arange(int(lengths.max()), device=table.device)
-    at = at[order]
-    for i, going in enumerate((lengths > steps[:, None]).sum(1).tolist()):
-        at[:going] = table[(at[:going] ^ i) % WORDS]
-    return at[order.argsort()]
+    leads = table.long()[(words ^ steps[:, None]) % WORDS]  # row i: step i alone
+    done = 1
+    while done < len(steps):  # row i: the steps up to i, `done` of them at most
+        leads[done:] = leads[done:].gather(1, leads[:-done] % WORDS)
+        done *= 2
+    starts = torch.arange(count * LANES, device=table.device).view(count, LANES)
+    return leads[lengths.long()[:, None] - 1, starts % WORDS]
 
 
 @pytest.mark.parametrize("rung", ["queue", "chunked"])

@@ -27,7 +27,7 @@ def model(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kind = {"device": bench.device, "dtype": torch.bfloat16}
     up = torch.randn(layers, width, 4 * width, **kind) * width**-0.5
     down = torch.randn(layers, 4 * width, width, **kind) * width**-0.5
-    return torch.randn(bench.size(16384, check=32), width, **kind), up, down
+    return torch.randn(bench.size(8192, check=32), width, **kind), up, down
 
 
 def block(x, up, down):

@@ -1,6 +1,6 @@
 """A slot that takes the next request as soon as its own has ended beats waiting for the batch.
 
-A step of decoding costs the same whether its 16 slots hold 16 requests or 3, since it is bound by
+A step of decoding costs the same whether its 32 slots hold 32 requests or 3, since it is bound by
 weights and launches. A static batch runs until its longest text ends, and lengths differ a lot: the
 slots of short ones idle. Continuous batching refills a slot in the very next step. Both arms replay
 the same captured step, in which only the rule for refilling differs, so that the gain is the ratio
@@ -21,15 +21,16 @@ from kernels.ch15 import slots
 from kernels.ch15.decoder import Decoder, forward, norm, random_decoder
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
-SLOTS = 16
+SLOTS = 32
 State = tuple[Decoder, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 def requests(bench: Bench) -> State:
     """Make lognormal lengths, always the same ones in another order, and a model that is sure."""
-    count, longest, typical = bench.size(256, check=36), bench.size(96, check=9), 6
+    count, longest, typical = bench.size(320, check=70), bench.size(20, check=9), 1.5
     tokens, width = bench.size(1024, check=64), bench.size(512, check=128)
-    model = random_decoder(2, width, tokens, device=bench.device, dtype=torch.float16)
+    layers = bench.size(1, check=2)  # the gain is in the number of steps
+    model = random_decoder(layers, width, tokens, device=bench.device, dtype=torch.float16)
     model.head[torch.randperm(tokens, device=bench.device)] = model.embedding.clone()
     ranks = (torch.randperm(count) + 0.5) / count
     lengths = (typical * torch.exp(1.3 * torch.special.ndtri(ranks))).ceil().long()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kernels.ch15 import kv_cache
-from kernels.ch15.decoder import Decoder, forward, random_decoder
+from kernels.ch15.decoder import Decoder, after, attention, before, block, causal, random_decoder
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 
@@ -25,15 +25,27 @@ def texts(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tensor]:
     """Make a model, a batch of prompts, and the next two tokens of each."""
     batch, prompt = bench.size(64, check=3), bench.size(512, check=10)
     width, tokens = bench.size(2048, check=128), 1000
-    model = random_decoder(2, width, tokens, device=bench.device, dtype=torch.bfloat16)
+    layers = bench.size(1, check=2)  # the gain is that of each layer
+    model = random_decoder(layers, width, tokens, device=bench.device, dtype=torch.bfloat16)
     ids = torch.randint(tokens, (batch, prompt + 2), device=bench.device)
     return static(model), static(ids[:, :-2].clone()), ids[:, -2:].clone()
 
 
 def in_fp64(model, prompts, new):
-    model, whole = model.to(torch.float64), torch.cat([prompts, new], 1)
-    parts = (forward(model, part)[:, -new.shape[1] :] for part in whole.split(8))
-    return torch.cat(list(parts)).transpose(0, 1)
+    """Run the prefix through all layers; of the last one only the new tokens are wanted."""
+    model, whole, count = model.to(torch.float64), torch.cat([prompts, new], 1), new.shape[1]
+    *most, (qkv, *rest) = model.layers()
+    seen = torch.ones(count, whole.shape[1], dtype=torch.bool, device=new.device)
+    seen = seen.tril(prompts.shape[1])
+    answers = []
+    for part in whole.split(8):
+        x = model.embedding[part]
+        for layer in most:
+            x = block(x, layer, causal)
+        q, k, v = before(x, qkv)
+        mixed = attention(q[:, -count:], k, v, attn_mask=seen)
+        answers.append(after(x[:, -count:], mixed.flatten(-2), *rest))
+    return torch.cat(answers).transpose(0, 1)
 
 
 RUNGS = {

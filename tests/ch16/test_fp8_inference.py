@@ -1,6 +1,6 @@
 """Weights in fp8 speed up both phases of inference: prompts by arithmetic, single tokens by bytes.
 
-"prefill" runs 4096 tokens at once and is bound by the tensor cores, which multiply fp8 at twice the
+"prefill" runs 2048 tokens at once and is bound by the tensor cores, which multiply fp8 at twice the
 rate of bf16. The tokens must be quantised for that, each with a scale of its own, and a pass for it
 would cost much of the gain: here the kernels that normalise and that apply the gate do it as they
 write. "decode" runs one token and is bound by reading the weights, of which fp8 has half the bytes;
@@ -52,7 +52,7 @@ def in_fp8(phase):
 PHASES = {
     "prefill": (
         fp8_mlp.prefill,
-        4096,
+        2048,
         [evidence.kernels(most=5), evidence.opcode("F2FP*E4M3", kernel="_quantise")],
     ),
     "decode": (

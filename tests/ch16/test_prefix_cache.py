@@ -24,9 +24,9 @@ def trace(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scale, width = bench.size(8, check=2), bench.size(128, check=16)
     system = rng.integers(0, 1000, (1, 24 * scale))
     examples = rng.integers(0, 1000, (4, 4 * scale))
-    questions = rng.integers(0, 1000, (48, 2 * scale))
-    asked = rng.integers(0, len(questions), 32)
-    prompts = np.hstack([np.tile(system, (32, 1)), examples[asked % 4], questions[asked]])
+    questions = rng.integers(0, 1000, (24, 2 * scale))
+    asked = rng.integers(0, len(questions), 16)
+    prompts = np.hstack([np.tile(system, (16, 1)), examples[asked % 4], questions[asked]])
     layers = rng.standard_normal((2, 4, width, width), np.float32) * np.float32(width**-0.5)
     return prompts, rng.standard_normal((1000, width), np.float32), layers
 

@@ -23,7 +23,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def tokens(bench: Bench) -> Inputs:
     """Make an MLP of 12 residual layers and tokens, half of which need at most 2 of them."""
-    count, width, depth = bench.size(65536, check=100), bench.size(1024, check=32), 12
+    count, width, depth = bench.size(32768, check=100), bench.size(1024, check=32), 12
     kind = {"device": bench.device, "dtype": torch.bfloat16}
     up = torch.randn(depth, width, 4 * width, **kind) * width**-0.5
     down = torch.randn(depth, 4 * width, width, **kind) * 0.5 * (4 * width) ** -0.5
@@ -57,7 +57,15 @@ def compacted(x, up, down):
 
 
 def in_fp64(x, up, down):
-    return everywhere(x.double(), up.double(), down.double())
+    """Run the tokens that need so many layers through them, each such group on its own."""
+    needed, up, down = x[:, 0].int(), up.double(), down.double()
+    out = torch.empty_like(x, dtype=torch.float64)
+    for count in needed.unique().tolist():
+        group = x[needed == count].double()
+        for weights in zip(up[:count], down[:count], strict=True):
+            group = layer(group, *weights)
+        out[needed == count] = group
+    return out
 
 
 def test_early_exit_compaction(compare: Compare) -> None:

@@ -5,19 +5,9 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 import pytest_aiperf.agree
 import pytest_aiperf.clock
-
-# pytest tests/cheats --hypothesis-profile=long
-settings.register_profile(
-    "long",
-    max_examples=12_500,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 PATCHED = (
     (time, "perf_counter_ns"),

@@ -1,4 +1,7 @@
-"""Whatever a claim does, it costs that claim only, and no process is left behind."""
+"""Whatever a claim does, it costs that claim only, and no process is left behind.
+
+Once a run; ``--hypothesis-profile=long`` does each 20 times.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,19 @@ import warnings
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pytest_aiperf import child
 from pytest_aiperf.child import Channel, Ended, describe, supervise
 from pytest_aiperf.errors import Misuse
+
+SIGNALS = ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGTERM"]
+
+if settings.get_current_profile_name() == "long":
+
+    @pytest.fixture(autouse=True, params=range(20))
+    def again():
+        """Have each test so often."""
 
 
 def gone(*pids: int, within: float = 5.0) -> bool:
@@ -105,7 +117,7 @@ def test_leaving_early_is_not_a_result(code):
     assert f"exit code {code} without a result" in describe(ended)
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("name", SIGNALS)
 def test_a_signal_costs_that_claim_only(name):
     def work(channel):
         channel.send("report", before=True)

@@ -1,14 +1,27 @@
-"""A claim that goes wrong costs itself; a run that is cut short keeps what finished."""
+"""A claim that goes wrong costs itself; a run that is cut short keeps what finished.
+
+Each fault once a run; ``--hypothesis-profile=long`` has each 20 times.
+"""
 
 import os
+import re
 import signal
 import time
 
 import pytest
+from hypothesis import settings
 
-BAD = """
-def test_segfault(compare):
-    os.kill(os.getpid(), signal.SIGSEGV)
+TIMES = 20 if settings.get_current_profile_name() == "long" else 1
+SIGNALS = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL", "SIGKILL")
+
+BAD = f"""
+@pytest.fixture(autouse=True, params=range({TIMES}))
+def again():
+    pass
+
+@pytest.mark.parametrize("name", {SIGNALS})
+def test_signal(compare, name):
+    os.kill(os.getpid(), signal.Signals[name])
 
 def test_exit(compare):
     os._exit(0)
@@ -17,10 +30,14 @@ def test_raise(compare):
     raise ValueError("a bug")
 
 def test_memory(compare):
-    compare(**usual | {"optimized": lambda x: bytearray(1 << 60)})
+    compare(**usual | {{"optimized": lambda x: bytearray(1 << 60)}})
 
-def test_killed(compare):
-    os.kill(os.getpid(), signal.SIGKILL)
+def test_memory_limit(compare):
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))
+    compare(**usual | {{"optimized": lambda x: bytearray(1 << 34)}})
+
+def test_sys_exit(compare):
+    sys.exit(0)
 
 def test_hang(compare):
     print("on my way")
@@ -39,11 +56,12 @@ def test_good(compare):
 """
 
 SAID = {
-    "ch07/segfault": ("ERROR", "killed by SIGSEGV"),
+    **{f"ch07/signal[{name}]": ("ERROR", f"killed by {name}") for name in SIGNALS},
     "ch07/exit": ("ERROR", "ended with exit code 0 without a result"),
     "ch07/raise": ("ERROR", "ValueError: a bug"),
     "ch07/memory": ("ERROR", "MemoryError"),
-    "ch07/killed": ("ERROR", "killed by SIGKILL"),
+    "ch07/memory_limit": ("ERROR", "MemoryError"),
+    "ch07/sys_exit": ("ERROR", "SystemExit: 0"),
     "ch07/hang": ("ERROR", "exceeded its deadline of 2 s"),
     "ch07/after_the_verdict": ("ERROR", "ended with exit code 3"),
     "ch07/child": ("PASSED", ""),
@@ -53,16 +71,39 @@ SAID = {
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_only_the_claim_that_goes_wrong_fails(project, workers):
-    project.tests(BAD)
-    done = project.run("--gpu", workers, "-oaiperf_deadline=2")
-    done.assert_outcomes(passed=2, failed=7)
+    project.tests(f"import resource\n{BAD}")
+    words = project.command("--gpu", workers, "-oaiperf_deadline=2")
+    done = project.pytester.runpytest_subprocess(*words, timeout=180 * TIMES)
+    done.assert_outcomes(passed=2 * TIMES, failed=(len(SAID) - 2) * TIMES)
     results = project.results()
-    assert results.keys() == SAID.keys()
-    for claim, (outcome, said) in SAID.items():
-        assert results[claim]["outcome"] == outcome, claim
-        assert said in results[claim]["message"], claim
+    assert len(results) == len(SAID) * TIMES
+    for claim, found in results.items():
+        outcome, said = SAID[re.sub(r"\b\d+-|\[\d+\]", "", claim)]
+        assert found["outcome"] == outcome, claim
+        assert said in found["message"], claim
     assert not project.processes()
     done.stdout.fnmatch_lines(["*Captured stdout of the lost process*", "on my way"])
+
+
+def test_a_flood_of_output_costs_no_verdict(project):
+    project.tests(
+        f"@pytest.mark.parametrize('n', range({TIMES}))\n"
+        "def test_text(compare, n):\n"
+        "    print('x' * (17 << 20) + ' the end')\n"
+        "    compare(**usual)\n"
+        f"@pytest.mark.parametrize('n', range({TIMES}))\n"
+        "def test_junk(compare, n):\n"
+        "    os.write(1, os.urandom(4 << 20))\n"
+        "    compare(**usual)\n"
+        "def test_lost(compare):\n"
+        "    print('x' * (17 << 20) + ' the end', flush=True)\n"
+        "    os._exit(3)\n"
+    )
+    done = project.run("--gpu")
+    done.assert_outcomes(passed=2 * TIMES, failed=1)
+    assert {r["verdict"] for r in project.results().values()} == {"FASTER", None}
+    done.stdout.fnmatch_lines(["[[]* characters before this left out]", "x* the end"])
+    assert len(done.stdout.str()) < 1 << 20
 
 
 STOPPED = """
@@ -119,6 +160,26 @@ def test_a_terminals_ctrl_c_reaches_all_processes_at_once(project, workers):
     assert run.wait(30) == 2
     check_kept(project)
     assert sum(r["outcome"] == "PASSED" for r in project.results().values()) == 3
+
+
+@pytest.mark.parametrize("again", range(TIMES))
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_second_ctrl_c_loses_nothing_either(project, workers, again):
+    run = begin(project, workers)
+    os.killpg(run.pid, signal.SIGINT)
+    time.sleep(again * 0.02)  # in the midst of ending, at another moment each time
+    os.killpg(run.pid, signal.SIGINT)
+    run.wait(30)
+    check_kept(project)
+
+
+def test_a_second_ctrl_c_before_pytest_has_noted_the_first_is_an_interruption(project):
+    project.write("conftest.py", "def pytest_keyboard_interrupt(): raise KeyboardInterrupt")
+    run = begin(project)
+    run.send_signal(signal.SIGINT)
+    run.wait(30)
+    check_kept(project)
+    assert "interrupted" in (project.path / "out").read_text()
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

@@ -292,9 +292,15 @@ def test_a_counter_that_ncu_does_not_give_is_no_proof(order):
 
 
 def test_the_kernel_that_evidence_names_must_run_in_the_optimized_arm(order):
-    piece = evidence.opcode("LDG", kernel="transpose")
+    piece = evidence.counter(DURATION, kernel="transpose", least=1)
     _, problem, _ = run(order("nsys"), evidence=[piece])
     assert "lacks the kernel transpose: the optimized arm" in str(problem)
+
+
+def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(order):
+    piece = evidence.opcode("BAR", kernel="sum_tree", least=9)
+    _, problem, _ = run(order("nsys"), evidence=[piece])
+    assert problem is None
 
 
 @pytest.mark.parametrize("check", ["memcheck", "initcheck"])

@@ -133,6 +133,30 @@ def test_three(compare): compare(**sums)
     assert json.loads(floor.read_text()) == found["floor"]
 
 
+def test_a_rank_that_cannot_leave_costs_no_deadline(two):
+    two.two("""
+from pytest_aiperf import ranks
+
+ranks.LEAVING = 0.1
+dist.destroy_process_group = lambda: time.sleep(600)
+
+def spending(call, microseconds):
+    def arm(x):
+        spend(microseconds * 1e-6)
+        return call(x)
+    return arm
+
+arms = {"baseline": spending(gathered, 400), "optimized": spending(total, 200)}
+
+@in_two
+def test_sum(compare): compare(**sums | arms)
+""")
+    two.fake(gpus=2)
+    done = two.run("--gpu", "--quick")
+    done.assert_outcomes(passed=1)
+    assert two.results()["ch04/sum"]["verdict"] == "FASTER"
+
+
 def test_ranks_are_not_captured(two):
     two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
     done = two.run("--profile=torch", "-rs")

@@ -1,0 +1,179 @@
+"""Any process of a session may be killed at any moment: what finished stays, nobody is left.
+
+12 kills a run; ``pytest tests/plugin/test_kills.py -n 4 --hypothesis-profile=long`` tries 1,000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from pytest_aiperf import expectations, fake, journal, lease, results
+from pytest_aiperf.model import to_json
+from tests.plugin.conftest import HEAD, STEADY
+
+KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+CLAIMS = 4
+PATIENCE = 60.0
+"""Seconds, far above what a busy machine needs, after which a session counts as hung."""
+
+# Most of a short session is imports: sessions are forked from a process that has done them.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["hypothesis", "pytest", "xdist.plugin", "pytest_benchmark.plugin", "scipy.special"]
+    + [f"pytest_aiperf.{room}" for room in ("plugin", "measuring", "fixtures", "fake")]
+)
+
+TESTS = f"{HEAD}@pytest.mark.parametrize('n', range({CLAIMS}))\ndef test_it(compare, n):\n"
+
+
+def session(folder, words):
+    """Be a pytest that somebody started in a terminal of its own."""
+    os.setsid()
+    os.chdir(folder)
+    out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for name in [n for n in os.environ if n.startswith(("PYTEST_", "TRITON_"))]:
+        del os.environ[name]  # of the run that tests us
+    os.environ[lease.VARIABLE] = str(folder / "locks")
+    os.environ[fake.VARIABLE] = json.dumps({"noise": STEADY})
+    plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.fake")
+    sys.exit(pytest.main([*(f"-p{name}" for name in plugins), "--gpu", "-v", *words]))
+
+
+@dataclass
+class Session:
+    folder: Path
+    words: tuple[str, ...]
+
+    def __post_init__(self):
+        self.process = FORKS.Process(target=session, args=(self.folder, self.words))
+        self.process.start()
+
+    @property
+    def runs(self):
+        return self.process.exitcode is None
+
+    def roles(self):
+        """Find the session's processes by what they are to it, as they descend from each other."""
+        names = ["controller", "worker", "keeper", "claim"]
+        if "-n0" in self.words:
+            names.remove("worker")
+        parents, found, level = family(self.folder), {}, {self.process.pid}
+        for name in names:
+            if level:
+                found[name] = sorted(level)
+            level = {pid for pid, parent in parents.items() if parent in level}
+        return found
+
+    def ends(self):
+        """Wait until the session has ended, and all that descends from it."""
+        self.process.join(PATIENCE)
+        wait(lambda: not family(self.folder), PATIENCE)
+        return not self.runs and not family(self.folder)
+
+
+def family(folder):
+    """Find what runs in a folder, as all processes of a session do, and their parents."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
+            if (process / "cwd").readlink() == folder:
+                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                found[int(process.name)] = int(parent)
+    return found
+
+
+def wait(until, seconds):
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def shown(folder):
+    """Which claims the terminal calls faster, with and without xdist."""
+    out = (folder / "out").read_text() if (folder / "out").exists() else ""
+    found = re.findall(r"(it\[\d\]) FASTER|FASTER 2x \S+::test_(it\[\d\])", out)
+    return {f"ch07/{a or b}" for a, b in found}
+
+
+def journaled(folder):
+    found = {}
+    for path in folder.glob(".aiperf/*/journal-*.jsonl"):
+        *lines, _ = path.read_text().split("\n")  # the last is whole once its newline is there
+        found |= {record["claim"]: record for record in map(json.loads, filter(None, lines))}
+    return found
+
+
+def records(path):
+    return {r.claim: to_json(r) for r in results.read_results(path)}
+
+
+def attack(folder, draw):
+    """Start a session and kill one of its processes; None where it ended before that."""
+    (folder / "ch07").mkdir(parents=True)
+    (folder / "ch07" / "test_double.py").write_text(f"{TESTS}    compare(**usual)\n")
+    (folder / "expectations.yaml").write_text("schema: 1\nclaims: {}\n")
+    update = draw.choice([(), ("--update-expectations",)])
+    ours = Session(folder, (draw.choice(["-n0", "-n2"]), *update))
+    after, signum = draw.randint(0, CLAIMS), draw.choice(SIGNALS)
+    wait(lambda: len(journaled(folder)) >= after or not ours.runs, PATIENCE)
+    time.sleep(draw.random() * (0.15 if after else 2.0 if "-n2" in ours.words else 0.5))
+    roles = ours.roles()
+    role = draw.choice(sorted(roles))
+    told = shown(folder), journaled(folder)  # in this order: what is shown is in the journal
+    try:
+        os.kill(draw.choice(roles[role]), signum)
+    except ProcessLookupError:
+        return None
+    return ours, role, signum, *told
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_kill_costs_no_finished_result_and_leaves_nobody(tmp_path, seed, record_property):
+    draw = random.Random(seed)
+    tries = (attack(tmp_path / str(n), draw) for n in itertools.count())
+    ours, role, signum, said, kept = next(filter(None, tries))
+    folder = ours.folder
+    case = f"{signum.name} to the {role} of {' '.join(ours.words)}, {len(kept)} finished"
+    record_property("case", case)  # for --junitxml
+    assert ours.ends(), f"{case}: a hang, or orphans: {family(folder)}"
+    assert said <= kept.keys(), case
+
+    for path in folder.rglob("*.json"):
+        results.read_json(path)
+    expectations.load(folder / "expectations.yaml")
+    for manifest in folder.glob(".aiperf/*/manifest.json"):
+        found, torn = journal.read_journals(manifest.parent)
+        assert not torn, case
+        assert kept.items() <= {r.claim: to_json(r) for r in found}.items(), case
+    merged = folder / ".aiperf" / "latest" / "results.json"
+    if merged.exists():
+        assert kept.items() <= records(merged).items(), case
+    # a worker that dies before there is anything to do ends the session: xdist cannot start
+    if role != "controller" and list(folder.glob(".aiperf/*/manifest.json")):
+        outcomes = [record["outcome"] for record in records(merged).values()]
+        assert len(outcomes) == CLAIMS, case
+        stops = role == "worker" and signum != signal.SIGKILL  # it leaves, and says so
+        assert stops or outcomes.count("PASSED") >= CLAIMS - 1, case
+
+    following = Session(folder, ("-n0",))
+    assert following.ends(), f"after {case}: a hang"
+    assert following.process.exitcode == 0, f"after {case}"
+    passed = [record["outcome"] for record in records(merged).values()]
+    assert passed == ["PASSED"] * CLAIMS, f"after {case}"
