@@ -113,7 +113,8 @@ def _replayed(layer):
         last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
 
         def step():
-            seen = (places <= at)[None, None, None]
+            # a row for each request, as each may stand at another position in a service
+            seen = (places <= at).repeat(len(prompts), 1)[:, None, None]
             x = model.embedding[token][:, None]
             for weights, kept in zip(model.layers(), slabs.layers, strict=True):
                 x = layer(x, *weights, kept, at, seen)

@@ -226,7 +226,11 @@ def _flag(torch: Any, name: str) -> str:
     try:
         for part in name.split("."):
             value = getattr(value, part)
-        return str(value() if callable(value) else value)
+        found = str(value() if callable(value) else value)
     except (AttributeError, RuntimeError) as error:
         # not in this version, or torch refuses because an arm mixed its old and new switches
         return f"unreadable ({type(error).__name__})"
+    if found == "none" and name.endswith("fp32_precision"):  # what the switch above it says
+        above = str(getattr(torch.backends, "fp32_precision", "none"))
+        return "ieee" if above == "none" else above
+    return found

@@ -19,6 +19,10 @@ from .trial import Args, Trial, overwrite
 REDO = 2
 """How often a disturbed round is measured again before the measurement is invalid."""
 
+IN_A_ROW = 5
+"""Calls in a row that are looked at one by one, once a measurement; two where a call is slow."""
+SLOW = 0.01
+
 WARM_SETS = 3
 """Input sets of a GPU claim that declares a warm cache: other data at other addresses each call."""
 
@@ -31,7 +35,7 @@ class Plan:
     least: int = 8
     most: int = 32
     rounds: int = 5
-    seconds: float = 2.0
+    seconds: float = 1.5
 
 
 PLAN = Plan()
@@ -120,6 +124,7 @@ class _Timed:
         self.calls = self._count_calls(fast, slow)
         self._settle_mode(stands, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
+        self.in_a_row = IN_A_ROW if slow < SLOW else 2
         once = sum(seconds.values()) * 2 * self.calls
         self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
 
@@ -273,39 +278,46 @@ class _Timed:
     def _challenge(self, stands: Mapping[str, _Stand], seed: int) -> None:
         """Put other values into the timed inputs, in place: what an arm remembers is now wrong.
 
-        Each arm's result is taken in the order of its stream, without a wait that would hide what
-        still runs; then the timed block itself is run on those values.
+        Calls in a row meet one set of values and another in turn, and each is looked at: an arm
+        that works at some calls only skips one of them. A result is taken in the order of its
+        stream, without a wait that would hide what still runs; then the timed block itself is run
+        on those values.
         """
         trial, clock = self.trial, self.clock
         last = (self.calls - 1) % self.sets
 
-        def put(stand: _Stand) -> None:
+        def put(stand: _Stand, values: Args) -> None:
             overwrite(live, stand.args[last], values)
             leaves.poison(stand.args[last], trial.contract.pure)
             clock.synchronize()
 
-        values, live = trial.other(seed + last, seed + 250_031)
+        other, live = trial.other(seed + last, seed + 250_031)
+        turns = (other, trial.make(seed + last))
         in_order = sorted(stands, key=("optimized", "library", "baseline").index)
-        found: dict[str, list[Leaf]] = {}
+        found: list[dict[str, list[Leaf]]] = [{} for _ in range(self.in_a_row)]
         for name in in_order:
-            stand = stands[name]
-            for _ in range(trial.random.randrange(4)):  # an arm that counts its calls loses count
-                stand.calls[last]()
-            put(stand)
-            taken = clock.block([partial(self._taken, stand, last)], Mode.WALL)
-            taken.run()
-            found[name] = agree.kept(cast("list[Leaf]", taken.last))
-        want = trial.claim.reference(*trial.other(seed + last, seed + 250_031)[0])
+            for i, results in enumerate(found):
+                put(stands[name], turns[i % 2])
+                taken = clock.block([partial(self._taken, stands[name], last)], Mode.WALL)
+                taken.run()
+                results[name] = agree.kept(cast("list[Leaf]", taken.last))
+        wants = [
+            trial.claim.reference(*trial.other(seed + last, seed + 250_031)[0]),
+            trial.claim.reference(*trial.make(seed + last)),
+        ]
         precision = trial.claim.precision
-        agree.verify(found, want, precision, "on values that were put into the timed inputs")
+        for i, results in enumerate(found):
+            when = "on values that were put into the timed inputs"
+            agree.verify(results, wants[i % 2], precision, when)
         if self._updated:
             return  # a block updates its inputs as often as it calls
+        again: dict[str, list[Leaf]] = {}
         for name in in_order:
-            put(stands[name])
+            put(stands[name], other)
             stands[name].ready.run()
             returned, args = stands[name].ready.last, stands[name].args[last]
-            found[name] = agree.kept(agree.result(returned, args, trial.contract))
-        agree.verify(found, want, precision, "when the timed block ran on other values")
+            again[name] = agree.kept(agree.result(returned, args, trial.contract))
+        agree.verify(again, wants[0], precision, "when the timed block ran on other values")
 
     def _taken(self, stand: _Stand, i: int) -> list[Leaf]:
         """Call an arm and take its result at once, in the order of the clock's stream."""

@@ -149,14 +149,16 @@ class Trial:
         for seed in range(self.seed + 1, self.seed + 1 + SEEDS):
             with turn():
                 self.say("agreeing", seed=seed)
-                found = agree.agree(
-                    {name: self.arm(name, seed) for name in self.claim.arms},
-                    partial(self.make, seed),
-                    self.claim.reference,
-                    self.contract,
-                    self.claim.precision,
-                )
-                self.hold_settings()
+                try:
+                    found = agree.agree(
+                        {name: self.arm(name, seed) for name in self.claim.arms},
+                        partial(self.make, seed),
+                        self.claim.reference,
+                        self.contract,
+                        self.claim.precision,
+                    )
+                finally:
+                    self.hold_settings()  # a changed one would explain whatever disagrees
                 self.clock.release()
             for error in found:
                 kept = worst.get(error.arm)

@@ -1,6 +1,6 @@
 """Requests a second rise stage by stage: batched, in a slab, in a graph, compiled.
 
-16 requests of 128 tokens each want 32 tokens. Served one by one, weights are read and kernels
+16 requests of 128 tokens each want 12 tokens. Served one by one, weights are read and kernels
 launched for each of them ("batched", against one by one). From there the time of a token is that
 of its launches. "slab" writes keys and values in place instead of copying them; "graph" launches a
 token as a whole, for which token and position must lie on the GPU; "compiled" fuses what lies
@@ -30,7 +30,7 @@ def requests(bench: Bench) -> tuple[Decoder, torch.Tensor, int]:
     model.out.mul_(0.5)  # what the layers add must not drown the token
     model.down.mul_(0.5)
     shape = bench.size(16, check=3), bench.size(128, check=10)
-    return static(model), torch.randint(1000, shape, device=bench.device), bench.size(32, check=4)
+    return static(model), torch.randint(1000, shape, device=bench.device), bench.size(12, check=4)
 
 
 def in_fp64(model, prompts, count):

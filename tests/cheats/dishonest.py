@@ -175,8 +175,8 @@ def every_fifth_call_once_it_is_timed():
 
 
 @cheat("after timing")
-def the_first_fifty_calls():
-    return counted(lambda n: n < 50)
+def the_first_hundred_calls():
+    return counted(lambda n: n < 100)  # until the first replicate is over
 
 
 @cheat(WRONG)

@@ -69,7 +69,7 @@ def products(optimized, **words):
 # wrong or dishonest
 
 
-@cheat(STRAY, clock="gpu")
+@cheat(f"{STRAY}|{WRONG}", clock="gpu")
 def a_stream_of_its_own(nvcc):
     beside = torch.cuda.Stream()
 
@@ -87,7 +87,7 @@ def a_stream_of_its_own_in_cpp(nvcc):
     return launched(nvcc, "unjoined", rounds=SLOWLY)
 
 
-@cheat(STRAY, clock="gpu")
+@cheat(f"{STRAY}|illegal memory access", clock="gpu")
 def a_thread_that_launches_later(nvcc):
     return launched(nvcc, "late", rounds=SLOWLY)
 
@@ -133,7 +133,7 @@ def a_graph_of_old_values(nvcc):
         with torch.cuda.graph(graph):
             out = own * 2
 
-        def replay(_):
+        def replay(_, own=own):
             graph.replay()
             return out
 

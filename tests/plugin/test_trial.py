@@ -41,7 +41,7 @@ def test_a_prepared_arm_is_timed_without_its_preparation():
         return doubling(100)
 
     ratio = speedup(measured(a_trial(optimized=prepared(make))))
-    assert ratio.low < 2 < ratio.high
+    assert ratio.value == pytest.approx(2, rel=0.005)
 
 
 def test_work_done_while_preparing_is_a_wrong_answer():
