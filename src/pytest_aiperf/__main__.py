@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--calls", metavar="N", type=int, default=1, help="how many calls (default: %(default)s)")
     add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
     add = _command(commands, report)
-    add("measured", metavar="RESULTS.json", type=Path, help="the results.json of a run")
+    add("measured", metavar="RESULTS.json", type=Path, nargs="+", help="results.json of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
     add("-o", "--output", metavar="FILE", type=Path, help="(default: report.html; md: stdout)")
     add("--title", default="pytest-aiperf report", help="of the page (default: %(default)s)")
@@ -255,13 +255,13 @@ def capture(chosen: argparse.Namespace) -> int:
 
 
 def report(chosen: argparse.Namespace) -> int:
-    """Write a run as one HTML page, as Markdown, or into a README.
+    """Write a run, or several, as one HTML page, as Markdown, or into a README.
 
     Explanations and code come from the tests and kernels below the current folder, where they are.
     `--readme` replaces what stands between `<!-- results -->` and `<!-- /results -->`.
     """
-    results = read_results(chosen.measured)
-    content = read_json(chosen.measured)
+    results = [result for path in chosen.measured for result in read_results(path)]
+    content = read_json(chosen.measured[0])
     machine = {"commit": content.get("commit_info")}
     if isinstance(said := content.get("machine_info"), dict):
         machine |= said

@@ -6,10 +6,11 @@ PCIe, the narrowest part of the way: at 55 GB/s these 32 MiB take 0.6 ms however
 Sent as they are they take a tenth of that, and the GPU decodes them at the speed of its memory: a
 block unpacks a frame of 1024 gaps and sums them up by shuffling partial sums between lanes.
 
-The baseline is a good one: slices that fit a core's cache, a thread a core, no operation that keeps
-Python's lock, pinned memory, and transfers that run while later slices are decoded. "one_thread"
-shows what most start with. Frames must be independent, as here by their start, or a GPU has nothing
-to share out. The gain ends with the ratio of compression, and where the CPU needs the ids as well.
+The baseline is a good one: vector operations on all cores, slices that fit their caches, pinned
+memory, and transfers that run while later slices are decoded. (Threads of Python's, a slice each,
+were slower on 32 cores than one thread: they wait for one another's lock.) "one_thread" shows what
+most start with. Frames must be independent, as here by their start, or a GPU has nothing to share
+out. The gain ends with the ratio of compression, and where the CPU needs the ids as well.
 """
 
 import os

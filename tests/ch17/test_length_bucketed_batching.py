@@ -25,7 +25,7 @@ RUNGS = {"bucketed": batches.bucketed, "packed": batches.packed}
 
 def texts(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make texts of lognormal lengths, always the same ones, in another order."""
-    count, longest = bench.size(128, check=40), bench.size(512, check=16)
+    count, longest = bench.size(256, check=40), bench.size(512, check=16)
     width, tokens = bench.size(1024, check=64), 1000
     model = random_decoder(2, width, tokens, device=bench.device, dtype=torch.bfloat16)
     ranks = (torch.randperm(count) + 0.5) / count

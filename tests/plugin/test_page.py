@@ -352,7 +352,8 @@ def test_nothing_sticks_out_of_a_phone_or_a_screen(opened, width):
 
 def test_the_readmes_tables_are_those_of_the_last_accepted_run():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    results = read_results(ROOT / "results" / "h200.json")
-    command = "python -m pytest_aiperf report --readme README.md results/h200.json"
+    files = ("results/h200.json", "results/2xh200.json")
+    results = [result for file in files for result in read_results(ROOT / file)]
+    command = f"python -m pytest_aiperf report --readme README.md {' '.join(files)}"
     assert chapters.BEGIN in text, f"README.md has no {chapters.BEGIN} ... {chapters.END}"
     assert text == chapters.embedded(text, results, "README.md"), f"run: {command}"
