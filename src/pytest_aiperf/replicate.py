@@ -34,12 +34,12 @@ class Plan:
     half_width: float = 0.005
     least: int = 8
     most: int = 32
-    rounds: int = 5
+    rounds: int = 3
     seconds: float = 1.5
 
 
 PLAN = Plan()
-QUICK = Plan(half_width=0.01, least=5, most=12, rounds=3, seconds=1.0)
+QUICK = Plan(half_width=0.01, least=5, most=12, rounds=2, seconds=1.0)
 
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:

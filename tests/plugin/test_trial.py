@@ -153,7 +153,7 @@ def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
 def test_a_disturbed_round_is_measured_again_and_counted():
     clean = measured(a_trial(FakeClock(noise=Noise.none())))
     assert sum(r.redone for r in clean.replicates) == 0
-    faults = [Fault(21, "throttle")]  # in the middle of a round
+    faults = [Fault(37, "throttle")]  # in the middle of a round
     timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
     assert sum(r.redone for r in timing.replicates) == 1
     assert speedup(timing).value == pytest.approx(2)
