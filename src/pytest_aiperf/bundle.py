@@ -18,8 +18,8 @@ from typing import Final
 
 from .doctor import Check, Host, State
 from .errors import ToolMissing
-from .model import to_json
 from .results import dumps, writing
+from .schema import to_json
 
 _COMMANDS: Final = {
     "nvidia-smi.txt": ("nvidia-smi", "-q"),

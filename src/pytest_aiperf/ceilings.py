@@ -16,9 +16,10 @@ from .datasheet import DATASHEET
 from .errors import AiperfError, BuildError, Misuse
 from .guards import round_problem
 from .launch import Kernels
-from .model import Gpu, to_json
+from .model import Gpu
 from .results import atomic_write, dumps, loads
 from .roofline import shown, unit_of
+from .schema import to_json
 
 DEVICE: Final = (
     *("copy", "read", "l2", "shared", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"),

@@ -18,9 +18,10 @@ from typing import Any, Final, TypeVar
 from .errors import Misuse
 from .judge import is_parity, judge
 from .lock import locked
-from .model import SCHEMA, Expectation, Interval, Outcome, Recorded, Require, Result, from_json
+from .model import SCHEMA, Expectation, Interval, Outcome, Recorded, Require, Result
 from .plainyaml import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 from .results import atomic_write, merge_results, writing
+from .schema import from_json
 
 NOISY: Final = 0.02
 """A session whose identical arms differ by more than this writes nothing."""

@@ -21,8 +21,9 @@ from typing import Any, Final, Literal
 
 from .clock import Call, Identity, seed_all
 from .errors import CannotCapture, InvalidMeasurement, Misuse
-from .model import Bench, Gpu, Mode, Senses, Trace, from_json, to_json
+from .model import Bench, Gpu, Mode, Senses, Trace
 from .peers import Alone, Peers
+from .schema import from_json, to_json
 
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 FAKE_GPU: Final = Gpu(

@@ -23,10 +23,11 @@ from .build import Nvcc
 from .clock import Clock, calls_per_block, choose_mode
 from .errors import AiperfError, Misuse, ToolMissing
 from .lease import Lease
-from .model import Evidence, Interval, Metric, Profile, Result, to_json
+from .model import Evidence, Interval, Metric, Profile, Result
 from .needs import NEEDS, claim_id, is_claim
 from .peers import Ranks
 from .replicate import PLAN, QUICK
+from .schema import to_json
 from .session import Session, on_cuda
 from .trial import Arm, Claim
 

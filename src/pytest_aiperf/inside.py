@@ -15,7 +15,8 @@ from typing import Any, Final
 from .clock import Clock
 from .errors import AiperfError, Misuse
 from .lease import Lease
-from .model import Gpu, Mode, Prepared, Profile, Work, from_json, to_json
+from .model import Gpu, Mode, Prepared, Profile, Work
+from .schema import from_json, to_json
 from .timeline import RANGE
 from .tools import TOOLS, Tool
 from .trial import Claim, Trial

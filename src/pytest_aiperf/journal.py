@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Misuse
-from .model import Outcome, Result, from_json, to_json
+from .model import Outcome, Result
 from .results import atomic_write, dumps, loads, read_json, read_record, sync, writing
+from .schema import from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from _pytest.runner import runtestprotocol
 
 from . import child, needs, report, results, stats
 from .errors import AiperfError
-from .model import Outcome, Result, from_json, to_json
+from .model import Outcome, Result
+from .schema import from_json, to_json
 from .session import LOST, NOT_RUN, Session, on_cuda
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import Final
 
 from . import stats
 from .errors import Misuse
-from .model import Outcome, Result, from_json, to_json
+from .model import Outcome, Result
 from .results import dumps, loads, sync, writing
+from .schema import from_json, to_json
 
 SENTINELS: Final = ("ch01/batched_gemm", "ch07/vectorized_copy[vector]", "ch12/graph_replay")
 """Claims whose optimized arm says whether the machine is well: arithmetic, memory, launching."""

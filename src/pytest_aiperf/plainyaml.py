@@ -16,7 +16,7 @@ MAX_NODES: Final = 100_000
 MAX_TEXT: Final = 500
 
 ROOT: Final = "file"
-"""The path of the whole document; a field below it is named as `model.from_json` names it."""
+"""The path of the whole document; a field below it is named as `schema.from_json` names it."""
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)
 _NOT_ALLOWED = re.compile(  # nor are the rarer line breaks and the byte order mark: loaders differ

@@ -20,7 +20,8 @@ from typing import Final
 from . import evidence, ncu, readers, tools
 from .errors import AiperfError, CaptureFailed, ToolMissing, Unproven
 from .inside import VARIABLE, Answer, Job
-from .model import Finding, Outcome, Profile, Proof, Result, from_json, to_json
+from .model import Finding, Outcome, Profile, Proof, Result
+from .schema import from_json, to_json
 from .tools import Attempt, Tool
 from .trial import Claim
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import Misuse
-from .model import Gpu, to_json
+from .model import Gpu
 from .proofs import FULL, PARTS, QUICK, Figures
 from .report import escape
 from .results import atomic_write, dumps, read_json
+from .schema import to_json
 from .truth import Rig, Say
 
 BEGIN, END = "<!-- proof -->", "<!-- /proof -->"

@@ -18,7 +18,8 @@ import pytest
 
 from . import child, peers
 from .errors import AiperfError
-from .model import Outcome, Result, from_json, to_json
+from .model import Outcome, Result
+from .schema import from_json, to_json
 
 LEAVING = 20.0
 """Seconds that a rank may take to leave the others once all is said."""

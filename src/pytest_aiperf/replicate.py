@@ -11,10 +11,11 @@ from typing import Protocol, cast
 
 from . import agree, guards, leaves, stats
 from .clock import LONGEST_BLOCK, Block, calls_per_block, choose_mode
-from .errors import CannotCapture, InvalidMeasurement, Misuse
+from .errors import CannotCapture, InvalidMeasurement
+from .figures import Figures, peak, score
 from .leaves import Leaf
-from .model import Interval, Metric, Mode, Replicate, Round, Score, Senses, Timing
-from .trial import Args, Trial, overwrite
+from .model import Interval, Metric, Mode, Replicate, Round, Senses, Timing
+from .trial import Args, Trial, bind, overwrite
 
 REDO = 2
 """How often a disturbed round is measured again before the measurement is invalid."""
@@ -45,9 +46,9 @@ QUICK = Plan(half_width=0.01, least=5, most=12, rounds=2, seconds=1.0)
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
     """Replicate until the interval is narrow enough, or the plan's budget is spent."""
     if metric is Metric.SCORE:
-        return _replicate(trial, plan, _Figures(trial, _score))
+        return _replicate(trial, plan, Figures(trial, score))
     if metric is Metric.MEMORY:
-        return _replicate(trial, replace(plan, least=3), _Figures(trial, _peak))
+        return _replicate(trial, replace(plan, least=3), Figures(trial, peak))
     return _replicate(trial, plan, _Timed(trial, metric, plan))
 
 
@@ -156,7 +157,7 @@ class _Timed:
                 leaves.poison(made, trial.contract.pure)
                 call = trial.prepare(name, seed + i, made)
                 args.append(made)
-                calls.append(_bind(call, made))
+                calls.append(bind(call, made))
             stands.append(_Stand(name, pad, args, calls))
         return stands
 
@@ -340,78 +341,6 @@ class _Timed:
             done,
             notes=tuple(self.notes),
         )
-
-
-class _Figures:
-    """A figure that is not a time: peak bytes, or a score that the arm itself returns."""
-
-    def __init__(
-        self, trial: Trial, figure: Callable[[Trial, Callable[[], object]], tuple[Score, object]]
-    ) -> None:
-        self.trial = trial
-        self.figure = figure
-        self.metric = Metric.MEMORY if figure is _peak else Metric.SCORE
-        self.last: Score | None = None
-
-    def replicate(self, seed: int) -> Replicate:
-        trial = self.trial
-        names = list(trial.claim.arms)
-        trial.random.shuffle(names)
-        figures: dict[str, tuple[float, ...]] = {}
-        results: dict[str, list[Leaf]] = {}
-        for name in names:
-            trial.clock.release()
-            args = trial.make(seed)
-            call = _bind(trial.prepare(name, seed, args), args)
-            score, returned = self.figure(trial, call)
-            if set(trial.contract.written) - set(trial.contract.pure):
-                overwrite(range(len(args)), args, trial.make(seed))
-                returned = call()
-            results[name] = agree.kept(agree.result(returned, args, trial.contract))
-            if not score.value > 0 or math.isinf(score.value):
-                raise Misuse(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
-            figures[name] = (score.value,)
-            self.last = score
-            del args, call, returned
-        want = trial.claim.reference(*trial.make(seed))
-        agree.verify(results, want, trial.claim.precision, "after measuring")
-        return Replicate(seed, (Round("".join(n[0].upper() for n in names), figures),))
-
-    def timing(self, done: tuple[Replicate, ...]) -> Timing:
-        assert self.last is not None
-        return Timing(
-            self.metric,
-            Mode.PLAIN,
-            1,
-            self.trial.claim.cache,
-            1,
-            done,
-            unit=self.last.unit,
-            better=self.last.better,
-        )
-
-
-def _peak(trial: Trial, call: Callable[[], object]) -> tuple[Score, object]:
-    trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
-    trial.clock.release()
-    peak = trial.clock.peak(call)
-    return Score(float(max(1, peak)), "B", "lower"), call()
-
-
-def _score(_: Trial, call: Callable[[], object]) -> tuple[Score, object]:
-    returned = call()
-    values = returned if isinstance(returned, tuple) else (returned,)
-    scores = [v for v in values if isinstance(v, Score)]
-    if len(scores) != 1:
-        raise Misuse(
-            'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
-            f"results, not {len(scores)}"
-        )
-    return scores[0], returned
-
-
-def _bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
-    return lambda: call(*args)
 
 
 def speedup(timing: Timing, of: str = "baseline", over: str = "optimized") -> Interval:

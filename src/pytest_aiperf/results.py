@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from .errors import Misuse
-from .model import SCHEMA, Gpu, Result, from_json, to_json
+from .model import SCHEMA, Gpu, Result
+from .schema import from_json, to_json
 
 _TWICE: Final = object()
 """Stands in a parsed object for a key's two values, so that the place can be named."""

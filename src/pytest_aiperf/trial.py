@@ -183,6 +183,10 @@ class Trial:
             )
 
 
+def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
+    return lambda: call(*args)
+
+
 def overwrite(positions: Sequence[int], args: Args, fresh: Args) -> None:
     for i in positions:
         leaves.overwrite((args[i],), (fresh[i],))

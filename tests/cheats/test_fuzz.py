@@ -29,7 +29,8 @@ from pytest_aiperf import (
     results,
 )
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Result, from_json, to_json
+from pytest_aiperf.model import Result
+from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result
 from tests.plugin.test_build import HOSTILE
 

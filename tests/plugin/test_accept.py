@@ -12,8 +12,9 @@ import pytest
 
 from pytest_aiperf import expectations
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.model import Interval, Outcome, to_json
+from pytest_aiperf.model import Interval, Outcome
 from pytest_aiperf.results import read_results
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
 MACHINE = {"system": "Linux", "gpus": [{"name": "NVIDIA H200", "driver": "580.159"}]}

@@ -10,7 +10,8 @@ import pytest
 from pytest_aiperf import build, evidence, sass
 from pytest_aiperf.errors import BuildError, Misuse
 from pytest_aiperf.evidence import Compiled, Facts, broken, hold
-from pytest_aiperf.model import KernelRecord, Result, Work, from_json, to_json
+from pytest_aiperf.model import KernelRecord, Result, Work
+from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result
 
 SASS = """

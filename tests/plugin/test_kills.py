@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 from pytest_aiperf import expectations, fake, journal, lease, results
-from pytest_aiperf.model import to_json
+from pytest_aiperf.schema import to_json
 from tests.plugin.conftest import HEAD, STEADY
 
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pytest_aiperf.model import Result, from_json, to_json
+from pytest_aiperf.model import Result
+from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result, timing
 
 

@@ -30,9 +30,9 @@ from pytest_aiperf.model import (
     Trace,
     Verdict,
     Work,
-    to_json,
 )
 from pytest_aiperf.results import document, read_results
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ from pytest_aiperf.errors import CaptureFailed, ToolMissing, Unproven
 from pytest_aiperf.fake import FakeClock
 from pytest_aiperf.inside import Answer, Job
 from pytest_aiperf.lease import Lease
-from pytest_aiperf.model import Evidence, Outcome, Profile, Proof, Work, from_json, prepared
+from pytest_aiperf.model import Evidence, Outcome, Profile, Proof, Work, prepared
+from pytest_aiperf.schema import from_json
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 

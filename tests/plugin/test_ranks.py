@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf import child, ranks
-from pytest_aiperf.model import Outcome, Result, Verdict, to_json
+from pytest_aiperf.model import Outcome, Result, Verdict
+from pytest_aiperf.schema import to_json
 
 BLANK = Result("ch04/sum", "n", "", Outcome.ERROR, "2xfake", "run", "now", 1)
 

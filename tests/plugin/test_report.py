@@ -24,9 +24,9 @@ from pytest_aiperf.model import (
     Round,
     Verdict,
     Work,
-    to_json,
 )
 from pytest_aiperf.results import read_results
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 
 pytest_plugins = ["pytester"]

@@ -11,7 +11,8 @@ import pytest
 
 from pytest_aiperf import results
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Gpu, Interval, Metric, Outcome, Replicate, Round, Work, to_json
+from pytest_aiperf.model import Gpu, Interval, Metric, Outcome, Replicate, Round, Work
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import H200, files_up_to, result, timing
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)

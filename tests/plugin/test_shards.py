@@ -12,7 +12,8 @@ from pytest_aiperf import shards
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.journal import Run, open_run
-from pytest_aiperf.model import Outcome, to_json
+from pytest_aiperf.model import Outcome
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
 IDS = [f"t.py::test_{i}" for i in range(9)]

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from pytest_aiperf import nightly
-from pytest_aiperf.model import to_json
 from pytest_aiperf.nightly import Night
 from pytest_aiperf.results import read_results
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,96 @@
+"""Nouns to plain builtins and back, strictly: frozen dataclasses are the JSON schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+
+def to_json(value: object) -> Any:
+    """Turn a noun into plain builtins that strict JSON and execnet both accept."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(kind: type[T], value: object, where: str = "") -> T:
+    """Read a noun back, strictly; raise ValueError naming the field that does not fit."""
+    return typing.cast("T", _read(kind, value, where or kind.__name__))
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _read(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"{where}: a list is needed, not {value!r}")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_read(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(arguments):
+            raise ValueError(f"{where}: {len(arguments)} values are needed, not {len(value)}")
+        return tuple(
+            _read(a, v, f"{where}[{i}]")
+            for i, (a, v) in enumerate(zip(arguments, value, strict=True))
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: a mapping is needed, not {value!r}")
+        return {k: _read(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_noun(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(kind)
+            raise ValueError(f"{where}: {value!r} is none of {known}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{where}: {str(value)[:20]}... is no figure") from None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: {kind.__name__} is needed, not {value!r}")
+    return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _read_noun(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: a mapping is needed, not {value!r}")
+    hints = _hints(kind)
+    unknown = sorted(set(map(str, value)) - set(hints))
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(unknown)} (known: {', '.join(hints)})")
+    for f in dataclasses.fields(kind):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in value:
+            raise ValueError(f"{where}: {f.name} is missing")
+    return kind(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})
