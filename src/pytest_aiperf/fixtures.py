@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -145,10 +145,14 @@ class Compare:
             precision=precision,
             evidence=evidence,
         )
-        settings = self._session.settings
+        session = self._session
+        settings = session.settings
         if settings.job is not None:
-            clock, lease = clock_of(self._item, self._session), lease_of(self._item, self._session)
-            inside.perform_arm(settings.job, claim, clock, lease)
+            if self._starts_ranks():
+                self._run_ranks(claim, session.blank(self._item), {})
+            else:
+                clock, lease = clock_of(self._item, session), lease_of(self._item, session)
+                inside.perform_arm(settings.job, claim, clock, lease)
             pytest.exit("captured", returncode=0)
         if settings.profile is not None:
             return self._profile(claim, settings.profile)
@@ -184,26 +188,31 @@ class Compare:
     def _in_ranks(self, claim: Claim) -> Result | None:
         """Have the test run anew in a rank for each GPU; all of them check or measure it."""
         item, session = self._item, self._session
+        # a check compiles nothing (see explain.uncompiled): each rank is spared the compiler
+        environ = {} if session.settings.measure else {"TORCH_COMPILE_DISABLE": "1"}
+        result = self._run_ranks(
+            claim, replace(session.blank(item), against=claim.against), environ
+        )
+        if result is not None and result.floor:
+            session.floor(item, partial(float, result.floor))  # known to the next claim
+        return result
+
+    def _run_ranks(self, claim: Claim, blank: Result, environ: Mapping[str, str]) -> Result | None:
+        """Run the test in ranks; raise what the claim, or the first rank that failed, says."""
+        item, session = self._item, self._session
         count, settings = item.stash[NEEDS].count, session.settings
         with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch, self._alone(claim):
-            blank = replace(session.blank(item), against=claim.against)
             told = ranks.Part(scratch, blank, session.known_floor(item))
             session.tell("waiting", phase=f"in {count} ranks")  # which have a deadline of their own
-            # a check compiles nothing (see explain.uncompiled): each rank is spared the compiler
-            environ = {} if settings.measure else {"TORCH_COMPILE_DISABLE": "1"}
-            words = _again(item, session)
-            ending = ranks.run(told, count, words, settings.deadline, environ)
+            ending = ranks.run(told, count, _again(item, session), settings.deadline, environ)
             session.tell("working", phase="reading")
-            result = ending.result
-            if result is not None and result.floor:
-                session.floor(item, partial(float, result.floor))  # known to the next claim
         if ending.skipped:
             raise pytest.skip.Exception(ending.why, _use_item_location=True)
-        if settings.measure is not None and result is not None:
-            session.tell("result", result=to_json(result))
+        if settings.measure is not None and ending.result is not None:
+            session.tell("result", result=to_json(ending.result))
         if ending.why:
             raise AiperfError(ending.why)
-        return result
+        return ending.result
 
     def _alone(self, claim: Claim) -> AbstractContextManager[None]:
         """Have the GPUs alone for the ranks' whole run, and the host where a caller's wait counts.

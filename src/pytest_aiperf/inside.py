@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from . import peers
 from .clock import Clock
 from .errors import AiperfError, Misuse
 from .lease import Lease
@@ -53,9 +54,19 @@ class Answer:
 
 
 def job(environ: Mapping[str, str]) -> Job | None:
-    """Return what this process is to capture; None where it is no child."""
-    text = environ.get(VARIABLE)
-    return from_json(Job, json.loads(text)) if text else None
+    """Return what this process is to capture; None where it is no child.
+
+    Of a claim of several GPUs each rank leaves an artefact, rank 0 the one that is read.
+    """
+    if not (text := environ.get(VARIABLE)):
+        return None
+    found = from_json(Job, json.loads(text))
+    rank = environ.get("RANK", "0") if peers.VARIABLE in environ else "0"
+    if rank == "0":
+        return found
+    stem = Path(found.stem)
+    steps = TOOLS[found.tool].steps
+    return replace(found, stem=str(stem.with_name(rank if steps else f"{stem.name}.rank{rank}")))
 
 
 def perform_arm(job: Job, claim: Claim, clock: Clock, lease: Lease) -> None:
@@ -113,12 +124,14 @@ def perform(
                 calls.run()
                 while time.monotonic() < until:
                     calls.run()
+                clock.peers.meet()  # who leaves the range first may end the capture of all
     except Exception as why:
         name = "" if isinstance(why, AiperfError) else f"{type(why).__name__}: "
         answer = replace(answer, error=f"{name}{why}".partition("\n")[0])
         raise
     finally:
-        Path(job.scratch, "answer").write_text(json.dumps(to_json(answer)))
+        if clock.peers.rank == 0:
+            Path(job.scratch, "answer").write_text(json.dumps(to_json(answer)))
 
 
 def _flush(clock: Clock) -> None:

@@ -91,9 +91,12 @@ class Session:
         wanted = item.stash[NEEDS]
         why_not = wanted.missing(self.gpus) if self.gpus else None
         if why_not is None and self.settings.profile and needs.is_claim(item):
-            if wanted.count > 1:
-                return "a claim of several GPUs: its ranks are measured, and cannot be captured"
             tool, _ = tools.chosen(self.settings.profile)
+            if wanted.count > 1 and not tool.ranks:
+                others = ", ".join(t.name for t in tools.TOOLS.values() if t.ranks)
+                return (
+                    f"a claim of several GPUs, and {tool.name} looks at one process: try {others}"
+                )
             if wanted.host and not tool.host:
                 return f"a claim of the host: {tool.name} captures what a GPU does, try perf"
             try:

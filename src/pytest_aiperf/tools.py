@@ -35,7 +35,8 @@ class Tool:
     ``{stem}`` is the artefact's path without suffix, ``{step}`` the step, ``{scratch}`` a folder
     that lasts as long as it. ``inside`` names what works inside that process. A preset is a row of
     attempts: the next is made where the one before fails. What a tool that ``checks`` finds fails
-    the claim. ``nothing`` is what it prints where no kernel ran, and leaves no artefact.
+    the claim. ``nothing`` is what it prints where no kernel ran, and leaves no artefact. One that
+    knows ``ranks`` captures all processes of a claim of several GPUs.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Tool:
     host: bool = False
     checks: bool = False
     nothing: str = ""
+    ranks: bool = False
 
 
 def _once(*words: str, **environ: str) -> tuple[Attempt, ...]:
@@ -91,6 +93,7 @@ TOOLS: Final = {
                 "--force-overwrite=true",
                 "--output={stem}",
             ),
+            ranks=True,
         ),
         Tool(
             "ncu",
@@ -118,6 +121,7 @@ TOOLS: Final = {
             module="torch",
             inside="torch",
             host=True,
+            ranks=True,
         ),
         Tool(
             "proton",
@@ -173,6 +177,7 @@ TOOLS: Final = {
             module="hta",
             steps={"0": ()},  # the rank: HTA reads a folder of traces
             inside="torch",
+            ranks=True,
         ),
         Tool(
             "perf",

@@ -158,11 +158,22 @@ def test_sum(compare): compare(**sums | arms)
     assert two.results()["ch04/sum"]["verdict"] == "FASTER"
 
 
-def test_ranks_are_not_captured(two):
+def test_every_rank_is_captured_by_a_tool_that_knows_ranks(two):
     two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
-    done = two.run("--profile=torch", "-rs")
+    done = two.run("--profile=torch")
+    done.assert_outcomes(passed=1)
+    [folder] = two.path.glob("artifacts/*/ch04*")
+    names = {"baseline.json", "baseline.rank1.json", "optimized.json", "optimized.rank1.json"}
+    assert names <= {p.name for p in folder.iterdir()}
+    first, second = two.results()["ch04/sum"]["profiles"]
+    assert second["figures"]["operators"] > 0, (first, second)
+
+
+def test_a_tool_that_looks_at_one_process_leaves_ranks_alone(two):
+    two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
+    done = two.run("--profile=proton", "-rs")
     done.assert_outcomes(skipped=1)
-    done.stdout.fnmatch_lines(["*a claim of several GPUs: its ranks are measured*"])
+    done.stdout.fnmatch_lines(["*proton looks at one process: try nsys, torch, hta*"])
 
 
 def test_ranks_that_wait_for_ever_meet_the_deadline(project, monkeypatch, capsys):
