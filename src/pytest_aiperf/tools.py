@@ -73,7 +73,7 @@ TOOLS: Final = {
             "install NVIDIA Nsight Systems (it also comes with Nsight Compute)",
             ".nsys-rep",
             {
-                "minimal": _once("--trace=cuda,nvtx,osrt", *_UNSAMPLED),
+                "minimal": _once("--trace=cuda,nvtx", *_UNSAMPLED),
                 "deep_dive": (
                     Attempt((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
                     Attempt((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
