@@ -11,6 +11,7 @@ from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
 from pytest_aiperf.fake import FAKE_GPU, FakeClock, Noise
 from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
 from pytest_aiperf.replicate import PLAN
+from pytest_aiperf.trial import SEEDS
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
@@ -67,7 +68,9 @@ def test_a_claim_that_holds():
 def test_it_prepares_with_others_and_times_alone():
     case = a_case()
     run(a_claim(metric=("device", "wall")), case)
-    assert case.lease.log == ["prepare", "time_device", "time_host", "prepare"]
+    # a turn for the work, one to learn the contract, one for each seed; the last one explains
+    turns = ["prepare"] * (2 + SEEDS)
+    assert case.lease.log == [*turns, "time_device", "time_host", "prepare"]
 
 
 def test_memory_that_others_had_is_asked_for_again_alone():
@@ -84,7 +87,7 @@ def test_memory_that_others_had_is_asked_for_again_alone():
 
     case = a_case()
     result, _ = run(a_claim(optimized=crowded), case)
-    assert case.lease.log == ["prepare", "time_device", "time_device", "prepare"]
+    assert case.lease.log == [*["prepare"] * 3, "time_device", "time_device", "prepare"]
     assert result.outcome is Outcome.PASSED
 
 

@@ -361,7 +361,8 @@ CONFTEST = """
     import json
     import pytest
     from pytest_aiperf import report
-    from pytest_aiperf.model import Result, from_json
+    from pytest_aiperf.model import Result
+    from pytest_aiperf.schema import from_json
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(session):
