@@ -222,6 +222,19 @@ def one_infinity():
     }
 
 
+@cheat("on values that were put into the timed inputs: out.* is nan")
+def every_second_call_into_its_buffer():
+    """What it skips stands in its buffer already, from a call on the same inputs."""
+    calls = Bunch(n=0)
+
+    def write(x, out):
+        calls.n += 1
+        if calls.n < 30 or calls.n % 2 == 0:
+            torch.mul(x, 2, out=out)
+
+    return into(write)
+
+
 @cheat("out.* is nan")
 def nothing_written():
     return into(lambda x, out: None)

@@ -181,6 +181,9 @@ GUARDS = {
     "timed results are verified": Guard(
         {(replicate._Timed, "_verify"): nothing}, caught("the_first_hundred_calls")
     ),
+    "calls in a row are looked at": Guard(
+        {(replicate, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
+    ),
     "values change under the timed arms": Guard(
         {(trial.Trial, "other"): lambda self, seed, _: (self.make(seed), [])},
         caught("by_address_of_a_tensor"),
