@@ -1,9 +1,9 @@
-"""A small service that answers prompts with greedy tokens, in five stages of its life.
+"""A small service that answers prompts with greedy tokens, in four stages of its life.
 
 one_by_one  a request after the other; keys and values are appended to those so far.
 batched     all requests together, the same way.
-slab        keys and values are written into arrays that are as long as the text will become.
-graph       the step of a token is a captured CUDA graph: token and position lie in tensors.
+graph       the step of a token is a captured CUDA graph: token and position lie in tensors, and
+            keys and values are written into arrays as long as the text will become.
 compiled    the same with the blocks compiled, which fuses what lies between the products.
 
 Each returns the tokens (requests x count) and the last hidden states. The prompts are processed
@@ -54,13 +54,18 @@ def one_by_one(model, prompts, count):
 
 
 class Slabs:
-    """Keys and values of each layer (requests x room x heads x HEAD), filled by the prompts."""
+    """Keys and values of each layer (requests x room x heads x HEAD), filled by the prompts.
+
+    What a graph reads must live as long as the graph, which knows addresses only: so the numbers
+    of all places are kept here, too.
+    """
 
     def __init__(self, model, prompts, count):
         requests, self.length = prompts.shape
         width = model.embedding.shape[1]
         shape = 2, requests, self.length + count, width // HEAD, HEAD
         self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
+        self.places = torch.arange(self.length + count, device=prompts.device)
 
     def fill(self, model, prompts):
         waiting = iter(self.layers)
@@ -70,25 +75,6 @@ class Slabs:
                 kept[:, : self.length] = new
 
         return prefill(model, prompts, keep)
-
-
-def slab(model, prompts, count):
-    slabs = Slabs(model, prompts, count)
-    x = slabs.fill(model, prompts)
-    tokens = [choose(model, x)]
-    for at in range(slabs.length, slabs.length + count - 1):
-        x = model.embedding[tokens[-1][:, None]]
-        for layer, kept in zip(model.layers(), slabs.layers, strict=True):
-
-            def attend(q, k, v, at=at, kept=kept):
-                for room, new in zip(kept, (k, v), strict=True):
-                    room[:, at : at + 1] = new
-                return attention(q, *(room[:, : at + 1] for room in kept))
-
-            x = block(x, layer, attend)
-        x = x[:, 0]
-        tokens.append(choose(model, x))
-    return torch.stack(tokens, 1), x
 
 
 def layer_step(x, qkv, out, up, down, kept, at, seen):  # noqa: PLR0917  tensors, for the compiler
@@ -107,14 +93,12 @@ COMPILED = torch.compile(layer_step, dynamic=False)
 def _replayed(layer):
     def prepare(model, prompts, count):
         slabs, device = Slabs(model, prompts, count), prompts.device
-        places = torch.arange(slabs.length + count, device=device)
         token, at = prompts[:, 0].clone(), torch.full((1,), slabs.length, device=device)
         tokens = torch.zeros(len(prompts), slabs.length + count, dtype=torch.long, device=device)
         last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
 
         def step():
-            # a row for each request, as each may stand at another position in a service
-            seen = (places <= at).repeat(len(prompts), 1)[:, None, None]
+            seen = (slabs.places <= at)[None, None, None]
             x = model.embedding[token][:, None]
             for weights, kept in zip(model.layers(), slabs.layers, strict=True):
                 x = layer(x, *weights, kept, at, seen)

@@ -320,7 +320,8 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any
     for i, (part, truth) in enumerate(zip(_parts(got), _parts(want), strict=True)):
         g = library.cast(part, kind, home)
         w = library.cast(of(truth).cast(truth, kind, truth), kind, home)
-        off = library.cast(g != w, "float64", home) if exact else abs(g - w)
+        with np.errstate(invalid="ignore"):  # infinite in both: not finite, as below
+            off = library.cast(g != w, "float64", home) if exact else abs(g - w)
         if rms and not exact:
             off /= abs(w) + rms
         off[~library.module.isfinite(off)] = math.inf

@@ -12,6 +12,7 @@ from typing import cast
 from . import agree, evidence, explain, guards, judge
 from .build import Build
 from .clock import Clock
+from .compiling import uncompiled
 from .errors import AiperfError, Disagreement, InvalidMeasurement, Misuse, Unproven
 from .lease import Lease
 from .model import (
@@ -108,7 +109,7 @@ def check(
     if clock is None:
         explain.check(claim, builds, None, archs)
         return ()
-    with explain.uncompiled():
+    with uncompiled():
         trial = Trial(claim, clock, 1, full=False, say=lambda *_a, **_k: None)
         errors = trial.agreement()
         explain.check(claim, builds, trial, archs)

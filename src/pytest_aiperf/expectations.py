@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from .errors import Misuse
+from .evidence import broken
 from .judge import is_parity, judge
 from .lock import locked
 from .model import SCHEMA, Expectation, Interval, Outcome, Recorded, Require, Result
@@ -180,6 +181,8 @@ def _unproven(result: Result, expectation: Expectation) -> Iterator[str]:
         return
     if not all(error.error <= error.allowed for error in result.agreement):
         yield "its arms do not agree with the reference"
+    if unproven := broken(result.evidence):
+        yield unproven
     if not 0 <= result.floor <= NOISY:
         yield f"the session was noisy: identical arms differ by {result.floor:.1%} (at most 2 %)"
     require, was = expectation.require, expectation.recorded

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,15 +46,6 @@ def check(claim: Claim, builds: Sequence[Build], trial: Trial | None, archs: Seq
     facts = Facts(code, every=every, figures={"optimized": figures}, at_least=True)
     if broken := evidence.broken(evidence.hold(claim.evidence, facts)):
         raise Unproven(broken)
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Have torch.compile leave its arms as they are: of a GPU its CPU code would say nothing."""
-    torch = sys.modules.get("torch")
-    if torch is None or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return nullcontext()  # there is nothing to say, or it is said already
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def of_builds(wanted: Sequence[Evidence], builds: Sequence[Build]) -> list[Compiled]:

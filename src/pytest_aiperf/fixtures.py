@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from . import compare as claims
-from . import inside, profile, ranks, tools
+from . import compiling, inside, profile, ranks, tools
 from .build import Nvcc
 from .clock import Clock, calls_per_block, choose_mode
 from .errors import AiperfError, Misuse, ToolMissing
@@ -188,7 +188,7 @@ class Compare:
     def _in_ranks(self, claim: Claim) -> Result | None:
         """Have the test run anew in a rank for each GPU; all of them check or measure it."""
         item, session = self._item, self._session
-        # a check compiles nothing (see explain.uncompiled): each rank is spared the compiler
+        # a check compiles nothing (see compiling.uncompiled): each rank is spared the compiler
         environ = {} if session.settings.measure else {"TORCH_COMPILE_DISABLE": "1"}
         result = self._run_ranks(
             claim, replace(session.blank(item), against=claim.against), environ
@@ -273,7 +273,8 @@ class Compare:
             builds=used,
             ceilings=lambda clock: session.ceilings(clock, say),
         )
-        with _deterministic(on=session.settings.reproducible):
+        quiet = compiling.beside(case.lease, case.clock, _files(item))
+        with quiet, _deterministic(on=session.settings.reproducible):
             result, problem = claims.run(claim, case)
         session.tell("result", result=to_json(result))
         if problem is not None:

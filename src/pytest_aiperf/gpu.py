@@ -15,7 +15,7 @@ ARCHS: Final = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121
 
 _NOBODY = ("-1", "NoDevFiles")  # CUDA sees nothing from here on; the second is Slurm's word for it
 _FEW_CORES = ("sm60", "sm70", "sm72", "sm75", "sm80")
-_POLICIES = {1: "thermal", 3: "board_limit"}  # NVML takes 0.6 ms for each: only what is judged
+_POLICIES = {"thermal": "PERF_POLICY_THERMAL", "board_limit": "PERF_POLICY_BOARD_LIMIT"}
 _NO_KEY = re.compile(r"nvidia|tesla|geforce|gpu|sxm\d*|ac|hbm\w*|\d+gb|edition|generation")
 
 
@@ -68,10 +68,13 @@ def sense(uuid: str) -> Senses:
     if not handle:
         return Senses()
     milliwatts = _read(nvml, "PowerUsage", handle)
+    # in one question, as each takes NVML half a millisecond
+    fields = [getattr(nvml, f"NVML_FI_DEV_{field}") for field in _POLICIES.values()]
+    answers = _read(nvml, "FieldValues", handle, fields) or ()
     violations = {
-        policy: int(status.violationTime)
-        for number, policy in _POLICIES.items()
-        if (status := _read(nvml, "ViolationStatus", handle, number))
+        policy: int(answer.value.ullVal)
+        for policy, answer in zip(_POLICIES, answers, strict=False)
+        if answer.nvmlReturn == nvml.NVML_SUCCESS
     }
     return Senses(
         sm_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM),

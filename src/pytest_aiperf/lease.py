@@ -42,6 +42,7 @@ class Lease:
         self._on_wait = on_wait
         self._on_turn = on_turn
         self._held = False
+        self._shared: ExitStack | None = None  # the GPUs' locks, in a turn that shares them
 
     def prepare(self) -> AbstractContextManager[None]:
         """Share the host and the GPUs with other claims that prepare."""
@@ -55,10 +56,46 @@ class Lease:
         """Have the host and the GPUs alone."""
         return self._turn(host_alone=True, gpus_alone=True)
 
+    def let_go(self, first: Callable[[], object]) -> None:
+        """Let others have the GPUs for a while, of a turn that shares them; the host is kept.
+
+        ``first`` is called before: nothing may run on the GPUs until :meth:`take_back`.
+        """
+        if self._shared is not None:
+            first()
+            self._shared.close()
+
+    def take_back(self) -> None:
+        """Share the GPUs again, as before :meth:`let_go`."""
+        if self._shared is not None:
+            with self._waiting() as wait:
+                self._take_gpus(self._shared, wait, alone=False)
+
     @contextmanager
     def _turn(self, *, host_alone: bool, gpus_alone: bool) -> Iterator[None]:
         if self._held:
             raise Misuse("this lease is held: leave its with block before you enter another")
+        self._held = True
+        try:
+            with ExitStack() as turn:
+                # One order for everybody, so that no two claims wait for each other.
+                with self._waiting() as wait:
+                    _take(turn, self._folder / "host", host_alone, partial(wait, "the host"))
+                    gpus = turn.enter_context(ExitStack())
+                    self._take_gpus(gpus, wait, alone=gpus_alone)
+                self._shared = None if gpus_alone else gpus
+                yield
+        finally:
+            self._held, self._shared = False, None
+
+    def _take_gpus(self, stack: ExitStack, wait: Callable[[str], None], *, alone: bool) -> None:
+        for uuid in self._gpus:
+            path = self._folder / f"gpu-{uuid.replace('/', '_')}"  # slashes: old MIG names
+            _take(stack, path, alone, partial(wait, f"GPU {uuid}"))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[Callable[[str], None]]:
+        """Give what is to be called with the name of a thing that others have."""
         waited = False
 
         def wait(name: str) -> None:
@@ -67,19 +104,9 @@ class Lease:
                 waited = True
                 self._on_wait(f"waiting for {name}, which another claim has")
 
-        self._held = True
-        try:
-            with ExitStack() as turn:
-                # One order for everybody, so that no two claims wait for each other.
-                _take(turn, self._folder / "host", host_alone, partial(wait, "the host"))
-                for uuid in self._gpus:
-                    path = self._folder / f"gpu-{uuid.replace('/', '_')}"  # slashes: old MIG names
-                    _take(turn, path, gpus_alone, partial(wait, f"GPU {uuid}"))
-                if waited:
-                    self._on_turn()
-                yield
-        finally:
-            self._held = False
+        yield wait
+        if waited:
+            self._on_turn()
 
 
 def default_folder() -> Path:

@@ -43,6 +43,8 @@ class Measuring:
         if self.settings.is_worker:
             child.arm_parent_death(signal.SIGTERM)
             session.enlist(os.getpid())
+            # each claim that compiles would start a pool of compilers, beside others' host timings
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         signal.signal(signal.SIGTERM, _terminated)
 
     # workers

@@ -218,6 +218,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if measure is not None:
         from .measuring import Measuring
 
+        if "TORCH_TRACE" not in os.environ and hasattr(config.option, "logger_disable"):
+            # hundreds of lines of what torch compiles, which pytest would show with a failure
+            config.option.logger_disable = [*config.option.logger_disable, "torch.__trace"]
+
         try:
             session = _session(config, measure)
             if rank := config.pluginmanager.get_plugin("aiperf-rank"):

@@ -25,7 +25,7 @@ def matrices(bench: Bench) -> tuple[np.ndarray, int]:
     rng, n = np.random.default_rng(bench.seed), bench.size(256, check=64)
     # scaled so that their powers neither grow nor vanish
     scale = np.float32(n**-0.5)
-    return rng.standard_normal((WORKERS, n, n), np.float32) * scale, bench.size(3, check=5)
+    return rng.standard_normal((WORKERS, n, n), np.float32) * scale, bench.size(2, check=5)
 
 
 @pytest.mark.host

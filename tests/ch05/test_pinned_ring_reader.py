@@ -52,7 +52,7 @@ def read_whole(file, out):
 def test_pinned_ring_reader(compare: Compare, rung: str) -> None:
     def from_file(file, out):
         file.seek(0)
-        return np.frombuffer(file.read(), np.uint8)
+        return torch.from_numpy(np.fromfile(file, np.uint8)).to(out.device)
 
     compare(
         baseline=read_whole,

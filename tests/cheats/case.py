@@ -13,6 +13,7 @@ from pytest_aiperf.clock import HostClock
 from pytest_aiperf.compare import Case, run
 from pytest_aiperf.errors import Unproven
 from pytest_aiperf.fake import FAKE_GPU, FakeClock, Fault, Noise
+from pytest_aiperf.lease import Lease
 from pytest_aiperf.model import Expectation, Outcome, Result
 from pytest_aiperf.replicate import Plan
 from tests.plugin.claims import a_claim
@@ -80,7 +81,8 @@ def put(entry: Arms, clock: object = None, **more: object) -> tuple[Result, Exce
     case = Case(
         blank=BLANK,
         clock=clock,
-        lease=_Lease(),
+        # others on the GPU would delay what is looked at until a late arm has worked
+        lease=Lease([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
         plan=PLAN,
         say=_nothing(),
         floor=lambda _: 0.002,

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from pytest_aiperf import expectations, plainyaml
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.evidence import launches
 from pytest_aiperf.expectations import Written, acceptable, is_claim, load, plan, stack_line
 from pytest_aiperf.model import (
     Error,
     Expectation,
+    Finding,
     Interval,
     Outcome,
     Recorded,
@@ -394,6 +396,15 @@ def test_a_failed_result_is_judged_by_what_is_required_only():
     assert held is not None
     assert "below the required 1.7x" in held
     assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
+
+
+def test_a_faster_arm_whose_mechanism_is_not_proven_is_not_acceptable():
+    piece = launches(most=0.9, per="baseline")
+    proven, unproven = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
+    assert acceptable(result(evidence=(proven,))) is None
+    why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unproven)))
+    assert "0.95" in why
+    assert "at most 0.9 is claimed" in why
 
 
 def test_parity_is_acceptable_where_it_was_recorded_or_required():

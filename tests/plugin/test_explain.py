@@ -159,7 +159,7 @@ def test_a_metric_that_is_only_shown_cannot_take_the_judged_one_with_it():
     said, problem = explained(**arms, metric=("memory", "wall"), clock=clock)
     assert problem is None
     assert (said.timing.metric, said.also) == (Metric.MEMORY, ())
-    assert said.notes[0].startswith("wall is not shown: a round was disturbed 3 times")
+    assert said.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
     _, problem = explained(**arms, metric=("wall", "memory"), clock=clock)
     assert isinstance(problem, InvalidMeasurement)
 

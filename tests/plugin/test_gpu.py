@@ -19,6 +19,9 @@ class FakeNvml:
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_PERF_POLICY_THERMAL = 75
+    NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT = 77
 
     class NVMLError(Exception):
         pass
@@ -84,10 +87,19 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksEventReasons(self, h):
         return self._ask(h.index, 0x4)
 
-    def nvmlDeviceGetViolationStatus(self, h, policy):
-        if policy > 1:
-            raise self.NVMLError("Not Supported")
-        return self._ask(h.index, SimpleNamespace(violationTime=10 + policy))
+    def nvmlDeviceGetFieldValues(self, h, fields):
+        assert fields == [
+            self.NVML_FI_DEV_PERF_POLICY_THERMAL,
+            self.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,
+        ]
+        known, unknown = SimpleNamespace(ullVal=11), SimpleNamespace(ullVal=0)
+        return self._ask(
+            h.index,
+            [
+                SimpleNamespace(nvmlReturn=self.NVML_SUCCESS, value=known),
+                SimpleNamespace(nvmlReturn=3, value=unknown),  # not supported
+            ],
+        )
 
     def nvmlDeviceGetComputeRunningProcesses(self, h):
         return self._ask(h.index, [SimpleNamespace(pid=7), SimpleNamespace(pid=3)])
@@ -163,7 +175,7 @@ def test_senses_are_read_and_what_cannot_be_read_is_absent(nvml):
 
 
 def test_a_figure_that_this_nvml_no_longer_has_is_absent(nvml, monkeypatch):
-    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetViolationStatus")
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetFieldValues")
     assert gpu.sense(UUIDS[0]).violations == {}
     assert gpu.sense(UUIDS[0]).sm_mhz == 1575
 

@@ -60,6 +60,16 @@ def test_a_drop_below_the_recorded_interval_fails_though_still_faster():
     assert "dropped below the recorded 2x" in lost.why
 
 
+@pytest.mark.parametrize(
+    ("high", "floor", "holds"),
+    [(1.90, 0.0, True), (1.88, 0.0, False), (1.88, 0.04, True)],
+    ids=["as sessions differ", "by more", "by no more than this session's noise"],
+)
+def test_sessions_may_differ_by_some(high, floor, holds):
+    wanted = Expectation(recorded=recorded(1.95, 1.96, 1.97), key="h200")
+    assert judge(Interval(high - 0.02, high - 0.01, high), floor, wanted).holds is holds
+
+
 def test_overlap_with_the_recorded_interval_holds():
     wanted = Expectation(recorded=recorded(1.9, 2.0, 2.1), key="h200")
     assert judge(Interval(1.8, 1.85, 1.91), 0.0, wanted).holds

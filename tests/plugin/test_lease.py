@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -156,6 +157,50 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     assert late.hears(0.05) == ""
     waiting.leave()
     assert late.gets_its_turn
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
+    told = []
+    ours = Lease([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    with ours.prepare():
+        theirs = claim("time_host" if host else "time_device")
+        assert theirs.waits
+        ours.let_go(lambda: told.append("first"))
+        assert theirs.hears(0.1) == ("" if host else "t")
+        if not host:
+            assert theirs.enters
+            theirs.leave()
+            assert theirs.hears() == "-"
+        ours.take_back()
+        assert told == ["first"]
+        other = claim("time_device")
+        assert other.waits
+    assert theirs.gets_its_turn if host else other.gets_its_turn
+
+
+def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
+    ours = Lease([A], tmp_path / "locks")
+    ours.let_go(pytest.fail)
+    ours.take_back()
+    with ours.time_device():
+        ours.let_go(pytest.fail)
+        assert claim("prepare").waits
+        ours.take_back()
+
+
+def test_taking_back_waits_for_who_times(claim, tmp_path):
+    told = []
+    ours = Lease([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    with ours.prepare():
+        ours.let_go(lambda: None)
+        theirs = claim("time_device")
+        assert theirs.enters
+        timer = threading.Timer(0.2, theirs.leave)
+        timer.start()
+        ours.take_back()
+        timer.join()
+    assert told == [f"waiting for GPU {A}, which another claim has", "on"]
 
 
 def test_waiting_is_told_once(claim):

@@ -1,0 +1,103 @@
+"""torch compiles nothing in a check, and lets others time while it compiles in a measurement."""
+
+import pytest
+import torch
+
+from pytest_aiperf import compiling
+from pytest_aiperf.clock import HostClock
+from pytest_aiperf.lease import Lease
+
+GPU = "GPU-aaaa"
+
+
+class RefusedError(Exception):
+    pass
+
+
+@pytest.fixture
+def lease(tmp_path):
+    return Lease([GPU], tmp_path / "locks")
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Whether another claim could have the GPU alone now."""
+
+    def refuse(_sentence):
+        raise RefusedError
+
+    theirs = Lease([GPU], tmp_path / "locks", on_wait=refuse)
+
+    def may_time():
+        try:
+            with theirs.time_device():
+                return True
+        except RefusedError:
+            return False
+
+    return may_time
+
+
+@pytest.fixture
+def compiled(other):
+    """A compiled function, and what its compiler saw of the lease."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, _inputs):
+        seen.append(other())
+        return graph
+
+    yield torch.compile(lambda x: x + 1, backend=backend), seen
+    torch._dynamo.reset()
+
+
+def test_others_may_time_while_a_claim_compiles(lease, other, compiled, tmp_path):
+    call, seen = compiled
+    (tmp_path / "claim.py").write_text("torch.compile(arm)")
+    with compiling.beside(lease, HostClock(), [tmp_path / "claim.py"]):
+        with lease.prepare():
+            assert not other()
+            assert call(torch.ones(3)).tolist() == [2, 2, 2]
+            assert not other()
+        assert other()
+        with lease.time_device():
+            call(torch.ones(3, dtype=torch.int))
+    with lease.prepare():
+        call(torch.ones(3, dtype=torch.double))
+    assert seen == [True, False, False]  # no callback of ours is left
+
+
+def test_a_claim_may_reset_the_compiler(lease, other, tmp_path):
+    import torch._dynamo
+
+    with compiling.beside(lease, HostClock(), []), lease.prepare():
+        torch._dynamo.reset()
+    assert other()
+
+
+def test_who_autotunes_keeps_its_turn(lease, compiled, tmp_path):
+    call, seen = compiled
+    (tmp_path / "claim.py").write_text('torch.compile(arm, mode="max-autotune")')
+    with compiling.beside(lease, HostClock(), [tmp_path / "claim.py"]), lease.prepare():
+        call(torch.ones(3))
+    assert seen == [False]
+
+
+def test_a_compiler_that_fails_leaves_the_turn_as_it_was(lease, other, tmp_path):
+    def backend(_graph, _inputs):
+        raise ZeroDivisionError
+
+    with compiling.beside(lease, HostClock(), []), lease.prepare():
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+        assert not other()
+
+
+def test_a_check_compiles_nothing(compiled):
+    call, seen = compiled
+    with compiling.uncompiled():
+        assert call(torch.ones(2)).tolist() == [2, 2]
+    assert seen == []
