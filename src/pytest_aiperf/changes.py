@@ -6,20 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
-from .model import Interval, Result
-
-TOLERANCE: Final = 0.01
-"""Runs of one build differ by this much, at least: a smaller change is no change."""
+from .judge import SESSIONS_APART
+from .model import Interval, Metric, Result
 
 
 class State(StrEnum):
-    """What became of a claim, the worst first."""
+    """What became of a claim, the worst first.
+
+    ``moved`` are figures that depend on the host as much as on the GPU, where it is not known that
+    both runs had the same host.
+    """
 
     REGRESSED = "regressed"
     GONE = "gone"
     STALE = "stale"
+    MOVED = "moved"
     IMPROVED = "improved"
     NEW = "new"
     SAME = "same"
@@ -47,20 +49,32 @@ def changes(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
 def _change(old: Result | None, new: Result | None) -> Change:
     if new is None or (new.speedup is None and old is not None and old.speedup is not None):
         assert old is not None
-        why = "" if new is None else f"{new.outcome}: {new.message}"
+        why = "" if new is None else f"{new.outcome}: {new.message}".splitlines()[0]
         return Change(old.claim, old.key, State.GONE, why=why)
-    if old is None or old.speedup is None or new.speedup is None:
+    if old is None or new.speedup is None or old.speedup is None:
+        if new.speedup is None and old is not None:
+            return Change(new.claim, new.key, State.SAME, why="measured in neither run")
         return Change(new.claim, new.key, State.NEW)
     ratio = over(new.speedup, old.speedup)
     if old.code != new.code:
         why = "the claim's test or kernels changed"
         return Change(new.claim, new.key, State.STALE, ratio, why)
     state = State.SAME
-    if ratio.high < 1 - TOLERANCE:
+    if ratio.high < 1 - SESSIONS_APART:
         state = State.REGRESSED
-    elif ratio.low > 1 + TOLERANCE:
+    elif ratio.low > 1 + SESSIONS_APART:
         state = State.IMPROVED
+    if state is not State.SAME and _is_hosts(new) and not _on_one_machine(old, new):
+        return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
     return Change(new.claim, new.key, state, ratio)
+
+
+def _is_hosts(result: Result) -> bool:
+    return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
+
+
+def _on_one_machine(old: Result, new: Result) -> bool:
+    return old.gpu is not None and new.gpu is not None and old.gpu.uuid == new.gpu.uuid != ""
 
 
 def over(new: Interval, old: Interval) -> Interval:

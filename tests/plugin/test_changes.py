@@ -6,8 +6,8 @@ import math
 import pytest
 
 from pytest_aiperf.changes import State, changes, environment, over
-from pytest_aiperf.model import Interval, Outcome
-from tests.plugin.records import result
+from pytest_aiperf.model import Interval, Metric, Outcome
+from tests.plugin.records import H200, result, timing
 
 
 def claim(name="ch07/copy", speedup=2.0, half=0.002, **more):
@@ -16,11 +16,16 @@ def claim(name="ch07/copy", speedup=2.0, half=0.002, **more):
     return dataclasses.replace(made, speedup=ratio)
 
 
+def without(name, **more):
+    """A claim that was not measured."""
+    return dataclasses.replace(claim(name), speedup=None, outcome=Outcome.ERROR, **more)
+
+
 @pytest.mark.parametrize(
     ("speedup", "half", "state"),
     [
         (2.0, 0.002, State.SAME),
-        (1.985, 0.002, State.SAME),  # within what runs differ by
+        (1.95, 0.002, State.SAME),  # within what sessions differ by
         (1.90, 0.002, State.REGRESSED),
         (1.90, 0.08, State.SAME),  # too wide to say
         (2.10, 0.002, State.IMPROVED),
@@ -34,11 +39,34 @@ def test_the_interval_decides(speedup, half, state):
 
 def test_new_gone_and_stale():
     old = [claim("a"), claim("b"), claim("c")]
-    broken = dataclasses.replace(claim("c"), speedup=None, outcome=Outcome.ERROR, message="why")
+    broken = without("c", message="why\nand where")
     found = {c.claim: c for c in changes(old, [claim("b", code="other"), broken, claim("d")])}
     states = {name: c.state for name, c in found.items()}
     assert states == {"a": State.GONE, "b": State.STALE, "c": State.GONE, "d": State.NEW}
     assert found["c"].why == "ERROR: why"
+
+
+def test_what_was_measured_once_is_new_or_gone_and_never_is_neither():
+    assert [c.state for c in changes([without("a")], [claim("a")])] == [State.NEW]
+    assert [c.state for c in changes([claim("a")], [without("a")])] == [State.GONE]
+    [never] = changes([without("a")], [without("a")])
+    assert (never.state, never.why) == (State.SAME, "measured in neither run")
+
+
+@pytest.mark.parametrize(
+    ("more", "uuid", "state"),
+    [
+        ({"timing": timing(metric=Metric.WALL)}, "GPU-2", State.MOVED),
+        ({"timing": timing(metric=Metric.WALL)}, "GPU-1", State.REGRESSED),
+        ({"host": True, "gpu": None}, None, State.MOVED),
+        ({}, "GPU-2", State.REGRESSED),
+    ],
+    ids=["wall, another machine", "wall, the same", "a host claim", "device time"],
+)
+def test_figures_of_a_host_move_and_do_not_regress(more, uuid, state):
+    gpu = uuid and dataclasses.replace(H200, uuid=uuid)
+    [change] = changes([claim(**more)], [claim(speedup=1.5, **more | {"gpu": gpu})])
+    assert change.state is state
 
 
 def test_a_claim_is_compared_on_its_own_gpu_only():
