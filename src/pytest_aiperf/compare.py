@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeVar, cast
 
 from . import agree, evidence, explain, guards, judge
 from .build import Build
@@ -30,6 +30,8 @@ from .model import (
 )
 from .replicate import QUICK, Plan, measure, speedup
 from .trial import Arm, Claim, Say, Trial, Turn
+
+T = TypeVar("T")
 
 
 def claim_of(
@@ -160,18 +162,11 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
             del args
         return work, trial.agreement(turn)
 
-    try:
-        work, agreement = prepare(case.lease.prepare)
-    except Exception as why:
-        if type(why).__name__ != "OutOfMemoryError":  # torch's and cupy's, neither imported
-            raise
-        crowded = True
-    else:
-        crowded = False
-    if crowded:  # by claims that prepare at the same time; alone it is the claim's own fault
-        case.clock.release()
-        with case.lease.time_device():
-            work, agreement = prepare(nullcontext)
+    def verify(turn: Turn) -> None:
+        with turn():
+            trial.verify()
+
+    work, agreement = _uncrowded(case, prepare)
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in claim.metrics:
@@ -187,6 +182,8 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             case.clock.release()  # while alone: freeing memory would show in the next claim
+    case.say("verifying")
+    _uncrowded(case, verify)
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
     result = replace(
@@ -197,6 +194,18 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
         library=speedup(timing, of="library") if "library" in claim.arms else None,
     )
     return result, ceilings
+
+
+def _uncrowded(case: Case, step: Callable[[Turn], T]) -> T:
+    """Do a step beside others, and where they leave too little memory for it, once more alone."""
+    try:
+        return step(case.lease.prepare)
+    except Exception as why:
+        if type(why).__name__ != "OutOfMemoryError":  # torch's and cupy's, neither imported
+            raise
+    case.clock.release()
+    with case.lease.time_device():  # alone it is the claim's own fault
+        return step(nullcontext)
 
 
 def _judged(result: Result, case: Case) -> Result:
@@ -230,4 +239,5 @@ def noise_floor(clock: Clock, seed: int, plan: Plan, say: Say) -> float:
     trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
     trial.contract = agree.learn(arm, lambda: trial.make(seed))
     ratio = speedup(measure(trial, metric, replace(plan, most=plan.least)))
+    trial.verify()
     return max(ratio.high, 1 / ratio.low) - 1

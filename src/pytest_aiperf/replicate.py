@@ -264,7 +264,7 @@ class _Timed:
         return done, problem, after
 
     def _verify(self, stands: Sequence[_Stand], seed: int) -> None:
-        """Check what the last timed calls left; inputs updated in place are restored first."""
+        """Keep what the last timed calls left; inputs updated in place are restored first."""
         trial = self.trial
         last = (self.calls - 1) % self.sets
         results = {}
@@ -273,10 +273,8 @@ class _Timed:
             if self._updated:
                 overwrite(range(len(args)), args, trial.make(seed + last))
                 returned = stand.calls[last]()
-            results[stand.name] = agree.result(returned, args, trial.contract)
-        self.clock.synchronize()
-        want = trial.claim.reference(*trial.make(seed + last))
-        agree.verify(results, want, trial.claim.precision, "after timing")
+            results[stand.name] = agree.kept(agree.result(returned, args, trial.contract))
+        trial.verify_later([results], partial(trial.make, seed + last), "after timing")
 
     def _challenge(self, stands: Mapping[str, _Stand], seed: int) -> None:
         """Put other values into the timed inputs, in place: what an arm remembers is now wrong.
@@ -304,14 +302,13 @@ class _Timed:
                 taken = clock.block([partial(self._taken, stands[name], last)], Mode.WALL)
                 taken.run()
                 results[name] = agree.kept(cast("list[Leaf]", taken.last))
-        wants = [
-            trial.claim.reference(*trial.other(seed + last, seed + 250_031)[0]),
-            trial.claim.reference(*trial.make(seed + last)),
-        ]
-        precision = trial.claim.precision
-        for i, results in enumerate(found):
-            when = "on values that were put into the timed inputs"
-            agree.verify(results, wants[i % 2], precision, when)
+
+        def others() -> Args:
+            return trial.other(seed + last, seed + 250_031)[0]
+
+        when = "on values that were put into the timed inputs"
+        trial.verify_later(found[::2], others, when)
+        trial.verify_later(found[1::2], partial(trial.make, seed + last), when)
         if self._updated:
             return  # a block updates its inputs as often as it calls
         again: dict[str, list[Leaf]] = {}
@@ -320,7 +317,7 @@ class _Timed:
             stands[name].ready.run()
             returned, args = stands[name].ready.last, stands[name].args[last]
             again[name] = agree.kept(agree.result(returned, args, trial.contract))
-        agree.verify(again, wants[0], precision, "when the timed block ran on other values")
+        trial.verify_later([again], others, "when the timed block ran on other values")
 
     def _taken(self, stand: _Stand, i: int) -> list[Leaf]:
         """Call an arm and take its result at once, in the order of the clock's stream."""

@@ -14,6 +14,7 @@ from typing import Any
 from . import agree, guards, leaves
 from .clock import Clock
 from .errors import InvalidMeasurement, Misuse
+from .leaves import Leaf
 from .model import (
     Against,
     Bench,
@@ -28,8 +29,13 @@ from .model import (
 SEEDS = 3
 """Agreement is checked on this many seeds before anything is timed."""
 
+HELD, UNKNOWN = 64, 64 << 30
+"""What timed calls left is kept up to this part of the GPU's memory, or of so many bytes."""
+
 Arm = Callable[..., object] | Prepared
 Args = tuple[Any, ...]
+Left = tuple[Sequence[Mapping[str, list[Leaf]]], Callable[[], Args], str]
+"""Arms' results for the same inputs, what makes these, and when the results were left."""
 Turn = Callable[[], AbstractContextManager[None]]
 """Enter one's turn on the device."""
 Say = Callable[..., None]
@@ -63,6 +69,8 @@ class Trial:
         self.contract = agree.Contract((), ())
         self.flags = guards.flags()
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
+        self._unverified: list[Left] = []
+        self._held = 0  # bytes of it
 
     # inputs and arms
 
@@ -167,6 +175,33 @@ class Trial:
         if self.full:
             gc.freeze()  # collections between replicates look at what came after this only
         return tuple(worst.values())
+
+    # what timed calls left
+
+    def verify_later(
+        self, results: Sequence[Mapping[str, list[Leaf]]], make: Callable[[], Args], when: str
+    ) -> None:
+        """Keep arms' results for what ``make`` gives, to be verified once nobody is kept waiting.
+
+        The oracle takes longer than the calls, and while a claim has the GPU alone all others wait.
+        The results must be copies, which nobody writes to any more.
+        """
+        self._unverified.append((results, make, when))
+        found = (value for each in results for r in each.values() for _, value in r)
+        self._held += sum(getattr(value, "nbytes", 0) for value in found)
+        gpu = self.clock.gpu
+        if self._held > (gpu.memory_bytes if gpu and gpu.memory_bytes else UNKNOWN) // HELD:
+            self.verify()
+
+    def verify(self) -> None:
+        """Hold what was kept against the oracle; a Disagreement says when it was left."""
+        while self._unverified:
+            results, make, when = self._unverified[0]
+            want = self.claim.reference(*make())
+            for each in results:
+                agree.verify(each, want, self.claim.precision, when)
+            del self._unverified[0]
+        self._held = 0
 
     def _hold_seeded(self) -> None:
         """See that the seed decides what the arms read: or a constant would be a right answer."""

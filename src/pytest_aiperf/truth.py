@@ -115,6 +115,7 @@ def judged(  # noqa: PLR0917  a comparison's own parts
     trial = Trial(claim, clock, seed, full=True, say=quiet)
     try:
         timing = measure(trial, Metric.DEVICE, plan)
+        trial.verify()
     except InvalidMeasurement:
         return Judged(None, None, time.monotonic() - begun)
     ratio = speedup(timing)

@@ -68,9 +68,9 @@ def test_a_claim_that_holds():
 def test_it_prepares_with_others_and_times_alone():
     case = a_case()
     run(a_claim(metric=("device", "wall")), case)
-    # a turn for the work, one to learn the contract, one for each seed; the last one explains
+    # a turn for the work, one to learn the contract, one for each seed; then verified, explained
     turns = ["prepare"] * (2 + SEEDS)
-    assert case.lease.log == [*turns, "time_device", "time_host", "prepare"]
+    assert case.lease.log == [*turns, "time_device", "time_host", "prepare", "prepare"]
 
 
 def test_memory_that_others_had_is_asked_for_again_alone():
@@ -87,7 +87,26 @@ def test_memory_that_others_had_is_asked_for_again_alone():
 
     case = a_case()
     result, _ = run(a_claim(optimized=crowded), case)
-    assert case.lease.log == [*["prepare"] * 3, "time_device", "time_device", "prepare"]
+    assert case.lease.log == [*["prepare"] * 3, *["time_device"] * 2, *["prepare"] * 2]
+    assert result.outcome is Outcome.PASSED
+
+
+def test_an_oracle_that_found_no_memory_is_asked_again_alone():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    case, calls = a_case(), []
+
+    def greedy(x):
+        calls.append(case.lease.log[-1])
+        if case.lease.log.count("time_device") == 1 and calls.count("prepare") == 6:
+            raise OutOfMemoryError
+        return reference(x)
+
+    reference = a_claim().reference
+    result, problem = run(a_claim(reference=greedy), case)
+    assert problem is None
+    assert case.lease.log[-4:] == ["time_device", "prepare", "time_device", "prepare"]
     assert result.outcome is Outcome.PASSED
 
 

@@ -29,7 +29,9 @@ def a_trial(clock=None, said=None, **words):
 
 def measured(trial, plan=PLAN, metric=Metric.DEVICE):
     trial.agreement()
-    return measure(trial, metric, plan)
+    timing = measure(trial, metric, plan)
+    trial.verify()
+    return timing
 
 
 # what an arm may prepare
@@ -175,6 +177,25 @@ def test_what_timed_calls_left_is_verified():
 
     with pytest.raises(Disagreement, match=r"optimized disagrees.*after timing"):
         measured(a_trial(optimized=tires))
+
+
+@pytest.mark.parametrize(("memory", "asked"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
+def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, asked):
+    """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
+    calls = []
+    trial = a_trial(
+        FakeClock(replace(FAKE_GPU, memory_bytes=memory), WHITE),
+        reference=lambda x: calls.append(1) or x + x,
+    )
+    made = trial.make(1)
+    for _ in range(5):
+        results = {name: [("0", made[0] * 2)] for name in ("baseline", "optimized")}
+        trial.verify_later([results], lambda: made, "then")
+    assert len(calls) == 0
+    trial.verify_later([results], lambda: made, "then")
+    assert len(calls) == asked
+    trial.verify()
+    assert len(calls) == 6
 
 
 def test_arms_that_update_in_place_are_verified_from_restored_inputs():
