@@ -49,11 +49,12 @@ QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, rivals=4)
 def spin(rig: Rig, scale: Scale) -> Figures:
     """Hold each mode's times against kernels that spin, from 2 us to 100 ms.
 
-    The truth is what each kernel reads off the GPU's global timer at its start and at its end,
-    summed over the calls of the very block that is timed. That timer does not follow the SM clock.
-    It steps by 32 ns on an H200 (by 1 us on some GPUs), which the sum over a block's calls evens
-    out. Events may be stamped from the same crystal, so the host's clock, which is not, is held
-    against the timer, too: one spin of 100 ms less one of 20 ms, so that the launch cancels.
+    The truth is what the same kernels read off the GPU's global timer at their start and at their
+    end, summed over a block's calls, right before a block of kernels that tell nothing (a kernel's
+    end waits for what it writes) is timed. That timer does not follow the SM clock. It steps by
+    32 ns on an H200 (by 1 us on some GPUs), which the sum over a block's calls evens out. Events
+    may be stamped from the same crystal, so the host's clock, which is not, is held against the
+    timer, too: one spin of 100 ms less one of 20 ms, so that the launch cancels.
     A kernel's own begin and end lie outside of its two readings: they are in the constant.
     """
     found: Figures = {}
@@ -82,14 +83,17 @@ def _domain(mode: Mode, seconds: float) -> bool:
 def _spun(rig: Rig, mode: Mode, seconds: float, runs: int) -> tuple[float, int, float]:
     """Return a block's true seconds, its calls, and its seconds as the clock says."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
-    block = rig.clock.block([lambda: rig.spin(seconds)] * calls, mode)
-    block.run()  # uploads
+    block, truth = (
+        rig.clock.block([partial(kind, seconds)] * calls, mode) for kind in (rig.spin, rig.told)
+    )
+    for each in (block, truth):
+        each.run()  # uploads
     rig.waited()
     wants, overs = [], []
     for _ in range(runs):
-        got = block.run()
+        truth.run()
         wants.append(rig.waited() * calls)  # a mean: a block that is held back too short runs again
-        overs.append(got - wants[-1])
+        overs.append(block.run() - wants[-1])
     want = statistics.median(wants)
     return want, calls, want + statistics.median(overs)
 

@@ -5,21 +5,34 @@
 constexpr int THREADS = 256;
 constexpr int VECTORS = 4;
 
-// Waits for so many cycles of the SM's clock. What that was in nanoseconds the GPU's global timer
-// says, which does not follow that clock: waited[0] adds them up, waited[1] counts the kernels.
-__global__ void spin_for(long long cycles, unsigned long long* waited) {
-    unsigned long long begun, ended;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+__device__ void wait(long long cycles) {
     const long long from = clock64();
     while (clock64() - from < cycles) {
     }
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ended));
-    atomicAdd(waited, ended - begun);
-    atomicAdd(waited + 1, 1ull);
 }
 
-extern "C" cudaError_t spin(long long cycles, unsigned long long* waited, cudaStream_t stream) {
-    spin_for<<<1, 1, 0, stream>>>(cycles, waited);
+// Waits for so many cycles of the SM's clock, and touches no memory, which a kernel's end would wait
+// for.
+__global__ void spin_for(long long cycles) { wait(cycles); }
+
+extern "C" cudaError_t spin(long long cycles, cudaStream_t stream) {
+    spin_for<<<1, 1, 0, stream>>>(cycles);
+    return cudaGetLastError();
+}
+
+// The same, told: what it was in nanoseconds the GPU's global timer says, which does not follow the
+// SM's clock. told[0] adds them up, told[1] counts the kernels.
+__global__ void spin_and_tell(long long cycles, unsigned long long* told) {
+    unsigned long long begun, ended;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+    wait(cycles);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ended));
+    atomicAdd(told, ended - begun);
+    atomicAdd(told + 1, 1ull);
+}
+
+extern "C" cudaError_t told(long long cycles, unsigned long long* told, cudaStream_t stream) {
+    spin_and_tell<<<1, 1, 0, stream>>>(cycles, told);
     return cudaGetLastError();
 }
 

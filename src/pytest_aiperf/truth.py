@@ -43,17 +43,19 @@ Arms = tuple[Arm, Arm]
 class Rig:
     """What a proof needs of a device beside its clock.
 
-    ``spin`` takes about so many seconds of the device, and ``waited`` says what one spin took on
-    average since it was last asked, in seconds of a timer that is not the clock's. ``sweep`` gives
-    a call that reads so many bytes, ``limit`` the bytes a second that device memory can give.
-    ``heat`` makes the device slow for a while. ``claim`` is one real claim, and ``afresh`` its
-    ratio as a process of its own measures it.
+    ``spin`` takes about so many seconds of the device. ``told`` does as well, and ``waited`` says
+    what one of these took on average since it was last asked, in seconds of a timer that is not the
+    clock's; to tell it takes a little time of its own. ``sweep`` gives a call that reads so many
+    bytes, ``limit`` the bytes a second that device memory can give. ``heat`` makes the device slow
+    for a while. ``claim`` is one real claim, and ``afresh`` its ratio as a process of its own
+    measures it.
     """
 
     clock: Clock
     kinds: Mapping[str, Identity]
     claim: tuple[Callable[[Bench], object], Arm, Arm]
     spin: Callable[[float], object]
+    told: Callable[[float], object]
     waited: Callable[[], float]
     empty: Call
     sweep: Callable[[int], Call]
@@ -246,25 +248,28 @@ def on_gpu(clock: Clock, say: Say) -> Rig:
     assert clock.gpu is not None
     made = build.build(_KERNELS, clock.gpu.arch)
     kernels = Kernels(_KERNELS.name, _KERNELS.read_text(encoding="utf-8"), made.path)
-    waiting, empty, sweep = kernels["spin"], kernels["empty"], kernels["sweep"]
-    told = torch.zeros(2, dtype=torch.int64, device=clock.device)
+    empty, sweep = kernels["empty"], kernels["sweep"]
+    counts = torch.zeros(2, dtype=torch.int64, device=clock.device)
 
     def waited() -> float:
         clock.synchronize()
-        nanoseconds, count = told.tolist()
-        told.zero_()
+        nanoseconds, count = counts.tolist()
+        counts.zero_()
         clock.synchronize()
         return float(nanoseconds * 1e-9 / max(1, count))
 
     def calibrated(cycles: int) -> float:
-        clock.block([lambda: waiting(cycles, told)], Mode.WALL).run()
+        clock.block([lambda: kernels["told"](cycles, counts)], Mode.WALL).run()
         return cycles / waited()
 
     calibrated(10_000_000)  # the first finds the GPU asleep
     cycles_per_s = calibrated(100_000_000)
 
     def spin(seconds: float) -> None:
-        waiting(round(seconds * cycles_per_s), told)
+        kernels["spin"](round(seconds * cycles_per_s))
+
+    def told(seconds: float) -> None:
+        kernels["told"](round(seconds * cycles_per_s), counts)
 
     def sweeping(size: int) -> Call:
         data = torch.randint(256, (size,), dtype=torch.uint8, device=clock.device)
@@ -293,6 +298,7 @@ def on_gpu(clock: Clock, say: Say) -> Rig:
         kinds=known,
         claim=(rows, written_out, softmax),
         spin=spin,
+        told=told,
         waited=waited,
         empty=empty,
         sweep=sweeping,

@@ -63,7 +63,7 @@ def rig(noise=CALM, seed=1, **changes):
     clock = FakeClock(FAKE_GPU, noise, seed=seed)
     spun, seeds = [], iter(range(100, 200))
 
-    def spin(seconds):
+    def told(seconds):
         spun.append(seconds)
         spend(seconds)
 
@@ -82,7 +82,8 @@ def rig(noise=CALM, seed=1, **changes):
         "clock": clock,
         "kinds": {name: (numbers, taking(seconds)) for name, seconds in TIMES.items()},
         "claim": (numbers, taking(200e-6), taking(100e-6)),
-        "spin": spin,
+        "spin": spend,
+        "told": told,
         "waited": waited,
         "empty": lambda: spend(1e-6),
         "sweep": Cache().sweep,
@@ -537,23 +538,32 @@ def test_the_readmes_proof_is_that_of_the_record():
 
 def test_a_gpus_rig_calibrates_its_spins(monkeypatch):
     """The kernels are stood in for: 2 GHz, and a timer that counts."""
-    told = []
+    seen = []
 
-    def spin(cycles, counts):
-        told.append(cycles)
+    def spin(cycles):
+        seen.append(cycles)
         spend(cycles / 2e9)
+
+    def told(cycles, counts):
+        spin(cycles)
         counts[0] += round(cycles / 2)
         counts[1] += 1
 
-    kernels = {"spin": spin, "empty": lambda: None, "sweep": lambda data, size, _: spend(size)}
+    kernels = {
+        "spin": spin,
+        "told": told,
+        "empty": lambda: None,
+        "sweep": lambda data, size, _: spend(size),
+    }
     monkeypatch.setattr(truth.build, "build", lambda *_: types.SimpleNamespace(path=None))
     monkeypatch.setattr(truth, "Kernels", lambda *_: kernels)
     monkeypatch.setattr(truth, "_SIDE", 8)
     monkeypatch.setattr(truth.ceilings, "known", lambda _clock, names, _say: {names[0]: 4e12})
     here = truth.on_gpu(FakeClock(FAKE_GPU, Noise.none()), truth.quiet)
-    here.spin(5e-6)
-    here.spin(15e-6)
-    assert told[-2:] == [10_000, 30_000]
+    here.told(5e-6)
+    here.told(15e-6)
+    here.spin(1e-6)
+    assert seen[-3:] == [10_000, 30_000, 2_000]
     assert here.waited() == pytest.approx(10e-6)
     assert here.waited() == 0  # asked anew
     assert here.clock.block([here.sweep(3)], Mode.PLAIN).run() == 3
@@ -585,7 +595,8 @@ def test_the_kernels_build_and_take_what_they_are_given():
     made = build(source, "sm90")
     kernels = Kernels(source.name, source.read_text(), made.path)
     assert {name: kernels[name].text.partition("(")[2] for name in kernels} == {
-        "spin": "long long cycles, unsigned long long* waited, cudaStream_t stream)",
+        "spin": "long long cycles, cudaStream_t stream)",
+        "told": "long long cycles, unsigned long long* told, cudaStream_t stream)",
         "empty": "cudaStream_t stream)",
         "sweep": "const void* in, size_t bytes, unsigned* out, cudaStream_t stream)",
     }
