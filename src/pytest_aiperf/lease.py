@@ -118,16 +118,18 @@ def default_folder() -> Path:
 def _take(turn: ExitStack, resource: Path, alone: bool, wait: Callable[[], None]) -> None:
     """Lock a resource until ``turn`` ends.
 
-    Who wants it alone holds the turnstile while waiting, and everybody passes through it: so
-    readers that keep coming do not keep a writer out.
+    Who wants it alone holds the gate as well, together with all who want the same, and everybody
+    else must pass it. So those who prepare do not keep one waiting who times; and who times follows
+    upon another: in between, the slowest that prepares would keep all of them waiting.
     """
-    lock = locked(resource.with_name(resource.name + ".lock"), shared=not alone, wait=wait)
-    turnstile = resource.with_name(resource.name + ".turnstile")
-    with locked(turnstile, shared=not alone, wait=wait):
-        if alone:
-            turn.enter_context(lock)
-    if not alone:
-        turn.enter_context(lock)
+    lock = partial(locked, resource.with_name(resource.name + ".lock"), wait=wait)
+    gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
+    if alone:
+        turn.enter_context(gate(shared=True))
+        turn.enter_context(lock(shared=False))
+    else:
+        with gate(shared=False):
+            turn.enter_context(lock(shared=True))
 
 
 def _own_folder(folder: Path) -> Path:

@@ -159,6 +159,20 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     assert late.gets_its_turn
 
 
+def test_who_times_follows_upon_another(claim):
+    first = claim("time_device")
+    assert first.enters
+    reader = claim("prepare")
+    assert reader.waits
+    second = claim("time_device")
+    assert second.waits
+    first.leave()
+    assert second.gets_its_turn
+    assert reader.hears(0.05) == ""
+    second.leave()
+    assert reader.gets_its_turn
+
+
 @pytest.mark.parametrize("host", [False, True])
 def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
     told = []

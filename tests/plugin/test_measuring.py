@@ -120,6 +120,39 @@ def test_the_options_of_pytest_benchmark(project, workers):
     done.stdout.fnmatch_lines(["*benchmark 'ch07/faster': 2 tests*", "*test_faster (*"])
 
 
+@pytest.mark.parametrize("wanted", [False, True], ids=["not asked for", "asked for"])
+def test_a_failure_does_not_show_what_torch_traces(project, monkeypatch, wanted):
+    if wanted:
+        monkeypatch.setenv("TORCH_TRACE", str(project.path))
+    project.tests("""
+import logging
+
+def test_wrong(compare):
+    logging.getLogger("torch.__trace").warning("a %s", "frame")
+    logging.getLogger("mine").warning("my own")
+    raise ZeroDivisionError
+""")
+    done = project.run("--gpu")
+    done.assert_outcomes(failed=1)
+    done.stdout.fnmatch_lines(["*my own*"])
+    assert ("a frame" in done.stdout.str()) is wanted
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_worker_compiles_without_a_pool_of_compilers(project, monkeypatch, workers):
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    wanted = "1" if workers == "-n2" else None
+    project.tests(f"""
+import os
+
+def test_env(compare):
+    assert os.environ.get({name!r}) == {wanted!r}
+    compare(**usual)
+""")
+    project.run("--gpu", workers).assert_outcomes(passed=1)
+
+
 def test_expectations_from_their_first_writing_to_a_loss(project):
     text = "def test_faster(compare): compare(**usual)"
     path = project.tests(text)
