@@ -81,7 +81,7 @@ def put(entry: Arms, clock: object = None, **more: object) -> tuple[Result, Exce
     case = Case(
         blank=BLANK,
         clock=clock,
-        # others on the GPU would delay what is looked at until a late arm has worked
+        # others on the GPU may delay what is looked at until a late arm has worked
         lease=Lease([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
         plan=PLAN,
         say=_nothing(),
