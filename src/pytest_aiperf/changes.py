@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .judge import SESSIONS_APART
-from .model import Interval, Metric, Result
+from .judge import SESSIONS_APART, is_hosts
+from .model import Interval, Result
 
 
 class State(StrEnum):
@@ -64,13 +64,9 @@ def _change(old: Result | None, new: Result | None) -> Change:
         state = State.REGRESSED
     elif ratio.low > 1 + SESSIONS_APART:
         state = State.IMPROVED
-    if state is not State.SAME and _is_hosts(new) and not _on_one_machine(old, new):
+    if state is not State.SAME and is_hosts(new) and not _on_one_machine(old, new):
         return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
     return Change(new.claim, new.key, state, ratio)
-
-
-def _is_hosts(result: Result) -> bool:
-    return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
 
 
 def _on_one_machine(old: Result, new: Result) -> bool:

@@ -218,8 +218,7 @@ def _judged(result: Result, case: Case) -> Result:
         expectation,
         library=result.library,
         share=explain.least_share(result),
-        # what a caller waits for is the host's as much as the GPU's, and hosts differ
-        compare_recorded=not result.host and result.timing.metric is not Metric.WALL,
+        compare_recorded=not judge.is_hosts(result),
     )
     unproven = evidence.broken(result.evidence)
     return replace(

@@ -11,6 +11,8 @@ from pathlib import Path
 from .clock import Clock
 from .lease import Lease
 
+_PARTS = ("", "_gemm", "_pointwise")
+
 
 def uncompiled() -> AbstractContextManager[object]:
     """Have torch.compile leave its arms as they are: of a GPU its CPU code would say nothing."""
@@ -25,15 +27,18 @@ def uncompiled() -> AbstractContextManager[object]:
 def beside(lease: Lease, clock: Clock, files: Iterable[Path]) -> Iterator[None]:
     """Let others time on the GPU while torch compiles a claim, which takes seconds of the host.
 
-    Not for a claim whose files speak of autotuning: then the compiler itself times on the GPU.
+    Not where the compiler itself times on the GPU: where torch is set to autotune, and for a claim
+    whose files speak of it. What files that those import ask for is not seen.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or any("autotune" in file.read_text(encoding="utf-8") for file in files):
+    if dynamo is None or any(b"autotune" in file.read_bytes() for file in files):
         yield
         return
 
     def begin(*_: object) -> None:
-        lease.let_go(clock.synchronize)
+        set_to = sys.modules.get("torch._inductor.config")
+        if not any(getattr(set_to, f"max_autotune{part}", False) for part in _PARTS):
+            lease.let_go(clock.synchronize)
 
     def end(*_: object) -> None:
         lease.take_back()

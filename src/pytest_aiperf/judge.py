@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .model import Expectation, Interval, Verdict
+from .model import Expectation, Interval, Metric, Result, Verdict
 
 SAME_WITHIN = 0.02
 """Two arms are the same when the whole interval lies within this of 1."""
@@ -26,6 +26,11 @@ class Judgement:
     holds: bool
     why: str
     notes: tuple[str, ...] = ()
+
+
+def is_hosts(result: Result) -> bool:
+    """Whether a figure is as much the host's as the GPU's: hosts differ more than GPUs do."""
+    return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
 
 
 def verdict(ratio: Interval, floor: float) -> Verdict:

@@ -14,6 +14,7 @@ from typing import Final
 
 from . import stats
 from .errors import Misuse
+from .judge import SESSIONS_APART
 from .model import Outcome, Result
 from .results import dumps, loads, sync, writing
 from .schema import from_json, to_json
@@ -26,8 +27,7 @@ NIGHTS: Final = 30
 LEAST_NIGHTS: Final = 8
 """and is provisional, which fails nothing, with fewer than these."""
 SIGMAS: Final = 4.0
-LEAST_DROP: Final = 0.03
-"""A claim is flagged below its median by the larger of so many standard deviations and this."""
+"""A claim is flagged below its median by so many standard deviations, and by SESSIONS_APART."""
 SICK: Final = 0.10
 """A sentinel that is off by more than this, and out of its band, voids the night."""
 FLEET: Final = (5, 0.2)
@@ -112,7 +112,7 @@ def band(past: Sequence[float]) -> tuple[float, float]:
     logs = [math.log(value) for value in past]
     middle = statistics.median(logs)
     sigma = 1.4826 * statistics.median(abs(v - middle) for v in logs)
-    drop = max(SIGMAS * sigma, -math.log1p(-LEAST_DROP))
+    drop = max(SIGMAS * sigma, -math.log1p(-SESSIONS_APART))
     return math.exp(middle), math.exp(middle - drop)
 
 

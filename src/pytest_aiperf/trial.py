@@ -29,8 +29,10 @@ from .model import (
 SEEDS = 3
 """Agreement is checked on this many seeds before anything is timed."""
 
-HELD, UNKNOWN = 64, 64 << 30
-"""What timed calls left is kept up to this part of the GPU's memory, or of so many bytes."""
+KEPT = 1 / 64
+"""What timed calls left is kept for the oracle up to this part of the GPU's memory, or of"""
+UNKNOWN = 64 << 30
+"""so many bytes where that is not known."""
 
 Arm = Callable[..., object] | Prepared
 Args = tuple[Any, ...]
@@ -70,7 +72,7 @@ class Trial:
         self.flags = guards.flags()
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
         self._unverified: list[Left] = []
-        self._held = 0  # bytes of it
+        self._kept = 0  # bytes of it
 
     # inputs and arms
 
@@ -188,9 +190,9 @@ class Trial:
         """
         self._unverified.append((results, make, when))
         found = (value for each in results for r in each.values() for _, value in r)
-        self._held += sum(getattr(value, "nbytes", 0) for value in found)
+        self._kept += sum(getattr(value, "nbytes", 0) for value in found)
         gpu = self.clock.gpu
-        if self._held > (gpu.memory_bytes if gpu and gpu.memory_bytes else UNKNOWN) // HELD:
+        if self._kept > KEPT * (gpu.memory_bytes if gpu and gpu.memory_bytes else UNKNOWN):
             self.verify()
 
     def verify(self) -> None:
@@ -201,7 +203,7 @@ class Trial:
             for each in results:
                 agree.verify(each, want, self.claim.precision, when)
             del self._unverified[0]
-        self._held = 0
+        self._kept = 0
 
     def _hold_seeded(self) -> None:
         """See that the seed decides what the arms read: or a constant would be a right answer."""

@@ -86,6 +86,53 @@ def test_who_autotunes_keeps_its_turn(lease, compiled, tmp_path):
     assert seen == [False]
 
 
+def test_torch_that_is_set_to_autotune_keeps_its_turn(lease, compiled, monkeypatch):
+    import torch._inductor.config
+
+    call, seen = compiled
+    monkeypatch.setattr(torch._inductor.config, "max_autotune", True)
+    with compiling.beside(lease, HostClock(), []), lease.prepare():
+        call(torch.ones(3))
+    assert seen == [False]
+
+
+def test_a_file_of_another_encoding_is_looked_at(lease, compiled, tmp_path):
+    call, seen = compiled
+    (tmp_path / "claim.cu").write_bytes(b"// \xe9: an accent of Latin-1")
+    with compiling.beside(lease, HostClock(), [tmp_path / "claim.cu"]), lease.prepare():
+        call(torch.ones(3))
+    assert seen == [True]
+
+
+def test_a_claim_that_is_measured_compiles_beside_others(project):
+    project.tests("""
+import torch
+import torch._dynamo
+
+from pytest_aiperf.fake import FAKE_GPU, spend
+from pytest_aiperf.lease import Lease
+
+def refuse(why):
+    raise RuntimeError(why)
+
+def backend(graph, _inputs):
+    with Lease([FAKE_GPU.uuid], on_wait=refuse).time_device():
+        return graph
+
+@torch.compile(backend=backend)
+def twice(x):
+    return x * 2
+
+def faster(x):
+    spend(100e-6)
+    return twice(torch.from_numpy(x)).numpy()
+
+def test_faster(compare):
+    compare(**usual | {"optimized": faster})
+""")
+    project.run("--gpu").assert_outcomes(passed=1)
+
+
 def test_a_compiler_that_fails_leaves_the_turn_as_it_was(lease, other, tmp_path):
     def backend(_graph, _inputs):
         raise ZeroDivisionError

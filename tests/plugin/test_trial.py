@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pytest_aiperf import Score, prepared, static
+from pytest_aiperf import Score, prepared, replicate, static
 from pytest_aiperf.compare import noise_floor
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
 from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, Fault, Noise, spend, synchronise
@@ -159,6 +159,30 @@ def test_a_disturbed_round_is_measured_again_and_counted():
     timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
     assert sum(r.redone for r in timing.replicates) == 1
     assert speedup(timing).value == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("rounds", "settled"), [(1, 0), (2, 1), (3, 2)])
+def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, settled):
+    class Counting(FakeClock):
+        settlings = 0
+
+        def settle(self, call):
+            self.settlings += 1
+            super().settle(call)
+
+    clock = Counting(noise=Noise.none())
+    trial = a_trial(clock)
+    trial.agreement()
+    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    before, faults, undisturbed = clock.settlings, ["a fault"] * rounds, timed._round
+
+    def disturbed(*about):
+        done, _, senses = undisturbed(*about)
+        return done, faults.pop() if faults else None, senses
+
+    timed._round = disturbed
+    assert timed.replicate(2).redone == rounds
+    assert clock.settlings - before == settled
 
 
 def test_a_gpu_that_is_never_calm_is_invalid():
