@@ -31,7 +31,7 @@ if settings.get_current_profile_name() == "long":
         """Have each test so often."""
 
 
-def gone(*pids: int, within: float = 5.0) -> bool:
+def gone(*pids: int, within: float = 60) -> bool:
     """Whether no such process runs, at the latest after some seconds (a zombie does not run)."""
     end = time.monotonic() + within
     while any(map(runs, pids)):
@@ -148,10 +148,10 @@ def test_a_claim_that_ignores_sigterm_is_killed_after_the_grace():
         channel.send("report", pids=[os.getpid(), sleeper()])
         time.sleep(300)
 
-    ended = run(work, deadline=0.5, grace=0.2)
+    ended = run(work, deadline=1, grace=0.2)
     assert (ended.status, ended.code) == ("timeout", signal.SIGKILL)
     assert gone(*ended.messages[0]["pids"], within=0)
-    assert describe(ended).startswith("exceeded its deadline of 0.5 s")
+    assert describe(ended).startswith("exceeded its deadline of 1 s")
 
 
 def test_a_claim_may_end_politely_within_the_grace():
@@ -159,10 +159,10 @@ def test_a_claim_may_end_politely_within_the_grace():
         signal.signal(signal.SIGTERM, lambda *_: channel.send("report", polite=True) or os._exit(7))
         time.sleep(300)
 
-    ended = run(work, deadline=0.5, grace=30)
+    ended = run(work, deadline=1, grace=30)
     assert (ended.status, ended.code) == ("timeout", 7)
     assert ended.messages == ({"kind": "report", "polite": True},)
-    assert ended.seconds < 20
+    assert ended.seconds < 60
 
 
 def test_where_a_claim_crashed_or_hung_is_in_its_own_stderr(capfd):
@@ -172,7 +172,7 @@ def test_where_a_claim_crashed_or_hung_is_in_its_own_stderr(capfd):
     def crashed(channel):
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    assert run(hung, deadline=0.3, grace=30).code == signal.SIGTERM
+    assert run(hung, deadline=1, grace=30).code == signal.SIGTERM
     assert "in hung" in capfd.readouterr().err
     assert run(crashed).code == signal.SIGSEGV
     assert "in crashed" in capfd.readouterr().err
@@ -182,11 +182,11 @@ def test_waiting_does_not_count():
     def work(channel):
         channel.send("waiting")
         channel.send("waiting")
-        time.sleep(0.9)
+        time.sleep(1.5)
         channel.send("working")
         channel.send("result")
 
-    ended = run(work, deadline=0.6)
+    ended = run(work, deadline=1)
     assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
 
 
@@ -222,7 +222,7 @@ def test_a_claim_that_works_again_meets_its_deadline():
         channel.send("working")
         time.sleep(300)
 
-    assert run(work, deadline=0.3).status == "timeout"
+    assert run(work, deadline=1).status == "timeout"
 
 
 def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
@@ -233,7 +233,7 @@ def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
         os.kill(os.getppid(), signal.SIGSTOP)  # the keeper can no longer report an end
         time.sleep(300)
 
-    ended = run(work, deadline=0.3, grace=0.1)
+    ended = run(work, deadline=1, grace=0.1)
     assert ended.status == "stuck"
     assert gone(ended.messages[0]["pid"])
     assert "did not die of SIGKILL" in describe(ended)
@@ -263,7 +263,7 @@ def test_what_a_claim_leaves_behind_is_killed(start):
 
 def test_processes_that_replace_each_other_do_not_escape():
     def relay():
-        end = time.monotonic() + 30  # should this test fail
+        end = time.monotonic() + 120  # should this test fail
         while time.monotonic() < end:
             if os.fork():
                 os._exit(0)
@@ -273,7 +273,7 @@ def test_processes_that_replace_each_other_do_not_escape():
             relay()
         channel.send("result")
 
-    assert run(work).seconds < 20
+    assert run(work).seconds < 60
 
 
 def test_a_thread_does_not_keep_a_claim_alive():
@@ -281,7 +281,7 @@ def test_a_thread_does_not_keep_a_claim_alive():
         threading.Thread(target=time.sleep, args=(300,)).start()
         channel.send("result")
 
-    assert run(work).seconds < 20
+    assert run(work).seconds < 60
 
 
 def test_processes_of_others_are_left_alone():

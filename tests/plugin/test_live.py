@@ -60,7 +60,7 @@ def test_workers_lines_come_to_the_controller(tmp_path):
     controller = Live(terminal, tmp_path / "live", worker=False)
     controller.listen()
     Live(Terminal(), tmp_path / "live", worker=True).show(FIGURES)
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while LINE not in terminal.written:
         assert time.monotonic() < limit
         time.sleep(0.01)

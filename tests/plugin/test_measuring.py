@@ -236,15 +236,15 @@ def test_a_bad_expectations_file_is_told_before_anything_runs(project, text, sai
 
 def test_what_does_not_fit_the_budget_is_listed(project):
     project.tests(
-        "def test_first(compare):\n    time.sleep(4.2)\n    compare(**usual)\n"
+        "def test_first(compare):\n    time.sleep(10.2)\n    compare(**usual)\n"
         "def test_second(compare): compare(**usual)\n"
         "def test_third(compare): compare(**usual)\n"
     )
-    done = project.run("--gpu", "--budget", "4s")
+    done = project.run("--gpu", "--budget", "10s")
     assert done.ret == 0
     done.assert_outcomes(passed=1, skipped=2)
     done.stdout.fnmatch_lines(
-        ["not run: ch07/second, ch07/third (the session's budget of 4 s is spent)"]
+        ["not run: ch07/second, ch07/third (the session's budget of 10 s is spent)"]
     )
     outcomes = [r["outcome"] for r in project.results().values()]
     assert outcomes == ["PASSED", "NOT_RUN", "NOT_RUN"]

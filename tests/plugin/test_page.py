@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import time
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -295,9 +294,7 @@ def opened(chromium, tmp_path, written):
     tab.on("console", lambda message: tab.complaints.append(message.text))
     tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
     tab.on("request", lambda request: tab.asked.append(request.url))
-    started = time.perf_counter()
     tab.goto(path.as_uri())
-    tab.seconds = time.perf_counter() - started
     yield tab
     tab.close()
 

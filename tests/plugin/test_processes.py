@@ -39,10 +39,6 @@ def test_memory_limit(compare):
 def test_sys_exit(compare):
     sys.exit(0)
 
-def test_hang(compare):
-    print("on my way")
-    time.sleep(600)
-
 def test_after_the_verdict(compare):
     compare(**usual)
     os._exit(3)
@@ -62,7 +58,6 @@ SAID = {
     "ch07/memory": ("ERROR", "MemoryError"),
     "ch07/memory_limit": ("ERROR", "MemoryError"),
     "ch07/sys_exit": ("ERROR", "SystemExit: 0"),
-    "ch07/hang": ("ERROR", "exceeded its deadline of 2 s"),
     "ch07/after_the_verdict": ("ERROR", "ended with exit code 3"),
     "ch07/child": ("PASSED", ""),
     "ch07/good": ("PASSED", ""),
@@ -72,7 +67,7 @@ SAID = {
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_only_the_claim_that_goes_wrong_fails(project, workers):
     project.tests(f"import resource\n{BAD}")
-    words = project.command("--gpu", workers, "-oaiperf_deadline=2")
+    words = project.command("--gpu", workers)
     done = project.pytester.runpytest_subprocess(*words, timeout=180 * TIMES)
     done.assert_outcomes(passed=2 * TIMES, failed=(len(SAID) - 2) * TIMES)
     results = project.results()
@@ -81,6 +76,21 @@ def test_only_the_claim_that_goes_wrong_fails(project, workers):
         outcome, said = SAID[re.sub(r"\b\d+-|\[\d+\]", "", claim)]
         assert found["outcome"] == outcome, claim
         assert said in found["message"], claim
+    assert not project.processes()
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_claim_that_hangs_costs_itself(project, workers):
+    project.tests(
+        "def test_hang(compare):\n"
+        "    print('on my way')\n"
+        "    time.sleep(600)\n"
+        "def test_good(compare): compare(**usual)\n"
+    )
+    # As long as a good claim may take on a machine that has much else to do.
+    done = project.run("--gpu", workers, "-oaiperf_deadline=8")
+    done.assert_outcomes(passed=1, failed=1)
+    assert "exceeded its deadline of 8 s" in project.results()["ch07/hang"]["message"]
     assert not project.processes()
     done.stdout.fnmatch_lines(["*Captured stdout of the lost process*", "on my way"])
 
@@ -127,7 +137,7 @@ def begin(project, *words):
 
 
 def wait(until):
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while not until():
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -144,7 +154,7 @@ def check_kept(project):
 def test_a_run_that_is_interrupted_says_what_it_has(project, workers, signum):
     run = begin(project, workers)
     run.send_signal(signum)
-    assert run.wait(30) == pytest.ExitCode.INTERRUPTED
+    assert run.wait(120) == pytest.ExitCode.INTERRUPTED
     check_kept(project)
     outcomes = [r["outcome"] for r in project.results().values()]
     assert (outcomes.count("PASSED"), outcomes.count("NOT_RUN")) == (3, 3)
@@ -157,7 +167,7 @@ def test_a_run_that_is_interrupted_says_what_it_has(project, workers, signum):
 def test_a_terminals_ctrl_c_reaches_all_processes_at_once(project, workers):
     run = begin(project, workers)
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(30) == 2
+    assert run.wait(120) == 2
     check_kept(project)
     assert sum(r["outcome"] == "PASSED" for r in project.results().values()) == 3
 
@@ -169,7 +179,7 @@ def test_a_second_ctrl_c_loses_nothing_either(project, workers, again):
     os.killpg(run.pid, signal.SIGINT)
     time.sleep(again * 0.02)  # in the midst of ending, at another moment each time
     os.killpg(run.pid, signal.SIGINT)
-    run.wait(30)
+    run.wait(120)
     check_kept(project)
 
 
@@ -177,7 +187,7 @@ def test_a_second_ctrl_c_before_pytest_has_noted_the_first_is_an_interruption(pr
     project.write("conftest.py", "def pytest_keyboard_interrupt(): raise KeyboardInterrupt")
     run = begin(project)
     run.send_signal(signal.SIGINT)
-    run.wait(30)
+    run.wait(120)
     check_kept(project)
     assert "interrupted" in (project.path / "out").read_text()
 
@@ -186,7 +196,7 @@ def test_a_second_ctrl_c_before_pytest_has_noted_the_first_is_an_interruption(pr
 def test_a_run_whose_controller_is_killed_keeps_its_journals(project, workers):
     run = begin(project, workers)
     run.kill()
-    run.wait(30)
+    run.wait(120)
     check_kept(project)
 
 

@@ -240,12 +240,12 @@ def test_what_goes_wrong_in_the_child_is_told(order):
 
 def test_a_child_that_hangs_is_ended_with_all_that_it_started(order, tmp_path):
     before = time.monotonic()
-    with pytest.raises(CaptureFailed, match="exceeded its deadline of 2 s"):
-        capture(order("ncu", "hang", deadline=2.0))
-    assert time.monotonic() - before < 20
+    with pytest.raises(CaptureFailed, match="exceeded its deadline of 6 s"):
+        capture(order("ncu", "hang", deadline=6.0))
+    assert time.monotonic() - before < 60
     started = int((tmp_path / "artifacts" / "started").read_text())
     stat = Path(f"/proc/{started}/stat")
-    patience = time.monotonic() + 5.0  # SIGKILL is sent, and dying takes its time
+    patience = time.monotonic() + 60  # SIGKILL is sent, and dying takes its time
     while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         if time.monotonic() > patience:
             break
