@@ -28,11 +28,11 @@ from pathlib import Path
 
 import torch
 
-from pytest_aiperf.compare import claim_of
-from pytest_aiperf.cuda import CudaMachine
+from pytest_aiperf.claim.compare import claim_of
+from pytest_aiperf.claim.replicate import Plan, measure, speedup
+from pytest_aiperf.claim.trial import Trial
 from pytest_aiperf.model import Bench, Metric, prepared
-from pytest_aiperf.replicate import Plan, measure, speedup
-from pytest_aiperf.trial import Trial
+from pytest_aiperf.timing.cuda import CudaMachine
 
 BRIEF = Plan(half_width=0.02, least=3, most=3, rounds=2, seconds=0.3)
 """A comparison of half a second: enough to tell variants that differ by some percent."""

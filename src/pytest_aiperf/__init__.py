@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Nvcc
-    from .fixtures import Compare, Stopwatch
+    from .building.build import Nvcc
     from .model import Bench, Gpu, Interval, Result, Score, Work, prepared, static
+    from .rules import evidence
+    from .running.fixtures import Compare, Stopwatch
 
 __all__ = [
     "Bench",
@@ -20,15 +21,22 @@ __all__ = [
     "Score",
     "Stopwatch",
     "Work",
+    "evidence",
     "prepared",
     "static",
 ]
 
-_ROOMS = {"Nvcc": "build", "Compare": "fixtures", "Stopwatch": "fixtures"}
+_ROOMS = {
+    "Nvcc": "building.build",
+    "Compare": "running.fixtures",
+    "Stopwatch": "running.fixtures",
+    "evidence": "rules.evidence",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Late: every pytest run imports this package for its plugin, and few of them have claims.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_ROOMS.get(name, 'model')}", __name__), name)
+    room = import_module(f".{_ROOMS.get(name, 'model')}", __name__)
+    return getattr(room, name, room)

@@ -15,34 +15,22 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from . import (
-    build,
-    bundle,
-    changes,
-    chapters,
-    clean,
-    doctor,
-    expectations,
-    gpu,
-    guards,
-    inside,
-    journal,
-    nightly,
-    page,
-    profile,
-    prove,
-    session,
-    shards,
-    tools,
-    truth,
-)
-from . import ceilings as limits
-from . import report as views
-from .cuda import CudaMachine
+from .building import build
 from .errors import AiperfError, InvalidMeasurement, Misuse
-from .lease import Lease
+from .machine import gpu
+from .machine.lease import Lease
 from .model import Gpu, Outcome, Result
-from .results import atomic_write, document, dumps, lines, read_json, read_results
+from .profiling import inside, profile, tools
+from .proving import prove, truth
+from .records import changes, expectations, journal, nightly, shards
+from .records.results import atomic_write, document, dumps, lines, read_json, read_results
+from .reporting import chapters, page
+from .reporting import report as views
+from .rules import guards
+from .running import session
+from .timing import ceilings as limits
+from .timing.cuda import CudaMachine
+from .upkeep import bundle, clean, doctor
 
 DONE, REFUSED, MISUSE = 0, 1, 2
 

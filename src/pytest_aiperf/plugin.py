@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from . import needs, peers
 from .errors import AiperfError, BuildError, Misuse
+from .machine import needs, peers
 
 # Rooms are imported where they are needed: a pytest run without claims must not pay for them.
 if TYPE_CHECKING:
-    from .build import Nvcc
-    from .clock import Machine
-    from .fixtures import Capture, Compare, Stopwatch
+    from .building.build import Nvcc
     from .model import Gpu
-    from .session import Session
+    from .running.fixtures import Capture, Compare, Stopwatch
+    from .running.session import Session
+    from .timing.clock import Machine
 
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
 SESSION = pytest.StashKey["Session"]()
@@ -130,7 +130,7 @@ def _count(text: str) -> int:
 
 
 def _tool(text: str) -> str:
-    from .tools import chosen
+    from .profiling.tools import chosen
 
     try:
         tool, preset = chosen(text)
@@ -140,7 +140,7 @@ def _tool(text: str) -> str:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    from .shards import parse
+    from .records.shards import parse
 
     try:
         return parse(text)
@@ -169,7 +169,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_aiperf_machine() -> Machine:
-    from .cuda import CudaMachine
+    from .timing.cuda import CudaMachine
 
     return CudaMachine()
 
@@ -210,13 +210,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "host: a claim of the host; measured by --cpu and --gpu")
     measure = _measure(config)
     if peers.VARIABLE in os.environ:
-        from . import ranks
+        from .machine import ranks
 
         told = ranks.part(os.environ)
         assert told is not None
         config.pluginmanager.register(ranks.Rank(told), "aiperf-rank")
     if measure is not None:
-        from .measuring import Measuring
+        from .running.measuring import Measuring
 
         if "TORCH_TRACE" not in os.environ and hasattr(config.option, "logger_disable"):
             # hundreds of lines of what torch compiles, which pytest would show with a failure
@@ -255,7 +255,7 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
 def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
     """Return the session; one that only checks comes to be when the first claim asks for it."""
     if SESSION not in config.stash:
-        from .session import open_session
+        from .running.session import open_session
 
         machine = config.hook.pytest_aiperf_machine(config=config)
         config.stash[SESSION] = open_session(config, machine, measure)
@@ -335,7 +335,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """What this GPU is: name, arch, SMs, L2 and memory in bytes."""
-    from .fixtures import clock_of
+    from .running.fixtures import clock_of
 
     found = clock_of(request.node, _session(request.config)).gpu
     if found is None:
@@ -346,7 +346,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 @pytest.fixture
 def nvcc(request: pytest.FixtureRequest) -> Nvcc:
     """Build a ``.cu`` file: ``nvcc("ch07/copy.cu")["vector"]`` is a launcher."""
-    from .fixtures import nvcc_of
+    from .running.fixtures import nvcc_of
 
     return nvcc_of(request.node, _session(request.config))
 
@@ -354,7 +354,7 @@ def nvcc(request: pytest.FixtureRequest) -> Nvcc:
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    from .fixtures import Stopwatch, clock_of, lease_of
+    from .running.fixtures import Stopwatch, clock_of, lease_of
 
     item, session = request.node, _session(request.config)
     return Stopwatch(clock_of(item, session), lease_of(item, session))
@@ -363,7 +363,7 @@ def clock(request: pytest.FixtureRequest) -> Stopwatch:
 @pytest.fixture
 def capture(request: pytest.FixtureRequest) -> Capture:
     """Profile one callable: ``capture(call, *args, tool="ncu").figures["duration"]``."""
-    from .fixtures import Capture
+    from .running.fixtures import Capture
 
     return Capture(request.node, _session(request.config))
 
@@ -371,7 +371,7 @@ def capture(request: pytest.FixtureRequest) -> Capture:
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
     """State a claim: optimized beats baseline, on the same work."""
-    from .fixtures import Compare
+    from .running.fixtures import Compare
 
     request.node.stash[COMPARE] = found = Compare(request.node, _session(request.config))
     return found

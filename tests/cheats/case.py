@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from pytest_aiperf.clock import HostClock
-from pytest_aiperf.compare import Case, run
+from pytest_aiperf.claim.compare import Case, run
+from pytest_aiperf.claim.replicate import Plan
 from pytest_aiperf.errors import Unproven
-from pytest_aiperf.fake import FAKE_GPU, FakeClock, Fault, Noise
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.machine.lease import Lease
 from pytest_aiperf.model import Expectation, Outcome, Result
-from pytest_aiperf.replicate import Plan
+from pytest_aiperf.timing.clock import HostClock
+from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Fault, Noise
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)

@@ -6,14 +6,14 @@ import time
 import pytest
 import torch
 
-import pytest_aiperf.agree
-import pytest_aiperf.clock
+import pytest_aiperf.claim.agree
+import pytest_aiperf.timing.clock
 
 PATCHED = (
     (time, "perf_counter_ns"),
     (time, "monotonic"),
-    (pytest_aiperf.clock, "now"),
-    (pytest_aiperf.agree, "verify"),
+    (pytest_aiperf.timing.clock, "now"),
+    (pytest_aiperf.claim.agree, "verify"),
     (torch.cuda.Event, "elapsed_time"),
     (torch.cuda, "synchronize"),
     (torch.backends.cudnn, "allow_tf32"),

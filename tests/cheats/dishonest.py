@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import pytest_aiperf.agree
-import pytest_aiperf.clock
+import pytest_aiperf.claim.agree
+import pytest_aiperf.timing.clock
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.fake import Allocation, Fault, spend
+from pytest_aiperf.timing.fake import Allocation, Fault, spend
 from tests.cheats.case import Bunch, Corpus
 from tests.plugin.claims import doubling
 
@@ -862,7 +862,7 @@ def the_budget_timer():
 
 @cheat(SETTINGS + "clock.now")
 def the_clocks_own_timer():
-    return flipping(lambda: setattr(pytest_aiperf.clock, "now", lambda: 0))
+    return flipping(lambda: setattr(pytest_aiperf.timing.clock, "now", lambda: 0))
 
 
 @cheat(SETTINGS + "elapsed_time")
@@ -877,7 +877,7 @@ def waiting_for_the_device():
 
 @cheat(SETTINGS + "agree.verify")
 def the_oracle():
-    return flipping(lambda: setattr(pytest_aiperf.agree, "verify", lambda *_a, **_k: []))
+    return flipping(lambda: setattr(pytest_aiperf.claim.agree, "verify", lambda *_a, **_k: []))
 
 
 @cheat("CUDA_LAUNCH_BLOCKING=1")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.fake import Allocation, Fault, spend, synchronise
+from pytest_aiperf.timing.fake import Allocation, Fault, spend, synchronise
 from tests.cheats.case import Bunch, Corpus
 from tests.cheats.dishonest import (
     DOUBLE,

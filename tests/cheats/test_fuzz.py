@@ -16,21 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pytest_aiperf import (
-    build,
-    expectations,
-    fake,
-    gpu,
-    guards,
-    journal,
-    plainyaml,
-    plugin,
-    profile,
-    results,
-)
+from pytest_aiperf import plugin
+from pytest_aiperf.building import build
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import gpu
 from pytest_aiperf.model import Result
+from pytest_aiperf.profiling import profile
+from pytest_aiperf.records import expectations, journal, plainyaml, results
+from pytest_aiperf.rules import guards
 from pytest_aiperf.schema import from_json, to_json
+from pytest_aiperf.timing import fake
 from tests.plugin.records import result
 from tests.plugin.test_build import HOSTILE
 

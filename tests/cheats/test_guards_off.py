@@ -14,24 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf import (
-    agree,
-    build,
-    clock,
-    cuda,
-    expectations,
-    explain,
-    gpu,
-    guards,
-    leaves,
-    plainyaml,
-    profile,
-    replicate,
-    report,
-    results,
-    trial,
-)
+from pytest_aiperf.building import build
+from pytest_aiperf.claim import agree, explain, leaves, replicate, trial
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import gpu
+from pytest_aiperf.profiling import profile
+from pytest_aiperf.records import expectations, plainyaml, results
+from pytest_aiperf.reporting import report
+from pytest_aiperf.rules import guards
+from pytest_aiperf.timing import clock, cuda
 from tests.cheats.case import Arms, assert_caught
 from tests.cheats.dishonest import CHEATS
 from tests.plugin import (

@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 
-from pytest_aiperf import ceilings, gauge, guards
-from pytest_aiperf.build import build
-from pytest_aiperf.cuda import CudaClock
-from pytest_aiperf.datasheet import DATASHEET
-from pytest_aiperf.launch import Kernels
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.building.build import build
+from pytest_aiperf.building.launch import Kernels
+from pytest_aiperf.machine.lease import Lease
+from pytest_aiperf.rules import guards
+from pytest_aiperf.rules.datasheet import DATASHEET
+from pytest_aiperf.timing import ceilings, gauge
+from pytest_aiperf.timing.cuda import CudaClock
 
 NAMES = (*ceilings.DEVICE, *ceilings.HOST)
 KNOWN = {"h200": {"copy": 4.28e12, "h2d": 55e9}}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import expectations
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.model import Interval, Outcome
-from pytest_aiperf.results import read_results
+from pytest_aiperf.records import expectations
+from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
@@ -194,7 +194,7 @@ def test_wrong_arguments_are_status_2(arguments, capsys):
     ],
 )
 def test_help_reads_well(arguments, says, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[1]), "COLUMNS": "100"}
+    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[2]), "COLUMNS": "100"}
     command = [sys.executable, "-m", "pytest_aiperf", *arguments]
     shown = subprocess.run(
         command, check=True, capture_output=True, text=True, cwd=tmp_path, env=env

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf import agree
-from pytest_aiperf.agree import Contract
+from pytest_aiperf.claim import agree
+from pytest_aiperf.claim.agree import Contract
 from pytest_aiperf.errors import Disagreement, Misuse
 from pytest_aiperf.model import prepared
 

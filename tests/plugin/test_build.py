@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import build as room
-from pytest_aiperf.build import Nvcc, Want, build, build_all, nvcc_names
+from pytest_aiperf.building import build as room
+from pytest_aiperf.building.build import Nvcc, Want, build, build_all, nvcc_names
 from pytest_aiperf.errors import BuildError, Misuse
 
 SCALE = """
@@ -114,11 +114,11 @@ def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cac
 
 def test_racing_processes_publish_one_build(source, cache):
     script = (
-        "import sys; from pathlib import Path; from pytest_aiperf.build import build\n"
+        "import sys; from pathlib import Path; from pytest_aiperf.building.build import build\n"
         "print(build(sys.argv[1], 'sm90', cache=Path(sys.argv[2])).path)"
     )
     command = [sys.executable, "-c", script, str(source), str(cache)]
-    env = {**os.environ, "PYTHONPATH": str(Path(room.__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(room.__file__).parents[2])}
     racers = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

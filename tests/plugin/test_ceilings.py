@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aiperf import ceilings, cuda, gauge, links
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.build import build
-from pytest_aiperf.clock import HostClock
-from pytest_aiperf.cuda import CudaClock
+from pytest_aiperf.building.build import build
+from pytest_aiperf.building.launch import Kernels
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
-from pytest_aiperf.fake import CEILINGS, FAKE_GPU, FakeClock
-from pytest_aiperf.gauge import Gauge, Sizes
-from pytest_aiperf.launch import Kernels
 from pytest_aiperf.model import Gpu, Senses
-from pytest_aiperf.session import Session
+from pytest_aiperf.running.session import Session
+from pytest_aiperf.timing import ceilings, cuda, gauge, links
+from pytest_aiperf.timing.clock import HostClock
+from pytest_aiperf.timing.cuda import CudaClock
+from pytest_aiperf.timing.fake import CEILINGS, FAKE_GPU, FakeClock
+from pytest_aiperf.timing.gauge import Gauge, Sizes
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-12/34", "sm90", 132, 60 << 20, 141 << 30, "580.1")
 SOURCE = ceilings._KERNELS
@@ -376,7 +376,9 @@ def child(tmp_path, monkeypatch):
 
 def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
-    child('test "$2 $3" = "pytest_aiperf.links 2" && echo \'{"p2p": 3.7e11}\' >"$4/found.json"')
+    child(
+        'test "$2 $3" = "pytest_aiperf.timing.links 2" && echo \'{"p2p": 3.7e11}\' >"$4/found.json"'
+    )
     said = []
     found = ceilings.known_links([GPU, FAKE_GPU], said.append, folder=tmp_path)
     assert found == {"p2p": 3.7e11}

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from pytest_aiperf.changes import State, changes, environment, over
 from pytest_aiperf.model import Interval, Metric, Outcome
+from pytest_aiperf.records.changes import State, changes, environment, over
 from tests.plugin.records import H200, result, timing
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pytest_aiperf import child
-from pytest_aiperf.child import Channel, Ended, describe, supervise
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import child
+from pytest_aiperf.machine.child import Channel, Ended, describe, supervise
 
 SIGNALS = ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGTERM"]
 
@@ -360,7 +360,7 @@ def test_a_claim_may_close_the_channel():
 
 PRINTER = """
 import ctypes, sys
-from pytest_aiperf.child import supervise
+from pytest_aiperf.machine.child import supervise
 printf = ctypes.CDLL(None).printf
 
 def work(channel):
@@ -419,7 +419,7 @@ SUPERVISOR = """
 import os, sys, time
 sys.path[:0] = {path!r}
 from test_child import daemon, sleeper
-from pytest_aiperf.child import supervise
+from pytest_aiperf.machine.child import supervise
 
 def work(channel):
     pids = [os.getpid(), os.getppid(), sleeper(), daemon()]

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import clock as rooms
-from pytest_aiperf.clock import HostClock, calls_per_block, choose_mode
 from pytest_aiperf.model import Bench, Metric, Mode
+from pytest_aiperf.timing import clock as rooms
+from pytest_aiperf.timing.clock import HostClock, calls_per_block, choose_mode
 
 # ---- choosing
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf import Work
-from pytest_aiperf.compare import Case, run
+from pytest_aiperf.claim.compare import Case, run
+from pytest_aiperf.claim.replicate import PLAN
+from pytest_aiperf.claim.trial import SEEDS
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
-from pytest_aiperf.fake import FAKE_GPU, FakeClock, Noise
 from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
-from pytest_aiperf.replicate import PLAN
-from pytest_aiperf.trial import SEEDS
+from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Noise
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)

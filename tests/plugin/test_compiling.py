@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pytest_aiperf import compiling
-from pytest_aiperf.clock import HostClock
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.claim import compiling
+from pytest_aiperf.machine.lease import Lease
+from pytest_aiperf.timing.clock import HostClock
 
 GPU = "GPU-aaaa"
 
@@ -109,8 +109,8 @@ def test_a_claim_that_is_measured_compiles_beside_others(project):
 import torch
 import torch._dynamo
 
-from pytest_aiperf.fake import FAKE_GPU, spend
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.timing.fake import FAKE_GPU, spend
+from pytest_aiperf.machine.lease import Lease
 
 def refuse(why):
     raise RuntimeError(why)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import clock
-from pytest_aiperf import cuda as rooms
-from pytest_aiperf.cuda import CudaClock, CudaMachine
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
 from pytest_aiperf.model import Gpu, Mode, Senses
+from pytest_aiperf.timing import clock
+from pytest_aiperf.timing import cuda as rooms
+from pytest_aiperf.timing.cuda import CudaClock, CudaMachine
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1234", "sm90", 0, 0, 141 << 30, "580")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import build, evidence, sass
+from pytest_aiperf.building import build, sass
 from pytest_aiperf.errors import BuildError, Misuse
-from pytest_aiperf.evidence import Compiled, Facts, broken, hold
 from pytest_aiperf.model import KernelRecord, Result, Work
+from pytest_aiperf.rules import evidence
+from pytest_aiperf.rules.evidence import Compiled, Facts, broken, hold
 from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result
 

@@ -16,10 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_aiperf import expectations, plainyaml
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.evidence import launches
-from pytest_aiperf.expectations import Written, acceptable, is_claim, load, plan, stack_line
 from pytest_aiperf.model import (
     Error,
     Expectation,
@@ -30,6 +27,9 @@ from pytest_aiperf.model import (
     Require,
     Verdict,
 )
+from pytest_aiperf.records import expectations, plainyaml
+from pytest_aiperf.records.expectations import Written, acceptable, is_claim, load, plan, stack_line
+from pytest_aiperf.rules.evidence import launches
 from tests.plugin.records import H200, STACK, result
 
 TODAY = date(2026, 11, 22)
@@ -277,10 +277,10 @@ def test_large_files_and_folders_are_refused(path):
 
 def test_reading_imports_no_yaml_until_there_is_a_file(tmp_path):
     code = (
-        "import sys, pathlib; from pytest_aiperf import expectations as e;"
+        "import sys, pathlib; from pytest_aiperf.records import expectations as e;"
         "e.load(pathlib.Path('missing.yaml')); assert 'yaml' not in sys.modules"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=env)
 
 

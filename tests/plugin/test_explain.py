@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf import Score, Work, evidence, explain, prepared
-from pytest_aiperf.compare import check, run
+from pytest_aiperf import Score, Work, prepared
+from pytest_aiperf.claim import explain
+from pytest_aiperf.claim.compare import check, run
 from pytest_aiperf.errors import BuildError, InvalidMeasurement, Misuse, Unproven
-from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, Noise, spend
 from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
+from pytest_aiperf.rules import evidence
+from pytest_aiperf.timing.fake import FAKE_GPU, Allocation, FakeClock, Noise, spend
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 from tests.plugin.test_compare import a_case
@@ -189,7 +191,7 @@ def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
         offsets = torch.arange(4).cumsum(0) * 2
         return x.view(2, 2).T.reshape(4) * offsets[0].add(2)
 
-    from pytest_aiperf.counting import count
+    from pytest_aiperf.claim.counting import count
 
     found = count(arm, (torch.ones(4),))
     assert (found.launches, found.kernels) == (2, 1)  # the reshape copies
@@ -213,7 +215,7 @@ def test_evidence_for_each_byte_needs_the_bytes():
 
 
 def test_the_fake_limits_show_in_the_table():
-    from pytest_aiperf import report
+    from pytest_aiperf.reporting import report
 
     said, _ = explained(evidence=[evidence.launches(1), evidence.registers(32)])
     quiet, loud = (report.table([said], 140, verbose=v) for v in (False, True))

@@ -7,10 +7,19 @@ import statistics
 
 import pytest
 
-from pytest_aiperf import fake, guards
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
-from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, FakeMachine, Fault, Noise, spend
 from pytest_aiperf.model import Bench, Mode
+from pytest_aiperf.rules import guards
+from pytest_aiperf.timing import fake
+from pytest_aiperf.timing.fake import (
+    FAKE_GPU,
+    Allocation,
+    FakeClock,
+    FakeMachine,
+    Fault,
+    Noise,
+    spend,
+)
 
 pytest_plugins = ["pytester"]
 
@@ -248,8 +257,8 @@ def test_the_identity_arm_takes_time_and_depends_on_the_seed():
 
 
 def test_it_fits_where_a_real_clock_fits():
-    from pytest_aiperf.clock import HostClock
-    from pytest_aiperf.cuda import CudaMachine
+    from pytest_aiperf.timing.clock import HostClock
+    from pytest_aiperf.timing.cuda import CudaMachine
 
     for real, pretended in ((CudaMachine(), FakeMachine()), (HostClock(), FakeClock())):
         assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
@@ -294,7 +303,7 @@ def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
 CLAIMS = """
 import numpy as np
 import pytest
-from pytest_aiperf.fake import spend
+from pytest_aiperf.timing.fake import spend
 
 def inputs(bench):
     return (np.random.default_rng(bench.seed).random(16),)
@@ -316,7 +325,7 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
     pytester.makepyfile(CLAIMS)
-    options = ("-ppytest_aiperf.fake", "--gpu", "--quick", "--reproducible")
+    options = ("-ppytest_aiperf.timing.fake", "--gpu", "--quick", "--reproducible")
     pytester.runpytest_subprocess(*options).assert_outcomes(passed=2)
     results = pytester.path / ".aiperf/latest/results.json"
     one, other = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
@@ -329,6 +338,6 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
 
 def test_what_the_description_gets_wrong_is_a_usage_error(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"noise": "loud"}')
-    ended = pytester.runpytest_subprocess("-ppytest_aiperf.fake", "--gpu")
+    ended = pytester.runpytest_subprocess("-ppytest_aiperf.timing.fake", "--gpu")
     assert ended.ret == pytest.ExitCode.USAGE_ERROR
     ended.stderr.fnmatch_lines(["ERROR: PYTEST_AIPERF_FAKE=*noise: a mapping is needed*"])

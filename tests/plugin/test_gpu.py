@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import gpu
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import gpu
 from pytest_aiperf.model import Gpu, Senses
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-1", "GPU-bbbb3333-2")

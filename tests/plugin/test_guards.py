@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import guards
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Senses
+from pytest_aiperf.rules import guards
 
 
 def senses(mhz=1980, reasons=0, **violations):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import journal
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Outcome
-from pytest_aiperf.results import document, read_results
+from pytest_aiperf.records import journal
+from pytest_aiperf.records.results import document, read_results
 from tests.plugin.records import files_up_to, result
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)

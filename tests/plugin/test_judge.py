@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_aiperf.judge import judge, verdict
 from pytest_aiperf.model import Expectation, Interval, Recorded, Require, Verdict
+from pytest_aiperf.rules.judge import judge, verdict
 
 
 def recorded(low, value, high):

@@ -21,8 +21,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pytest_aiperf import expectations, fake, journal, lease, results
+from pytest_aiperf.machine import lease
+from pytest_aiperf.records import expectations, journal, results
 from pytest_aiperf.schema import to_json
+from pytest_aiperf.timing import fake
 from tests.plugin.conftest import HEAD, STEADY
 
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
@@ -52,7 +54,7 @@ def session(folder, words):
         del os.environ[name]  # of the run that tests us
     os.environ[lease.VARIABLE] = str(folder / "locks")
     os.environ[fake.VARIABLE] = json.dumps({"noise": STEADY})
-    plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.fake")
+    plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.timing.fake")
     sys.exit(pytest.main([*(f"-p{name}" for name in plugins), "--gpu", "-v", *words]))
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pytest_aiperf import launch as room
+from pytest_aiperf.building import launch as room
+from pytest_aiperf.building.launch import Kernels
 from pytest_aiperf.errors import BuildError, LaunchError, Misuse
-from pytest_aiperf.launch import Kernels
 
 ZOO = r"""
 // extern "C" int commented(cudaStream_t stream) {}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import lease
-from pytest_aiperf.child import arm_parent_death
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.machine import lease
+from pytest_aiperf.machine.child import arm_parent_death
+from pytest_aiperf.machine.lease import Lease
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf import leaves
+from pytest_aiperf.claim import leaves
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Score
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aiperf import needs
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import needs
 from pytest_aiperf.model import Gpu
 
 H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "580")

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from pytest_aiperf import nightly
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Interval, Outcome
-from pytest_aiperf.nightly import Flag, Gate, Night
+from pytest_aiperf.records import nightly
+from pytest_aiperf.records.nightly import Flag, Gate, Night
 from tests.plugin.records import result
 
 SENTINEL = nightly.SENTINELS[0]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import chapters, page
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.model import (
     Against,
@@ -30,7 +29,8 @@ from pytest_aiperf.model import (
     Verdict,
     Work,
 )
-from pytest_aiperf.results import document, read_results
+from pytest_aiperf.records.results import document, read_results
+from pytest_aiperf.reporting import chapters, page
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import evidence, expectations, inside, profile, readers, report, tools
 from pytest_aiperf.errors import CaptureFailed, ToolMissing, Unproven
-from pytest_aiperf.fake import FakeClock
-from pytest_aiperf.inside import Answer, Job
-from pytest_aiperf.lease import Lease
+from pytest_aiperf.machine.lease import Lease
 from pytest_aiperf.model import Evidence, Outcome, Profile, Proof, Work, prepared
+from pytest_aiperf.profiling import inside, profile, readers, tools
+from pytest_aiperf.profiling.inside import Answer, Job
+from pytest_aiperf.records import expectations
+from pytest_aiperf.reporting import report
+from pytest_aiperf.rules import evidence
 from pytest_aiperf.schema import from_json
+from pytest_aiperf.timing.fake import FakeClock
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_aiperf import proofs, prove, rivals, truth
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.build import build
+from pytest_aiperf.building.build import build
+from pytest_aiperf.building.launch import Kernels
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, Misuse
-from pytest_aiperf.fake import CEILINGS, FAKE_GPU, FakeClock, Noise, spend
-from pytest_aiperf.launch import Kernels
 from pytest_aiperf.model import Interval, Mode, Verdict
-from pytest_aiperf.proofs import Scale, fit
-from pytest_aiperf.rivals import Answer, Case
-from pytest_aiperf.truth import Heated, Judged, Rig
+from pytest_aiperf.proving import proofs, prove, rivals, truth
+from pytest_aiperf.proving.proofs import Scale, fit
+from pytest_aiperf.proving.rivals import Answer, Case
+from pytest_aiperf.proving.truth import Heated, Judged, Rig
+from pytest_aiperf.timing.fake import CEILINGS, FAKE_GPU, FakeClock, Noise, spend
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(runs=2, aa=8, power=4, drift=1, repeat=3, rivals=4)

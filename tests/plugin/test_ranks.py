@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aiperf import child, ranks
+from pytest_aiperf.machine import child, ranks
 from pytest_aiperf.model import Outcome, Result, Verdict
 from pytest_aiperf.schema import to_json
 
@@ -56,7 +56,7 @@ def test_ranks_agree_and_a_time_is_the_slowest_one_s(two):
     two.write(
         "conftest.py",
         """
-from pytest_aiperf.cuda import CudaMachine
+from pytest_aiperf.timing.cuda import CudaMachine
 
 def pytest_aiperf_machine():
     return CudaMachine()  # whose host clock is real

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import ncu, readers
 from pytest_aiperf.errors import CaptureFailed
-from pytest_aiperf.ncu import Kernel, fold, ncu_metrics, python_folders
-from pytest_aiperf.readers import read
+from pytest_aiperf.profiling import ncu, readers
+from pytest_aiperf.profiling.ncu import Kernel, fold, ncu_metrics, python_folders
+from pytest_aiperf.profiling.readers import read
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import report
 from pytest_aiperf.model import (
     Against,
     Expectation,
@@ -25,7 +24,8 @@ from pytest_aiperf.model import (
     Verdict,
     Work,
 )
-from pytest_aiperf.results import read_results
+from pytest_aiperf.records.results import read_results
+from pytest_aiperf.reporting import report
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 
@@ -381,7 +381,7 @@ CONFTEST = """
 @pytest.fixture
 def inner(pytester, monkeypatch):
     """Run pytest in a process of its own: both plugins keep state."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(report.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(report.__file__).parents[2]))
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile("def test_one():\n    pass")
 

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pytest_aiperf import results
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Gpu, Interval, Metric, Outcome, Replicate, Round, Work
+from pytest_aiperf.records import results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import H200, files_up_to, result, timing
 

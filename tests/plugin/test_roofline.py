@@ -2,9 +2,9 @@
 
 import pytest
 
-from pytest_aiperf.datasheet import DATASHEET
 from pytest_aiperf.model import Limit, Trace, Work
-from pytest_aiperf.roofline import diagnose, limit_of, shown, too_fast, unit_of
+from pytest_aiperf.rules.datasheet import DATASHEET
+from pytest_aiperf.rules.roofline import diagnose, limit_of, shown, too_fast, unit_of
 
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "fp32": 60e12, "bf16": 790e12}
 COPY = Work(bytes=8.56e9)  # 2 ms at the copy rate
@@ -217,7 +217,7 @@ def test_figures_are_shown_with_the_prefix_that_people_use(name, figure, text):
 
 
 def test_the_datasheet_speaks_of_ceilings_only():
-    from pytest_aiperf.ceilings import DEVICE, HOST, LINKS
+    from pytest_aiperf.timing.ceilings import DEVICE, HOST, LINKS
 
     for key, sheet in DATASHEET.items():
         assert set(sheet) <= {*DEVICE, *HOST, *LINKS}, key

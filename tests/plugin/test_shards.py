@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aiperf import shards
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.journal import Run, open_run
 from pytest_aiperf.model import Outcome
+from pytest_aiperf.records import shards
+from pytest_aiperf.records.journal import Run, open_run
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf import sources
-from pytest_aiperf.excerpt import excerpt
+from pytest_aiperf.reporting import sources
+from pytest_aiperf.reporting.excerpt import excerpt
 
 CUDA = """// The header of the file.
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf import stats
 from pytest_aiperf.model import Interval
+from pytest_aiperf.rules import stats
 
 
 def rounds(*pairs):

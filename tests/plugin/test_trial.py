@@ -6,15 +6,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pytest_aiperf import Score, prepared, replicate, static
-from pytest_aiperf.compare import noise_floor
+from pytest_aiperf import Score, prepared, static
+from pytest_aiperf.claim import replicate
+from pytest_aiperf.claim.compare import noise_floor
+from pytest_aiperf.claim.replicate import PLAN, Plan, measure, speedup
+from pytest_aiperf.claim.trial import Trial
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
-from pytest_aiperf.fake import FAKE_GPU, Allocation, FakeClock, Fault, Noise, spend, synchronise
-from pytest_aiperf.judge import verdict
 from pytest_aiperf.model import Metric, Mode, Verdict
-from pytest_aiperf.replicate import PLAN, Plan, measure, speedup
-from pytest_aiperf.stats import half_width
-from pytest_aiperf.trial import Trial
+from pytest_aiperf.rules.judge import verdict
+from pytest_aiperf.rules.stats import half_width
+from pytest_aiperf.timing.fake import (
+    FAKE_GPU,
+    Allocation,
+    FakeClock,
+    Fault,
+    Noise,
+    spend,
+    synchronise,
+)
 from tests.plugin.claims import a_claim, doubling, vectors
 
 WHITE = replace(Noise.none(), white=0.002)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pytest_aiperf import nightly
-from pytest_aiperf.nightly import Night
-from pytest_aiperf.results import read_results
+from pytest_aiperf.records import nightly
+from pytest_aiperf.records.nightly import Night
+from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 

@@ -1,0 +1,149 @@
+"""Who may use which GPU now: reader-writer leases that every pytest run of the machine honours.
+
+The kernel releases a lease when the process that took it ends, however that ends. A process takes
+one lease at a time: a second one would wait for the first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from pytest_aiperf.errors import Misuse
+
+from .lock import locked
+
+VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
+"""Environment variable that names the folder of the lock files."""
+
+
+class Lease:
+    """One claim's turns on the host and on its GPUs.
+
+    ``on_wait`` is called once a turn, with a sentence, when others have to be waited for, and
+    then ``on_turn`` when the waiting is over. A turn cannot be upgraded: leave ``prepare`` before
+    you enter ``time_device`` or ``time_host``, and expect others in between.
+    """
+
+    def __init__(
+        self,
+        gpus: Sequence[str],
+        folder: Path | None = None,
+        on_wait: Callable[[str], None] = lambda _: None,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gpus = sorted(set(gpus))
+        self._folder = _own_folder(folder or default_folder())
+        self._on_wait = on_wait
+        self._on_turn = on_turn
+        self._held = False
+        self._shared: ExitStack | None = None  # the GPUs' locks, in a turn that shares them
+
+    def prepare(self) -> AbstractContextManager[None]:
+        """Share the host and the GPUs with other claims that prepare."""
+        return self._turn(host_alone=False, gpus_alone=False)
+
+    def time_device(self) -> AbstractContextManager[None]:
+        """Have the GPUs alone; the host stays shared."""
+        return self._turn(host_alone=False, gpus_alone=True)
+
+    def time_host(self) -> AbstractContextManager[None]:
+        """Have the host and the GPUs alone."""
+        return self._turn(host_alone=True, gpus_alone=True)
+
+    def let_go(self, first: Callable[[], object]) -> None:
+        """Let others have the GPUs for a while, of a turn that shares them; the host is kept.
+
+        ``first`` is called before: nothing may run on the GPUs until :meth:`take_back`.
+        """
+        if self._shared is not None:
+            first()
+            self._shared.close()
+
+    def take_back(self) -> None:
+        """Share the GPUs again, as before :meth:`let_go`."""
+        if self._shared is not None:
+            with self._waiting() as wait:
+                self._take_gpus(self._shared, wait, alone=False)
+
+    @contextmanager
+    def _turn(self, *, host_alone: bool, gpus_alone: bool) -> Iterator[None]:
+        if self._held:
+            raise Misuse("this lease is held: leave its with block before you enter another")
+        self._held = True
+        try:
+            with ExitStack() as turn:
+                # One order for everybody, so that no two claims wait for each other.
+                with self._waiting() as wait:
+                    _take(turn, self._folder / "host", host_alone, partial(wait, "the host"))
+                    gpus = turn.enter_context(ExitStack())
+                    self._take_gpus(gpus, wait, alone=gpus_alone)
+                self._shared = None if gpus_alone else gpus
+                yield
+        finally:
+            self._held, self._shared = False, None
+
+    def _take_gpus(self, stack: ExitStack, wait: Callable[[str], None], *, alone: bool) -> None:
+        for uuid in self._gpus:
+            path = self._folder / f"gpu-{uuid.replace('/', '_')}"  # slashes: old MIG names
+            _take(stack, path, alone, partial(wait, f"GPU {uuid}"))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[Callable[[str], None]]:
+        """Give what is to be called with the name of a thing that others have."""
+        waited = False
+
+        def wait(name: str) -> None:
+            nonlocal waited
+            if not waited:
+                waited = True
+                self._on_wait(f"waiting for {name}, which another claim has")
+
+        yield wait
+        if waited:
+            self._on_turn()
+
+
+def default_folder() -> Path:
+    """Where the lock files of this user lie."""
+    named = os.environ.get(VARIABLE)
+    return Path(named or Path(tempfile.gettempdir(), f"pytest-aiperf-locks-{os.geteuid()}"))
+
+
+def _take(turn: ExitStack, resource: Path, alone: bool, wait: Callable[[], None]) -> None:
+    """Lock a resource until ``turn`` ends.
+
+    Who wants it alone holds the gate as well, together with all who want the same, and everybody
+    else must pass it. So those who prepare do not keep one waiting who times; and who times follows
+    upon another: in between, the slowest that prepares would keep all of them waiting.
+    """
+    lock = partial(locked, resource.with_name(resource.name + ".lock"), wait=wait)
+    gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
+    if alone:
+        turn.enter_context(gate(shared=True))
+        turn.enter_context(lock(shared=False))
+    else:
+        with gate(shared=False):
+            turn.enter_context(lock(shared=True))
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make the folder of the lock files; refuse one that somebody else could tamper with."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as why:
+        raise Misuse(f"{why}: no locks can be kept there; name a folder in {VARIABLE}") from why
+    private = not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and private):
+        raise Misuse(
+            f"{folder} must be a folder (no link) that is yours alone (mode 0700) to keep locks "
+            f"in: remove it, or name another in {VARIABLE}"
+        )
+    return folder

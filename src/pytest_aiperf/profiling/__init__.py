@@ -1,0 +1,1 @@
+"""One call under a profiler, and what its reports say."""

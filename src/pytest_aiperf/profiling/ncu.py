@@ -1,0 +1,219 @@
+"""The counters of an Nsight Compute report, folded over the kernels of one call."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_aiperf.errors import CaptureFailed
+
+NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
+    "duration": ("gpu__time_duration.sum",),
+    "dram share": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "l2 share": ("lts__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "l1 share": ("l1tex__throughput.avg.pct_of_peak_sustained_active",),
+    "sm share": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "tensor share": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",),
+    "dram bytes": ("dram__bytes.sum",),
+    "l2 hit rate": ("lts__t_sector_hit_rate.pct",),
+    "l1 hit rate": ("l1tex__t_sector_hit_rate.pct",),
+    "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "registers": ("launch__registers_per_thread",),
+    # not the counter of all shared accesses: it also counts shuffles, which touch no bank
+    "bank conflicts": (
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    ),
+    "sectors per load": (
+        "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+        "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
+    ),
+    "sectors per store": (
+        "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
+        "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
+    ),
+}
+"""A figure's name to the metrics that it is made of, as ncu's --metrics takes them."""
+NCU_SECTIONS: Final = ("WarpStateStats",)
+"""The sections that the stalls come from: each chip has reasons of its own."""
+_TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
+"""The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
+
+_RATIOS: Final = ("sectors per load", "sectors per store")
+_UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
+_STALL: Final = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+_TOP_STALLS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of a report: what was asked of it, in ncu's own units."""
+
+    name: str
+    seconds: float
+    values: Mapping[str, float]
+
+
+def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
+    """List what ncu's --metrics must name on a GPU, with the metrics that evidence asks for."""
+    more = [_TC_PIPE] if arch in ("sm100", "sm103") else []
+    named = [metric for metrics in NCU_METRICS.values() for metric in metrics]
+    return list(dict.fromkeys([*named, *more, *counters]))
+
+
+def plain(name: str) -> str:
+    """Write a kernel's name as compilers do: ``turn<4>`` where NVIDIA says ``turn<(int)4>``."""
+    return re.sub(
+        r"\((?:unsigned |signed )?(?:bool|char|short|int|long|long long)\)(?=-?\d)", "", name
+    )
+
+
+def counter(metric: str, kernel: str) -> str:
+    """Name the figure of a metric over the kernels whose names have ``kernel`` in them."""
+    return f"{metric} of {kernel}" if kernel else metric
+
+
+def ncu(
+    artefact: Path, counters: Collection[tuple[str, str]] = (), binary: str | None = None
+) -> tuple[dict[str, tuple[float, str]], list[str], list[str]]:
+    """Read an ncu report; ``counters`` are metrics (and parts of kernels' names) asked for.
+
+    Counters keep ncu's units. Sums are added over the kernels; everything else is their mean,
+    weighted with the time that each took.
+    """
+    kernels = _kernels(artefact, [metric for metric, _ in counters], binary)
+    if not kernels:
+        raise CaptureFailed(
+            f"{artefact} holds no kernels: the range that ncu was to look at was not entered or "
+            "launched nothing, or ncu_report is older than the ncu that wrote it "
+            "(pip install -U ncu-report)"
+        )
+    figures: dict[str, tuple[float, str]] = {"kernels": (len(kernels), "")}
+    for name, metrics in NCU_METRICS.items():
+        if (value := _figure(name, metrics, kernels)) is not None:
+            figures[name] = value
+    if (second := _figure("tensor share", (_TC_PIPE,), kernels)) is not None:
+        figures["tensor share"] = max(second, figures.get("tensor share", second))
+    stalls = {
+        metric: folded
+        for metric in {m for kernel in kernels for m in kernel.values if _STALL.match(m)}
+        # a warp that was selected did not stall
+        if (folded := fold(metric, kernels)) is not None and "stalled_selected_" not in metric
+    }
+    for metric in sorted(stalls, key=lambda metric: (-stalls[metric], metric))[:_TOP_STALLS]:
+        reason = _STALL.sub(r"\1", metric).replace("_", " ")
+        figures[f"stall {reason}"] = (stalls[metric], "warps per issue")
+    for metric, part in counters:
+        folded = fold(metric, [kernel for kernel in kernels if part in kernel.name])
+        if folded is not None:
+            figures[counter(metric, part)] = (folded, _unit(metric))
+    longest = sorted(kernels, key=lambda kernel: -kernel.seconds)
+    return figures, list(dict.fromkeys(kernel.name for kernel in longest)), []
+
+
+def fold(metric: str, kernels: Iterable[Kernel]) -> float | None:
+    """Put the values that kernels have of a metric into one; None when none has it."""
+    have = [k for k in kernels if metric in k.values]
+    values = [k.values[metric] for k in have]
+    if not have:
+        return None
+    if metric.endswith(".sum"):
+        return math.fsum(values)
+    if metric.startswith("launch__"):
+        return max(values)
+    weights = [k.seconds for k in have]
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple[float, str] | None:
+    values = [value for m in metrics if (value := fold(m, kernels)) is not None]
+    if len(values) < len(metrics):
+        return None  # not on this chip, or not collected
+    if name in _RATIOS:
+        # kernels that load nothing this way have no sectors per load
+        return (values[0] / values[1], "") if values[1] else None
+    scale, unit = _UNITS.get(_unit(metrics[0]), (1.0, ""))
+    return math.fsum(values) * scale, unit
+
+
+def _unit(metric: str) -> str:
+    """Give the unit that ncu counts a metric in, as far as its name says it."""
+    units = {"_duration": "ns", "bytes": "byte", "pct": "%"}
+    return next((unit for part, unit in units.items() if part in metric), "")
+
+
+def _kernels(artefact: Path, asked: Collection[str], binary: str | None) -> list[Kernel]:
+    """Read a report in a process of its own: NVIDIA's reader may crash on what it does not know."""
+    if not artefact.is_file():
+        raise CaptureFailed(f"ncu wrote no {artefact}: see its own output beside it")
+    command = [sys.executable, "-m", __name__, str(artefact), binary or "", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return [Kernel(*row) for row in json.loads(done.stdout)]
+    except ValueError:
+        said = done.stderr.strip().splitlines()[-1:] or [f"its reader died ({done.returncode})"]
+        raise CaptureFailed(f"{artefact} cannot be read: {said[0]}") from None
+
+
+def _rows(artefact: str, binary: str, *asked: str) -> Iterator[tuple[str, float, dict[str, float]]]:
+    report = _ncu_report(binary or None).load_report(artefact)
+    named = {_TC_PIPE, *(metric for metrics in NCU_METRICS.values() for metric in metrics)}
+    ranges = [report.range_by_idx(k) for k in range(report.num_ranges())]
+    for action in (r.action_by_idx(k) for r in ranges for k in range(r.num_actions())):
+        present = set(action.metric_names())
+        stalls = {metric for metric in present if _STALL.match(metric)}
+        values = {}
+        for metric in (named | {*asked}) & present | stalls:
+            value = action.metric_by_name(metric).value()
+            # what could not be collected is NaN, which no JSON has
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                values[metric] = float(value)
+        seconds = values.get(NCU_METRICS["duration"][0], 0.0) * 1e-9
+        if not seconds:
+            sys.exit(
+                f"it does not say how long {action.name()} took: capture it with "
+                f"--metrics {NCU_METRICS['duration'][0]}"
+            )
+        yield plain(action.name(action.NameBase_DEMANGLED)), seconds, values
+
+
+def _ncu_report(binary: str | None) -> Any:
+    """Import ncu_report: the pip package, else the module that Nsight Compute brings along."""
+    try:
+        return importlib.import_module("ncu_report")
+    except ImportError:
+        for folder in python_folders(binary or shutil.which("ncu")):
+            sys.path.append(str(folder))
+            try:
+                return importlib.import_module("ncu_report")
+            except ImportError:
+                continue  # built for another Python
+            finally:
+                sys.path.remove(str(folder))
+    sys.exit("there is no ncu_report: pip install ncu-report (part of 'pytest-aiperf[profile]')")
+
+
+def python_folders(binary: str | None) -> Iterator[Path]:
+    """Yield the folders beside an ncu binary, or the toolkit's link to one, that have its module.
+
+    A toolkit's bin/ncu may be a script in front of an Nsight Compute that is installed in a folder
+    of its own, in the toolkit or in /opt/nvidia, where the vendor's packages put it.
+    """
+    homes = [*Path(binary).resolve().parents[:3], Path("/opt/nvidia")] if binary else []
+    for home in homes:
+        for pattern in (".", "nsight-compute*", "nsight-compute/*"):
+            for module in sorted(home.glob(f"{pattern}/extras/python/ncu_report.py"), reverse=True):
+                yield module.parent
+
+
+if __name__ == "__main__":
+    json.dump(list(_rows(*sys.argv[1:])), sys.stdout)

@@ -1,0 +1,252 @@
+"""A profiler's artefact to the figures of one arm: one reader for each tool."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import statistics
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_aiperf.errors import CaptureFailed
+from pytest_aiperf.model import Profile
+
+from .ncu import ncu, plain
+from .timeline import RANGE, TOP, Figures, Reading, nsys, torch_trace
+
+_TREE_LINES: Final = 20
+
+
+def read(
+    tool: str,
+    artefact: Path,
+    arm: str,
+    expected: Collection[str] = (),
+    *,
+    counters: Collection[tuple[str, str]] = (),
+    binary: str | None = None,
+) -> Profile:
+    """Read what ``tool`` captured of an arm, and prove that it captured it.
+
+    ``expected`` are parts of the names of kernels that must be there, where the tool names kernels;
+    ``counters`` the ncu metrics (and parts of kernels' names) that evidence asks for; ``binary``
+    the ncu or nsys that wrote the artefact. Raise CaptureFailed where there is nothing to tell.
+    """
+    readers: dict[str, Callable[[Path], Reading]] = {
+        "ncu": functools.partial(ncu, counters=counters, binary=binary),
+        "nsys": functools.partial(nsys, binary=binary),
+        "torch": torch_trace,
+        "hta": hta,
+        "proton": proton,
+        "memory": memory,
+        "sanitizer": sanitizer,
+        "perf": perf,
+    }
+    figures, kernels, notes = readers[tool](artefact)
+    kernels = list(map(plain, kernels))
+    missing = [part for part in expected if not any(part in kernel for kernel in kernels)]
+    if missing and tool not in ("memory", "sanitizer", "perf"):
+        raise CaptureFailed(
+            f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
+            f"{', '.join(kernels[:TOP]) or 'no kernels'}"
+        )
+    return Profile(
+        tool=tool,
+        arm=arm,
+        artefact=str(artefact),
+        figures={name: float(value) for name, (value, _) in figures.items()},
+        units={name: unit for name, (_, unit) in figures.items()},
+        kernels=tuple(kernels),
+        notes=tuple(notes),
+    )
+
+
+def hta(folder: Path) -> Reading:
+    """Analyse the traces of all ranks (``<rank>.json`` or ``.json.gz``) with HTA."""
+    traces = sorted(p for p in folder.glob("*.json*") if p.name.partition(".")[0].isdecimal())
+    if not traces:
+        raise CaptureFailed(f"{folder} has no traces: each rank writes its own, <rank>.json")
+    kernels = dict.fromkeys(kernel for trace in traces for kernel in torch_trace(trace)[1])
+    if not kernels:
+        raise CaptureFailed(f"{folder} has traces in which no kernel ran: HTA looks at kernels")
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError as error:
+        raise CaptureFailed(
+            f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'pytest-aiperf[hta]'"
+        ) from error
+    try:
+        analysis = TraceAnalysis({_rank(trace): str(trace.absolute()) for trace in traces})
+        ranks = analysis.get_temporal_breakdown(visualize=False).to_dict("records")
+        kinds = analysis.get_gpu_kernel_breakdown(visualize=False)[0].to_dict("records")
+        communicates = any("COMMUNICATION" in row["kernel_type"] for row in kinds)
+        overlaps = analysis.get_comm_comp_overlap(visualize=False) if communicates else None
+    except Exception as error:  # whatever a foreign analysis trips over, the verdict stands
+        raise CaptureFailed(f"HTA could not analyse {folder} ({error!r}): open it there") from error
+    figures: Figures = {
+        "ranks": (len(ranks), ""),
+        "idle share": (_mean(ranks, "idle_time_pctg") / 100, "share"),
+        "compute share": (_mean(ranks, "compute_time_pctg") / 100, "share"),
+    }
+    if mean := _mean(ranks, "compute_time(us)"):
+        figures["imbalance"] = (max(rank["compute_time(us)"] for rank in ranks) / mean, "")
+    for row in kinds:
+        figures[f"{row['kernel_type'].lower()} time"] = (row["sum"] / 1e6, "s")
+    if overlaps is not None:
+        hidden = _mean(overlaps.to_dict("records"), "comp_comm_overlap_pctg")
+        figures["hidden communication"] = (hidden / 100, "share")
+    notes = [
+        f"rank {r['rank']}: {r['compute_time_pctg']} % compute, {r['non_compute_time_pctg']} % "
+        f"communication and copies, {r['idle_time_pctg']} % idle"
+        for r in ranks
+    ]
+    return figures, list(kernels), notes
+
+
+def _rank(trace: Path) -> int:
+    return int(trace.name.partition(".")[0])
+
+
+def _mean(rows: list[dict[str, Any]], column: str) -> float:
+    return statistics.fmean(row[column] for row in rows)
+
+
+def proton(artefact: Path) -> Reading:
+    """Read Proton's tree, from the scope "aiperf" down where there is one."""
+    tree = _json(artefact, "hatchet tree of Proton")
+    roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
+    try:
+        nodes = [(depth, node) for root in roots for depth, node in _walk(root)]
+        scope = next((node for _, node in nodes if node["frame"]["name"] == RANGE), None)
+        if scope is not None:
+            nodes = list(_walk(scope))
+        ran = [node for _, node in nodes if node["metrics"].get("count")]
+        ran.sort(key=lambda node: -node["metrics"]["time (ns)"])
+        lines = [
+            f"{'  ' * depth}{_seconds(node) * 1e6:.1f} us {node['frame']['name']}"
+            for depth, node in nodes
+        ]
+        figures: Figures = {
+            "duration": (sum(node["metrics"]["time (ns)"] for node in ran) / 1e9, "s"),
+            "kernels": (sum(node["metrics"]["count"] for node in ran), ""),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CaptureFailed(f"{artefact} is no hatchet tree of Proton ({error!r})") from error
+    if not ran:
+        raise CaptureFailed(f"{artefact} holds no kernels: the captured call launched nothing")
+    return figures, [node["frame"]["name"] for node in ran], lines[:_TREE_LINES]
+
+
+def _walk(node: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    yield depth, node
+    for child in node["children"]:
+        yield from _walk(child, depth + 1)
+
+
+def _seconds(node: Mapping[str, Any]) -> float:
+    return float(sum(n["metrics"].get("time (ns)", 0) for _, n in _walk(node))) / 1e9
+
+
+def memory(artefact: Path) -> Reading:
+    """Read the figures of PyTorch's allocator that the captured child wrote.
+
+    A JSON object: ``peak`` and ``allocated`` bytes during and after the call, ``allocations`` the
+    number that the call made, ``reserved`` bytes that the allocator held.
+    """
+    told = _json(artefact, "record of PyTorch's allocator")
+    units = {"peak": "B", "allocated": "B", "allocations": "", "reserved": "B"}
+    try:
+        figures: Figures = {name: (float(told[name]), unit) for name, unit in units.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CaptureFailed(
+            f"{artefact} is no record of PyTorch's allocator ({error!r})"
+        ) from error
+    if not figures["peak"][0]:
+        raise CaptureFailed(
+            f"{artefact} says that nothing was allocated: PyTorch's allocator sees only tensors "
+            "on the GPU"
+        )
+    return figures, [], []
+
+
+def sanitizer(artefact: Path) -> Reading:
+    """Read what compute-sanitizer saved (--xml): one file, or a folder with one for each tool."""
+    files = sorted(artefact.glob("*.xml")) if artefact.is_dir() else [artefact]
+    if not files:
+        raise CaptureFailed(f"{artefact} has nothing that compute-sanitizer saved: see its output")
+    figures: Figures = {"findings": (0, "")}
+    notes = []
+    for file in files:
+        tool = re.split(r"[._-]", file.stem)[-1]
+        records = list(_records(file))
+        figures[f"{tool} findings"] = (len(records), "")
+        figures["findings"] = (figures["findings"][0] + len(records), "")
+        if records:
+            notes.append(f"{tool}: {_sentence(records[0])}")
+    return figures, [], notes
+
+
+def _records(file: Path) -> Iterator[ET.Element]:
+    try:
+        # written by the tool that this very run started, not by a stranger
+        root = ET.fromstring(file.read_text(errors="replace"))  # noqa: S314
+    except (OSError, ET.ParseError) as error:
+        raise CaptureFailed(
+            f"{file} is not what compute-sanitizer saves with --xml ({error}): it did not end well"
+        ) from error
+    strange = [child.tag for child in root if child.tag != "record"]
+    if root.tag != "ComputeSanitizerOutput" or strange:
+        tag = strange[0] if strange else root.tag
+        raise CaptureFailed(
+            f"{file} has a <{tag}> that this version cannot judge: read it yourself"
+        )
+    for record in root:
+        if (record.findtext("level") or "").strip().lower() != "info":
+            yield record
+
+
+def _sentence(record: ET.Element) -> str:
+    """Say what a record found and where: its message, kernel, file and line."""
+
+    def told(path: str) -> str:
+        return " ".join((record.findtext(path) or "").split())
+
+    what = told("what/text") or told("what") or told("kind") or "a finding without a message"
+    if told("what/error"):
+        what += f" ({told('what/error')})"
+    where = f" in {told('where/func')}" if told("where/func") else ""
+    if told("where/path"):
+        where += f" at {told('where/path')}:{told('where/line')}"
+    return what + where
+
+
+def perf(artefact: Path) -> Reading:
+    """Read the text of ``perf report --stdio``: where a host's time went."""
+    try:
+        text = artefact.read_text(errors="replace")
+    except OSError as error:
+        raise CaptureFailed(f"perf wrote no {artefact}: see its own output beside it") from error
+    rows = re.findall(r"^ *(?:[\d.]+% +)?([\d.]+)% .*?\[[.kguH]\] +(\S.*?) *$", text, re.MULTILINE)
+    if not rows:
+        raise CaptureFailed(
+            f"{artefact} has no symbols: the call was too short to be sampled, or "
+            "kernel.perf_event_paranoid forbids it"
+        )
+    figures: Figures = {
+        "symbols": (len(rows), ""),
+        "top symbol": (float(rows[0][0]) / 100, "share"),
+    }
+    if sampled := re.search(r"^# Samples: ([\d.]+)([KMG]?) ", text, re.MULTILINE):
+        scale = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[sampled[2]]
+        figures["samples"] = (float(sampled[1]) * scale, "")
+    return figures, [], [f"{share} % {symbol}" for share, symbol in rows[:TOP]]
+
+
+def _json(artefact: Path, what: str) -> Any:
+    try:
+        return json.loads(artefact.read_text())
+    except (OSError, ValueError) as error:
+        raise CaptureFailed(f"{artefact} is no {what} ({error})") from error

@@ -1,0 +1,1 @@
+"""What the plugin says where the truth is known."""

@@ -1,0 +1,1 @@
+"""What is kept: journals, results, expectations, and what changed between them."""

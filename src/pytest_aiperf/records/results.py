@@ -1,0 +1,234 @@
+"""Results files: strict JSON in pytest-benchmark's schema, read and written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import SCHEMA, Gpu, Result
+from pytest_aiperf.schema import from_json, to_json
+
+_TWICE: Final = object()
+"""Stands in a parsed object for a key's two values, so that the place can be named."""
+
+
+def dumps(value: object, where: str, indent: int | None = None) -> str:
+    """Write strict JSON; raise ValueError that names the place of what it cannot hold."""
+    _strict(value, where)
+    return json.dumps(value, allow_nan=False, indent=indent)
+
+
+def loads(text: str, where: str) -> Any:
+    """Read strict JSON (no NaN, no infinity, no key twice); ValueError names the place."""
+    value = json.loads(text, object_pairs_hook=_object)
+    _strict(value, where)
+    return value
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        found[key] = _TWICE if key in found else value
+    return found
+
+
+def _strict(value: object, where: str) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _strict(inner, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _strict(inner, f"{where}[{index}]")
+    elif value is _TWICE:
+        raise ValueError(f"{where} stands twice")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: {value} is no finite figure")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        kind = type(value).__name__
+        raise ValueError(f"{where}: a {kind} cannot be recorded, use a plain number")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise Misuse(
+            f"cannot write {path}: {error.strerror or error}; "
+            "free some space there or make the folder writable, then run again"
+        ) from error
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Replace a file as a whole: readers and crashes see the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Put a folder's list of names on disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_json(path: Path) -> Any:
+    """Read a strict JSON file; Misuse names the file and the place in it."""
+    try:
+        return loads(path.read_text(encoding="utf-8"), path.stem)
+    except OSError as error:
+        why = error.strerror or error
+        raise Misuse(f"cannot read {path}: {why}; name a file that a run wrote") from error
+    except json.JSONDecodeError as error:
+        raise Misuse(f"{path}:{error.lineno}:{error.colno}: {error.msg}; run it anew") from error
+    except (ValueError, RecursionError) as error:
+        raise Misuse(f"{path}: {error}; run it anew") from error
+
+
+def read_record(record: object, where: str) -> Result:
+    """Read one claim's record; Misuse names the field that does not fit."""
+    schema = record.get("schema") if isinstance(record, Mapping) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise Misuse(
+            f"{where}: schema {schema} is newer than {SCHEMA}, the newest that this version reads; "
+            "upgrade pytest-aiperf"
+        )
+    try:
+        return from_json(Result, record, where)
+    except ValueError as error:
+        raise Misuse(str(error)) from error
+
+
+def read_results(path: Path) -> list[Result]:
+    """Read the claims' records of a results file, ours or one that pytest-benchmark saved."""
+    content = read_json(path)
+    if not isinstance(content, Mapping):
+        raise Misuse(f"{path}: an object is needed, not a {type(content).__name__}; run it anew")
+    benchmarks, untimed = (content.get(name, []) for name in ("benchmarks", "aiperf_untimed"))
+    if not isinstance(benchmarks, list) or not isinstance(untimed, list):
+        raise Misuse(f"{path}: benchmarks and aiperf_untimed must be lists; run it anew")
+    records = [
+        (f"benchmarks[{i}].aiperf", entry["aiperf"])
+        for i, entry in enumerate(benchmarks)
+        if isinstance(entry, Mapping) and "aiperf" in entry  # else a benchmark, not a claim
+    ]
+    records += [(f"aiperf_untimed[{i}]", record) for i, record in enumerate(untimed)]
+    if not records and "aiperf_untimed" not in content:
+        raise Misuse(f"{path} holds no record of a claim; name a results.json that a run wrote")
+    return [read_record(record, f"{path}: {where}") for where, record in records]
+
+
+def document(
+    results: Sequence[Result],
+    machine_info: Mapping[str, Any],
+    now: datetime,
+    commit_info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Lay results out in pytest-benchmark's schema.
+
+    A benchmark's ``stats`` are of the optimized arm, a call; its ``aiperf`` key holds our record.
+    Records without a figure stand under ``aiperf_untimed``. Results of several runs have no one
+    commit.
+    """
+    from pytest_benchmark import __version__  # late: not needed to measure
+
+    return {
+        "machine_info": machine_info,
+        "commit_info": commit_info or {},
+        "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if figures(r)],
+        "datetime": now.astimezone(UTC).isoformat(),
+        "version": __version__,
+        "aiperf_untimed": [to_json(r) for r in results if not figures(r)],
+    }
+
+
+def lines(content: Mapping[str, Any]) -> str:
+    """Write a document with a record a line: a new measurement of a claim is a line's change."""
+    parts = []
+    for key, value in content.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"  {dumps(row, f'{key}[{i}]')}" for i, row in enumerate(value))
+            parts.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {dumps(value, key)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str, Any]) -> None:
+    """Put results into the file of their GPU, ``<key>.json``; its other claims stay."""
+    fresh: dict[str, list[Result]] = {}
+    for result in results:
+        # what is shared says what GPU it was, not which one
+        gpu = result.gpu and replace(result.gpu, uuid="")
+        fresh.setdefault(result.key, []).append(replace(result, gpu=gpu))
+    for key, mine in fresh.items():
+        path = folder / f"{key}.json"
+        known = read_results(path) if path.exists() else []
+        merged = {result.claim: result for result in [*known, *mine]}
+        content = document([merged[c] for c in sorted(merged)], machine, datetime.now(UTC))
+        atomic_write(path, lines(content))
+
+
+def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
+    """Say what machine this is; never which one (no host name, no serial number)."""
+    said = ("system", "machine", "python_implementation", "python_version")
+    info = {name: getattr(platform, name)() for name in said}
+    return {**info, "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus]}
+
+
+def figures(result: Result) -> tuple[float, ...]:
+    """Collect what each block of the optimized arm measured, a call."""
+    replicates = result.timing.replicates if result.timing else ()
+    return tuple(
+        s for rep in replicates for r in rep.rounds for s in r.seconds.get("optimized", ())
+    )
+
+
+def benchmark(result: Result) -> Any:
+    """Make a result with figures into a benchmark of pytest-benchmark's own kind.
+
+    The rungs of one ladder form a group, so that its tables compare what can be compared.
+    """
+    from pytest_benchmark.stats import Metadata  # late: not needed to measure
+
+    assert result.timing is not None
+    test, bracket, parameter = result.nodeid.partition("[")
+    fixture = SimpleNamespace(
+        name=test.rsplit("::", 1)[-1] + bracket + parameter,
+        fullname=result.nodeid,
+        group=result.claim.partition("[")[0],
+        param=parameter.removesuffix("]") if bracket else None,
+        params=None,
+        extra_info={} if result.timing.unit == "s" else {"unit": result.timing.unit},
+        cprofile_stats=None,
+        has_error=False,
+    )
+    made = Metadata(fixture, result.timing.calls, {"timer": result.timing.mode.value})
+    for figure in figures(result):
+        made.stats.update(figure)
+    theirs, record = made.as_dict, to_json(result)
+    made.as_dict = lambda **options: {**theirs(**options), "aiperf": record}
+    return made

@@ -1,0 +1,347 @@
+"""Results as people and other tools read them: pure views of one list."""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from pytest_aiperf.model import Against, Expectation, Outcome, Profile, Result, Timing, Verdict
+from pytest_aiperf.records.results import benchmark, figures
+from pytest_aiperf.rules import stats
+
+from . import summary
+from .summary import JUDGED
+
+COLUMNS: Final = {
+    "claim": "<",
+    "baseline": ">",
+    "optimized": ">",
+    "ratio [99 % interval]": ">",
+    "library": ">",
+    "rate": ">",
+    "of limit": ">",
+    "verdict": "<",
+    "expected": "<",
+}
+"""The table's columns and how each is aligned."""
+
+PROGRESS: Final = (
+    "{claim}",
+    "{phase}",
+    "{done}/{total}",
+    "replicate {replicate}/{most}",
+    "{ratio:.2f}x",
+    "+-{half_width:.2%}",
+    "{sm_mhz} MHz",
+    "{temperature_c} C",
+)
+"""The parts of the live line; one that is not known is left out."""
+
+POWER_CAP: Final = 0x4
+"""NVML's clock event reason: the software power cap holds the clock down."""
+RIDGE: Final = 16.0
+"""Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
+SHORTEST: Final = 24
+"""A claim's name is not clipped below this many characters."""
+
+
+def clean(text: object) -> str:
+    """Make a name or message safe to print: one line, no terminal escape, no workflow command."""
+    flat = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
+    return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", flat)
+
+
+def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
+    """Lay out the summary, a line each: claims by chapter, notes, totals.
+
+    ``verbose`` adds why: what binds each arm, and what became of the evidence.
+    """
+    shown = [r for r in results if _has_row(r)]
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for result in shown:
+        chapter, _, name = result.claim.rpartition("/")
+        mark = " *" if result.against is Against.NAIVE else ""
+        row = [f"  {name}{mark}", *cells(result)]
+        groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
+    rows = [row for group in groups.values() for row in group]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    spare = width - sum(widths) - 2 * (len(widths) - 1)
+    if spare < 0:  # only the names give way: a clipped figure would be another figure
+        widths[0] = max(widths[0] + spare, min(SHORTEST, widths[0]))
+    lines = [_line(list(COLUMNS), widths)] if rows else []
+    for key, chapter in sorted(groups):
+        lines += [clean(f"{chapter or '.'} ({key})")]
+        lines += [_line(row, widths) for row in groups[key, chapter]]
+    lines += [_fit(note, width) for note in _notes(shown)]
+    if verbose:
+        lines += [line for result in shown for line in reasons(result)]
+    lines += _not_run(results, width)
+    return [*lines, totals(results)] if results else lines
+
+
+def _has_row(result: Result) -> bool:
+    broken = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
+    return bool(figures(result)) or result.outcome in broken
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    fitted = [_fit(cells[0], widths[0]), *cells[1:]]
+    aligned = zip(fitted, COLUMNS.values(), widths, strict=True)
+    return "  ".join(f"{cell:{side}{room}}" for cell, side, room in aligned).rstrip()
+
+
+def _fit(text: str, width: int) -> str:
+    """Clip in the middle: both the function and its parameter tell claims apart."""
+    if len(text) <= width:
+        return text
+    tail = (width - 3) // 2
+    return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def cells(result: Result) -> list[str]:
+    """Every column after the claim's name."""
+    timing = result.timing if figures(result) else None
+    return [
+        _figure(timing, "baseline") if timing else "-",
+        _figure(timing, "optimized") if timing else "-",
+        str(result.speedup or "-"),
+        f"{result.library.value:.2f}x" if result.library else "-",
+        _rate(result) if timing else "-",
+        _of_limit(result),
+        _verdict(result),
+        _expected(result.expectation),
+    ]
+
+
+def _figure(timing: Timing, arm: str) -> str:
+    return amount(stats.typical(timing.replicates, arm), timing.unit)
+
+
+def amount(value: float, unit: str) -> str:
+    """Write a figure with four significant digits in a unit that suits its size."""
+    if unit == "s":
+        return _scaled(value * 1e6, 1000, "us", "ms", "s")
+    if unit in ("B", "bytes"):
+        return _scaled(value, 1024, "B", "KiB", "MiB", "GiB", "TiB")
+    return _scaled(value, 1, unit).rstrip()
+
+
+def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
+    for one in larger:
+        if value < step:
+            break
+        value, unit = value / step, one
+    digits = f"{value:#.4g}".rstrip(".") if abs(value) < 1000 else f"{value:.0f}"
+    return f"{digits} {unit}"
+
+
+def _rate(result: Result) -> str:
+    work, timing = result.work, result.timing
+    if work is None or not (work.bytes or work.flops) or timing is None or timing.unit != "s":
+        return "-"
+    done, unit = work.bytes, "B/s"
+    if work.flops > RIDGE * work.bytes:
+        done, unit = work.flops, "FLOP/s"
+    rate = done / stats.typical(timing.replicates, "optimized")
+    return _scaled(rate / 1e6, 1000, f"M{unit}", f"G{unit}", f"T{unit}")
+
+
+def _of_limit(result: Result) -> str:
+    limit = result.limits.get("optimized")
+    return f"{100 * limit.share:.0f} % {limit.ceiling}" if limit else "-"
+
+
+def reasons(result: Result) -> list[str]:
+    """Say why a claim is as fast as it is, a line each: what binds its arms, its evidence."""
+    lines = [f"{arm}: {said}" for arm, said in result.diagnosis.items()]
+    for found in result.evidence:
+        piece = found.evidence
+        of = f"of {piece.kernel}" if piece.kernel else ""
+        to = f"to {piece.per}" if piece.per else ""
+        what = " ".join(filter(None, ("evidence:", piece.proof.value, piece.of, of, to)))
+        kept = "holds" if found.held else "does not hold"
+        told = "not looked at" if found.value is None else f"{found.value:.4g}, {kept}"
+        lines.append(f"{what}: {told}")
+    return [clean(f"{result.claim}: {line}") for line in lines]
+
+
+def _verdict(result: Result) -> str:
+    if result.outcome not in JUDGED or result.verdict is None:
+        return result.outcome.value
+    holds = result.verdict in (Verdict.FASTER, Verdict.SAME)
+    lost = ", lost" if holds and result.outcome is Outcome.FAILED else ""
+    return f"{result.verdict}{lost}"
+
+
+def _expected(expectation: Expectation | None) -> str:
+    if expectation is None:
+        return "-"
+    if expectation.recorded:
+        return "stale" if expectation.stale else f"{expectation.recorded.speedup[1]:.2f}x"
+    require = expectation.require
+    if require.speedup is not None:
+        return f">={require.speedup:g}x"
+    if require.library is not None:
+        return f">={require.library:g}x lib"
+    return "-" if require.share is None else f">={require.share:.0%}"
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    notes: list[str] = []
+    if any(r.against is Against.NAIVE for r in results):
+        notes.append("* naive baseline: left out of the geometric mean")
+    for result in results:
+        said: list[str] = []
+        if result.outcome is not Outcome.PASSED and result.message:
+            said.append(result.message.strip().split("\n")[0])
+        if result.timing:
+            said += _remarks(result.timing)
+        for also in result.also:
+            arms = f"{_figure(also, 'baseline')} -> {_figure(also, 'optimized')}"
+            said.append(f"{also.metric}: {arms}")
+        said += result.notes
+        if result.attempts > 1:
+            said.append(f"attempt {result.attempts}")
+        if result.quick:
+            said.append("quick")
+        if said:
+            notes.append(clean(f"{result.claim}: {'; '.join(said)}"))
+    return notes
+
+
+def _remarks(timing: Timing) -> list[str]:
+    said = list(timing.notes)
+    redone = sum(replicate.redone for replicate in timing.replicates)
+    if redone:
+        said.append(f"{redone} {'round' if redone == 1 else 'rounds'} redone")
+    rounds = [r for replicate in timing.replicates for r in replicate.rounds]
+    capped = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
+    if capped:
+        said.append(f"power cap in {capped} of {len(rounds)} rounds")
+    return said
+
+
+def _not_run(results: Iterable[Result], width: int) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.outcome is Outcome.NOT_RUN:
+            reasons.setdefault(clean(result.message), []).append(clean(result.claim))
+    lines: list[str] = []
+    for reason, claims in reasons.items():
+        text = f"not run: {', '.join(claims)} ({reason})"
+        lines += textwrap.wrap(text, max(width, 40), subsequent_indent="  ", break_long_words=False)
+    return lines
+
+
+def totals(results: Sequence[Result]) -> str:
+    """Say how the claims ended, in one line; what did not run is counted, never averaged."""
+    known = summary.summarise(results)
+    ended = [r for r in results if r.outcome not in summary.UNTRIED]
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(_verdict, ended)).most_common())
+    parts = [f"{known.claims} claim{'' if known.claims == 1 else 's'}{counts and ': '}{counts}"]
+    if known.skipped:
+        why = ", ".join(f"{reason}: {n}" for reason, n in known.skipped.items())
+        parts.append(f"{sum(known.skipped.values())} skipped ({why})")
+    if known.not_run:
+        parts.append(f"{known.not_run} not run")
+    if known.mean is not None:
+        share = f"{known.averaged}/{known.claims}"
+        parts.append(f"geometric mean {known.mean:.2f}x against non-naive baselines ({share})")
+    if known.share is not None:
+        parts.append(f"median share of the limit {known.share:.0%} ({known.shares})")
+    return clean("; ".join(parts))
+
+
+def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
+    """Say in one line what is going on, from the figures that PROGRESS names."""
+    known = {name: value for name, value in progress.items() if value is not None}
+    parts: list[str] = []
+    for part in PROGRESS:
+        with suppress(KeyError, ValueError):  # not known, or no figure
+            parts.append(part.format_map(known))
+    return _fit(clean("  ".join(parts)), width)
+
+
+def markdown(results: Sequence[Result], *, verbose: bool = False) -> str:
+    """Write the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
+    shown = [r for r in results if _has_row(r)]
+    blocks: list[str] = []
+    for key in sorted({r.key for r in shown}):
+        sides = [" :-- " if side == "<" else " --: " for side in COLUMNS.values()]
+        lines = [f"**{escape(key)}**", "", f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(sides)}|"]
+        for result in sorted((r for r in shown if r.key == key), key=lambda r: r.claim):
+            mark = " *" if result.against is Against.NAIVE else ""
+            row = [f"{result.claim}{mark}", *cells(result)]
+            lines.append(f"| {' | '.join(map(escape, row))} |")
+        blocks.append("\n".join(lines))
+    asides = [*_notes(shown), *_not_run(results, 10**6)]
+    if verbose:
+        asides += [line for result in shown for line in reasons(result)]
+    if asides:
+        blocks.append("\n".join(f"- {escape(note)}" for note in asides))
+    return "\n\n".join([*blocks, escape(totals(results))]) + "\n"
+
+
+def escape(text: str) -> str:
+    """Leave nothing that Markdown or HTML would read as structure."""
+    safe = html.escape(clean(text), quote=False)
+    return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=](?=.)", r"\\\g<0>", safe)
+
+
+def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
+    """Put valid, conclusive results into pytest-benchmark's session, before that finishes.
+
+    ``session`` is what its plugin registers as "pytest-benchmark", None where it is off. Called on
+    the controller it serves --benchmark-json, -save, -autosave, -compare and -histogram, with
+    workers too. Its table is left out where it would only repeat ours.
+    """
+    if session is None:
+        return
+    asked = session.compare or session.compare_fail or session.histogram or session.verbose
+    if not session.benchmarks and not asked:
+        session.quiet = True
+    unsettled = (None, Verdict.INCONCLUSIVE)
+    session.benchmarks += [
+        benchmark(r)
+        for r in results
+        if r.outcome in JUDGED and r.verdict not in unsettled and figures(r)
+    ]
+
+
+def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
+    """Lay out what profilers saw, a table a claim."""
+    return [line for r in results if r.profiles for line in profile(r.claim, r.profiles, width)]
+
+
+def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
+    """Lay out each figure by arm, then notes and artefacts."""
+    by_arm = {arm.arm: arm for arm in arms}
+    pair = "baseline" in by_arm and "optimized" in by_arm
+    rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
+    for name in dict.fromkeys(name for arm in arms for name in arm.figures):
+        unit = next(arm.units.get(name, "") for arm in arms if name in arm.figures)
+        values = [arm.figures.get(name) for arm in arms]
+        rows.append([f"  {name}", *("-" if v is None else seen(v, unit) for v in values)])
+        if pair:
+            was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
+            rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title]
+    for first, *rest in rows:
+        cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    for arm in arms:
+        lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
+        lines.append(f"  {arm.arm}: {arm.artefact}")
+    return [clean(line) for line in lines]
+
+
+def seen(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:.0f}" if not unit and value.is_integer() else amount(value, unit)

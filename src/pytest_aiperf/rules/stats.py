@@ -1,0 +1,87 @@
+"""Numbers in, numbers out: ratios of arms with their confidence intervals."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from pytest_aiperf.model import Interval
+
+LEVEL = 0.99
+"""Confidence of every interval in the house."""
+
+
+class Blocks(Protocol):
+    """A round, as far as arithmetic is concerned."""
+
+    @property
+    def seconds(self) -> Mapping[str, Sequence[float]]: ...
+
+
+class Rounds(Protocol):
+    """A replicate, as far as arithmetic is concerned."""
+
+    @property
+    def rounds(self) -> Sequence[Blocks]: ...
+
+
+@functools.cache
+def t_quantile(p: float, df: int) -> float:
+    """Quantile of Student's t with ``df`` degrees of freedom."""
+    from scipy.special import stdtrit  # late: pytest start-up must not pay for it
+
+    return float(stdtrit(df, p))
+
+
+def paired_log_ratio(blocks: Blocks, over: str, under: str) -> float:
+    """Log of one round's ratio: mirrored order makes a linear drift cancel."""
+    logs = {arm: statistics.fmean(map(math.log, blocks.seconds[arm])) for arm in (over, under)}
+    return logs[over] - logs[under]
+
+
+def log_ratio(replicate: Rounds, over: str, under: str) -> float:
+    """One replicate's figure: the median of its rounds, so that a hiccup in one does not count."""
+    return statistics.median(paired_log_ratio(r, over, under) for r in replicate.rounds)
+
+
+def interval(logs: Sequence[float], level: float = LEVEL) -> Interval:
+    """Student's t-interval of the mean of log ratios, given back as a ratio.
+
+    With one figure nothing is known of its spread, and the interval is infinitely wide. Figures
+    without any spread (bytes, counts) give an interval of no width.
+    """
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Interval(0.0, math.exp(mean), math.inf)
+    half = t_quantile(0.5 + level / 2, len(logs) - 1) * standard_error(logs)
+    return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def comparison(replicates: Iterable[Rounds], over: str, under: str) -> Interval:
+    """Ratio of arm ``over`` to arm ``under`` with its interval; the replicate is the unit."""
+    return interval([log_ratio(r, over, under) for r in replicates])
+
+
+def half_width(ratio: Interval) -> float:
+    """Relative half-width: how precisely the ratio is known."""
+    if ratio.low <= 0 or math.isinf(ratio.high):
+        return math.inf
+    return math.expm1((math.log(ratio.high) - math.log(ratio.low)) / 2)
+
+
+def typical(replicates: Iterable[Rounds], arm: str) -> float:
+    """Seconds of one call of an arm: the median over all its blocks."""
+    return statistics.median(s for r in replicates for b in r.rounds for s in b.seconds[arm])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Geometric mean of positive figures."""
+    return statistics.geometric_mean(values)
