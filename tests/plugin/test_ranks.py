@@ -136,7 +136,7 @@ def test_three(compare): compare(**sums)
 
 def test_a_rank_that_cannot_leave_costs_no_deadline(two):
     two.two("""
-from pytest_aiperf import ranks
+from pytest_aiperf.machine import ranks
 
 ranks.LEAVING = 0.1
 dist.destroy_process_group = lambda: time.sleep(600)

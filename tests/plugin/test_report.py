@@ -360,7 +360,7 @@ def test_their_table_is_shown_only_when_asked_for(changes, quiet):
 CONFTEST = """
     import json
     import pytest
-    from pytest_aiperf import report
+    from pytest_aiperf.reporting import report
     from pytest_aiperf.model import Result
     from pytest_aiperf.schema import from_json
 
