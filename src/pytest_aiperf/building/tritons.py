@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,20 +27,45 @@ Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 """An interpreted kernel, and what it was launched with."""
 
 
-def in_use() -> list[Compiled]:
-    """Return the kernels that Triton has compiled and launched in this process."""
-    jit = sys.modules.get("triton.runtime.jit")
-    if jit is None:
+def launched_by(run: Callable[[], object]) -> list[Compiled]:
+    """Run something on a GPU, and return the Triton kernels that it launched.
+
+    The replay of a graph does not tell: then it is all that Triton compiled in this process.
+    """
+    if (knobs := sys.modules.get("triton.knobs")) is None:
         return []
-    found: list[Compiled] = []
-    # Triton keeps no list of its functions, and a hook would have to be there before any of them
-    for function in [o for o in gc.get_objects() if type(o) is jit.JITFunction]:
+    told: set[int] = set()
+
+    def note(metadata: Any) -> None:
+        told.add(metadata.data["function"])
+
+    knobs.runtime.launch_enter_hook.add(note)
+    try:
+        run()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(note)
+    known = list(_compiled_here())
+    found = [made for made in known if made[1].function in told] or known
+    return [
+        compiled
+        for source, kernel in found
+        for compiled in _compiled(kernel.asm["cubin"], source, f"sm_{kernel.metadata.target.arch}")
+    ]
+
+
+def _compiled_here() -> Iterator[tuple[str, Any]]:
+    """List what Triton's functions have compiled: their source and a kernel."""
+    jit = sys.modules["triton.runtime.jit"]
+    gc.unfreeze()  # the collector leaves out what is frozen, and so is what was imported
+    # Triton keeps no list of its functions
+    functions = [o for o in gc.get_objects() if type(o) is jit.JITFunction]
+    gc.freeze()
+    for function in functions:
         source = shown(Path(function.fn.__code__.co_filename))
         for kernels, *_ in list(function.device_caches.values()):
             for kernel in kernels.values():
-                if cubin := getattr(kernel, "asm", {}).get("cubin"):
-                    found += _compiled(cubin, source, f"sm_{kernel.metadata.target.arch}")
-    return found
+                if "cubin" in getattr(kernel, "asm", {}):
+                    yield source, kernel
 
 
 def compile_apart(launches: Sequence[Launch], archs: Sequence[str]) -> list[Compiled]:

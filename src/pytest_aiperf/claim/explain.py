@@ -84,8 +84,10 @@ def explain(
     looked.figures_of(wanted)
     code: list[Compiled] = []
     if _about(wanted, *STATIC):
-        code = [*of_builds(wanted, builds), *tritons.in_use()]
-    facts = Facts(code, every=bool(code), figures=looked.figures, work=result.work)
+        code = [*of_builds(wanted, builds), *looked.tritons()]
+    # on a GPU nothing is left to be looked at elsewhere
+    every = bool(code) or trial.clock.device != "cpu"
+    facts = Facts(code, every=every, figures=looked.figures, work=result.work)
     diagnosis = {
         arm: roofline.diagnose(limits.get(arm), looked.traces.get(arm), took)
         for arm, took in seconds.items()
@@ -160,6 +162,12 @@ class _Looked:
         # last, since it makes torch forget what it has compiled
         found = self._call("optimized", lambda call: _breaks(wanted, call))
         self.figures["optimized"] |= found or {}
+
+    def tritons(self) -> list[Compiled]:
+        """Return the Triton kernels of the optimized arm, launched or captured while preparing."""
+        if self.trial.clock.device == "cpu":
+            return []
+        return tritons.launched_by(lambda: self._call("optimized", lambda call: call()))
 
     def _peak(self, call: Callable[[], object]) -> int:
         self.trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
