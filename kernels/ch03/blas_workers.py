@@ -18,12 +18,9 @@ def cores():
     return len(os.sched_getaffinity(0))
 
 
-def power(matrix, exponent):
-    """Multiply a matrix with itself: a row of small products, as a model's layers are."""
-    result = matrix
-    for _ in range(exponent - 1):
-        result = result @ matrix
-    return result
+def square(matrix):
+    """Multiply a matrix with itself: one small product, as of one layer of a model."""
+    return matrix @ matrix
 
 
 @cache
@@ -34,12 +31,11 @@ def crew(threads):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)
         # so slow that each worker gets one: all have loaded NumPy before the variables change back
         pool.map(time.sleep, [0.2] * WORKERS, chunksize=1)
-        pool.starmap(power, [(np.eye(64, dtype=np.float32), 4)] * WORKERS, chunksize=1)
+        pool.map(square, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
     atexit.register(pool.terminate)
     return pool
 
 
-def powers(threads, matrices, exponent):
+def squares(threads, matrices):
     """Give each worker one matrix; return all results."""
-    tasks = [(matrix, exponent) for matrix in matrices]
-    return np.stack(crew(threads).starmap(power, tasks, chunksize=1))
+    return np.stack(crew(threads).map(square, matrices, chunksize=1))

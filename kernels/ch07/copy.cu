@@ -6,8 +6,7 @@
 //
 //   strided            Neighbouring lanes are 32 floats apart, as in walking down the columns of a
 //                      matrix. Each lane takes 4 bytes of a sector of its own, and by the time the
-//                      next column is due the sector has left the caches: 8 times the traffic
-//                      at least.
+//                      next column is due the sector has left the caches: 8 times the traffic.
 //   coalesced          Neighbouring lanes take neighbouring floats: the 128 bytes of a warp are 4
 //                      whole sectors. But a thread has 4 bytes in flight, a full multiprocessor
 //                      8 KiB.

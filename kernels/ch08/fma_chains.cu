@@ -6,8 +6,9 @@
 //
 //   chains_1  One value after the other: each FMA waits for the last. 3 of 4 issue slots are empty.
 //   chains_2  Two values side by side: their FMAs do not depend on each other.
-//   chains_4  Four: just enough. The pipe is full.
-//   chains_8  Eight: no faster. They would help where latency is longer.
+//   chains_4  Four: just enough to come near a full pipe.
+//   chains_8  Eight: nearer. The loop's own instructions, and the wait for the next values from
+//             memory, come half as often.
 //
 // All rungs do the same FMAs on the same values, in the same order for each value, so their results
 // are equal to the last bit. The results go to memory once in thousands of FMAs.

@@ -4,10 +4,14 @@
 //   two_kernels   One kernel sums the squares of each row, a second one scales the row. The rows
 //                 do not fit in the L2 cache between the two, so device memory is read twice and
 //                 written once: 3 passes.
+//   one_block     One block walks over its row twice. The rows of the blocks that run at one time
+//                 take about as much as the L2 cache holds, so most of the second walk should find
+//                 its row there.
 //   cluster_2/4/8 The blocks of a cluster run at the same time on neighbouring multiprocessors and
 //                 may read each other's shared memory (DSMEM). Each block keeps its part of a row
 //                 in shared memory and publishes one sum of squares; after one cluster barrier it
-//                 reads the sums of its peers and scales what it still holds. 2 passes.
+//                 reads the sums of its peers and scales what it still holds. 2 passes, and no
+//                 second walk.
 //
 // A cluster of 2 needs 128 KiB a block for a row of 64 Ki floats, one block a multiprocessor, which
 // then does nothing else while it waits; larger clusters hold less a block, and blocks of several
@@ -39,13 +43,17 @@ __device__ float block_sum(float value) {
     return value;
 }
 
-__global__ void __launch_bounds__(1024) row_rstd(const float4* x, float* rstd, int vectors) {
-    const float4* row = x + size_t(blockIdx.x) * vectors;
+// 1 / the root mean square of a row, for a block of 1024, in thread 0.
+__device__ float rstd_of(const float4* row, int vectors) {
     float sum = 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < vectors; i += 1024) sum += squares(row[i]);
-    sum = block_sum<1024>(sum);
-    if (threadIdx.x == 0) rstd[blockIdx.x] = rsqrtf(sum / (4.0f * vectors) + EPSILON);
+    return rsqrtf(block_sum<1024>(sum) / (4.0f * vectors) + EPSILON);
+}
+
+__global__ void __launch_bounds__(1024) row_rstd(const float4* x, float* rstd, int vectors) {
+    const float scale = rstd_of(x + size_t(blockIdx.x) * vectors, vectors);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
 }
 
 __global__ void __launch_bounds__(1024)
@@ -53,6 +61,19 @@ scale_rows(const float4* x, const float* rstd, float4* out, int vectors) {
     const size_t start = size_t(blockIdx.y) * vectors;
     const int i = blockIdx.x * 1024 + threadIdx.x;
     if (i < vectors) out[start + i] = scaled(x[start + i], rstd[blockIdx.y]);
+}
+
+__global__ void __launch_bounds__(1024, 2)
+norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
+    __shared__ float shared;
+    const size_t start = size_t(blockIdx.x) * vectors;
+    float scale = rstd_of(x + start, vectors);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = shared = scale;
+    __syncthreads();
+    scale = shared;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < vectors; i += 1024)  // the last use: both may leave the cache
+        __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 
 template <int BLOCKS, int THREADS>
@@ -93,6 +114,14 @@ extern "C" cudaError_t two_kernels(const float* x, float* out, float* rstd, int 
     row_rstd<<<rows, 1024, 0, stream>>>(from, rstd, vectors);
     scale_rows<<<dim3((vectors + 1023) / 1024, rows), 1024, 0, stream>>>(
         from, rstd, reinterpret_cast<float4*>(out), vectors);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t one_block(const float* x, float* out, float* rstd, int rows, int columns,
+                                 cudaStream_t stream) {
+    if (columns % 4) return cudaErrorInvalidValue;
+    norm_one_block<<<rows, 1024, 0, stream>>>(reinterpret_cast<const float4*>(x),
+                                              reinterpret_cast<float4*>(out), rstd, columns / 4);
     return cudaGetLastError();
 }
 

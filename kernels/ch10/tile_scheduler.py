@@ -39,7 +39,7 @@ def stream_k(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
             last = min(slices, first + end - at)
             mine.append((tile, first, last))
             at += last - first
-        plan.append(mine[::-1])  # the part of a tile that another worker began comes first
+        plan.append(mine)  # the part of a tile that another worker began comes first: it is awaited
     return plan
 
 

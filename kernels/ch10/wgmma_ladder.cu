@@ -3,13 +3,18 @@
 //
 //   mma_sync      The tile program of Ampere: 256 threads copy tiles of 64 columns to shared memory
 //                 (cp.async, three stages), each warp loads fragments into registers (ldmatrix) and
-//                 multiplies 16 x 8 x 16. This reaches only some 60 % of Hopper's tensor cores.
+//                 multiplies 16 x 8 x 16. The tensor cores of an H200 reach 36 % of their rate:
+//                 for 16 columns of both tiles the warps read 24 KiB of fragments, 192 clocks of
+//                 shared memory at 128 bytes a clock, where the products would take 128 clocks.
+//                 Copies come on top, and a warp first loads, then multiplies.
 //   wgmma         The same copies, but four warps together name whole tiles in shared memory
 //                 (descriptors) and 64 x 128 x 16 is one instruction, which runs asynchronously.
-//                 What threads wrote must be fenced for it: it reads through another path.
-//   tma           The copy engine fetches the tiles: one thread asks for a whole tile, and an
-//                 mbarrier tells when its bytes have landed. No address arithmetic, no fence; the
-//                 next product is under way while the block waits for the one before.
+//                 What threads wrote must be fenced for it: it reads through another path. A step
+//                 waits for its product, since the copies that come next overwrite its tiles.
+//   tma           Two changes. The copy engine fetches the tiles: one thread asks for a whole
+//                 tile, and an mbarrier tells when its bytes have landed. No address arithmetic,
+//                 no fence. And the next product is under way while the block waits for the one
+//                 before, in whose place a tile is then fetched.
 //   specialised   One thread only fetches, four stages ahead; two warpgroups only multiply, 64 by
 //                 256 each, with the registers that the producers give up. One block an SM walks
 //                 through the tiles: the next tile's fetches run during the stores of this one.

@@ -6,9 +6,11 @@
 //
 //   static_split  Block b takes items b, b + blocks, b + 2 blocks, ... Whoever draws several long
 //                 ones keeps all waiting.
-//   queue         A block that is free takes the next item from a counter that all share: one
-//                 atomic addition an item. At the end blocks wait for one item at most.
-//   chunked       The same, 4 items at a time: a quarter of the atomics, for a coarser end.
+//   queue         A block takes its next item from a counter that all share: one atomic addition an
+//                 item. The answer is a trip to the L2 cache away, so a block asks when it begins
+//                 an item for the one after it, and has the answer when it is done.
+//   chunked       The same, 4 items at a time, asked for when the last of four begins: a quarter of
+//                 the atomics, for a coarser end.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -43,15 +45,19 @@ __global__ void __launch_bounds__(LANES)
 walk_queue(const int* table, const int* lengths, int* out, int items) {
     extern __shared__ int shared[];
     __shared__ int taken;
+    int ticket = 0;  // in thread 0: the items to take next
+    if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
     load_table(table, shared);
     while (true) {
-        if (threadIdx.x == 0) taken = atomicAdd(&next_item, CHUNK);
+        if (threadIdx.x == 0) taken = ticket;
         __syncthreads();
-        const int first = taken;
+        const int first = taken, end = min(first + CHUNK, items);
         __syncthreads();  // all have read it before it is overwritten
         if (first >= items) return;
-        for (int item = first; item < min(first + CHUNK, items); ++item)
-            walk(shared, lengths[item], item, out);
+        for (int item = first; item < end - 1; ++item) walk(shared, lengths[item], item, out);
+        // not before the last item: what a busy block has taken nobody else can do
+        if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
+        walk(shared, lengths[end - 1], end - 1, out);
     }
 }
 

@@ -1,7 +1,7 @@
 // Iterate until converged: who decides whether there is another step?
 //
 // x solves x + sin(x) / 2 = b, element by element, by small damped steps from 0, until the largest
-// residual is at most `tolerance`: hundreds of steps of a microsecond or two, and only the data
+// residual is at most `tolerance`: hundreds of steps of about three microseconds, and only the data
 // know how many. One kernel makes a step; its last block to finish knows whether any block still
 // had a large residual, and tells it, in one of three ways:
 //

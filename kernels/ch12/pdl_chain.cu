@@ -3,13 +3,14 @@
 // A layer needs the state before it, but not for everything: its weights can be fetched at any
 // time, and fetching them is most of its work.
 //
-//   plain       In stream order, a kernel starts when the one before it has ended and been flushed:
-//               each layer waits a launch latency, and then for its first bytes of memory.
+//   plain       In stream order, a kernel starts when the one before it has ended and been flushed.
+//               It fetches weights and state together; each layer waits a launch latency, and then
+//               for its first bytes of memory.
 //   overlapped  Programmatic dependent launch: each kernel allows the next one to start at once
 //               (griddepcontrol.launch_dependents), and that one fetches its weights to shared
-//               memory beside it. Only then does it wait (griddepcontrol.wait) until the kernel
-//               before it has ended and its writes are visible. A block takes 64 KiB of shared
-//               memory, so up to three layers' blocks share a multiprocessor.
+//               memory beside it. Then it waits (griddepcontrol.wait) until the kernel before it
+//               has ended and its writes are visible, and fetches the state. A block takes 72 KiB
+//               of shared memory, so up to three layers' blocks share a multiprocessor.
 //
 // Nothing that the kernel before wrote may be read before the wait, and nothing that it reads may
 // be written.
@@ -21,35 +22,38 @@
 constexpr int WIDTH = 2048;           // inputs and outputs of a layer
 constexpr int THREADS = 256;
 constexpr int ROWS = 16;              // outputs of a block, two for each warp
-constexpr int BYTES = ROWS * WIDTH * 2;
+constexpr int WEIGHTS = ROWS * WIDTH * 2;  // bytes that a block holds: of its rows,
+constexpr int STATE = WIDTH * 4;           // and of the state
+
+// Copies to shared memory, 16 bytes at a time; all of them are under way at once.
+__device__ void fetch(const void* from, void* to, int bytes) {
+    const uint32_t shared = __cvta_generic_to_shared(to);
+    for (int at = threadIdx.x * 16; at < bytes; at += THREADS * 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(shared + at), "l"(static_cast<const char*>(from) + at) : "memory");
+}
 
 template <bool OVERLAPPED>
 __device__ void layer(const __nv_bfloat16* weights, const float* in, float* out) {
-    extern __shared__ uint4 held[];  // 8 weights each
+    extern __shared__ float4 held[];
+    auto* rows = reinterpret_cast<uint2*>(held);  // 4 weights each
+    float4* state = held + WEIGHTS / 16;
     if (OVERLAPPED) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-
-    const auto* rows = reinterpret_cast<const uint4*>(weights + size_t(blockIdx.x) * ROWS * WIDTH);
-    const uint32_t to = __cvta_generic_to_shared(held);
-    for (int i = threadIdx.x; i < BYTES / 16; i += THREADS)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(to + i * 16), "l"(rows + i) : "memory");
+    fetch(weights + size_t(blockIdx.x) * ROWS * WIDTH, rows, WEIGHTS);
+    if (OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // now `in` is there
+    fetch(in, state, STATE);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
-    if (OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // now `in` is there
-
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sums[2] = {};
-    for (int i = lane; i < WIDTH / 8; i += 32) {
-        const float4 low = __ldcg(reinterpret_cast<const float4*>(in) + 2 * i);
-        const float4 high = __ldcg(reinterpret_cast<const float4*>(in) + 2 * i + 1);
+    for (int i = lane; i < WIDTH / 4; i += 32) {
+        const float4 x = state[i];
         for (int r = 0; r < 2; ++r) {
-            const uint4 packed = held[(2 * warp + r) * (WIDTH / 8) + i];
+            const uint2 packed = rows[(2 * warp + r) * (WIDTH / 4) + i];
             const auto* pair = reinterpret_cast<const __nv_bfloat162*>(&packed);
             const float2 a = __bfloat1622float2(pair[0]), b = __bfloat1622float2(pair[1]);
-            const float2 c = __bfloat1622float2(pair[2]), d = __bfloat1622float2(pair[3]);
-            sums[r] += a.x * low.x + a.y * low.y + b.x * low.z + b.y * low.w +
-                       c.x * high.x + c.y * high.y + d.x * high.z + d.y * high.w;
+            sums[r] += a.x * x.x + a.y * x.y + b.x * x.z + b.y * x.w;
         }
     }
     for (int r = 0; r < 2; ++r) {
@@ -74,7 +78,7 @@ cudaError_t chain(bool overlapped, const __nv_bfloat16* weights, const float* st
                   int layers, cudaStream_t stream) {
     const auto kernel = overlapped ? layer_overlapped : layer_plain;
     if (cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES))
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, WEIGHTS + STATE))
         return error;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -82,7 +86,7 @@ cudaError_t chain(bool overlapped, const __nv_bfloat16* weights, const float* st
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(WIDTH / ROWS);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = BYTES;
+    config.dynamicSmemBytes = WEIGHTS + STATE;
     config.stream = stream;
     config.attrs = &early;
     for (int l = 0; l < layers; ++l) {

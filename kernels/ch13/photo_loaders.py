@@ -2,7 +2,8 @@
 
 in_process   the process that trains prepares each photo when its batch is due.
 workers      processes of their own prepare batches ahead, and outlive the epoch.
-packed       each photo is prepared once, and kept in a table of which a batch is one gather.
+packed       each photo is prepared once, however often the epoch shows it, and kept in a table of
+             which a batch is one gather.
 """
 
 import os
@@ -74,4 +75,4 @@ def packed(photos, order, model):
     table = torch.from_numpy(np.stack(list(Shrunk(photos))))
     batches = BatchSampler(order.tolist(), BATCH, drop_last=False)
     loader = DataLoader(table, batch_size=None, sampler=batches, pin_memory=model.is_cuda)
-    return lambda _photos, _order, model: epoch(loader, model)
+    return epoch(loader, model)

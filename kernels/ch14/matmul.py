@@ -1,11 +1,11 @@
-"""a @ b by tiles in Triton: one kernel, and the four schedules that lead to a fast one.
+"""a @ b by tiles in Triton: one kernel, and the schedules that lead to a fast one.
 
 default     64 x 64 tiles, a row of them after the other: what a first kernel looks like.
 larger      128 x 256 tiles. A tile loads K * (TM + TN) values for K * TM * TN multiplications, so
             the traffic between L2 and multiprocessors falls to 3/8.
-grouped     the same tiles in bands of 8 rows: the tiles that run at the same time form a block
-            rather than a strip, and share more of what they load from device memory.
-autotuned   Triton times some schedules at the first call for a shape, and keeps the fastest.
+autotuned   Triton times some schedules at the first call for a shape, and keeps the fastest. All
+            walk the tiles in bands of rows: those that run at the same time form a block rather
+            than a strip, and share more of what they load from device memory.
 """
 
 import torch
@@ -40,9 +40,8 @@ def _schedule(*tile, BAND, num_warps, num_stages):
 
 DEFAULT = _schedule(64, 64, 32, BAND=1, num_warps=4, num_stages=3)
 LARGER = _schedule(128, 256, 64, BAND=1, num_warps=8, num_stages=3)
-GROUPED = _schedule(128, 256, 64, BAND=8, num_warps=8, num_stages=3)
 SCHEDULES = [
-    GROUPED,
+    _schedule(128, 256, 64, BAND=8, num_warps=8, num_stages=3),
     _schedule(128, 256, 64, BAND=8, num_warps=8, num_stages=4),
     _schedule(128, 256, 64, BAND=16, num_warps=8, num_stages=4),
     _schedule(256, 128, 64, BAND=8, num_warps=8, num_stages=4),
@@ -70,10 +69,6 @@ def default(a, b):
 
 def larger(a, b):
     return _run(_matmul, a, b, **LARGER.all_kwargs())
-
-
-def grouped(a, b):
-    return _run(_matmul, a, b, **GROUPED.all_kwargs())
 
 
 def autotuned(a, b):

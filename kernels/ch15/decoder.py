@@ -3,6 +3,8 @@
 Positions are not encoded: a causal mask is all the order that these claims need.
 """
 
+import gc
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -96,11 +98,19 @@ def graph_of(step, *pool):
     asking for it anew, takes many times as long as a capture.
     """
     step()  # libraries set themselves up in a first call, which captures forbid
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(_aside()):
-        graph.capture_begin(*pool)
-        try:
-            step()
-        finally:
+    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()  # a collection may destroy another graph, which would invalidate this capture
+    try:
+        with torch.cuda.stream(_aside()):
+            graph.capture_begin(*pool)
+            try:
+                step()
+            except BaseException:
+                with suppress(RuntimeError):  # that of the step says more
+                    graph.capture_end()
+                raise
             graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
     return graph

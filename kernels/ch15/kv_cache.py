@@ -2,6 +2,7 @@
 
 recompute  none: prompt and new tokens run through the model for each new token.
 concat     keys and values of all tokens so far, to which those of the new token are appended.
+           Those are views of a projection: copied first, since `cat` is slow where one is strided.
 slab       the same, in arrays as long as the text will become.
 
 Each prepares what it keeps of the prompts, and returns what decodes: the last hidden state at each
@@ -44,9 +45,8 @@ def concat(model, prompts, _new):
             for i, layer in enumerate(model.layers()):
 
                 def attend(q, k, v, i=i):
-                    caches[i] = tuple(
-                        torch.cat([old, x], 1) for old, x in zip(caches[i], (k, v), strict=True)
-                    )
+                    pairs = zip(caches[i], (k, v), strict=True)
+                    caches[i] = tuple(torch.cat([old, new.contiguous()], 1) for old, new in pairs)
                     return attention(q, *caches[i])
 
                 x = block(x, layer, attend)

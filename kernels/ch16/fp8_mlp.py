@@ -3,8 +3,9 @@
 prefill   arithmetic binds, so that the products shall be of fp8 as well: the kernel that normalises
           a row and the one that applies the gate also quantise it, and no value in 16 bits is
           written in between. The products themselves are the library's.
-decode    reading the weights binds. They are widened in registers and the token is not quantised at
-          all; of the norm no more is left than a factor, since it commutes with the product.
+decode    little is done but reading the weights. They are widened in registers and the token is not
+          quantised at all; of the norm no more is left than a factor, since it commutes with the
+          product.
 
 Each row of a weight (an output) and each token has a scale of its own.
 """

@@ -129,9 +129,9 @@ class Radix:
         node, at = self.root, 0
         for child, shared in list(self._walk(prompt)):
             node, at = child, at + shared
-            node.used = self.now
             if shared < len(node.tokens):
                 self._split(node, shared)
+            node.used = self.now
         if at < len(prompt):
             leaf = node.after[prompt[at]] = Node(prompt[at:], kv[at:], node)
             leaf.used = self.now
@@ -142,7 +142,7 @@ class Radix:
     def _split(self, node, at):
         """Cut a run: the rest keeps what followed, and is no more recent than it was."""
         rest = Node(node.tokens[at:], node.kv[at:], node)
-        rest.used, rest.after = node.used - 1, node.after
+        rest.used, rest.after = node.used, node.after
         for child in rest.after.values():
             child.parent = rest
         node.tokens, node.kv, node.after = node.tokens[:at], node.kv[:at], {rest.tokens[0]: rest}

@@ -4,8 +4,10 @@ The pool of each key head holds pages (PAGE tokens, D values each) of all sequen
 sequence in the block table names its pages in order.
 
 gather    copies the pages of each sequence into one array, as long as the longest, and calls
-          PyTorch's attention with a mask. The queries that share a key head are its "tokens": that
-          way keys and values are not repeated, and every backend can be used.
+          PyTorch's attention with a mask. To the indexing, heads and pages are one dimension, the
+          first: only then does PyTorch copy 16 bytes at a time. The queries that share a key head
+          are its "tokens": that way keys and values are not repeated, and every backend can be
+          used.
 in_place  a Triton kernel that looks up the page of each key, and reads it where it is.
 
 Shapes: q is sequences x key heads x group x D, keys and values are key heads x pages x PAGE x D.
@@ -21,8 +23,9 @@ ROWS = 16  # the smallest tile of the tensor cores: groups are filled up to it
 
 
 def gather(q, keys, values, table, lengths):
-    page = keys.shape[2]
-    whole = [pool[:, table].flatten(2, 3).transpose(0, 1) for pool in (keys, values)]
+    heads, pages, page, _ = keys.shape
+    rows = torch.arange(heads, device=q.device)[None, :, None] * pages + table[:, None]
+    whole = [pool.flatten(0, 1)[rows].flatten(2, 3) for pool in (keys, values)]
     places = torch.arange(table.shape[1] * page, device=q.device)
     mask = (places < lengths[:, None])[:, None, None]
     return scaled_dot_product_attention(q, *whole, attn_mask=mask)

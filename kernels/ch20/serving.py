@@ -1,10 +1,9 @@
-"""A small service that answers prompts with greedy tokens, in four stages of its life.
+"""A small service that answers prompts with greedy tokens, in three stages of its life.
 
 one_by_one  a request after the other; keys and values are appended to those so far.
 batched     all requests together, the same way.
 graph       the step of a token is a captured CUDA graph: token and position lie in tensors, and
             keys and values are written into arrays as long as the text will become.
-compiled    the same with the blocks compiled, which fuses what lies between the products.
 
 Each returns the tokens (requests x count) and the last hidden states. The prompts are processed
 in the clock, eagerly, by all of them.
@@ -77,50 +76,37 @@ class Slabs:
         return prefill(model, prompts, keep)
 
 
-def layer_step(x, qkv, out, up, down, kept, at, seen):  # noqa: PLR0917  tensors, for the compiler
-    def attend(q, k, v):
-        for room, new in zip(kept.unbind(), (k, v), strict=True):
-            room.index_copy_(1, at, new)
-        return attention(q, *kept.unbind(), attn_mask=seen)
+def graph(model, prompts, count):
+    slabs, device = Slabs(model, prompts, count), prompts.device
+    token, at = prompts[:, 0].clone(), torch.full((1,), slabs.length, device=device)
+    tokens = torch.zeros(len(prompts), slabs.length + count, dtype=torch.long, device=device)
+    last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
 
-    return block(x, (qkv, out, up, down), attend)
+    def step():
+        seen = (slabs.places <= at)[None, None, None]
+        x = model.embedding[token][:, None]
+        for layer, slab in zip(model.layers(), slabs.layers, strict=True):
 
+            def attend(q, k, v, slab=slab):
+                for kept, new in zip(slab, (k, v), strict=True):
+                    kept.index_copy_(1, at, new)
+                return attention(q, *slab, attn_mask=seen)
 
-# one layer is compiled, once, and called for each
-COMPILED = torch.compile(layer_step, dynamic=False)
+            x = block(x, layer, attend)
+        last.copy_(x[:, 0])
+        token.copy_(choose(model, last))
+        tokens.index_copy_(1, at, token[:, None])
+        at.add_(1)
 
+    replay = captured(step, device)
 
-def _replayed(layer):
-    def prepare(model, prompts, count):
-        slabs, device = Slabs(model, prompts, count), prompts.device
-        token, at = prompts[:, 0].clone(), torch.full((1,), slabs.length, device=device)
-        tokens = torch.zeros(len(prompts), slabs.length + count, dtype=torch.long, device=device)
-        last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
+    def run(model, prompts, count):
+        last.copy_(slabs.fill(model, prompts))
+        token.copy_(choose(model, last))
+        tokens[:, slabs.length - 1] = token
+        at.fill_(slabs.length)
+        for _ in range(count - 1):
+            replay()
+        return tokens[:, slabs.length - 1 : -1].clone(), last.clone()
 
-        def step():
-            seen = (slabs.places <= at)[None, None, None]
-            x = model.embedding[token][:, None]
-            for weights, kept in zip(model.layers(), slabs.layers, strict=True):
-                x = layer(x, *weights, kept, at, seen)
-            last.copy_(x[:, 0])
-            token.copy_(choose(model, last))
-            tokens.index_copy_(1, at, token[:, None])
-            at.add_(1)
-
-        replay = captured(step, device)
-
-        def run(model, prompts, count):
-            last.copy_(slabs.fill(model, prompts))
-            token.copy_(choose(model, last))
-            tokens[:, slabs.length - 1] = token
-            at.fill_(slabs.length)
-            for _ in range(count - 1):
-                replay()
-            return tokens[:, slabs.length - 1 : -1].clone(), last.clone()
-
-        return run
-
-    return prepare
-
-
-graph, compiled = _replayed(layer_step), _replayed(COMPILED)
+    return run

@@ -3,7 +3,7 @@
 eager   PyTorch's operations, launched one by one; keys and values lie in a slab.
 graph   the same operations in a CUDA graph, which is replayed for every token. What changes (the
         token, its position) lies in tensors.
-fused   Triton kernels: five a layer instead of some twenty. A product of a matrix and one vector
+fused   Triton kernels: five a layer instead of sixteen. A product of a matrix and one vector
         only reads the matrix, so norm, activation function and residual are done on the way.
 int8    the same kernels, with a byte for each weight and a scale for each row.
 

@@ -188,7 +188,7 @@ def proving(chosen: argparse.Namespace) -> int:
     if (chosen.readme is None) != (chosen.record is None):
         raise Misuse("--readme FILE goes with a record: prove --readme README.md PROOF.json")
     if chosen.readme:
-        prove.embed(chosen.readme, prove.read(chosen.record))
+        views.embed(chosen.readme, "proof", prove.section(prove.read(chosen.record)))
         return DONE
     names = prove.chosen(chosen.only)
     gpus = _measurable()[:1]
@@ -254,7 +254,7 @@ def report(chosen: argparse.Namespace) -> int:
     if isinstance(said := content.get("machine_info"), dict):
         machine |= said
     if chosen.readme:
-        chapters.embed(chosen.readme, results)
+        views.embed(chosen.readme, "results", chapters.tables(results))
         return DONE
     if chosen.format == "md":
         text = chapters.markdown(results, Path.cwd())

@@ -1,16 +1,4 @@
-"""The error tree; every message says what, where and what to do.
-
-AiperfError
-|-- Misuse               a claim, a flag or a file is written wrong
-|-- BuildError           nvcc refused a source, or is missing
-|-- LaunchError          a kernel launch reported a CUDA error
-|-- InvalidMeasurement   a guard says that these figures mean nothing
-|-- CannotCapture        a call cannot be captured in a CUDA graph
-|-- CaptureFailed        a profiler's artefact is missing, empty or unreadable
-|-- ToolMissing          a profiler is absent, too old or not permitted
-`-- Disagreement         an arm's result is wrong            (also an AssertionError)
-    Unproven             the verdict does not hold the claim (also an AssertionError)
-"""
+"""What can go wrong; every message says what, where and what to do."""
 
 from __future__ import annotations
 

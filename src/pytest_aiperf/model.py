@@ -132,7 +132,6 @@ class Senses:
 
     sm_mhz: int | None = None
     temperature_c: int | None = None
-    power_w: float | None = None
     event_reasons: int | None = None
     violations: Mapping[str, int] = field(default_factory=dict)
 

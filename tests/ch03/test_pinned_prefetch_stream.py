@@ -77,5 +77,6 @@ def test_pinned_prefetch_stream(compare: Compare) -> None:
         inputs=pinned_batches,
         reference=in_fp64,
         metric="wall",
+        # holds that the work is equal, no more: what is saved is waiting
         evidence=[evidence.launches(most=1, per="baseline")],
     )

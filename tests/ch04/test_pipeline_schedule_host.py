@@ -57,7 +57,7 @@ def test_pipeline_memory_host(compare: Compare) -> None:
     compare(
         baseline=alive(pipeline.gpipe),
         optimized=alive(pipeline.one_f_one_b),
-        against="library",
+        against="idiomatic",
         inputs=network,
         reference=gradients_of_the_whole,
         metric="score",

@@ -5,6 +5,9 @@ With `all_gather` into a list, each layer allocates a tensor a rank, NCCL copies
 them, and `cat` copies them once more. `all_gather_into_tensor` writes the shards one after the
 other in rank order, which is the concatenation already, and two buffers serve all layers in turn.
 
+Most of the gain is the host's: 48 launches instead of 96, and fewer allocations. The bytes that are
+not copied are the smaller part, a few megabytes a layer.
+
 Weights are split by rows and activations kept as columns, so that a shard is contiguous; where the
 split runs along the inner dimension, a copy is needed either way. The gain ends where the GEMM of
 a layer outlasts all of it.
@@ -51,12 +54,11 @@ def preallocated(x, mine):
 
 
 def in_fp64(x, mine):
+    shards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, mine)
     x = x.double()
-    for weight in mine.double():
-        shard = torch.tanh(weight @ x)
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, shard)
-        x = torch.cat(parts)
+    for weight in torch.cat(shards, 1):  # whole: nothing is split or gathered from here on
+        x = torch.tanh(weight.double() @ x)
     return x
 
 

@@ -2,11 +2,11 @@
 
 Load, eight dependent FMAs, store: within an element everything waits for what came before. With one
 element a thread a full multiprocessor has 2048 loads of 4 bytes in flight, 8 KiB, and fast memory
-answers such a trickle at two thirds of its speed. With four, a thread has four loads in flight
+answers such a trickle at three fifths of its speed. With four, a thread has four loads in flight
 before the first is needed, and the FMAs of one element run in the gaps of the others. The accesses
 are as wide and as coalesced as before: only their independence is used.
 
-The gain ends at the speed of memory, here near 1.5x; more elements then only cost registers and
+The gain ends at the speed of memory, here near 1.6x; more elements then only cost registers and
 leave fewer, larger pieces of work to spread over the chip. Where one load a thread already
 saturates memory (16-byte loads, slower memory), there is nothing to win.
 """

@@ -1,4 +1,4 @@
-"""Launch bounds that ask for full occupancy make a kernel of many registers spill.
+"""A kernel that keeps its registers beats one whose launch bounds make it spill.
 
 `__launch_bounds__(256, 8)` promises the compiler eight blocks on each multiprocessor, 2048 threads,
 and leaves 32 of its 65536 registers to each. A thread that holds 64 values needs about 80; what
@@ -37,6 +37,7 @@ def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     compare(
         baseline=transform["full_occupancy"],
         optimized=transform[rung],
+        against="naive",  # no compiler leaves so few registers unless a bound demands it
         inputs=columns,
         work=lambda a, out, count: Work(bytes=2 * a.nbytes, flops=6 * a.numel(), dtype="fp32"),
         reference=hadamard,
@@ -44,6 +45,7 @@ def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
             evidence.opcode("STL", kernel="wht_full_occupancy", least=100),
             evidence.opcode("STL", kernel=f"wht_{rung}", most=0),
             evidence.spills(most=0, kernel=f"wht_{rung}"),
-            evidence.registers(most=128, kernel=f"wht_{rung}"),
+            # 512 threads fit, though nothing bounds it ("matched" leaves the compiler no choice)
+            evidence.registers(most=128, kernel="wht_unbounded"),
         ],
     )

@@ -2,9 +2,9 @@
 
 Device memory moves sectors of 32 bytes. Lanes that are 32 floats apart touch a sector each and use
 4 bytes of it; by the time the neighbours are due the sector has left the L2, so that the copy moves
-at least 8 times the bytes (an H200 takes about 16 times as long: a sector is the least that moves).
-Neighbouring lanes on neighbouring floats use whole sectors. The stride itself is the subject here,
-hence the naive baseline.
+8 times the bytes. That is not all: the H200 takes 15 times as long as with "coalesced", and sectors
+alone do not explain the rest. Neighbouring lanes on neighbouring floats use whole sectors. The
+stride itself is the subject here, hence the naive baseline.
 
 The factor needs data well beyond the L2, which otherwise keeps the sectors until they are used up.
 The limit is the speed of device memory, reading and writing; cudaMemcpyAsync shows what is to be

@@ -6,9 +6,10 @@ memory and leave one barrier. What remains is paid for each element that is read
 by turning the loops round: as many blocks as fit walk over the whole array, four 16-byte loads a
 thread under way at a time, and reduce among threads once, at the very end.
 
-torch.sum is the library arm. The limit is the array once over memory bandwidth; below a few
-megabytes launches and the final combination weigh more than the bytes. The summands are positive,
-so that rounding in another order stays near the last bit.
+Each rung is measured against the one before it; torch.sum is the library arm. The limit is the
+array once over memory bandwidth; below a few megabytes launches and the final combination weigh
+more than the bytes. The summands are positive, so that rounding in another order stays near the
+last bit.
 """
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
+LADDER = ["tree", "shuffle", "grid_stride"]
 PROOF = {
     "shuffle": [
         evidence.opcode("SHFL", kernel="sum_shuffle", least=10),
@@ -38,9 +40,10 @@ def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
 def test_reduction_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     total = nvcc("ch07/reduction.cu")
     compare(
-        baseline=total["tree"],
+        baseline=total[LADDER[LADDER.index(rung) - 1]],
         optimized=total[rung],
         library=lambda a, out, n: torch.sum(a, 0, keepdim=True, out=out),
+        against="idiomatic" if rung == LADDER[1] else "previous rung",
         inputs=floats,
         work=lambda a, out, n: Work(bytes=a.nbytes, flops=n, dtype="fp32", written=4),
         reference=lambda a, out, n: a.sum(0, keepdim=True, dtype=torch.float64),

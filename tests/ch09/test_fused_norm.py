@@ -6,9 +6,10 @@ arrays of fp16, where four are needed (two in, two out). PyTorch's own RMSNorm (
 kernels and five arrays, since the sum is read back. One program that keeps its row in registers
 adds, squares, sums and scales without touching memory in between: four arrays.
 
-torch.compile of the steps is the library arm and fuses them, too. The limit is the ratio of bytes,
-23 / 5 and 23 / 4. It ends where a row outgrows the registers of a block, where the arrays stay in
-the L2 cache, and where few rows leave most of the chip idle.
+torch.compile of the steps is the library arm and fuses them, too. Fewer bytes alone give 23 / 5 and
+23 / 4. The gain is larger, because the eager kernels reach only some 70 % of the speed of a copy.
+It ends where a row outgrows the registers of a block, where the arrays stay in the L2 cache, and
+where few rows leave most of the chip idle.
 """
 
 import pytest

@@ -1,11 +1,13 @@
 """Each step of Hopper's matrix path beats the one before it, up to the library's speed.
 
-With mma.sync, a warp carries every fragment through its registers, and reaches some 60 % of the
-tensor cores. wgmma lets four warps name whole tiles in shared memory: one instruction multiplies
-64 x 128 x 16, asynchronously. The copy engine (TMA) then fetches those tiles, so that no thread
-computes addresses, and an mbarrier says when the bytes are there. At last the warps specialise:
-one thread fetches ahead, two warpgroups multiply tiles of 128 x 256, and the fetches of the next
-tile run while this one is stored.
+With mma.sync, a warp carries every fragment through its registers, and 36 % of the tensor cores'
+rate is reached: reading the fragments keeps shared memory busy for longer than the products take.
+wgmma lets four warps name whole tiles in shared memory: one instruction multiplies 64 x 128 x 16.
+Each step still waits for its product, and all threads copy in between. "tma" changes two things:
+the copy engine fetches the tiles, so that no thread computes addresses and an mbarrier says when
+the bytes are there, and the next product is under way while the block waits for the one before. At
+last the warps specialise: one thread fetches ahead, two warpgroups multiply tiles of 128 x 256, and
+the fetches of the next tile run while this one is stored.
 
 Each rung is compared with the one below it, on the same operands (b transposed, as in a linear
 layer); cuBLAS is the library arm. All rungs need whole tiles. The limit is the tensor cores' power:

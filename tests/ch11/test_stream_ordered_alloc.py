@@ -16,7 +16,7 @@ retains is lost to other processes.
 import pytest
 import torch
 
-from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+from pytest_aiperf import Bench, Compare, Nvcc, Work
 
 
 def rows(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -42,5 +42,4 @@ def test_stream_ordered_alloc(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         work=lambda a, out, count, n: Work(bytes=2 * a.nbytes),
         reference=smoothed_twice,
         metric="wall",
-        evidence=[evidence.kernels(most=1, per="baseline")],
     )

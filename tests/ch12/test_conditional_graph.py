@@ -1,6 +1,6 @@
 """A WHILE node lets the GPU decide on its own whether there is another step.
 
-Each step works for a microsecond or two, and only its result says whether another is needed. If
+Each step works for about three microseconds, and only its result says whether another is needed. If
 the host decides, every step costs a launch, a copy of the flag back, and the host's waking up. A
 flag in pinned host memory, which the kernel writes itself, saves the copy but not the waiting. A
 conditional node keeps the loop on the GPU: the last block of a step sets the condition, and the

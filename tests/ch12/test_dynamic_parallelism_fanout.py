@@ -6,8 +6,9 @@ trips. With dynamic parallelism the last block of a level launches the next grid
 when this one has ended (a tail launch). One cooperative grid that stays, with a barrier after each
 level, launches nothing at all; it is shown because it often wins, where a fixed grid will do.
 
-What the caller waits for (wall) is judged. A device-side launch costs a few microseconds, so wide
-levels gain nothing; launches nest 24 deep at most; and the code must be relocatable (-rdc=true).
+What the caller waits for (wall) is judged. A device-side launch costs some ten microseconds, so
+wide levels gain nothing; launches nest 24 deep at most; and the code must be relocatable
+(-rdc=true).
 """
 
 import pytest

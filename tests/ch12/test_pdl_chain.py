@@ -2,8 +2,9 @@
 
 In stream order a kernel starts when its predecessor has ended and its writes are flushed: in a
 chain of small layers each pays a launch latency, and then waits for the first bytes of its 8 MiB of
-weights. With programmatic dependent launch a kernel lets its successor start at once; that one
-fetches what does not depend on the predecessor, and waits only before it reads the state.
+weights and of the state, which it fetches together. With programmatic dependent launch a kernel
+lets its successor start at once; that one fetches what does not depend on the predecessor, and
+waits only before it fetches the state.
 
 The gain is the part of a kernel that may run ahead: much in chains of short kernels with a prologue
 (here the weights), a few per cent in a whole model. Both kernels must find room on a multiprocessor

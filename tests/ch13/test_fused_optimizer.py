@@ -6,9 +6,10 @@ decay, two moments, square root, quotients and the step are eight passes over th
 arithmetic in registers, and writes three of them back: 28 bytes. Both work through lists of tensors
 in chunks, so that 64 tensors of all sizes cost few launches.
 
-The ratio of bytes, 2.9x, is the limit; the loop over tensors, which PyTorch had before, adds a
-launch for each tensor and operation to foreach's traffic. In a step of training the update counts
-where tokens are few for the parameters; sharded, each GPU updates its part only.
+Fewer bytes alone give 2.9x. The gain is a little larger, because foreach's kernels reach only some
+three quarters of the speed of a copy, and the fused one more. The loop over tensors, which PyTorch
+had before, adds a launch for each tensor and operation to foreach's traffic. In a step of training
+the update counts where tokens are few for the parameters; sharded, each GPU updates its part only.
 """
 
 import torch

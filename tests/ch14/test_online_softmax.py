@@ -1,15 +1,18 @@
-"""A softmax that reads each row from memory once beats one pass per step.
+"""A Triton softmax of one read and one write beats torch.softmax, if by little.
 
 Written as four steps, softmax runs as five kernels (maximum, difference, exponential, sum,
 quotient), and rows of 8192 columns pass through memory eight times: five reads and three writes.
-One block that keeps its row on the chip needs one read and one write: 4x by the bytes, and more
-where the eager reductions do not reach the speed of memory. "online" finds maximum and sum in the
-same sweep by rescaling the sum whenever the maximum grows, and fetches the row a second time from
-the L2 cache; "resident" holds the row in registers.
+torch.softmax is one kernel; "one_call" compares the two, and the four steps are a naive baseline.
 
-torch.compile of the four steps is the library arm: it fuses them, too. The gain ends where the
-whole matrix stays in the L2 cache; "resident" ends where a row outgrows the registers of a block,
-and "online" loses its cache hits when the rows in flight outgrow the cache.
+The other rungs are compared with torch.softmax. A row must be read and written once, and a block
+that keeps it on the chip does no more: what is left to gain is to come nearer to the speed of
+memory. "online" finds maximum and sum in the same sweep by rescaling the sum whenever the maximum
+grows, and fetches the row a second time from the L2 cache; "resident" is compiled for rows of this
+width, loads all of one at once, and holds it in registers.
+
+torch.compile of the four steps is the library arm: it fuses them, too. "resident" ends where a row
+outgrows the registers of a block, and "online" loses its cache hits when the rows in flight outgrow
+the cache.
 """
 
 import pytest
@@ -29,18 +32,36 @@ def four_steps(x):
     return y.div_(y.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("rung", ["online", "resident"])
+def one_call(x):
+    return torch.softmax(x, 1)
+
+
+def in_fp64(x):
+    powers = x.double().exp()  # of values this small nothing overflows
+    return powers / powers.sum(1, keepdim=True)
+
+
+ARMS = {
+    "one_call": (four_steps, one_call, "naive"),
+    "online": (one_call, softmax.online, "library"),
+    "resident": (one_call, softmax.resident, "library"),
+}
+
+
+@pytest.mark.parametrize("rung", ARMS)
 def test_online_softmax(compare: Compare, rung: str) -> None:
+    baseline, optimized, against = ARMS[rung]
+    proof = [
+        evidence.spills(kernel=f"_{rung}"),
+        evidence.counter("dram__bytes.sum", most=1.1, per="work"),
+    ]
     compare(
-        baseline=four_steps,
-        optimized=getattr(softmax, rung),
+        baseline=baseline,
+        optimized=optimized,
         library=torch.compile(four_steps, dynamic=False),
+        against=against,
         inputs=rows,
         work=lambda x: Work(bytes=2 * x.nbytes, flops=5 * x.numel(), dtype="fp32"),
-        reference=lambda x: torch.softmax(x.double(), 1),
-        evidence=[
-            evidence.kernels(1),
-            evidence.spills(kernel=f"_{rung}"),
-            evidence.counter("dram__bytes.sum", most=1.1, per="work"),
-        ],
+        reference=in_fp64,
+        evidence=[evidence.kernels(1), *(proof if against == "library" else [])],
     )

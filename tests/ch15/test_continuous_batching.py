@@ -4,14 +4,15 @@ A step of decoding costs the same whether its 32 slots hold 32 requests or 3, si
 weights and launches. A static batch runs until its longest text ends, and lengths differ a lot: the
 slots of short ones idle. Continuous batching refills a slot in the very next step. Both arms replay
 the same captured step, in which only the rule for refilling differs, so that the gain is the ratio
-of steps: the longest text of each batch, summed, over all lengths divided by the slots. Sorting by
-length before batching does nearly as well, but needs to know the lengths beforehand, and it
-reorders.
+of steps. Slots that are never empty would make that 4.8x: the longest text of each batch, summed,
+over all lengths divided by the slots. The last texts run in half-empty slots, which costs the rest.
+Sorting by length before batching has no such tail and needs even a few steps less here, but it must
+know the lengths beforehand, and it reorders.
 
 Requests are first tokens, so that refilling costs nothing; a real server runs a prompt first, and
 must keep that from holding up the others (chunked prefill). The gain is small where lengths are
-alike, and the last texts run in half-empty slots. Tokens are robust: the model prefers each next
-one by a wide margin. What shows the attention and its cache is the logit of token 0 at each step.
+alike. Tokens are robust: the model prefers each next one by a wide margin. What shows the attention
+and its cache is the logit of token 0 at each step.
 """
 
 import pytest

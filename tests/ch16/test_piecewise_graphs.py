@@ -1,8 +1,8 @@
 """Graphs of the pieces between attentions serve prompts of any length; a graph of all serves one.
 
-A small model on a short prompt is bound by its launches, about 80 of them here, and a CUDA graph
-would take them away. But a graph is made for one length, and prompts have any: a graph for each new
-one ("recapture") costs more than it saves. Only attention must know the length. All the rest treats
+A small model on a short prompt is bound by its launches, 68 of them here, and a CUDA graph would
+take them away. But a graph is made for one length, and prompts have any: a graph for each new one
+("recapture") costs more than it saves. Only attention must know the length. All the rest treats
 each token alone and may work on some tokens too many, so it is captured in pieces, for 64, 128 and
 256 tokens, when the model is loaded. A prompt uses the next larger size, and attention between the
 pieces is launched eagerly, for exactly its tokens.

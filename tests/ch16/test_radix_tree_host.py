@@ -61,6 +61,14 @@ def uncached(tokens, lengths, room):
 
 
 @pytest.mark.host
+def test_the_rest_of_a_split_run_is_dropped_in_its_turn() -> None:
+    tree = lru_prefixes.Radix(room=5)
+    for prompt in ((1, 2, 3), (4,), (5,), (1, 6)):  # the last one splits the first, and needs room
+        tree.insert(prompt, lru_prefixes.prefill(prompt, ()))
+    assert [len(tree.match(prompt)) for prompt in ((1, 2, 3), (4,), (5,), (1, 6))] == [1, 1, 1, 2]
+
+
+@pytest.mark.host
 @pytest.mark.parametrize("rung", RUNGS)
 def test_radix_tree_host(compare: Compare, rung: str) -> None:
     compare(

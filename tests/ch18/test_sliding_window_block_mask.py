@@ -1,13 +1,14 @@
 """A block mask skips what a sliding window hides; a mask in memory computes it and throws it away.
 
 With a window of 1024 tokens, 94 % of the scores of 16384 tokens are masked. PyTorch's attention
-takes a mask as a tensor: all products are computed, 512 MB of mask are read for each head, and the
-fastest backends take none. FlexAttention gets the rule as a function, finds out once for each tile
-of 128 x 128 whether all, some or none of it is seen, and visits the tiles that are not empty. The
-rule itself is evaluated only in tiles at the window's two edges.
+takes a mask as a tensor: all products are computed, and 512 MB of mask are read for each head.
+FlexAttention gets the rule as a function, finds out once for each tile of 128 x 128 whether all,
+some or none of it is seen, and visits the tiles that are not empty. The rule itself is evaluated
+only in tiles at the window's two edges.
 
-The block mask is built outside the clock, as models do it: once for all layers. The limit is that
-of the tiles visited, here 9 in 128. The gain ends where the window is as long as the text, and the
+Both masks are built outside the clock, as models do it: once for all layers; the baseline's as what
+is added to the scores, which PyTorch would otherwise make of it in each call. The limit is that of
+the tiles visited, here 9 in 128. The gain ends where the window is as long as the text, and the
 tiles at the edges count whole, so that windows below 128 gain nothing more.
 """
 
@@ -36,7 +37,8 @@ def seen(window):
 
 def masked(q, _k, _v, window):
     at = torch.arange(q.shape[2], device=q.device)
-    mask = seen(window)(0, 0, at[:, None], at)
+    hidden = ~seen(window)(0, 0, at[:, None], at)
+    mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
     return lambda q, k, v, _: scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -74,8 +76,5 @@ def test_sliding_window_block_mask(compare: Compare, monkeypatch: pytest.MonkeyP
         inputs=heads,
         work=lambda q, k, v, window: Work(flops=4 * q.numel() * window, dtype="bf16"),
         reference=in_fp64,
-        evidence=[
-            evidence.peak_memory(most=0.2, per="baseline"),
-            evidence.counter("smsp__inst_executed.sum", most=0.2, per="baseline"),
-        ],
+        evidence=[evidence.counter("smsp__inst_executed.sum", most=0.2, per="baseline")],
     )

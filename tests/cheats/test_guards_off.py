@@ -264,7 +264,7 @@ GUARDS = {
     "scalars mean what they show": Guard(
         {(plainyaml, "_scalar"): lambda _p, node, _w: node.value}, trap("octal")
     ),
-    "ids are ids": Guard({(expectations, "is_claim"): returning(True)}, trap("claim id")),
+    "ids are ids": Guard({(expectations, "is_claim_id"): returning(True)}, trap("claim id")),
     "json is strict": Guard(
         {(results, "_strict"): nothing},
         calls(

@@ -20,12 +20,12 @@ LOOSE = ("launch", "h2d_pageable", "d2h_pageable")  # the host's, which has othe
 
 
 @pytest.fixture
-def measured(gpu, tmp_path):
+def measured(gpu):
     """Measure everything, and how long that took."""
     with Lease([gpu.uuid]).time_host():
         begun = time.monotonic()
         found = ceilings.known(
-            CudaClock(gpu), NAMES, lambda line: print(line, file=sys.stderr), folder=tmp_path
+            CudaClock(gpu), NAMES, lambda line: print(line, file=sys.stderr), fresh=True
         )
         print("\n".join(ceilings.table(found, gpu.key)), file=sys.stderr)
         return found, time.monotonic() - begun
@@ -43,23 +43,23 @@ def test_all_is_measured_in_time_and_within_physics(gpu, measured):
         assert found[name] == pytest.approx(known, rel=0.03), name
 
 
-def test_two_runs_agree(gpu, measured, tmp_path):
+def test_two_runs_agree(gpu, measured):
     first, _ = measured
     with Lease([gpu.uuid]).time_host():
-        second = ceilings.known(CudaClock(gpu), NAMES, folder=tmp_path, fresh=True)
+        second = ceilings.known(CudaClock(gpu), NAMES, fresh=True)
     apart = {n: abs(second[n] / first[n] - 1) for n in first if n not in LOOSE}
     assert max(apart.values()) < 0.02, apart
 
 
-def test_what_a_claim_needs_takes_seconds_and_changes_no_switch(gpu, tmp_path):
+def test_what_a_claim_needs_takes_seconds_and_changes_no_switch(gpu):
     clock = CudaClock(gpu)
     before, random = guards.flags(), torch.cuda.get_rng_state()
     with Lease([gpu.uuid]).time_device():
         begun = time.monotonic()
-        ceilings.known(clock, folder=tmp_path)
+        ceilings.known(clock, fresh=True)
         assert time.monotonic() - begun < 12
         begun = time.monotonic()
-        ceilings.known(clock, folder=tmp_path)
+        ceilings.known(clock)
         assert time.monotonic() - begun < 0.1
     assert guards.changed_flags(before, guards.flags()) == []
     assert torch.equal(random, torch.cuda.get_rng_state())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,7 +83,12 @@ class Project:
         command = self.pytester._getpytestargs()  # what runpytest_subprocess uses
         out = (self.path / "out").open("wb")
         return self.pytester.popen(
-            [*command, *self.command(*arguments)], stdout=out, stderr=out, start_new_session=True
+            [*command, *self.command(*arguments)],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            # a shell has what it starts in the background ignore it, and so has ours inherited
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     def results(self, run: str = "latest") -> dict[str, dict]:

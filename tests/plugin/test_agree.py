@@ -1,5 +1,6 @@
 """Do two results agree, and where not."""
 
+import gc
 import re
 
 import numpy as np
@@ -36,6 +37,18 @@ def judge(optimized, baseline=double, *, make=None, reference=None, **words):
 
 def wrong(message, error=Disagreement):
     return pytest.raises(error, match=re.escape(message))
+
+
+def test_no_garbage_is_collected_while_an_arm_prepares_or_runs():
+    seen = []
+
+    def make(a, out):
+        seen.append(gc.isenabled())
+        return lambda a, out: seen.append(gc.isenabled()) or double(a, out)
+
+    judge(prepared(make))
+    assert seen == [False, False]
+    assert gc.isenabled()
 
 
 # what the baseline does

@@ -48,7 +48,9 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def cache(tmp_path):
+def cache(tmp_path, monkeypatch):
+    """Where builds are kept, also of those who are told no folder."""
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -98,7 +100,7 @@ def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cac
     bad.write_text('extern "C" int f(cudaStream_t stream) {\n  return nonsense;\n}\n')
     wants = [Want(source, arch) for arch in ARCHS] + [Want(bad, "sm90"), Want(bad, "sm90", ("-x",))]
     seen = []
-    *four, broken, refused = build_all(wants, cache=cache, progress=lambda *step: seen.append(step))
+    *four, broken, refused = build_all(wants, progress=lambda *step: seen.append(step))
     assert [b.arch for b in four] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
     assert len({b.path for b in four}) == 4
     assert [(done, total) for done, total, _ in seen] == [(i, 6) for i in range(1, 7)]
@@ -190,7 +192,7 @@ def test_a_torn_entry_is_built_anew(torn, source, cache, fake_nvcc):
 def test_threads_of_one_process_compile_once(source, cache, fake_nvcc, monkeypatch):
     runs = fake_nvcc(f"sleep 0.2; {WRITES}")
     monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(4))
-    made = build_all([Want(source, "sm90")] * 4, cache=cache)
+    made = build_all([Want(source, "sm90")] * 4)
     assert len(set(made)) == 1
     assert runs() == 1
 
@@ -300,7 +302,7 @@ def test_ctrl_c_ends_every_compiler(source, cache, fake_nvcc, tmp_path, monkeypa
     monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(2))
     wants = [Want(source, "sm90"), Want(source, "sm100"), Want(source, "sm103")]
     with pytest.raises(KeyboardInterrupt):
-        build_all(wants, cache=cache, progress=interrupted)
+        build_all(wants, progress=interrupted)
     assert not any(alive(slow.suffix[1:]) for slow in tmp_path.glob("slow.*"))
     assert len(published(cache)) == 1
 
@@ -386,7 +388,7 @@ def test_allowed_flags_reach_nvcc_and_replace_the_defaults(source, cache, fake_n
 
 def test_flags_are_a_list(source, cache):
     with pytest.raises(Misuse, match=r"flags= takes a list: \['-O2'\]"):
-        Nvcc([source.parent], ["sm90"], cache=cache)("scale.cu", flags="-O2")
+        Nvcc([source.parent], ["sm90"])("scale.cu", flags="-O2")
 
 
 @pytest.mark.parametrize("arch", ["hopper", "sm_90a,code=x", "compute_90", "sm90 ", ""])
@@ -400,7 +402,7 @@ def test_an_unknown_architecture_is_refused(arch, source):
 
 def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
     fake_nvcc(WRITES)
-    nvcc = Nvcc([tmp_path / "none", source.parent], ARCHS, load=False, cache=cache)
+    nvcc = Nvcc([tmp_path / "none", source.parent], ARCHS, load=False)
     kernels = nvcc("scale.cu")
     assert [b.arch for b in nvcc.used] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
     nvcc("scale.cu")
@@ -417,7 +419,7 @@ def test_nvcc_names_the_folders_it_tried(tmp_path):
 
 def test_nvcc_raises_what_the_build_says(source, cache, fake_nvcc):
     fake_nvcc("exit 1")
-    nvcc = Nvcc([source.parent], ["sm90"], cache=cache)
+    nvcc = Nvcc([source.parent], ["sm90"])
     with pytest.raises(BuildError, match="could not build"):
         nvcc("scale.cu")
     assert nvcc.used == []

@@ -201,6 +201,7 @@ def test_the_kernels_build_without_spills(tmp_path):
 def known(tmp_path, monkeypatch):
     """Ask for ceilings; ``known.asked`` are the names that had to be measured."""
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
 
     def measured(clock, say, names):
         known.asked += names
@@ -209,7 +210,7 @@ def known(tmp_path, monkeypatch):
     def known(names=("copy", "bf16"), gpu=GPU, **words):
         known.asked = []
         clock = SimpleNamespace(gpu=gpu)
-        return ceilings.known(clock, names, folder=tmp_path, **words)
+        return ceilings.known(clock, names, **words)
 
     monkeypatch.setattr(ceilings, "_measured", measured)
     return known
@@ -221,11 +222,13 @@ def the_file(tmp_path):
 
 
 def test_ceilings_are_measured_once(known, tmp_path):
+    assert ceilings.remembered(GPU) == {}
     assert known() == {"copy": 1e12, "bf16": 1e12}
     assert known.asked == ["copy", "bf16"]
     assert known() == {"copy": 1e12, "bf16": 1e12}
     assert known.asked == []
     assert the_file(tmp_path).name == "GPU-12_34-580.1.json"
+    assert ceilings.remembered(GPU) == {"copy": 1e12, "bf16": 1e12}
 
 
 def test_more_names_are_measured_when_they_are_asked_for(known):
@@ -290,7 +293,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(gauge, "Gauge", lambda *_: SimpleNamespace(ways=found))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise BuildError("no nvcc: get one\nhere")
 
     monkeypatch.setattr(ceilings.build, "build", refuse)
@@ -376,11 +379,12 @@ def child(tmp_path, monkeypatch):
 
 def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     child(
         'test "$2 $3" = "pytest_aiperf.timing.links 2" && echo \'{"p2p": 3.7e11}\' >"$4/found.json"'
     )
     said = []
-    found = ceilings.known_links([GPU, FAKE_GPU], said.append, folder=tmp_path)
+    found = ceilings.known_links([GPU, FAKE_GPU], said.append)
     assert found == {"p2p": 3.7e11}
     assert said == ["measuring the links of 2 GPUs"]
     assert the_file(tmp_path).name.startswith("2-")

@@ -11,7 +11,7 @@ from pytest_aiperf.claim.replicate import PLAN
 from pytest_aiperf.claim.trial import SEEDS
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
 from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
-from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Noise
+from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
@@ -124,6 +124,20 @@ def test_what_becomes_of_claims_that_do_not_hold(words, outcome, kind):
     assert result.outcome is outcome
     assert isinstance(problem, kind)
     assert str(problem) == result.message
+
+
+def test_a_wrong_result_says_more_than_a_disturbed_round():
+    calls = []
+
+    def tires(x):
+        calls.append(1)
+        result = doubling(100)(x)
+        return result if len(calls) < 30 else x
+
+    clock = FakeClock(FAKE_GPU, Noise.none(), faults=[Fault(100, "throttle", blocks=10_000)])
+    result, problem = run(a_claim(optimized=tires), a_case(clock=clock))
+    assert isinstance(problem, Disagreement)
+    assert result.outcome is Outcome.FAILED
 
 
 def test_a_debugging_environment_measures_nothing(monkeypatch):

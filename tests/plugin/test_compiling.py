@@ -96,6 +96,16 @@ def test_torch_that_is_set_to_autotune_keeps_its_turn(lease, compiled, monkeypat
     assert seen == [False]
 
 
+def test_who_records_graphs_keeps_its_turn(lease, other, compiled):
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    recording = CallbackTrigger.CUDAGRAPH_RECORDING
+    with compiling.beside(lease, HostClock(), []), lease.prepare():
+        with callback_handler.install_callbacks(recording, "0/0"):
+            assert not other()
+        assert not other()
+
+
 def test_a_file_of_another_encoding_is_looked_at(lease, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.cu").write_bytes(b"// \xe9: an accent of Latin-1")

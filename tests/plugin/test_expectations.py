@@ -28,7 +28,14 @@ from pytest_aiperf.model import (
     Verdict,
 )
 from pytest_aiperf.records import expectations, plainyaml
-from pytest_aiperf.records.expectations import Written, acceptable, is_claim, load, plan, stack_line
+from pytest_aiperf.records.expectations import (
+    Written,
+    acceptable,
+    is_claim_id,
+    load,
+    plan,
+    stack_line,
+)
 from pytest_aiperf.rules.evidence import launches
 from tests.plugin.records import H200, STACK, result
 
@@ -314,8 +321,8 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
 
 
 def test_claim_ids():
-    assert is_claim("ch06/bank_conflicts[padded]")
-    assert is_claim("ch06/deep/copy[1024-bf16/x y]")
+    assert is_claim_id("ch06/bank_conflicts[padded]")
+    assert is_claim_id("ch06/deep/copy[1024-bf16/x y]")
     bad = [
         "",
         "copy",
@@ -328,7 +335,7 @@ def test_claim_ids():
         "a/b[\n]",
         "a/" + "b" * 500,
     ]
-    assert [name for name in bad if is_claim(name)] == []
+    assert [name for name in bad if is_claim_id(name)] == []
 
 
 def test_stack_line():

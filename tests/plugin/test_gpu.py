@@ -73,9 +73,6 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, h):
         return self._ask(h.index, SimpleNamespace(total=141 << 30))
 
-    def nvmlDeviceGetPowerUsage(self, h):
-        return self._ask(h.index, 518_250)
-
     def nvmlDeviceGetClockInfo(self, h, clock):
         assert clock == self.NVML_CLOCK_SM
         return self._ask(h.index, 1575)
@@ -169,7 +166,7 @@ def test_hidden_gpus_are_said_to_be_hidden(nvml):
 
 
 def test_senses_are_read_and_what_cannot_be_read_is_absent(nvml):
-    assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 518.25, 0x4, {"thermal": 11})
+    assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 0x4, {"thermal": 11})
     assert gpu.sense(UUIDS[2]) == Senses()
     assert gpu.sense("GPU-none") == Senses()
 

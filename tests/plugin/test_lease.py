@@ -203,6 +203,23 @@ def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
         ours.take_back()
 
 
+def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
+    ours = Lease([A], tmp_path / "locks")
+
+    def fault():
+        raise RuntimeError
+
+    with ours.prepare():
+        theirs = claim("time_device")
+        assert theirs.waits  # and holds the gate, so that a second lock would wait for ever
+        with pytest.raises(RuntimeError):
+            ours.let_go(fault)
+        ours.take_back()
+        ours.let_go(lambda: None)
+        ours.let_go(pytest.fail)
+        assert theirs.gets_its_turn
+
+
 def test_taking_back_waits_for_who_times(claim, tmp_path):
     told = []
     ours = Lease([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from pytest_aiperf.records import expectations
 from pytest_aiperf.reporting import report
 from pytest_aiperf.rules import evidence
 from pytest_aiperf.schema import from_json
-from pytest_aiperf.timing.fake import FakeClock
+from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 
@@ -193,6 +194,14 @@ def test_ncu_is_given_what_the_readers_and_the_evidence_need(order, tmp_path):
     assert found.figures["duration"] > 0
     assert (tmp_path / "artifacts" / "baseline.ncu-rep").stat().st_size
     assert Path(found.artefact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
+
+
+@pytest.mark.parametrize(("arch", "asked"), [("sm90", False), ("sm100", True), ("sm103", True)])
+def test_ncu_is_asked_for_the_tensor_pipes_of_its_gpu(order, tmp_path, monkeypatch, arch, asked):
+    monkeypatch.setattr(tools, "visible", lambda: [replace(FAKE_GPU, arch=arch), FAKE_GPU])
+    capture(order("ncu"))
+    words = (tmp_path / "artifacts" / "baseline.log").read_text()
+    assert ("sm__pipe_tc_cycles_active" in words) is asked
 
 
 def test_nsys_falls_back_where_gpu_metrics_are_not_permitted(order, tmp_path, monkeypatch):
@@ -454,11 +463,14 @@ def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
             "ncu * baseline * optimized * ratio",
             "  duration * us * us * 1x",
             "  optimized: artifacts/*/ch07.it/optimized.ncu-rep",
+            "  optimized: latency-bound: no unit is busy; warps wait for device memory: *",
         ]
     )
     record = project.results()["ch07/it"]
     assert [p["arm"] for p in record["profiles"]] == ["baseline", "optimized"]
     assert record["evidence"][0]["value"] > 1
+    said = "latency-bound: no unit is busy; warps wait for device memory: *"
+    assert fnmatch(record["diagnosis"]["optimized"], said)
     assert (record["timing"], record["speedup"]) == (None, None)
     for arm in record["profiles"]:
         assert (project.path / arm["artefact"]).stat().st_size
@@ -469,6 +481,19 @@ def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
     assert "it was captured under a profiler" in accepted.stdout
     assert not (project.path / "expectations.yaml").exists()
     assert not project.processes()
+
+
+def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
+    figures = {"duration": 1e-3, "dram share": 0.91, "dram bytes": 4e9}
+    profiles = {
+        "baseline": Profile("ncu", "baseline", "", figures),
+        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
+    }
+    answer = Answer(gpu=FAKE_GPU, work=Work(bytes=5e8))
+    monkeypatch.setattr(profile.ceilings, "remembered", lambda gpu: {"copy": 4.28e12})
+    found = profile._diagnosis(profiles, answer, "cold")
+    assert list(found) == ["baseline"]
+    assert "busy with 8.0 times the bytes that work= counts" in found["baseline"]
 
 
 @pytest.mark.parametrize("mode", ["old", "denied"])

@@ -66,6 +66,13 @@ def test_half_width_is_relative():
     assert stats.half_width(Interval(1.98, 2.0, 2.02)) == pytest.approx(0.01, rel=0.01)
 
 
+def test_what_several_spans_cover_counts_once():
+    assert stats.covered([]) == 0
+    assert stats.covered([(4, 6), (0, 2), (1, 3), (1, 2), (-2, -1)]) == 6
+    start = (1 << 57) + 1  # an address that no float holds
+    assert stats.covered([(start, start + 3), (start + 2, start + 4)]) == 4
+
+
 def test_typical_is_the_median_over_all_blocks():
     replicates = [rounds(((2.0, 2.2), (1.0, 1.0))), rounds(((2.1, 9.0), (1.0, 1.0)))]
     assert stats.typical(replicates, "baseline") == pytest.approx(2.15)

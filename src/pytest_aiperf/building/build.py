@@ -25,7 +25,7 @@ from pytest_aiperf.machine.gpu import nvcc_arch
 from pytest_aiperf.machine.lock import locked
 from pytest_aiperf.model import KernelRecord
 
-from .sass import demangled, read
+from .sass import demangled, packaged, read
 
 if TYPE_CHECKING:
     from .launch import Kernels
@@ -70,10 +70,7 @@ def find_nvcc() -> tuple[str, str]:
     if nvcc is None and chosen:
         raise BuildError(f"CUDACXX is {chosen!r}, which is not an executable: unset or mend it")
     if nvcc is None:
-        from cuda import pathfinder
-
-        # older pathfinders find libraries only
-        nvcc = getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)("nvcc")
+        nvcc = packaged("nvcc")
     if nvcc is None:
         raise BuildError(
             "no nvcc: pip install 'pytest-aiperf[toolchain]', or put a CUDA toolkit on PATH"
@@ -295,7 +292,6 @@ def build_all(
     wants: Sequence[Want],
     *,
     include: Sequence[Path] = (),
-    cache: Path | None = None,
     progress: Callable[[int, int, Build | AiperfError], None] = lambda *_: None,
 ) -> list[Build | AiperfError]:
     """Build in parallel; give back, in the order of ``wants``, each build or why there is none.
@@ -305,7 +301,7 @@ def build_all(
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     stop = threading.Event()
-    make = functools.partial(build, include=include, cache=cache, stop=stop)
+    make = functools.partial(build, include=include, stop=stop)
 
     def one(want: Want) -> Build | AiperfError:
         try:
@@ -353,7 +349,6 @@ class Nvcc:
     archs: Sequence[str]
     include: Sequence[Path] = ()
     load: bool = True
-    cache: Path | None = None
     used: list[Build] = field(default_factory=list)
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
@@ -368,7 +363,7 @@ class Nvcc:
             )
         wants = [Want(source, arch, flags) for arch in self.archs]
         builds = []
-        for made in build_all(wants, include=self.include, cache=self.cache):
+        for made in build_all(wants, include=self.include):
             if not isinstance(made, Build):
                 raise made
             builds.append(made)

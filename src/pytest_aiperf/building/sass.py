@@ -89,14 +89,20 @@ def demangled(text: str) -> str:
     return text
 
 
+def packaged(program: str) -> str | None:
+    """Find a program of CUDA in pip packages, conda or a toolkit."""
+    from cuda import pathfinder  # late: most runs find it on PATH
+
+    # older pathfinders find libraries only
+    found = getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)(program)
+    return str(found) if found else None
+
+
 def _tools(nvcc: str | None) -> Iterator[str]:
     """List the disassemblers here, the one that belongs to the compiler first."""
     found = [nvcc and shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent))]
     found.append(shutil.which("cuobjdump"))
-    from cuda import pathfinder
-
-    # older pathfinders find libraries only
-    found.append(getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)("cuobjdump"))
+    found.append(packaged("cuobjdump"))
     if spec := find_spec("triton"):  # found, not imported
         folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin"
         found.append(shutil.which("cuobjdump", path=str(folder)))

@@ -14,6 +14,7 @@ from typing import Any
 
 from pytest_aiperf.errors import Disagreement, Misuse
 from pytest_aiperf.model import Error, Prepared
+from pytest_aiperf.timing.clock import undisturbed
 
 from . import leaves
 from .leaves import Args, Leaf, dtype, form, is_exact, of
@@ -140,11 +141,15 @@ def _is_harmless(array: Any) -> bool:
 
 
 def _run(arm: Arm, args: Args, contract: Contract) -> tuple[object, tuple[str, ...]]:
-    """Call an arm on poisoned arguments; return what it returns and what else it changed."""
-    call = arm.make(*args) if isinstance(arm, Prepared) else arm
-    leaves.poison(args, contract.pure)
-    before = leaves.fingerprint(args, contract.written)
-    returned = call(*args)
+    """Call an arm on poisoned arguments; return what it returns and what else it changed.
+
+    No garbage is collected meanwhile: a CUDA graph that went would spoil one being captured.
+    """
+    with undisturbed():
+        call = arm.make(*args) if isinstance(arm, Prepared) else arm
+        leaves.poison(args, contract.pure)
+        before = leaves.fingerprint(args, contract.written)
+        returned = call(*args)
     return returned, leaves.changed(before, args, contract.written)
 
 

@@ -162,6 +162,7 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
             args = trial.make(result.seed)
             work = claim.work(*args) if claim.work else None
             del args
+            case.clock.synchronize()  # or what makes inputs would still run in another's turn
         return work, trial.agreement(turn)
 
     def verify(turn: Turn) -> None:
@@ -181,6 +182,7 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
                 timings.append(measure(trial, metric, QUICK if timings else case.plan))
             except InvalidMeasurement as why:
                 if not timings:
+                    trial.verify()  # a wrong result says more than a disturbed round
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             case.clock.release()  # while alone: freeing memory would show in the next claim

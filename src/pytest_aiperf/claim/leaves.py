@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Score
+from pytest_aiperf.rules.stats import covered
 
 Args = tuple[Any, ...]
 Leaf = tuple[str, Any]
@@ -154,11 +155,7 @@ def nbytes(args: Args) -> int:
         start, strides = of(array).where(array)
         once = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
         spans.append((start, start + math.prod(once) * array.itemsize))  # expanded ones lie once
-    total = reached = 0
-    for start, end in sorted(spans):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return int(covered(spans))
 
 
 def is_lent(array: Any, args: Args, skip: Collection[str] = ()) -> bool:

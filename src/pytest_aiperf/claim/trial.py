@@ -14,7 +14,7 @@ from typing import Any
 from pytest_aiperf.errors import InvalidMeasurement, Misuse
 from pytest_aiperf.model import Against, Bench, Error, Evidence, Metric, Prepared, Static, Work
 from pytest_aiperf.rules import guards
-from pytest_aiperf.timing.clock import Clock
+from pytest_aiperf.timing.clock import Clock, undisturbed
 
 from . import agree, leaves
 from .leaves import Leaf
@@ -122,7 +122,8 @@ class Trial:
                 "it prepares: mark as static only what a caller would hold (weights, tables)"
             )
         overwrite(live, args, self.make(seed + 500_009))
-        call = arm.make(*args)
+        with undisturbed():  # as in agreement
+            call = arm.make(*args)
         if not callable(call):
             raise Misuse(f"{name}: make(*inputs) of prepared(make) must return what is timed")
         overwrite(live, args, self.make(seed))

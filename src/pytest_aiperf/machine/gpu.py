@@ -63,11 +63,10 @@ def absence(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def sense(uuid: str) -> Senses:
-    """Read a GPU's clock, temperature, power, clock event reasons and violation counters (ns)."""
+    """Read a GPU's clock, temperature, clock event reasons and violation counters (ns)."""
     nvml, handle = _board(uuid)
     if not handle:
         return Senses()
-    milliwatts = _read(nvml, "PowerUsage", handle)
     # in one question, as each takes NVML half a millisecond
     fields = [getattr(nvml, f"NVML_FI_DEV_{field}") for field in _POLICIES.values()]
     answers = _read(nvml, "FieldValues", handle, fields) or ()
@@ -79,7 +78,6 @@ def sense(uuid: str) -> Senses:
     return Senses(
         sm_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM),
         temperature_c=_read(nvml, "Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
-        power_w=None if milliwatts is None else milliwatts / 1000,
         event_reasons=_read(nvml, "CurrentClocksEventReasons", handle),
         violations=violations,
     )

@@ -44,6 +44,7 @@ class Lease:
         self._on_turn = on_turn
         self._held = False
         self._shared: ExitStack | None = None  # the GPUs' locks, in a turn that shares them
+        self._away = False  # they were let go
 
     def prepare(self) -> AbstractContextManager[None]:
         """Share the host and the GPUs with other claims that prepare."""
@@ -62,13 +63,15 @@ class Lease:
 
         ``first`` is called before: nothing may run on the GPUs until :meth:`take_back`.
         """
-        if self._shared is not None:
+        if self._shared is not None and not self._away:
             first()
             self._shared.close()
+            self._away = True
 
     def take_back(self) -> None:
-        """Share the GPUs again, as before :meth:`let_go`."""
-        if self._shared is not None:
+        """Share the GPUs again, as before :meth:`let_go`; nothing where that did not happen."""
+        if self._shared is not None and self._away:
+            self._away = False
             with self._waiting() as wait:
                 self._take_gpus(self._shared, wait, alone=False)
 
@@ -87,7 +90,7 @@ class Lease:
                 self._shared = None if gpus_alone else gpus
                 yield
         finally:
-            self._held, self._shared = False, None
+            self._held, self._shared, self._away = False, None, False
 
     def _take_gpus(self, stack: ExitStack, wait: Callable[[str], None], *, alone: bool) -> None:
         for uuid in self._gpus:

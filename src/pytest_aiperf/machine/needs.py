@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,17 +18,6 @@ CHAPTER = re.compile(r"ch\d\d")
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")
 NEEDS = pytest.StashKey["Needs"]()
 """Where a collected item keeps its needs."""
-
-
-class Mark(Protocol):
-    """A pytest mark, as far as needs are concerned."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def args(self) -> Sequence[Any]: ...
-    @property
-    def kwargs(self) -> Mapping[str, Any]: ...
 
 
 def is_claim(item: pytest.Item) -> bool:
@@ -85,7 +74,7 @@ class Needs:
         return None
 
 
-def needs_of(marks: Iterable[Mark]) -> Needs:
+def needs_of(marks: Iterable[pytest.Mark]) -> Needs:
     """Read an item's marks; raise Misuse for a ``gpu`` mark that means nothing."""
     host, gpu, archs = False, False, []
     count, min_sm, memory, cpu = 1, None, None, True

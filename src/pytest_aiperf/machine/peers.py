@@ -4,51 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 VARIABLE: Final = "PYTEST_AIPERF_RANKS"
 """Environment variable that tells a rank, as JSON, what it is part of."""
 
 
-class Peers(Protocol):
-    """What the ranks of a claim decide together."""
-
-    rank: int
-    count: int
-
-    # whether every rank says so: loops that call an arm must end in all ranks at once
-    def agree(self, told: bool) -> bool: ...
-
-    # the largest of all ranks' figures
-    def most(self, figure: float) -> float: ...
-
-    # wait on the host until all ranks are here
-    def meet(self) -> None: ...
-
-    # make the current stream wait on the GPU until those of all ranks are here
-    def align(self) -> None: ...
-
-
-class Alone:
-    """One process: it agrees with itself."""
+class Peers:
+    """What the ranks of a claim decide together; here one process, which agrees with itself."""
 
     rank = 0
     count = 1
 
     def agree(self, told: bool) -> bool:
+        """Whether every rank says so: loops that call an arm must end in all ranks at once."""
         return told
 
     def most(self, figure: float) -> float:
+        """Return the largest of all ranks' figures."""
         return figure
 
     def meet(self) -> None:
-        pass
+        """Wait on the host until all ranks are here."""
 
     def align(self) -> None:
-        pass
+        """Make the current stream wait on the GPU until those of all ranks are here."""
 
 
-class Ranks:
+class Ranks(Peers):
     """The ranks that torchrun started, over torch.distributed."""
 
     def __init__(self, device: str) -> None:

@@ -20,8 +20,9 @@ from typing import Final
 from pytest_aiperf.claim.trial import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ToolMissing, Unproven
 from pytest_aiperf.model import Finding, Outcome, Profile, Proof, Result
-from pytest_aiperf.rules import evidence
+from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
+from pytest_aiperf.timing import ceilings
 
 from . import ncu, readers, tools
 from .inside import VARIABLE, Answer, Job
@@ -134,8 +135,22 @@ def _captured(
         gpu=answer.gpu,
         work=answer.work,
         profiles=tuple(profiles.values()),
+        diagnosis=_diagnosis(profiles, answer, claim.cache) if order.calls == 1 else {},
         evidence=tuple(findings),
     )
+
+
+def _diagnosis(profiles: Mapping[str, Profile], answer: Answer, cache: str) -> dict[str, str]:
+    """Say what binds each arm by its counters, and by its limit where the ceilings are known."""
+    found = {}
+    for arm, profile in profiles.items():
+        seconds = profile.figures.get("duration", 0.0)
+        if profile.tool != "ncu" or not seconds:
+            continue
+        known = ceilings.remembered(answer.gpu) if answer.gpu and answer.work else {}
+        limit = roofline.limit_of(seconds, answer.work, cache, known) if answer.work else None
+        found[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
+    return found
 
 
 def _found(profiles: Sequence[Profile]) -> str:

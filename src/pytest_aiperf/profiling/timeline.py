@@ -8,13 +8,14 @@ import re
 import sqlite3
 import subprocess
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import CaptureFailed
+from pytest_aiperf.rules.stats import covered
 
 RANGE: Final = "aiperf"
 """The NVTX range, or record_function, that a captured call stands in."""
@@ -87,7 +88,7 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
         )
     figures, kernels, notes = _figures(items, calls)
     if ranges:
-        figures["range"] = (_covered(ranges), "s")
+        figures["range"] = (covered(ranges), "s")
     return figures, kernels, notes
 
 
@@ -114,7 +115,7 @@ def torch_trace(artefact: Path) -> Reading:
     if "graph_breaks" in trace:
         figures["graph breaks"] = (float(trace["graph_breaks"]), "")
     if ranges:
-        figures["range"] = (_covered(ranges), "s")
+        figures["range"] = (covered(ranges), "s")
     return figures, kernels, [*_top_operators(operators, events), *notes]
 
 
@@ -212,15 +213,6 @@ def _within(
     return [item for item in items if item.cause in causes], calls
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Add up the seconds in which at least one of the spans was under way."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def _figures(items: list[Item], calls: list[Call]) -> Reading:
     """Count and add up what both profilers tell of."""
     kernels = [item for item in items if item.kind == "kernel"]
@@ -229,7 +221,7 @@ def _figures(items: list[Item], calls: list[Call]) -> Reading:
         "kernels": (len(kernels), ""),
         "launches": (sum(bool(_LAUNCH.match(call.name)) for call in calls), ""),
         "copies": (len(copies), ""),
-        "api time": (_covered((c.start, c.end) for c in calls), "s"),
+        "api time": (covered((c.start, c.end) for c in calls), "s"),
     }
     for kind in ("graph", "memset"):
         if count := sum(item.kind == kind for item in items):
@@ -240,7 +232,7 @@ def _figures(items: list[Item], calls: list[Call]) -> Reading:
     figures |= {f"{kind} bytes": (size, "B") for kind, size in moved.items()}
     if items:
         span = max(item.end for item in items) - min(item.start for item in items)
-        busy = _covered((item.start, item.end) for item in items)
+        busy = covered((item.start, item.end) for item in items)
         figures |= {"span": (span, "s"), "busy": (busy, "s"), "gaps": (span - busy, "s")}
         figures["gap share"] = ((span - busy) / span if span else 0.0, "share")
     seconds: dict[str, float] = defaultdict(float)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from pytest_aiperf.building.sass import packaged
 from pytest_aiperf.errors import Misuse, ToolMissing
+from pytest_aiperf.machine.gpu import visible
 
 from .ncu import NCU_SECTIONS, ncu_metrics
 from .timeline import RANGE
@@ -280,12 +282,8 @@ def program(name: str) -> str | None:
     """Find a program: on PATH, in CUDA's packages and toolkit, in Nsight's own installations."""
     if path := shutil.which(name):
         return path
-    if name != "perf":
-        from cuda import pathfinder
-
-        # older pathfinders find libraries only
-        if path := getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)(name):
-            return str(path)
+    if name != "perf" and (path := packaged(name)):
+        return path
     ncu = shutil.which("ncu")
     homes = [*(Path(ncu).resolve().parents[:3] if ncu else ()), Path("/opt/nvidia")]
     for home in homes:
@@ -298,4 +296,5 @@ def program(name: str) -> str | None:
 
 def metrics(asked: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words that have ncu collect its usual metrics and those asked for."""
-    return ("--metrics", ",".join(ncu_metrics("", asked)))
+    arch = next((gpu.arch for gpu in visible()), "")  # a child runs on the first
+    return ("--metrics", ",".join(ncu_metrics(arch, asked)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -198,15 +199,21 @@ def aa(rig: Rig, scale: Scale) -> Figures:
     level = rig.floor()
     found: dict[str, list[Judged]] = {name: [] for name in rig.kinds}
     sure = 0
-    for name, i in _turns(rig.kinds, scale.aa):
-        inputs, arm = rig.kinds[name]
-        one = judged(rig.clock, inputs, (arm, arm), level, SHORT, rig.seed())
-        if one.alarm:  # as a claim that fails is measured again
-            again = judged(rig.clock, inputs, (arm, arm), level, PLAN, rig.seed())
-            sure += again.verdict is one.verdict
-        found[name].append(one)
-        _progress(rig, "aa", i, scale.aa)
+    broken = ""
+    try:
+        for name, i in _turns(rig.kinds, scale.aa):
+            inputs, arm = rig.kinds[name]
+            one = judged(rig.clock, inputs, (arm, arm), level, SHORT, rig.seed())
+            if one.alarm:  # as a claim that fails is measured again
+                again = judged(rig.clock, inputs, (arm, arm), level, PLAN, rig.seed())
+                sure += again.verdict is one.verdict
+            found[name].append(one)
+            _progress(rig, "aa", i, scale.aa)
+    except Exception as why:  # noqa: BLE001  minutes of comparisons are kept
+        rig.say(traceback.format_exc())
+        broken = f"{type(why).__name__}: {why}"
     return {
+        "broken": broken,
         "floor": level,
         **counted([one for ones in found.values() for one in ones]),
         "confirmed": sure,
@@ -346,7 +353,7 @@ def repeat(rig: Rig, scale: Scale) -> Figures:
         rig.say(f"repeat: {i} of {scale.repeat}: {ratios[-1]:.4f}x")
     return {
         "processes": len(ratios),
-        "ratio": stats.geometric_mean(ratios),
+        "ratio": statistics.geometric_mean(ratios),
         "sd": statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else None,
     }
 

@@ -17,11 +17,11 @@ from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
 from pytest_aiperf.reporting.report import escape
 from pytest_aiperf.schema import to_json
+from pytest_aiperf.timing.ceilings import SayLine
 
 from .proofs import FULL, PARTS, QUICK, Figures
-from .truth import Rig, Say
+from .truth import Rig
 
-BEGIN, END = "<!-- proof -->", "<!-- /proof -->"
 SCHEMA: Final = 1
 ALL: Final = tuple(name for name in PARTS if name != "one")
 _UNLEASED: Final = "repeat"  # its processes take the lease themselves
@@ -52,7 +52,7 @@ def run(
     make: Callable[[], Rig],
     alone: Callable[[], AbstractContextManager[object]],
     keep: Callable[[str, Figures], None],
-    say: Say,
+    say: SayLine,
     *,
     quick: bool = False,
 ) -> None:
@@ -204,7 +204,8 @@ def _repeat(f: Figures) -> Iterator[Row]:
 def _aa(f: Figures) -> Iterator[Row]:
     n, alarms, beyond = f["comparisons"], f["false_alarms"], f["beyond_3_percent"]
     said = f"{alarms} of {n}{_refused(f)}, {beyond} at 1.03x or more"
-    holds = alarms <= 0.01 * n and not beyond
+    said += f"; then {f['broken']}" if f["broken"] else ""
+    holds = alarms <= 0.01 * n and not beyond and not f["broken"]
     yield Row("false alarms of identical arms", said, "at most 1 %, 0", holds)
     again = f["confirmed"]
     yield Row("the same, measured again", f"{again} of {n}", "at most 0.1 %", again <= 0.001 * n)
@@ -275,24 +276,3 @@ def section(record: Mapping[str, Any]) -> str:
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "never"
     stack = f"{gpu['name']}, driver {gpu['driver']}, torch {record['torch']}, {when}"
     return f"{escape(stack)}, `{record['command']}`:\n\n{tables(parts, escape)}"
-
-
-def embedded(text: str, record: Mapping[str, Any], where: str) -> str:
-    """Put a record between a document's marks; Misuse where it has none."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after:
-        raise Misuse(
-            f"{where} has no place for the proof: put a line {BEGIN} and a line {END} "
-            "around it, once each"
-        )
-    return f"{before}{BEGIN}\n\n{section(record)}\n\n{END}{after}"
-
-
-def embed(path: Path, record: Mapping[str, Any]) -> None:
-    """Bring a document's proof up to date."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise Misuse(f"cannot read {path}: {error}; name a Markdown file") from error
-    atomic_write(path, embedded(text, record, str(path)))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from pytest_aiperf.claim.replicate import PLAN
-from pytest_aiperf.model import Bench, Mode, Verdict
+from pytest_aiperf.model import Bench, Verdict
 from pytest_aiperf.timing.clock import Call, Identity, now
 
 from .truth import Arms, Heated, Rig, judged, longer
@@ -77,16 +77,14 @@ def scored(answers: Sequence[Answer]) -> dict[str, float | int | None]:
     A verdict in the wrong direction is a false alarm, whatever the truth. ``bias`` is the mean of
     the ratios' relative errors, ``error`` that of their sizes, ``worst`` the largest.
     """
-    wanted = {True: Verdict.FASTER, False: None}
-    told = [(a, a.verdict in (Verdict.FASTER, Verdict.SLOWER)) for a in answers]
-    right = sum(a.truth > 1 and a.verdict is wanted[True] for a, _ in told)
+    told = sum(a.verdict in (Verdict.FASTER, Verdict.SLOWER) for a in answers)
+    right = sum(a.truth > 1 and a.verdict is Verdict.FASTER for a in answers)
     off = [math.log(a.ratio / a.truth) for a in answers if a.ratio]
     return {
         "identical": sum(a.truth == 1 for a in answers),
-        "false_alarms": sum(said for _, said in told) - right,
+        "false_alarms": told - right,
         "different": sum(a.truth > 1 for a in answers),
         "seen": right,
-        "declined": sum(a.ratio is None for a in answers),
         "bias": statistics.fmean(off) if off else None,
         "error": statistics.fmean(map(abs, off)) if off else None,
         "worst": max(map(abs, off), default=None),
@@ -190,16 +188,6 @@ def _theirs(
         seconds.append(way(call))
     ratio = seconds[0] / seconds[1]
     return by_threshold(ratio), ratio
-
-
-def blocks(rig: Rig) -> Way:
-    """Return a way that takes the median of our own blocks, of one arm after the other."""
-
-    def way(call: Call) -> float:
-        block = rig.clock.block([call] * 10, Mode.PLAIN)
-        return statistics.median(block.run() for _ in range(10)) / 10
-
-    return way
 
 
 def on_gpu(rig: Rig) -> dict[str, Way]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.building import build
-from pytest_aiperf.building.launch import Kernels
 from pytest_aiperf.claim.compare import noise_floor
 from pytest_aiperf.claim.replicate import PLAN, Plan, measure, speedup
 from pytest_aiperf.claim.trial import Claim, Trial
@@ -35,7 +34,6 @@ LEAD: Final = 1e-6
 _SIDE, _BURST = 8192, 12  # 12 products of 1.6 ms on an H200: its power cap acts within them
 _KERNELS: Final = Path(__file__).with_name("prove.cu")
 
-Say = Callable[[str], object]
 Arm = Callable[..., object]
 Arms = tuple[Arm, Arm]
 """A baseline and an optimized arm."""
@@ -64,7 +62,7 @@ class Rig:
     limit: Callable[[], float]
     heat: Call
     afresh: Callable[[], float]
-    say: Say
+    say: ceilings.SayLine
     random: random.Random
     rest: float = 0.7
     known_floor: float | None = None
@@ -119,9 +117,10 @@ def judged(  # noqa: PLR0917  a comparison's own parts
     trial = Trial(claim, clock, seed, full=True, say=quiet)
     try:
         timing = measure(trial, Metric.DEVICE, plan)
-        trial.verify()
     except InvalidMeasurement:
         return Judged(None, None, time.monotonic() - begun)
+    finally:
+        trial.verify()
     ratio = speedup(timing)
     seconds = time.monotonic() - begun
     return Judged(verdict(ratio, floor), ratio, seconds, *spreads(timing))
@@ -243,14 +242,14 @@ def kinds() -> dict[str, Identity]:
     }
 
 
-def on_gpu(clock: Clock, say: Say) -> Rig:
+def on_gpu(clock: Clock, say: ceilings.SayLine) -> Rig:
     """Make the rig of a real GPU: kernels of our own, and torch's."""
     import torch
 
     assert clock.gpu is not None
-    made = build.build(_KERNELS, clock.gpu.arch)
-    kernels = Kernels(_KERNELS.name, _KERNELS.read_text(encoding="utf-8"), made.path)
-    empty, sweep = kernels["empty"], kernels["sweep"]
+    kernels = build.Nvcc([_KERNELS.parent], [clock.gpu.arch])(_KERNELS.name)
+    # each once: to look a kernel up takes the host longer than to launch it
+    empty, sweep, spun, telling = (kernels[n] for n in ("empty", "sweep", "spin", "told"))
     counts = torch.zeros(2, dtype=torch.int64, device=clock.device)
 
     def waited() -> float:
@@ -261,17 +260,17 @@ def on_gpu(clock: Clock, say: Say) -> Rig:
         return float(nanoseconds * 1e-9 / max(1, count))
 
     def calibrated(cycles: int) -> float:
-        clock.block([lambda: kernels["told"](cycles, counts)], Mode.WALL).run()
+        clock.block([lambda: telling(cycles, counts)], Mode.WALL).run()
         return cycles / waited()
 
     calibrated(10_000_000)  # the first finds the GPU asleep
     cycles_per_s = calibrated(100_000_000)
 
     def spin(seconds: float) -> None:
-        kernels["spin"](round(seconds * cycles_per_s))
+        spun(round(seconds * cycles_per_s))
 
     def told(seconds: float) -> None:
-        kernels["told"](round(seconds * cycles_per_s), counts)
+        telling(round(seconds * cycles_per_s), counts)
 
     def sweeping(size: int) -> Call:
         data = torch.randint(256, (size,), dtype=torch.uint8, device=clock.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,7 +85,7 @@ def over(new: Interval, old: Interval) -> Interval:
 
 def environment(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
     """List what the two runs ran on differently: ``torch 2.10.0 -> 2.11.0``."""
-    before, after = (_versions(results) for results in (old, new))
+    before, after = (versions(results) for results in (old, new))
     return [
         f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in sorted(before.keys() | after.keys())
@@ -93,11 +93,12 @@ def environment(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
     ]
 
 
-def _versions(results: Sequence[Result]) -> Mapping[str, str]:
+def versions(results: Sequence[Result]) -> dict[str, str]:
+    """Name all that results ran on, and which versions of it: the stack, and the GPU."""
     found: dict[str, set[str]] = {}
     for result in results:
         for name, version in result.stack.items():
             found.setdefault(name, set()).add(version)
         if result.gpu is not None:
             found.setdefault("GPU", set()).add(result.gpu.name)
-    return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
+    return {name: ", ".join(sorted(known)) for name, known in found.items()}

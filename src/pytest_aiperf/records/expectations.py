@@ -83,7 +83,7 @@ def load(path: Path) -> Expectations:
     return Expectations({} if text is None else _claims(parse(path, text)))
 
 
-def is_claim(name: str) -> bool:
+def is_claim_id(name: str) -> bool:
     """Whether this can be a claim's id: ``folder/name`` or ``folder/name[param]``."""
     return is_text(name) and _CLAIM.fullmatch(name) is not None
 
@@ -118,7 +118,7 @@ def _claims(document: Document) -> dict[str, Written]:
 
 def _written(claim: str, entries: Mapping[str, Any]) -> Written:
     where = f"{CLAIMS}.{claim}"
-    if not is_claim(claim):
+    if not is_claim_id(claim):
         raise ValueError(f"{where}: {claim!r} is not folder/name[param]")
     require, recorded = Require(), {}
     for key, entry in entries.items():
@@ -158,7 +158,7 @@ def acceptable(result: Result, expectation: Expectation | None = None) -> str | 
 
 
 def _unfit(result: Result) -> Iterator[str]:
-    if not is_claim(result.claim):
+    if not is_claim_id(result.claim):
         yield "its id is not folder/name[param]"
     if result.outcome not in (Outcome.PASSED, Outcome.FAILED):
         yield f"it ended {result.outcome}" + (f": {result.message}" if result.message else "")

@@ -76,7 +76,7 @@ class Gate:
     provisional: tuple[str, ...] = ()
 
 
-def night_of(results: Sequence[Result], sentinels: Sequence[str] = SENTINELS) -> Night:
+def night_of(results: Sequence[Result]) -> Night:
     """Make a history line of one run's results on one kind of GPU."""
     keys = {r.key for r in results if not r.host}
     if len(keys) != 1:
@@ -95,7 +95,7 @@ def night_of(results: Sequence[Result], sentinels: Sequence[str] = SENTINELS) ->
         sentinels={
             r.claim: stats.typical(r.timing.replicates, "optimized")
             for r in valid
-            if r.claim in sentinels and r.timing
+            if r.claim in SENTINELS and r.timing
         },
     )
 

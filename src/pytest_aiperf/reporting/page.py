@@ -15,13 +15,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.model import Evidence, Result, Timing
+from pytest_aiperf.model import Result, Timing
+from pytest_aiperf.records.changes import versions
 from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.roofline import shown
 from pytest_aiperf.rules.stats import typical
 
 from . import chapters, charts, report, sources, summary
-from .report import cells, seen
+from .report import cells
 
 INDEX: Final = "index.html"
 HIGHLIGHTED: Final = 1 << 20
@@ -111,25 +112,20 @@ def page(
 
 
 def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: Path) -> Path:
-    """Write the page, the summary and a page a chapter into a folder; return the page's path."""
+    """Write the page, and the same as Markdown, into a folder; return the page's path."""
     root = Path.cwd()
     title = "pytest-aiperf report"
     path = folder / INDEX
     atomic_write(path, page(results, machine, title, root=root, folder=folder))
-    for name, text in chapters.pages(results, root).items():
-        atomic_write(folder / name, text)
+    atomic_write(folder / "report.md", chapters.markdown(results, root))
     return path
 
 
 def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Say what the results were measured on."""
     gpus = {r.gpu.name: r.gpu for r in results if r.gpu}
-    versions: dict[str, set[str]] = {}
-    for result in results:
-        for name, version in result.stack.items():
-            versions.setdefault(name, set()).add(version)
-        if result.gpu:
-            versions.setdefault("driver", set()).add(result.gpu.driver)
+    stack = versions(results)
+    stack.pop("GPU", None)  # told with its size
     rounds = [
         b for r in results if r.timing and r.gpu for rep in r.timing.replicates for b in rep.rounds
     ]
@@ -147,13 +143,13 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
             f"{g.name} ({g.sms} SMs, {g.memory_bytes / 2**30:.0f} GiB)" for g in gpus.values()
         )
         or ", ".join(str(g.get("name")) for g in known if isinstance(g, Mapping)),
-        "driver": ", ".join(sorted(versions.pop("driver", ()))),
-        "CUDA": ", ".join(sorted(versions.pop("cuda", ()))),
-        **{name: ", ".join(sorted(known)) for name, known in versions.items()},
+        "driver": stack.pop("driver", ""),
+        "CUDA": stack.pop("cuda", ""),
+        **stack,
         "SM clock": f"{statistics.median(clocks):.0f} MHz ({min(clocks)} to {max(clocks)})"
         if clocks
         else "",
-        "power cap": f"in {_capped(rounds)} of {len(rounds)} rounds" if _capped(rounds) else "",
+        "power cap": report.capped(rounds),
         "noise floor": ", ".join(
             f"{max(known):.2%} {kind}" for kind, known in floors.items() if known
         ),
@@ -164,10 +160,6 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
     return [(name, value) for name, value in said.items() if value]
 
 
-def _capped(rounds: Sequence[Any]) -> int:
-    return sum(bool((b.event_reasons or 0) & report.POWER_CAP) for b in rounds)
-
-
 def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]:
     """Collect what the page shows of one test: its words once, and each of its claims."""
     first = rungs[0]
@@ -176,7 +168,7 @@ def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]
     rungs = sorted(rungs, key=lambda r: order.get(summary.rung(r), len(order)))
     return {
         "name": first.claim.partition("[")[0],
-        "chapter": summary.chapter(first),
+        "chapter": summary.folder(first),
         "key": first.key,
         "title": first.title,
         "explanation": told.explanation,
@@ -195,7 +187,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
     return {
         "result": result,
         "id": _anchor(f"{result.key}-{result.claim}"),
-        "chapter": summary.chapter(result),
+        "chapter": summary.folder(result),
         "name": result.claim.rpartition("/")[2],
         "verdict": verdict,
         "kind": verdict.partition(",")[0].lower().replace("_", "-"),
@@ -205,7 +197,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
             (baseline, _typical(timing, "baseline")),
             (optimized, _typical(timing, "optimized")),
             (library, _value(result.library)),
-            (rate, _done(result)),
+            (rate, report.rate(result)[0]),
             (limit, reached.share if reached else 0.0),
         ),
         "expected": expected,
@@ -221,7 +213,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "agreement": max(
             result.agreement, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None
         ),
-        "evidence": [(f, _claimed(f.evidence)) for f in result.evidence],
+        "evidence": [(f, report.claimed(f.evidence)) for f in result.evidence],
         "profiles": _profiles(result, folder),
         "strip": charts.strip(result),
         "code": sources.source(result.nodeid, root).arms,
@@ -236,14 +228,6 @@ def _anchor(name: str) -> str:
 
 def _typical(timing: Timing | None, arm: str) -> float:
     return typical(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
-
-
-def _done(result: Result) -> float:
-    """Order rates: flops and bytes in turn, as the column writes them."""
-    seconds, work = _typical(result.timing, "optimized"), result.work
-    if work is None or not seconds:
-        return 0.0
-    return (work.flops if work.flops > report.RIDGE * work.bytes else work.bytes) / seconds
 
 
 def _value(interval: Any) -> float:
@@ -268,37 +252,12 @@ def _how(timing: Timing | None) -> str:
     return "; ".join([*said, f"stopped by {timing.stopped}"] if timing.stopped else said)
 
 
-def _claimed(evidence: Evidence) -> str:
-    """Write a piece of evidence as it is claimed: what, of what, within which bounds."""
-    bounds = [
-        f"{sign} {bound:.4g}"
-        for sign, bound in (("\u2265", evidence.least), ("\u2264", evidence.most))
-        if bound is not None
-    ]
-    if evidence.least is not None and evidence.least == evidence.most:
-        bounds = [f"= {evidence.least:.4g}"]
-    of = f"in {evidence.kernel}" if evidence.kernel else ""
-    per = f"of the {'baseline' if evidence.per == 'baseline' else 'bytes of work'}"
-    parts = [evidence.proof.value, evidence.of, of, " and ".join(bounds)]
-    return " ".join(filter(None, [*parts, per if evidence.per else ""]))
-
-
 def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:
     """Lay out figures by tool: a row a figure, a column an arm."""
     found = []
     for tool in dict.fromkeys(p.tool for p in result.profiles):
         mine = [p for p in result.profiles if p.tool == tool]
-        names = dict.fromkeys(name for p in mine for name in p.figures)
-        rows = [
-            (
-                name,
-                [
-                    seen(p.figures[name], p.units.get(name, "")) if name in p.figures else "-"
-                    for p in mine
-                ],
-            )
-            for name in names
-        ]
+        rows = list(report.seen(mine))
         links = [(p.arm, p.artefact, _link(p.artefact, folder), p.notes) for p in mine]
         found.append({"tool": tool, "arms": [p.arm for p in mine], "rows": rows, "links": links})
     return found

@@ -6,13 +6,26 @@ import html
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.model import Against, Expectation, Outcome, Profile, Result, Timing, Verdict
-from pytest_aiperf.records.results import benchmark, figures
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import (
+    Against,
+    Evidence,
+    Expectation,
+    Outcome,
+    Profile,
+    Result,
+    Round,
+    Timing,
+    Verdict,
+)
+from pytest_aiperf.records.results import atomic_write, benchmark, figures
 from pytest_aiperf.rules import stats
+from pytest_aiperf.rules.guards import POWER_CAP
 
 from . import summary
 from .summary import JUDGED
@@ -42,8 +55,6 @@ PROGRESS: Final = (
 )
 """The parts of the live line; one that is not known is left out."""
 
-POWER_CAP: Final = 0x4
-"""NVML's clock event reason: the software power cap holds the clock down."""
 RIDGE: Final = 16.0
 """Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
 SHORTEST: Final = 24
@@ -65,8 +76,7 @@ def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False)
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for result in shown:
         chapter, _, name = result.claim.rpartition("/")
-        mark = " *" if result.against is Against.NAIVE else ""
-        row = [f"  {name}{mark}", *cells(result)]
+        row = [f"  {name}{_mark(result)}", *cells(result)]
         groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
     rows = [row for group in groups.values() for row in group]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
@@ -106,12 +116,13 @@ def _fit(text: str, width: int) -> str:
 def cells(result: Result) -> list[str]:
     """Every column after the claim's name."""
     timing = result.timing if figures(result) else None
+    per_second, unit = rate(result)
     return [
         _figure(timing, "baseline") if timing else "-",
         _figure(timing, "optimized") if timing else "-",
         str(result.speedup or "-"),
         f"{result.library.value:.2f}x" if result.library else "-",
-        _rate(result) if timing else "-",
+        _scaled(per_second / 1e6, 1000, f"M{unit}", f"G{unit}", f"T{unit}") if per_second else "-",
         _of_limit(result),
         _verdict(result),
         _expected(result.expectation),
@@ -140,15 +151,14 @@ def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
     return f"{digits} {unit}"
 
 
-def _rate(result: Result) -> str:
+def rate(result: Result) -> tuple[float, str]:
+    """Return what the optimized arm moves or computes in a second, whichever limits it; or 0."""
     work, timing = result.work, result.timing
-    if work is None or not (work.bytes or work.flops) or timing is None or timing.unit != "s":
-        return "-"
-    done, unit = work.bytes, "B/s"
-    if work.flops > RIDGE * work.bytes:
-        done, unit = work.flops, "FLOP/s"
-    rate = done / stats.typical(timing.replicates, "optimized")
-    return _scaled(rate / 1e6, 1000, f"M{unit}", f"G{unit}", f"T{unit}")
+    if work is None or timing is None or timing.unit != "s" or not figures(result):
+        return 0.0, ""
+    computes = work.flops > RIDGE * work.bytes
+    done, unit = (work.flops, "FLOP/s") if computes else (work.bytes, "B/s")
+    return done / stats.typical(timing.replicates, "optimized"), unit
 
 
 def _of_limit(result: Result) -> str:
@@ -160,14 +170,24 @@ def reasons(result: Result) -> list[str]:
     """Say why a claim is as fast as it is, a line each: what binds its arms, its evidence."""
     lines = [f"{arm}: {said}" for arm, said in result.diagnosis.items()]
     for found in result.evidence:
-        piece = found.evidence
-        of = f"of {piece.kernel}" if piece.kernel else ""
-        to = f"to {piece.per}" if piece.per else ""
-        what = " ".join(filter(None, ("evidence:", piece.proof.value, piece.of, of, to)))
         kept = "holds" if found.held else "does not hold"
         told = "not looked at" if found.value is None else f"{found.value:.4g}, {kept}"
-        lines.append(f"{what}: {told}")
+        lines.append(f"evidence: {claimed(found.evidence)}: {told}")
     return [clean(f"{result.claim}: {line}") for line in lines]
+
+
+def claimed(piece: Evidence) -> str:
+    """Write a piece of evidence as it is claimed: what, of what, within which bounds."""
+    bounds = [
+        f"{sign} {bound:.4g}"
+        for sign, bound in ((">=", piece.least), ("<=", piece.most))
+        if bound is not None
+    ]
+    if piece.least is not None and piece.least == piece.most:
+        bounds = [f"= {piece.least:.4g}"]
+    of = f"in {piece.kernel}" if piece.kernel else ""
+    per = {"": "", "baseline": "of the baseline", "work": "of the bytes of work"}[piece.per]
+    return " ".join(filter(None, (piece.proof.value, piece.of, of, " and ".join(bounds), per)))
 
 
 def _verdict(result: Result) -> str:
@@ -220,10 +240,15 @@ def _remarks(timing: Timing) -> list[str]:
     if redone:
         said.append(f"{redone} {'round' if redone == 1 else 'rounds'} redone")
     rounds = [r for replicate in timing.replicates for r in replicate.rounds]
-    capped = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
-    if capped:
-        said.append(f"power cap in {capped} of {len(rounds)} rounds")
+    if held := capped(rounds):
+        said.append(f"power cap {held}")
     return said
+
+
+def capped(rounds: Sequence[Round]) -> str:
+    """Say in how many rounds the power cap held the clock down; nothing where in none."""
+    count = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
+    return f"in {count} of {len(rounds)} rounds" if count else ""
 
 
 def _not_run(results: Iterable[Result], width: int) -> list[str]:
@@ -267,24 +292,52 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
     return _fit(clean("  ".join(parts)), width)
 
 
-def markdown(results: Sequence[Result], *, verbose: bool = False) -> str:
+def markdown(results: Sequence[Result]) -> str:
     """Write the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
     shown = [r for r in results if _has_row(r)]
     blocks: list[str] = []
     for key in sorted({r.key for r in shown}):
-        sides = [" :-- " if side == "<" else " --: " for side in COLUMNS.values()]
-        lines = [f"**{escape(key)}**", "", f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(sides)}|"]
-        for result in sorted((r for r in shown if r.key == key), key=lambda r: r.claim):
-            mark = " *" if result.against is Against.NAIVE else ""
-            row = [f"{result.claim}{mark}", *cells(result)]
-            lines.append(f"| {' | '.join(map(escape, row))} |")
-        blocks.append("\n".join(lines))
+        mine = sorted((r for r in shown if r.key == key), key=lambda r: r.claim)
+        blocks.append(f"**{escape(key)}**\n\n{grid(mine, lambda r: r.claim)}")
     asides = [*_notes(shown), *_not_run(results, 10**6)]
-    if verbose:
-        asides += [line for result in shown for line in reasons(result)]
     if asides:
         blocks.append("\n".join(f"- {escape(note)}" for note in asides))
     return "\n\n".join([*blocks, escape(totals(results))]) + "\n"
+
+
+def grid(
+    results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
+) -> str:
+    """Lay results out as a Markdown table of all columns but some."""
+    kept = [i for i, column in enumerate(COLUMNS) if column not in without]
+    sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
+    lines = [
+        f"| {' | '.join([*COLUMNS][i] for i in kept)} |",
+        f"|{'|'.join(sides[i] for i in kept)}|",
+    ]
+    for result in results:
+        row = [f"{name(result)}{_mark(result)}", *cells(result)]
+        lines.append(f"| {' | '.join(escape(row[i]) for i in kept)} |")
+    return "\n".join(lines)
+
+
+def _mark(result: Result) -> str:
+    return " *" if result.against is Against.NAIVE else ""
+
+
+def embed(path: Path, mark: str, content: str) -> None:
+    """Bring up to date what stands between a document's marks; Misuse where it has none."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    try:
+        before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
+    except (OSError, ValueError) as error:
+        raise Misuse(f"cannot read {path}: {error}; name a Markdown file") from error
+    _, ended, after = rest.partition(end)
+    if not begun or not ended or begin in after:
+        raise Misuse(
+            f"{path} has no place for it: put a line {begin} and a line {end} around it, once each"
+        )
+    atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def escape(text: str) -> str:
@@ -314,8 +367,13 @@ def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
 
 
 def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
-    """Lay out what profilers saw, a table a claim."""
-    return [line for r in results if r.profiles for line in profile(r.claim, r.profiles, width)]
+    """Lay out what profilers saw: a table a claim, and what binds its arms."""
+    lines = []
+    for r in results:
+        if r.profiles:
+            lines += profile(r.claim, r.profiles, width)
+            lines += [_fit(f"  {arm}: {clean(said)}", width) for arm, said in r.diagnosis.items()]
+    return lines
 
 
 def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
@@ -323,10 +381,8 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
     by_arm = {arm.arm: arm for arm in arms}
     pair = "baseline" in by_arm and "optimized" in by_arm
     rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
-    for name in dict.fromkeys(name for arm in arms for name in arm.figures):
-        unit = next(arm.units.get(name, "") for arm in arms if name in arm.figures)
-        values = [arm.figures.get(name) for arm in arms]
-        rows.append([f"  {name}", *("-" if v is None else seen(v, unit) for v in values)])
+    for name, values in seen(arms):
+        rows.append([f"  {name}", *values])
         if pair:
             was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
             rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
@@ -341,7 +397,19 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
     return [clean(line) for line in lines]
 
 
-def seen(value: float, unit: str) -> str:
+def seen(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each figure's name, and what each arm has of it."""
+    for name in dict.fromkeys(name for arm in arms for name in arm.figures):
+        yield (
+            name,
+            [
+                _seen(arm.figures[name], arm.units.get(name, "")) if name in arm.figures else "-"
+                for arm in arms
+            ],
+        )
+
+
+def _seen(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value:.0f}" if not unit and value.is_integer() else amount(value, unit)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_aiperf.model import Against, Metric, Outcome, Result
-from pytest_aiperf.rules import stats
 
 JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
 UNTRIED: Final = (Outcome.SKIPPED, Outcome.NOT_RUN)
@@ -48,7 +47,7 @@ def summarise(results: Sequence[Result]) -> Summary:
             Counter(r.message for r in results if r.outcome is Outcome.SKIPPED).most_common()
         ),
         not_run=sum(r.outcome is Outcome.NOT_RUN for r in results),
-        mean=stats.geometric_mean(speedups) if speedups else None,
+        mean=statistics.geometric_mean(speedups) if speedups else None,
         averaged=len(speedups),
         share=statistics.median(shares) if shares else None,
         shares=len(shares),
@@ -62,7 +61,7 @@ def end(result: Result) -> str:
     return result.outcome.value
 
 
-def chapter(result: Result) -> str:
+def folder(result: Result) -> str:
     """Name the folder that a claim lies in."""
     return result.claim.rpartition("/")[0] or "."
 

@@ -21,7 +21,7 @@ SAME_CLOCK = 0.05
 """The SM clock may differ by this much between the two sides of a round,"""
 SAME_CAPPED_CLOCK = 0.15
 """and by this much under the power cap, which has it wander: a mirrored round sees both arms so."""
-_POWER_CAP = 0x04
+POWER_CAP = 0x04
 
 # Power cap (0x4), idle (0x1) and a chosen clock (0x2, 0x100) are ordinary; these are not.
 _REASONS = {
@@ -30,6 +30,8 @@ _REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+SLOWED = sum(_REASONS)
+"""What slows a clock down that did not ask for it."""
 _COUNTERS = ("thermal", "board_limit")
 
 _ENVIRONMENT = {
@@ -110,7 +112,7 @@ def round_problem(before: Senses, after: Senses) -> str | None:
             return f"the {counter.replace('_', ' ')} violation counter, which grew meanwhile"
     if before.sm_mhz and after.sm_mhz:
         apart = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
-        if apart > (SAME_CAPPED_CLOCK if reasons & _POWER_CAP else SAME_CLOCK):
+        if apart > (SAME_CAPPED_CLOCK if reasons & POWER_CAP else SAME_CLOCK):
             return f"the SM clock, which went from {before.sm_mhz} to {after.sm_mhz} MHz"
     return None
 

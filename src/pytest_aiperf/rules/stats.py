@@ -5,27 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
-from pytest_aiperf.model import Interval
+from pytest_aiperf.model import Interval, Replicate, Round
 
 LEVEL = 0.99
 """Confidence of every interval in the house."""
-
-
-class Blocks(Protocol):
-    """A round, as far as arithmetic is concerned."""
-
-    @property
-    def seconds(self) -> Mapping[str, Sequence[float]]: ...
-
-
-class Rounds(Protocol):
-    """A replicate, as far as arithmetic is concerned."""
-
-    @property
-    def rounds(self) -> Sequence[Blocks]: ...
 
 
 @functools.cache
@@ -36,18 +21,18 @@ def t_quantile(p: float, df: int) -> float:
     return float(stdtrit(df, p))
 
 
-def paired_log_ratio(blocks: Blocks, over: str, under: str) -> float:
+def paired_log_ratio(blocks: Round, over: str, under: str) -> float:
     """Log of one round's ratio: mirrored order makes a linear drift cancel."""
     logs = {arm: statistics.fmean(map(math.log, blocks.seconds[arm])) for arm in (over, under)}
     return logs[over] - logs[under]
 
 
-def log_ratio(replicate: Rounds, over: str, under: str) -> float:
+def log_ratio(replicate: Replicate, over: str, under: str) -> float:
     """One replicate's figure: the median of its rounds, so that a hiccup in one does not count."""
     return statistics.median(paired_log_ratio(r, over, under) for r in replicate.rounds)
 
 
-def interval(logs: Sequence[float], level: float = LEVEL) -> Interval:
+def interval(logs: Sequence[float]) -> Interval:
     """Student's t-interval of the mean of log ratios, given back as a ratio.
 
     With one figure nothing is known of its spread, and the interval is infinitely wide. Figures
@@ -56,16 +41,12 @@ def interval(logs: Sequence[float], level: float = LEVEL) -> Interval:
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return Interval(0.0, math.exp(mean), math.inf)
-    half = t_quantile(0.5 + level / 2, len(logs) - 1) * standard_error(logs)
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
+    half = t_quantile(0.5 + LEVEL / 2, len(logs) - 1) * error
     return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half))
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean."""
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
-def comparison(replicates: Iterable[Rounds], over: str, under: str) -> Interval:
+def comparison(replicates: Iterable[Replicate], over: str, under: str) -> Interval:
     """Ratio of arm ``over`` to arm ``under`` with its interval; the replicate is the unit."""
     return interval([log_ratio(r, over, under) for r in replicates])
 
@@ -77,11 +58,15 @@ def half_width(ratio: Interval) -> float:
     return math.expm1((math.log(ratio.high) - math.log(ratio.low)) / 2)
 
 
-def typical(replicates: Iterable[Rounds], arm: str) -> float:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what at least one of the spans covers; overlaps count once."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def typical(replicates: Iterable[Replicate], arm: str) -> float:
     """Seconds of one call of an arm: the median over all its blocks."""
     return statistics.median(s for r in replicates for b in r.rounds for s in b.seconds[arm])
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Geometric mean of positive figures."""
-    return statistics.geometric_mean(values)

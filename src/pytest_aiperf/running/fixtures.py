@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -12,14 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from pytest_aiperf.building.build import Nvcc
+from pytest_aiperf.claim import code, compiling
 from pytest_aiperf.claim import compare as claims
-from pytest_aiperf.claim import compiling
 from pytest_aiperf.claim.replicate import PLAN, QUICK
 from pytest_aiperf.claim.trial import Arm, Claim
 from pytest_aiperf.errors import AiperfError, Misuse, ToolMissing
@@ -233,7 +231,7 @@ class Compare:
         used = item.stash[NVCC].used if NVCC in item.stash else ()
         blank = replace(
             session.blank(item),
-            code=_code_hash(_files(item)),
+            code=code.identity(_files(item)),
             kernels=tuple(k for b in used for k in b.kernels),
         )
         # "void turn<Padded>(float const*)": the part that all tools give, however they demangle
@@ -272,7 +270,7 @@ class Compare:
                 item, lambda: claims.noise_floor(clock, blank.seed, plan, say)
             ),
             expected=lambda code: session.expected(item, code),
-            code=lambda: _code_hash(_files(item)),
+            code=lambda: code.identity(_files(item)),
             builds=used,
             ceilings=lambda clock: session.ceilings(clock, say),
         )
@@ -363,26 +361,8 @@ def _again(item: pytest.Item, session: Session) -> list[str]:
 
 def _files(item: pytest.Item) -> list[Path]:
     """Name the files that a claim is made of: its test, its kernels, their headers."""
-    files = [item.path]
-    if NVCC in item.stash:
-        files += item.stash[NVCC].sources
-    root = item.config.rootpath
-    ours = __name__.partition(".")[0]
-    for value in vars(getattr(item, "module", None) or ModuleType("none")).values():
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-        file = getattr(sys.modules.get(name or ""), "__file__", None)
-        if (name or "").partition(".")[0] == ours or "site-packages" in (file or ""):
-            continue  # the plugin's own changes do not change the claim
-        if file and Path(file).is_relative_to(root):
-            files.append(Path(file))
-    return files
-
-
-def _code_hash(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(set(files)):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    built = item.stash[NVCC].sources if NVCC in item.stash else []
+    return [item.path, *built, *code.files(getattr(item, "module", None), item.config.rootpath)]
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.building import build
-from pytest_aiperf.building.launch import Kernels
 from pytest_aiperf.errors import AiperfError, BuildError, Misuse
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, loads
@@ -31,7 +30,7 @@ DEVICE: Final = (
 HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
 LINKS: Final = links.NAMES
 
-Say = Callable[[str], object]
+SayLine = Callable[[str], object]
 
 _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 
@@ -39,10 +38,9 @@ _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 def known(
     clock: Clock,
     names: Sequence[str] = DEVICE,
-    say: Say = lambda _: None,
+    say: SayLine = lambda _: None,
     *,
     fresh: bool = False,
-    folder: Path | None = None,
 ) -> dict[str, float]:
     """Return the ceilings of a clock's GPU; what is not known yet, or ``fresh``, is measured.
 
@@ -51,15 +49,19 @@ def known(
     """
     assert clock.gpu is not None
     measure = functools.partial(_measured, clock, say)
-    return _kept([clock.gpu], names, measure, fresh, folder, say)
+    return _kept([clock.gpu], names, measure, fresh, say)
+
+
+def remembered(gpu: Gpu) -> dict[str, float]:
+    """Return what is known of a GPU's ceilings; nothing is measured."""
+    return _read(*_place([gpu]))
 
 
 def known_links(
     gpus: Sequence[Gpu],
-    say: Say = lambda _: None,
+    say: SayLine = lambda _: None,
     *,
     fresh: bool = False,
-    folder: Path | None = None,
 ) -> dict[str, float]:
     """Return how fast several GPUs reach each other; they are all the visible ones."""
 
@@ -67,24 +69,17 @@ def known_links(
         say(f"measuring the links of {len(gpus)} GPUs")
         return links.measure(len(gpus))
 
-    return _kept(gpus, LINKS, measure, fresh, folder, say)
+    return _kept(gpus, LINKS, measure, fresh, say)
 
 
-def _kept(  # noqa: PLR0917  private: both callers stand above
+def _kept(
     gpus: Sequence[Gpu],
     names: Sequence[str],
     measure: Callable[[Sequence[str]], Mapping[str, float]],
     fresh: bool,
-    folder: Path | None,
-    say: Say,
+    say: SayLine,
 ) -> dict[str, float]:
-    uuids = "+".join(gpu.uuid for gpu in gpus)
-    if len(gpus) > 1:  # of many, a file's name would become too long
-        uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
-    name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
-    path = (folder or build.default_cache()) / "ceilings" / name
-    # another torch brings another cuBLAS, and our own ways to measure change as well
-    stands = {"torch": metadata.version("torch"), "methods": _methods()}
+    path, stands = _place(gpus)
     found = _read(path, stands)
     if missing := [name for name in names if fresh or name not in found]:
         found |= measure(missing)
@@ -93,6 +88,17 @@ def _kept(  # noqa: PLR0917  private: both callers stand above
         except Misuse as why:
             say(f"measured anew the next time: {why}")
     return {name: found[name] for name in names if name in found}
+
+
+def _place(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
+    """Return the file of GPUs' ceilings, and what these must have been measured with."""
+    uuids = "+".join(gpu.uuid for gpu in gpus)
+    if len(gpus) > 1:  # of many, a file's name would become too long
+        uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
+    name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
+    # another torch brings another cuBLAS, and our own ways to measure change as well
+    stands = {"torch": metadata.version("torch"), "methods": _methods()}
+    return build.default_cache() / "ceilings" / name, stands
 
 
 def _read(path: Path, stands: Mapping[str, str]) -> dict[str, float]:
@@ -114,7 +120,7 @@ def _methods() -> str:
     return digest.hexdigest()[:12]
 
 
-def _measured(clock: Clock, say: Say, names: Sequence[str]) -> dict[str, float]:
+def _measured(clock: Clock, say: SayLine, names: Sequence[str]) -> dict[str, float]:
     import torch
 
     assert clock.gpu is not None
@@ -147,13 +153,12 @@ def _undisturbed(clock: Clock, way: Callable[[], float]) -> float | None:
     return None if round_problem(before, replace(clock.sense(), sm_mhz=None)) else figure
 
 
-def _kernels(gpu: Gpu, say: Say) -> Mapping[str, Callable[..., object]] | None:
+def _kernels(gpu: Gpu, say: SayLine) -> Mapping[str, Callable[..., object]] | None:
     try:
-        made = build.build(_KERNELS, gpu.arch)
+        kernels = build.Nvcc([_KERNELS.parent], [gpu.arch])(_KERNELS.name)
     except BuildError as why:
         say(f"only what libraries reach is measured: {str(why).partition(chr(10))[0]}")
         return None
-    kernels = Kernels(_KERNELS.name, _KERNELS.read_text(encoding="utf-8"), made.path)
     return {name: kernels[name] for name in kernels}
 
 

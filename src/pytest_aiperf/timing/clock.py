@@ -12,7 +12,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from pytest_aiperf.machine.peers import Alone, Peers
+from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Bench, Gpu, Metric, Mode, Senses, Trace
 
 now = time.perf_counter_ns  # held from import on, so that an arm that patches time changes nothing
@@ -117,7 +117,7 @@ class HostClock:
     device = "cpu"
 
     def __init__(self, peers: Peers | None = None) -> None:
-        self.peers = peers or Alone()
+        self.peers = peers or Peers()
 
     def seed(self, seed: int) -> None:
         seed_all(seed)

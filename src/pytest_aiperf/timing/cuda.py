@@ -15,7 +15,7 @@ from typing import Any
 
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
 from pytest_aiperf.machine import gpu as nvml
-from pytest_aiperf.machine.peers import Alone, Peers
+from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
 
 from . import ceilings
@@ -60,7 +60,7 @@ class CudaClock:
     def __init__(self, gpu: Gpu, peers: Peers | None = None) -> None:
         import torch
 
-        self.peers = peers or Alone()
+        self.peers = peers or Peers()
         self._torch: Any = torch
         self._index = self._find(gpu)
         torch.cuda.set_device(self._index)
@@ -122,7 +122,7 @@ class CudaClock:
         readings, apart = _SETTLED
         clocks = deque([0.0], maxlen=readings)
         begun, calls, spent = now(), 1, 0.0
-        with self.current():
+        with undisturbed(), self.current():
             while not self.peers.agree(
                 spent >= _LEAST_SETTLING and min(clocks) >= max(clocks) * (1 - apart)
             ):
@@ -154,7 +154,8 @@ class CudaClock:
         return int(self.peers.most(max(0, peak - before)))
 
     def trace(self, call: Call) -> Trace | None:
-        return trace(call, self)
+        with undisturbed():
+            return trace(call, self)
 
     def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
         assert self.gpu is not None

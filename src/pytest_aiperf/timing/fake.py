@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
-from pytest_aiperf.machine.peers import Alone, Peers
+from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
 from pytest_aiperf.schema import from_json, to_json
 
@@ -155,7 +155,7 @@ class FakeClock:
         seed: int = 0,
         peers: Peers | None = None,
     ) -> None:
-        self.peers = peers or Alone()
+        self.peers = peers or Peers()
         self.gpu = gpu
         self.now = 0.0
         self._blocks = 0
@@ -196,7 +196,6 @@ class FakeClock:
         return Senses(
             sm_mhz=round(_SM_MHZ / (1 + max(0.0, self._slower))),
             temperature_c=85 if self._reasons else 55,
-            power_w=400.0,
             event_reasons=self._reasons,
             violations={"thermal": self._violation_ns},
         )

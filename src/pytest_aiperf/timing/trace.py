@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
@@ -10,21 +9,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from pytest_aiperf.model import Trace
+from pytest_aiperf.rules.stats import covered
 
 MOST_NAMES: Final = 16
 
 _COPIES: Final = ("gpu_memcpy", "gpu_memset")
 
 
-class _OnGpu(Protocol):
-    def current(self) -> contextlib.AbstractContextManager[object]: ...
-    def synchronize(self) -> None: ...
-
-
-def trace(call: Callable[[], object], clock: _OnGpu) -> Trace | None:
+def trace(call: Callable[[], object], clock: Any) -> Trace | None:
     """Watch one warmed call on the clock's stream; None when nothing of it ran on the GPU.
 
     CUPTI sees every library of the process. It stays loaded and slows launches down: no time is
@@ -59,11 +54,7 @@ def read(events: Iterable[Mapping[str, Any]]) -> Trace | None:
     kernels = [e for e in items if e["cat"] == "kernel"]
     # what the host launches, a graph too, has one number, which all that it runs carry
     launches = {e.get("args", {}).get("correlation", -i) for i, e in enumerate(items)}
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in items)
-    busy, until = 0.0, spans[0][0]
-    for begin, end in spans:  # streams run beside each other: overlaps count once
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in items]
     longest: Counter[str] = Counter()
     for kernel in kernels:
         longest[kernel["name"]] += kernel["dur"]
@@ -71,7 +62,7 @@ def read(events: Iterable[Mapping[str, Any]]) -> Trace | None:
         launches=len(launches),
         kernels=len(kernels),
         copies=len(items) - len(kernels),
-        busy=busy * 1e-6,
-        span=(until - spans[0][0]) * 1e-6,
+        busy=covered(spans) * 1e-6,  # streams run beside each other
+        span=(max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e-6,
         names=tuple(name for name, _ in longest.most_common(MOST_NAMES)),
     )

@@ -30,7 +30,6 @@ LEAST_FREE: Final = 2 << 30
 NO_ADMIN: Final = "/proc/driver/nvidia/params"
 PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"
 
-_SLOW: Final = 0x08 | 0x20 | 0x40 | 0x80  # as guards judges a round
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "clocks_event_reasons.active"),
@@ -238,7 +237,7 @@ def _clocks(i: int, board: Mapping[str, str]) -> Check:
     name, now, most = f"clocks {i}", board["clocks.sm"], board["clocks.max.sm"]
     said = f"{now} of {most} MHz, {board['pstate']}"
     reasons = board["clocks_event_reasons.active"]
-    if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) and int(reasons, 16) & _SLOW:
+    if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) and int(reasons, 16) & guards.SLOWED:
         return _todo(name, f"{said}, slowed down ({reasons})", "mind cooling and power: "
                      "nvidia-smi -q -d PERFORMANCE says which")  # fmt: skip
     return _ok(name, said)
