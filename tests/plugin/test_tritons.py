@@ -70,8 +70,14 @@ def test_a_graph_does_not_tell_so_that_all_kernels_are_looked_at(launch):
 
 
 def test_a_call_that_goes_wrong_leaves_no_hook(launch):
+    functions = [JITFunction(a_kernel(1, "small"))]
     with pytest.raises(ZeroDivisionError):
         tritons.launched_by(lambda: 1 / 0)
+    assert functions
+
+
+def test_a_claim_without_triton_s_kernels_is_not_run_again(launch):
+    assert tritons.launched_by(pytest.fail) == []
 
 
 def test_without_triton_there_is_nothing(monkeypatch):

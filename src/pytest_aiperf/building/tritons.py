@@ -28,27 +28,27 @@ Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 
 
 def launched_by(run: Callable[[], object]) -> list[Compiled]:
-    """Run something on a GPU, and return the Triton kernels that it launched.
+    """Run once more what has run on a GPU, and return the Triton kernels that it launched.
 
     The replay of a graph does not tell: then it is all that Triton compiled in this process.
     """
-    if (knobs := sys.modules.get("triton.knobs")) is None:
+    known = list(_compiled_here()) if "triton.knobs" in sys.modules else []
+    if not known:
         return []
     told: set[int] = set()
 
     def note(metadata: Any) -> None:
         told.add(metadata.data["function"])
 
-    knobs.runtime.launch_enter_hook.add(note)
+    hook = sys.modules["triton.knobs"].runtime.launch_enter_hook
+    hook.add(note)
     try:
         run()
     finally:
-        knobs.runtime.launch_enter_hook.remove(note)
-    known = list(_compiled_here())
-    found = [made for made in known if made[1].function in told] or known
+        hook.remove(note)
     return [
         compiled
-        for source, kernel in found
+        for source, kernel in [made for made in known if made[1].function in told] or known
         for compiled in _compiled(kernel.asm["cubin"], source, f"sm_{kernel.metadata.target.arch}")
     ]
 

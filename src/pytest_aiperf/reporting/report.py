@@ -372,7 +372,8 @@ def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
     for r in results:
         if r.profiles:
             lines += profile(r.claim, r.profiles, width)
-            lines += [_fit(f"  {arm}: {clean(said)}", width) for arm, said in r.diagnosis.items()]
+            # whole: what helps stands last
+            lines += [f"  {arm}: {clean(said)}" for arm, said in r.diagnosis.items()]
     return lines
 
 
