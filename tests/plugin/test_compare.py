@@ -73,6 +73,17 @@ def test_it_prepares_with_others_and_times_alone():
     assert case.lease.log == [*turns, "time_device", "time_host", "prepare", "prepare"]
 
 
+def test_what_makes_inputs_has_ended_before_another_has_its_turn():
+    case = a_case()
+
+    class Watched(FakeClock):
+        def synchronize(self):
+            case.lease.log.append("wait")
+
+    run(a_claim(), replace(case, clock=Watched(FAKE_GPU, Noise.none())))
+    assert case.lease.log[:3] == ["prepare", "wait", "prepare"]
+
+
 def test_memory_that_others_had_is_asked_for_again_alone():
     class OutOfMemoryError(RuntimeError):
         pass

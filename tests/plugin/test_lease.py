@@ -204,14 +204,14 @@ def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
 
 
 def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
-    ours = Lease([A], tmp_path / "locks")
+    ours = Lease([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait for ever
 
     def fault():
         raise RuntimeError
 
     with ours.prepare():
         theirs = claim("time_device")
-        assert theirs.waits  # and holds the gate, so that a second lock would wait for ever
+        assert theirs.waits  # and holds the gate, which a second lock would have to pass
         with pytest.raises(RuntimeError):
             ours.let_go(fault)
         ours.take_back()

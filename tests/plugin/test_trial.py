@@ -1,5 +1,6 @@
 """A claim on the fake clock: what is agreed on, prepared, timed, verified and stopped."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -83,6 +84,16 @@ def test_static_inputs_may_be_consumed_while_preparing():
     words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
     with pytest.raises(Disagreement):
         a_trial(**words).agreement()
+
+
+def test_no_garbage_is_collected_while_an_arm_prepares():
+    seen = []
+    arm = prepared(lambda x: seen.append(gc.isenabled()) or doubling(100))
+    trial = a_trial(optimized=arm)
+    trial.agreement()
+    trial.prepare("optimized", 1, trial.make(1))
+    assert set(seen) == {False}
+    assert gc.isenabled()
 
 
 def test_a_prepared_arm_must_return_what_is_timed():
@@ -242,6 +253,29 @@ def test_arms_that_update_in_place_are_verified_from_restored_inputs():
     words = {"baseline": adding(200), "optimized": adding(100), "reference": lambda x: x + 1}
     ratio = speedup(measured(a_trial(**words)))
     assert ratio.low < 2 < ratio.high
+
+
+def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
+    """Or what a call copies to pinned memory would be looked at before it is there."""
+    seen = []
+
+    class Watched(FakeClock):
+        def synchronize(self):
+            seen.append("wait")
+
+    def add(x):
+        seen.append("call")
+        spend(100e-6)
+        x += 1
+
+    trial = a_trial(Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1)
+    trial.agreement()
+    kept = replicate.agree.kept
+    monkeypatch.setattr(replicate.agree, "kept", lambda found: seen.append("kept") or kept(found))
+    monkeypatch.setattr(replicate._Timed, "_challenge", lambda *_: None)  # it takes without a wait
+    measure(trial, Metric.DEVICE, PLAN)
+    before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
+    assert set(before) == {"wait"}
 
 
 # when it stops
