@@ -459,25 +459,37 @@ LARGE = {
 }
 
 
+LATE = 2.0  # seconds: not over before a result is looked at, however busy the machine is
+
+
 @cheat("is nan, expected", clock="host")
 def a_thread_that_is_late():
     def late(x, out):
-        time.sleep(2e-3)
+        time.sleep(LATE)
         np.copyto(out, np.sort(x))
 
     return LARGE | {
-        "optimized": lambda x, out: threading.Thread(target=late, args=(x, out)).start()
+        "optimized": lambda x, out: threading.Thread(
+            target=late, args=(x, out), daemon=True
+        ).start()
     }
 
 
-@cheat("is nan, expected", clock="host")
+@cheat(r"is \S+, expected", clock="host")
 def a_thread_that_is_late_once_it_is_timed():
-    calls, pool = Bunch(n=0), ThreadPoolExecutor(1)
+    calls, pool = Bunch(n=0, next=threading.Event()), ThreadPoolExecutor(1)
+
+    def late(x, out, turn):
+        turn.wait(LATE)
+        np.copyto(out, np.sort(x))
 
     def arm(x, out):
         calls.n += 1
-        work = pool.submit(lambda: np.copyto(out, np.sort(x)))
+        calls.next.set()  # each call lets the work of the one before it begin
+        calls.next = threading.Event()
+        work = pool.submit(late, x.copy(), out, calls.next)
         if calls.n < 5:
+            calls.next.set()
             work.result()
 
     return LARGE | {"optimized": arm}
