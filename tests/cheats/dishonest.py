@@ -190,7 +190,7 @@ def calls_that_come_slowly():
     kept = Bunch(at=0.0, result=None)
 
     def arm(x):
-        now, kept.at = kept.at, time.monotonic()
+        now, kept.at = kept.at, time.thread_time()  # whatever else the machine does
         if kept.at - now > 2e-3 or kept.result is None:
             kept.result = took(LONG, x * 2)
         return took(SHORT, kept.result)
