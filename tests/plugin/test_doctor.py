@@ -45,7 +45,9 @@ class Machine(doctor.Host):
             f"{PCI}/numa_node": "0\n",
             f"{PCI}/local_cpulist": "0-7,16\n",
         }
-        self.packages = {"torch": "2.11.0", "triton": "3.6.0", "cupy-cuda13x": "14.0"}
+        self.packages = {
+            "torch": "2.11.0", "triton": "3.6.0", "numpy": "2.3.5", "cupy-cuda13x": "14.0"
+        }  # fmt: skip
         self.missing = {}
         self.compiler = self.disassembler = self.locked = self.seen = None
         self.compiled = "Cuda compilation tools, release 13.0, V13.0.48"
@@ -183,6 +185,9 @@ SICK = {
     "torch    ": ({"tried": Machine().tried | {"right": False}}, "wrongly", State.BROKEN),
     "torch     ": ({"tried": Machine().tried | {"archs": ["sm_80"]}}, "sm_90", State.ADVICE),
     "triton": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
+    "triton ": (
+        {"packages": {"triton": "3.6.0", "numpy": "2.4.6"}}, "'numpy<2.4'", State.ADVICE
+    ),
     "cupy": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
     "profile ncu": ({"missing": {"ncu": "install Nsight"}}, "install Nsight", State.ADVICE),
     "GPU counters": (

@@ -330,6 +330,11 @@ def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
             yield _ok(name, f"a kernel for {arch} is {'read' if disassemble else 'built'}")
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, to compare."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def _libraries(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     extra = "gpu" if gpus else "cpu"
     install = f"pip install 'pytest-aiperf[{extra}]'"
@@ -339,10 +344,14 @@ def _libraries(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield _torch(torch, tried, gpus)
     else:
         yield _todo("torch", "not installed", f"most claims need it: {install}")
-    if triton := host.version("triton"):
-        yield _ok("triton", triton)
-    else:
+    triton, numpy = host.version("triton"), host.version("numpy")
+    if not triton:
         yield _todo("triton", "not installed", install)
+    elif _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        breaks = "its interpreter, which checks claims without a GPU, breaks"
+        yield _todo("triton", f"{triton} with NumPy {numpy}: {breaks}", "pip install 'numpy<2.4'")
+    else:
+        yield _ok("triton", triton)
     cupy = next((v for n in ("13x", "12x") if (v := host.version(f"cupy-cuda{n}"))), "")
     yield _ok("cupy", cupy) if cupy else _todo("cupy", "not installed", install)
     if tried and tried["cuda"]:
