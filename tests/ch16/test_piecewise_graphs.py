@@ -10,8 +10,8 @@ pieces is launched eagerly, for exactly its tokens.
 What the caller waits (wall) is judged, for prompts whose lengths nobody knew before. There are 7
 pieces for 6 layers, so that 21 captures replace one for each of 256 lengths. The gain over eager
 launches ends where kernels outlast their launches, from about a thousand tokens, and rounding up
-the tokens then costs what it adds. Padding attention as well allows whole graphs
-(ch18/graph_bucketing), for the price of a mask and of keys that nobody asked for.
+the tokens then costs what it adds. Padding attention as well allows whole graphs, for the price of
+a mask and of keys that nobody asked for.
 """
 
 import pytest
