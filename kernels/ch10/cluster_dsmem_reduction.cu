@@ -7,15 +7,15 @@
 //   one_block     One block walks over its row twice. The rows of the blocks that run at one time
 //                 take about as much as the L2 cache holds, so most of the second walk should find
 //                 its row there.
-//   cluster_2/4/8 The blocks of a cluster run at the same time on neighbouring multiprocessors and
+//   cluster_4/8   The blocks of a cluster run at the same time on neighbouring multiprocessors and
 //                 may read each other's shared memory (DSMEM). Each block keeps its part of a row
 //                 in shared memory and publishes one sum of squares; after one cluster barrier it
 //                 reads the sums of its peers and scales what it still holds. 2 passes, and no
 //                 second walk.
 //
-// A cluster of 2 needs 128 KiB a block for a row of 64 Ki floats, one block a multiprocessor, which
-// then does nothing else while it waits; larger clusters hold less a block, and blocks of several
-// rows take turns on a multiprocessor.
+// In clusters of 4 a block needs 64 KiB for its part of a row of 64 Ki floats, so that blocks of
+// several rows take turns on a multiprocessor. With 128 KiB, in clusters of 2, one has it to itself,
+// and nothing is done while it waits.
 
 #include <cooperative_groups.h>
 #include <cstdint>
@@ -146,11 +146,6 @@ cudaError_t launch(const float* x, float* out, float* rstd, int rows, int column
     config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, reinterpret_cast<const float4*>(x),
                               reinterpret_cast<float4*>(out), rstd, columns / 4);
-}
-
-extern "C" cudaError_t cluster_2(const float* x, float* out, float* rstd, int rows, int columns,
-                                 cudaStream_t stream) {
-    return launch<2, 1024>(x, out, rstd, rows, columns, stream);
 }
 
 extern "C" cudaError_t cluster_4(const float* x, float* out, float* rstd, int rows, int columns,

@@ -224,6 +224,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         try:
             session = _session(config, measure)
+            if getattr(config.option, "maxschedchunk", 1) is None:
+                config.option.maxschedchunk = 1  # xdist deals chunks, as if tests were short
             if rank := config.pluginmanager.get_plugin("aiperf-rank"):
                 session.tell = rank.hear
             elif session.settings.job is None:
@@ -307,7 +309,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         except AiperfError as why:
             raise pytest.UsageError(str(why)) from None
         dropped += others
-    items[:] = kept
+    items[:] = kept if ours is None else ours.in_order(kept)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     mine = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]

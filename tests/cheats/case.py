@@ -65,6 +65,7 @@ class _Lease:
     time_device: object = contextlib.nullcontext
     time_host: object = contextlib.nullcontext
     prepare: object = contextlib.nullcontext
+    waited: float = 0.0
 
 
 @functools.cache

@@ -20,6 +20,8 @@ BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01"
 class Turns:
     """A lease that writes down who has what."""
 
+    waited = 0.0
+
     def __init__(self):
         self.log = []
 
@@ -53,6 +55,16 @@ def a_case(**changes):
 @pytest.fixture(autouse=True)
 def not_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+
+
+def test_a_record_leaves_out_what_others_were_waited_for():
+    class Crowded(Turns):
+        def __getattr__(self, name):
+            self.waited += 1000.0
+            return super().__getattr__(name)
+
+    result, _ = run(a_claim(), a_case(lease=Crowded()))
+    assert result.seconds < 0  # here the waiting took no time
 
 
 def test_a_claim_that_holds():

@@ -73,6 +73,11 @@ class Claim:
         return self.hears() == "t" and self.hears() == "+"
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(lease, "PATIENCE", 0.0)
+
+
 @pytest.fixture
 def claim(tmp_path):
     claims = []
@@ -157,6 +162,43 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     assert late.hears(0.05) == ""
     waiting.leave()
     assert late.gets_its_turn
+
+
+def test_who_wants_to_time_lets_others_prepare_for_a_while(claim, monkeypatch):
+    monkeypatch.setattr(lease, "PATIENCE", 1.0)
+    slow = claim("prepare")
+    assert slow.enters
+    waiting = claim("time_device")
+    assert waiting.waits
+    assert claim("prepare").enters
+    time.sleep(1.2)
+    late = claim("prepare")
+    assert late.waits
+    assert waiting.hears(0.05) == ""
+
+
+@pytest.mark.parametrize("patience", [0.0, 30.0])
+def test_the_patient_time_as_soon_as_nobody_prepares(claim, monkeypatch, patience):
+    monkeypatch.setattr(lease, "PATIENCE", patience)
+    slow = claim("prepare")
+    assert slow.enters
+    waiting = claim("time_device")
+    assert waiting.waits
+    slow.leave()
+    assert waiting.gets_its_turn
+
+
+def test_the_patient_follow_upon_another_who_times(claim, monkeypatch):
+    first = claim("time_device")
+    assert first.enters
+    monkeypatch.setattr(lease, "PATIENCE", 30.0)
+    second = claim("time_device")
+    assert second.waits
+    late = claim("prepare")
+    assert late.waits
+    first.leave()
+    assert second.gets_its_turn
+    assert late.hears(0.05) == ""
 
 
 def test_who_times_follows_upon_another(claim):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,18 @@ def test_a_shard_that_never_ran_is_missed(project, monkeypatch, capsys):
     assert out.count("no outcome: ch07/it[") == 3
     assert f"no outcome: {measured}\n" not in out
     assert out.endswith("4 claims: 3 NOT_RUN, 1 PASSED\n")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_workers_measure_the_longest_first(project, broken):
+    project.tests(CLAIMS)
+    accepted(project, a=1.0, b=2.0, c=9.0, d=5.0)
+    if broken:
+        project.write("results/fake.json", "{")
+    ran = project.run("--gpu", "--quick", "-n", "1", "-v")
+    assert ran.ret == 0
+    ended = "".join(re.findall(r"^\[gw0\].*test_it\[(.)\]", ran.stdout.str(), re.MULTILINE))
+    assert ended == ("abcd" if broken else "cdba")
 
 
 def test_a_shard_is_about_measuring(project):

@@ -3,6 +3,7 @@
 import gc
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,6 +204,31 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
     timed._round = disturbed
     assert timed.replicate(2).redone == rounds
     assert clock.settlings - before == settled
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (0.015, 2), (0.1, 1)])
+def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
+    now = [0.0]
+    monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(FakeClock):
+        def block(self, calls, mode):
+            made = super().block(calls, mode)
+
+            class Block:
+                last = None
+
+                def run(self):
+                    now[0] += seconds
+                    return made.run()
+
+            return Block()
+
+    trial = a_trial(Slow(noise=Noise.none()))
+    trial.agreement()
+    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    assert timed.mode is Mode.BACKLOG
+    assert timed.rounds == rounds
 
 
 def test_a_gpu_that_is_never_calm_is_invalid():

@@ -69,6 +69,12 @@ def test_a_graph_does_not_tell_so_that_all_kernels_are_looked_at(launch):
     assert functions
 
 
+def test_a_function_that_inductor_has_stripped_is_passed_over(launch):
+    functions = [JITFunction(a_kernel(1, "theirs")), JITFunction(a_kernel(2, "ours"))]
+    functions[0].fn = None
+    assert names(tritons.launched_by(lambda: launch(2))) == ["ours"]
+
+
 def test_a_call_that_goes_wrong_leaves_no_hook(launch):
     functions = [JITFunction(a_kernel(1, "small"))]
     with pytest.raises(ZeroDivisionError):

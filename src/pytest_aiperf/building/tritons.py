@@ -61,6 +61,8 @@ def _compiled_here() -> Iterator[tuple[str, Any]]:
     functions = [o for o in gc.get_objects() if type(o) is jit.JITFunction]
     gc.freeze()
     for function in functions:
+        if function.fn is None:
+            continue  # inductor takes it from what it has compiled, and launches that itself
         source = shown(Path(function.fn.__code__.co_filename))
         for kernels, *_ in list(function.device_caches.values()):
             for kernel in kernels.values():

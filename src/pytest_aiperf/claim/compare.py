@@ -122,7 +122,7 @@ def check(
 
 def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
     """Measure a claim and judge it: its record, and what is to be raised of it."""
-    started = time.monotonic()
+    started = time.monotonic() - case.lease.waited
     result = replace(
         case.blank,
         against=claim.against,
@@ -148,7 +148,8 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
         result = _judged(result, case)
         if result.outcome is not Outcome.PASSED:
             problem = Unproven(result.message)
-    return replace(result, seconds=time.monotonic() - started), problem
+    spent = time.monotonic() - case.lease.waited - started
+    return replace(result, seconds=spent), problem
 
 
 def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping[str, float]]:

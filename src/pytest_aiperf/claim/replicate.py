@@ -118,10 +118,11 @@ class _Timed:
         fast, slow = min(seconds.values()), max(seconds.values())
         self.mode = choose_mode(metric, fast, slow)
         self.calls = self._count_calls(fast, slow)
-        self._settle_mode(stands, fast, slow)
+        waited = self._settle_mode(stands, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.in_a_row = IN_A_ROW if slow < SLOW else 2
-        once = sum(seconds.values()) * 2 * self.calls
+        # a backlog's calls may take the host longer to enqueue than the GPU to do
+        once = max(sum(seconds.values()) * 2 * self.calls, 2 * waited)
         self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
 
     def _count_sets(self) -> tuple[int, int]:
@@ -180,11 +181,14 @@ class _Timed:
         """Run each call once on the clock's own stream, where libraries keep their workspaces."""
         self.clock.block(stand.calls[: self.sets], Mode.WALL).run()
 
-    def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> None:
-        """Fall back until both arms run in one mode: graph, backlog, plain."""
+    def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> float:
+        """Fall back until both arms run in one mode: graph, backlog, plain.
+
+        Return the seconds that a first run of all blocks took.
+        """
         while True:
             try:
-                self._blocks(stands)
+                return self._blocks(stands)
             except (CannotCapture, InvalidMeasurement) as why:
                 if self.mode not in (Mode.GRAPH, Mode.BACKLOG):
                     raise
@@ -192,15 +196,17 @@ class _Timed:
                 self.notes.append(f"not timed by {self.mode}: {why}")
                 self.mode = lower
                 self.calls = self._count_calls(fast, slow)
-            else:
-                return
 
-    def _blocks(self, stands: list[_Stand]) -> None:
+    def _blocks(self, stands: list[_Stand]) -> float:
+        waited = 0.0
         for stand in stands:
             calls = [stand.calls[i % self.sets] for i in range(self.calls)]
             stand.block = self.clock.block(calls, self.mode)
             if self.mode in (Mode.GRAPH, Mode.BACKLOG):
+                begun = time.monotonic()
                 stand.block.run()  # the first run pays for uploads, or finds how long to hold back
+                waited += time.monotonic() - begun
+        return waited
 
     def replicate(self, seed: int) -> Replicate:
         self.clock.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -17,7 +18,11 @@ from typing import Final
 
 from pytest_aiperf.errors import Misuse
 
-from .lock import locked
+from .lock import is_shared, locked
+
+PATIENCE: Final = 4.0
+"""Seconds for which who wants a resource alone lets others share it while anybody does."""
+LOOK: Final = 0.05
 
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
 """Environment variable that names the folder of the lock files."""
@@ -42,6 +47,8 @@ class Lease:
         self._folder = _own_folder(folder or default_folder())
         self._on_wait = on_wait
         self._on_turn = on_turn
+        self.waited = 0.0
+        """Seconds that others were waited for, in all turns."""
         self._held = False
         self._shared: ExitStack | None = None  # the GPUs' locks, in a turn that shares them
         self._away = False  # they were let go
@@ -100,16 +107,17 @@ class Lease:
     @contextmanager
     def _waiting(self) -> Iterator[Callable[[str], None]]:
         """Give what is to be called with the name of a thing that others have."""
-        waited = False
+        since: float | None = None
 
         def wait(name: str) -> None:
-            nonlocal waited
-            if not waited:
-                waited = True
+            nonlocal since
+            if since is None:
+                since = time.monotonic()
                 self._on_wait(f"waiting for {name}, which another claim has")
 
         yield wait
-        if waited:
+        if since is not None:
+            self.waited += time.monotonic() - since
             self._on_turn()
 
 
@@ -125,10 +133,18 @@ def _take(turn: ExitStack, resource: Path, alone: bool, wait: Callable[[], None]
     Who wants it alone holds the gate as well, together with all who want the same, and everybody
     else must pass it. So those who prepare do not keep one waiting who times; and who times follows
     upon another: in between, the slowest that prepares would keep all of them waiting.
+
+    The gate is not closed at once: while one compiles for 10 s nobody can time, and the others may
+    as well prepare beside it.
     """
-    lock = partial(locked, resource.with_name(resource.name + ".lock"), wait=wait)
+    path = resource.with_name(resource.name + ".lock")
+    lock = partial(locked, path, wait=wait)
     gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
     if alone:
+        closing = time.monotonic() + PATIENCE
+        while time.monotonic() < closing and is_shared(path):
+            wait()
+            time.sleep(LOOK)
         turn.enter_context(gate(shared=True))
         turn.enter_context(lock(shared=False))
     else:

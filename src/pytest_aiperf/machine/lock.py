@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -17,9 +18,8 @@ def locked(
 
     A process that is forked meanwhile does not hold it.
     """
-    # flock, not POSIX record locks: those are lost when any handle of the file is closed. And in
-    # the kernel, not by polling: who waits is woken at once, and is no load on a claim's timing.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    # in the kernel, not by polling: who waits is woken at once, and is no load on a claim's timing
+    fd = _open(path)
     try:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
@@ -31,3 +31,22 @@ def locked(
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: processes we forked have it too
         os.close(fd)
+
+
+def is_shared(path: Path) -> bool:
+    """Return whether others share a lock: neither is it free, nor has anybody got it alone."""
+    fd = _open(path)
+    try:
+        for mode, shared in ((fcntl.LOCK_EX, False), (fcntl.LOCK_SH, True)):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, mode | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                return shared
+        return False
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path) -> int:
+    # for flock, not POSIX record locks: those are lost when any handle of the file is closed
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -28,11 +28,9 @@ def parse(text: str) -> tuple[int, int]:
 def deal(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[set[str]]:
     """Deal tests to shards of about equal time: the longest first, each to the shard with least.
 
-    Every machine deals alike, in whatever order it collected; a test of unknown length counts as
-    the typical one.
+    Every machine deals alike, in whatever order it collected.
     """
-    usual = statistics.median(known) if (known := [s for s in seconds.values() if s > 0]) else 1.0
-    length = {i: seconds.get(i) or usual for i in ids}
+    length = lengths(ids, seconds)
     shards: list[set[str]] = [set() for _ in range(count)]
     loads = [0.0] * count
     for nodeid in sorted(length, key=lambda i: (-length[i], i)):
@@ -40,6 +38,12 @@ def deal(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[s
         shards[least].add(nodeid)
         loads[least] += length[nodeid]
     return shards
+
+
+def lengths(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return each test's seconds; a test of unknown length counts as the typical one."""
+    usual = statistics.median(known) if (known := [s for s in seconds.values() if s > 0]) else 1.0
+    return {i: seconds.get(i) or usual for i in ids}
 
 
 def recorded(path: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Literal
 import pytest
 
 from pytest_aiperf.building import build
-from pytest_aiperf.errors import ToolMissing
+from pytest_aiperf.errors import Misuse, ToolMissing
 from pytest_aiperf.machine import gpu, needs, ranks
 from pytest_aiperf.machine.needs import NEEDS
 from pytest_aiperf.model import Expectation, Gpu, Outcome, Result
@@ -157,14 +157,27 @@ class Session:
         """Part items into those of this session's shard and those of the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
-        key = self.gpus[0].key if self.gpus else "cpu"
-        known = shards.recorded(self.settings.results / f"{key}.json")
-        mine = shards.deal([i.nodeid for i in items], known, count)[number - 1]
+        mine = shards.deal([i.nodeid for i in items], self._recorded(), count)[number - 1]
         if self.run is not None:
             claims = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]
             shards.intend(self.run, claims)
         kept = [i for i in items if i.nodeid in mine]
         return kept, [i for i in items if i.nodeid not in mine]
+
+    def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+        """Order what several workers take in turn: a long one that came last would be alone."""
+        if not self.settings.is_worker:
+            return list(items)
+        try:
+            known = self._recorded()
+        except Misuse:
+            known = {}  # a broken file keeps nobody from measuring
+        lengths = shards.lengths((i.nodeid for i in items), known)
+        return sorted(items, key=lambda item: -lengths[item.nodeid])
+
+    def _recorded(self) -> dict[str, float]:
+        key = self.gpus[0].key if self.gpus else "cpu"
+        return shards.recorded(self.settings.results / f"{key}.json")
 
     def blank(self, item: pytest.Item) -> Result:
         """Return the record of a claim of which nothing is known yet."""
