@@ -22,7 +22,7 @@ from pytest_aiperf import Bench, Compare, prepared, static
 
 
 def model(bench: Bench) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    layers, width = bench.size(12, check=2), bench.size(4096, check=16)
+    layers, width = bench.size(6, check=2), bench.size(8192, check=16)
     kind = {"device": bench.device, "dtype": torch.bfloat16}
     weights = [torch.randn(width, width, **kind) * width**-0.5 for _ in range(layers)]
     torch.manual_seed(bench.seed * 100 + dist.get_rank())  # the same model, a batch of its own
