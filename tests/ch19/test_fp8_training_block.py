@@ -9,7 +9,8 @@ function; eager, they would eat up the gain.
 The passes grow with the matrices, the products with the matrices times the width: below a width of
 about 2048 nothing is gained. e4m3 serves gradients here because a scale per tensor and step catches
 them; e5m2 has more range and less precision. Loss and gradients stay within fp8's error, and inputs
-have offsets per channel, as activations do: gradients of pure noise would be noise, in bf16, too.
+have offsets per channel, as activations do, their targets larger ones: gradients of pure noise
+would be noise, in bf16, too.
 """
 
 from functools import partial
@@ -25,8 +26,9 @@ def block(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     """Make tokens, what the block shall make of them, and both weights."""
     tokens, width = bench.size(8192, check=64), bench.size(4096, check=32)
     kind = {"device": bench.device, "dtype": torch.bfloat16}
-    offsets = torch.randn(2, 1, width, **kind).sign()
-    x, target = torch.randn(2, tokens, width, **kind) + offsets
+    offset, aim = torch.randn(2, 1, width, **kind).sign()
+    x, target = torch.randn(2, tokens, width, **kind)
+    x, target = x + offset, target + 2 * aim
     up = torch.randn(4 * width, width, **kind) * width**-0.5
     return x, target, up, torch.randn(width, 4 * width, **kind) * (4 * width) ** -0.5
 

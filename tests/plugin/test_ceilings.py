@@ -55,12 +55,21 @@ class Steady:
 
 @pytest.fixture
 def kernels():
-    """Stand in for ceilings.cu: write down what is launched."""
+    """Stand in for ceilings.cu: write down what is launched, if a GPU's launchers would take it."""
+    real = Kernels("ceilings.cu", SOURCE.read_text(), None)
 
     class Launched(dict):
         def __missing__(self, name):
-            self[name] = lambda *args: self.calls.append((name, *args))
-            return self[name]
+            def launch(*args):
+                for convert, arg in zip(real[name]._converts, args, strict=True):
+                    convert(on_gpu(arg) if isinstance(arg, torch.Tensor) else arg)
+                self.calls.append((name, *args))
+
+            self[name] = launch
+            return launch
+
+    def on_gpu(tensor):
+        return SimpleNamespace(is_cuda=True, dtype=tensor.dtype, data_ptr=tensor.data_ptr)
 
     launched = Launched()
     launched.calls = []

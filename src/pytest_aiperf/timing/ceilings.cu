@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(1024) read_shared(int rounds, unsigned* out) {
     if (sum == 0x2545f491) *out = sum;
 }
 
-extern "C" cudaError_t shared(int blocks, int rounds, unsigned* out, cudaStream_t stream) {
-    read_shared<<<blocks, 1024, 0, stream>>>(rounds, out);
+extern "C" cudaError_t shared(int blocks, int rounds, void* out, cudaStream_t stream) {
+    read_shared<<<blocks, 1024, 0, stream>>>(rounds, static_cast<unsigned*>(out));
     return cudaGetLastError();
 }
 

@@ -129,9 +129,10 @@ class Gauge:
     # arithmetic
 
     def _fp32(self) -> float:
+        """Multiply and add in bursts, as in products."""
         target, blocks, rounds = self._bytes(16), 8 * self._sms, self._sizes.rounds
         target = target.view(self._torch.float32)
-        best = self._best(lambda: self._kernels["multiply"](blocks, rounds, target))
+        best = self._best(lambda: self._kernels["multiply"](blocks, rounds, target), _BURSTS)
         return blocks * rounds * _THREADS * 128 * 2 / best
 
     def _product(self, dtype: str) -> float:
