@@ -309,14 +309,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         except AiperfError as why:
             raise pytest.UsageError(str(why)) from None
         dropped += others
-    items[:] = kept if ours is None else ours.in_order(kept)
+    items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     mine = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]
     for claim, first, second in needs.twins(mine):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if ours is not None:
-        ours.collected(mine)
+        ours.collected(mine)  # in their files' order, as they are shown
+        items[:] = ours.in_order(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,14 +1,15 @@
-"""A Triton softmax of one read and one write beats torch.softmax, if by little.
+"""A Triton softmax of one read and one write takes half the time of torch.softmax.
 
 Written as four steps, softmax runs as five kernels (maximum, difference, exponential, sum,
 quotient), and rows of 8192 columns pass through memory eight times: five reads and three writes.
 torch.softmax is one kernel; "one_call" compares the two, and the four steps are a naive baseline.
 
-The other rungs are compared with torch.softmax. A row must be read and written once, and a block
-that keeps it on the chip does no more: what is left to gain is to come nearer to the speed of
-memory. "online" finds maximum and sum in the same sweep by rescaling the sum whenever the maximum
-grows, and fetches the row a second time from the L2 cache; "resident" is compiled for rows of this
-width, loads all of one at once, and holds it in registers.
+The other rungs are compared with torch.softmax, which comes to 45 % of the speed of a copy on an
+H200. A row must be read and written once, and a block that keeps it on the chip does no more: what
+is to be gained is to come nearer to that speed, and 2.2x is the limit. "online" finds maximum and
+sum in the same sweep by rescaling the sum whenever the maximum grows, and fetches the row a second
+time from the L2 cache; "resident" is compiled for rows of this width, loads all of one at once, and
+holds it in registers.
 
 torch.compile of the four steps is the library arm: it fuses them, too. "resident" ends where a row
 outgrows the registers of a block, and "online" loses its cache hits when the rows in flight outgrow

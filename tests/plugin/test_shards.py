@@ -110,6 +110,7 @@ def test_workers_measure_the_longest_first(project, broken):
     assert ran.ret == 0
     ended = "".join(re.findall(r"^\[gw0\].*test_it\[(.)\]", ran.stdout.str(), re.MULTILINE))
     assert ended == ("abcd" if broken else "cdba")
+    assert list(project.results()) == [f"ch07/it[{k}]" for k in "abcd"]
 
 
 def test_a_shard_is_about_measuring(project):
