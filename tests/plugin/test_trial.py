@@ -14,6 +14,7 @@ from pytest_aiperf.claim.compare import noise_floor
 from pytest_aiperf.claim.replicate import PLAN, Plan, measure, speedup
 from pytest_aiperf.claim.trial import Trial
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
+from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Metric, Mode, Verdict
 from pytest_aiperf.rules.judge import verdict
 from pytest_aiperf.rules.stats import half_width
@@ -224,11 +225,18 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
 
             return Block()
 
-    trial = a_trial(Slow(noise=Noise.none()))
+    class Two(Peers):
+        def most(self, figure):
+            asked.append(figure)
+            return figure
+
+    asked = []
+    trial = a_trial(Slow(noise=Noise.none(), peers=Two()))
     trial.agreement()
     timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
+    assert asked[-1] == 2 * seconds  # ranks agree on it
 
 
 def test_a_gpu_that_is_never_calm_is_invalid():

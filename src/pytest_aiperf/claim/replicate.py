@@ -122,6 +122,7 @@ class _Timed:
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.in_a_row = IN_A_ROW if slow < SLOW else 2
         # a backlog's calls may take the host longer to enqueue than the GPU to do
+        waited = self.clock.peers.most(waited)  # or ranks would run different numbers of rounds
         once = max(sum(seconds.values()) * 2 * self.calls, 2 * waited)
         self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
 
