@@ -100,16 +100,19 @@ def test_a_shard_that_never_ran_is_missed(project, monkeypatch, capsys):
     assert out.endswith("4 claims: 3 NOT_RUN, 1 PASSED\n")
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_workers_measure_the_longest_first(project, broken):
+@pytest.mark.parametrize(
+    ("broken", "words", "order"),
+    [(False, [], "cdba"), (True, [], "abcd"), (False, ["--budget=300s"], "abcd")],
+)
+def test_workers_measure_the_longest_first(project, broken, words, order):
     project.tests(CLAIMS)
     accepted(project, a=1.0, b=2.0, c=9.0, d=5.0)
     if broken:
         project.write("results/fake.json", "{")
-    ran = project.run("--gpu", "--quick", "-n", "1", "-v")
+    ran = project.run("--gpu", "--quick", "-n", "1", "-v", *words)
     assert ran.ret == 0
     ended = "".join(re.findall(r"^\[gw0\].*test_it\[(.)\]", ran.stdout.str(), re.MULTILINE))
-    assert ended == ("abcd" if broken else "cdba")
+    assert ended == order
     assert list(project.results()) == [f"ch07/it[{k}]" for k in "abcd"]
 
 

@@ -166,8 +166,8 @@ class Session:
 
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """Order what several workers take in turn: a long one that came last would be alone."""
-        if not self.settings.is_worker:
-            return list(items)
+        if not self.settings.is_worker or self.settings.budget is not None:
+            return list(items)  # of a budget, long ones would leave the least to the others
         try:
             known = self._recorded()
         except Misuse:
