@@ -23,6 +23,7 @@ from .lock import is_shared, locked
 PATIENCE: Final = 4.0
 """Seconds for which who wants a resource alone lets others share it while anybody does."""
 LOOK: Final = 0.05
+"""Seconds from one look whether anybody does to the next."""
 
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
 """Environment variable that names the folder of the lock files."""
