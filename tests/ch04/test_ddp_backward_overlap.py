@@ -6,12 +6,13 @@ gradient has nothing left to hide behind. Reduced after the backward pass, all o
 "hooks" starts an asynchronous all-reduce from each parameter's hook; "ddp" is
 DistributedDataParallel, which does the same with buckets; the gradients are views of them.
 
-With F, B and C the times of forward pass, backward pass and communication, the limit is
-(F + B + C) / (F + max(B, C) + one layer's communication): here about 1.5x, with C a third of the
-whole. What was recorded (1.20x with "hooks", 1.16x with "ddp") is well under it, so only part of
-the communication is hidden: its kernels take multiprocessors and memory bandwidth from the
-computation. Where B or C is much shorter than the other there is little to hide, and where layers
-are so small that the GPU waits for Python, both arms take as long as that does.
+With F, B and C the times of forward pass, backward pass and communication, the limit is (F + B + C)
+/ (F + max(B, C) + one layer's communication): about 1.5x, where C is a third of the whole, as it is
+here at the rate of an all-reduce in results/ceilings-2xh200.json. What was recorded (1.20x with
+"hooks", 1.16x with "ddp") is well under it, so only part of the communication is hidden: its
+kernels take multiprocessors and memory bandwidth from the computation. Where B or C is much shorter
+than the other there is little to hide, and where layers are so small that the GPU waits for Python,
+both arms take as long as that does.
 """
 
 import pytest

@@ -10,7 +10,8 @@ The passes grow with the matrices, the products with the matrices times the widt
 about 2048 nothing is gained. e4m3 serves gradients here because a scale per tensor and step catches
 them; e5m2 has more range and less precision. Loss and gradients stay within fp8's error, and inputs
 have offsets per channel, as activations do, their targets larger ones: gradients of pure noise
-would be noise, in bf16, too.
+would be noise, in bf16, too, and with equal offsets the worst element of one gradient came as far
+off as fp8's tolerance in one run of six.
 """
 
 from functools import partial

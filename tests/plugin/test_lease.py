@@ -188,20 +188,9 @@ def test_the_patient_time_as_soon_as_nobody_prepares(claim, monkeypatch, patienc
     assert waiting.gets_its_turn
 
 
-def test_the_patient_follow_upon_another_who_times(claim, monkeypatch):
-    first = claim("time_device")
-    assert first.enters
-    monkeypatch.setattr(lease, "PATIENCE", 30.0)
-    second = claim("time_device")
-    assert second.waits
-    late = claim("prepare")
-    assert late.waits
-    first.leave()
-    assert second.gets_its_turn
-    assert late.hears(0.05) == ""
-
-
-def test_who_times_follows_upon_another(claim):
+@pytest.mark.parametrize("patience", [0.0, 30.0])
+def test_who_times_follows_upon_another(claim, monkeypatch, patience):
+    monkeypatch.setattr(lease, "PATIENCE", patience)
     first = claim("time_device")
     assert first.enters
     reader = claim("prepare")
@@ -274,6 +263,16 @@ def test_taking_back_waits_for_who_times(claim, tmp_path):
         ours.take_back()
         timer.join()
     assert told == [f"waiting for GPU {A}, which another claim has", "on"]
+    assert 0.1 < ours.waited < 60
+
+
+def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
+    ours = Lease([A], tmp_path / "locks")
+    with ours.prepare():
+        pass
+    with ours.time_host():
+        pass
+    assert ours.waited == 0
 
 
 def test_waiting_is_told_once(claim):

@@ -116,6 +116,20 @@ def test_workers_measure_the_longest_first(project, broken, words, order):
     assert list(project.results()) == [f"ch07/it[{k}]" for k in "abcd"]
 
 
+@pytest.mark.parametrize(("words", "chunk"), [([], 1), (["--maxschedchunk=3"], 3)])
+def test_workers_are_dealt_claims_one_by_one(project, words, chunk):
+    project.tests(CLAIMS)
+    project.write(
+        "conftest.py",
+        "def pytest_sessionfinish(session):\n"
+        "    option = session.config.option\n"
+        "    print('chunk', option.maxschedchunk)\n",
+    )
+    ran = project.run("--gpu", "--quick", "-n", "2", "-s", *words)
+    assert ran.ret == 0
+    ran.stdout.fnmatch_lines([f"*chunk {chunk}"])
+
+
 def test_a_shard_is_about_measuring(project):
     project.tests(CLAIMS)
     ran = project.run("--shard=1/2")

@@ -118,12 +118,12 @@ class _Timed:
         fast, slow = min(seconds.values()), max(seconds.values())
         self.mode = choose_mode(metric, fast, slow)
         self.calls = self._count_calls(fast, slow)
-        waited = self._settle_mode(stands, fast, slow)
+        took = self._settle_mode(stands, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.in_a_row = IN_A_ROW if slow < SLOW else 2
         # a backlog's calls may take the host longer to enqueue than the GPU to do
-        waited = self.clock.peers.most(waited)  # or ranks would run different numbers of rounds
-        once = max(sum(seconds.values()) * 2 * self.calls, 2 * waited)
+        took = self.clock.peers.most(took)  # or ranks would run different numbers of rounds
+        once = max(sum(seconds.values()) * 2 * self.calls, 2 * took)
         self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
 
     def _count_sets(self) -> tuple[int, int]:
@@ -185,7 +185,7 @@ class _Timed:
     def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> float:
         """Fall back until both arms run in one mode: graph, backlog, plain.
 
-        Return the seconds that a first run of all blocks took.
+        Return the host's seconds of a first run of all blocks, where they are run.
         """
         while True:
             try:
@@ -199,15 +199,15 @@ class _Timed:
                 self.calls = self._count_calls(fast, slow)
 
     def _blocks(self, stands: list[_Stand]) -> float:
-        waited = 0.0
+        took = 0.0
         for stand in stands:
             calls = [stand.calls[i % self.sets] for i in range(self.calls)]
             stand.block = self.clock.block(calls, self.mode)
             if self.mode in (Mode.GRAPH, Mode.BACKLOG):
                 begun = time.monotonic()
                 stand.block.run()  # the first run pays for uploads, or finds how long to hold back
-                waited += time.monotonic() - begun
-        return waited
+                took += time.monotonic() - begun
+        return took
 
     def replicate(self, seed: int) -> Replicate:
         self.clock.release()
