@@ -14,7 +14,7 @@ beginnings the tree only costs its walk. A real cache also has to evict, which i
 import numpy as np
 import pytest
 
-from kernels.ch16.prefix_cache import ExactCache, RadixCache, prefill, serve
+from kernels.ch16.prefix_cache import ExactCache, RadixCache, serve
 from pytest_aiperf import Bench, Compare
 
 
@@ -32,8 +32,13 @@ def trace(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def uncached(prompts, embedding, layers):
-    weights = embedding.astype(np.float64), layers.astype(np.float64)
-    return np.stack([prefill(p, *weights)[0] for p in map(tuple, prompts.tolist())])
+    """Attend over all prompts at once, in fp64: no cache, no runs, none of the arms' code."""
+    x, size = embedding.astype(np.float64)[prompts], len(embedding[0]) ** 0.5
+    seen = np.tri(prompts.shape[1])
+    for query, key, value, output in layers.astype(np.float64):
+        weights = np.exp(x @ query @ (x @ key).swapaxes(1, 2) / size) * seen
+        x = x + weights / weights.sum(2, keepdims=True) @ (x @ value) @ output
+    return x[:, -1]
 
 
 @pytest.mark.host

@@ -465,7 +465,7 @@ def test_what_cannot_be_compared_is_named(odd):
 
 
 def test_large_leaves_are_compared_in_chunks(monkeypatch):
-    monkeypatch.setattr(agree, "CHUNK", 10)
+    monkeypatch.setattr(agree, "CACHED", 10)
 
     def optimized(a, out):
         double(a, out)

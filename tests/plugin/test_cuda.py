@@ -253,6 +253,20 @@ def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
     assert clock.block([call] * 3, Mode.PLAIN).run() == pytest.approx(30e-6, rel=0.6)
 
 
+def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
+    clock = CudaClock(GPU)
+
+    def call():
+        cuda.launch(0.06)
+        cuda.synchronize()
+
+    spins, begun = len(cuda.spins), cuda.host
+    with pytest.raises(InvalidMeasurement, match="synchronises"):
+        clock.block([call], Mode.BACKLOG).run()
+    assert len(cuda.spins) - spins == 2
+    assert cuda.host - begun < 0.5
+
+
 def test_a_call_that_synchronises_cannot_be_captured_and_torch_is_mended(cuda):
     clock = CudaClock(GPU)
     with pytest.raises(
@@ -334,7 +348,7 @@ def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
 )
 def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
     clock, readings = CudaClock(GPU), iter(clocks or [1980, 1700] * 999)
-    monkeypatch.setattr(rooms.nvml, "sense", lambda uuid: Senses(sm_mhz=next(readings)))
+    monkeypatch.setattr(rooms.nvml, "sm_mhz", lambda uuid: next(readings))
     begun = cuda.host
 
     def call():

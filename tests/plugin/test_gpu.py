@@ -169,6 +169,7 @@ def test_senses_are_read_and_what_cannot_be_read_is_absent(nvml):
     assert gpu.sense(UUIDS[0]) == Senses(1575, 61, 0x4, {"thermal": 11})
     assert gpu.sense(UUIDS[2]) == Senses()
     assert gpu.sense("GPU-none") == Senses()
+    assert [gpu.sm_mhz(uuid) for uuid in (UUIDS[0], UUIDS[2], "GPU-none")] == [1575, None, None]
 
 
 def test_a_figure_that_this_nvml_no_longer_has_is_absent(nvml, monkeypatch):

@@ -207,7 +207,7 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
     assert clock.settlings - before == settled
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 3), (0.015, 2), (0.1, 1)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.015, 2), (0.025, 1)])
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
     monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -337,6 +337,37 @@ def test_it_stops_when_its_seconds_are_spent():
         3,
         (),
     )
+
+
+@pytest.mark.parametrize(
+    ("each", "layout", "replicates"),
+    [(0.1, 0.01, 10), (0.2, 0.01, 8), (0.3, 0.01, 7), (1.0, 0.01, 5), (1.0, 0.1, 8)],
+)
+def test_of_slow_replicates_fewer_are_enough(monkeypatch, each, layout, replicates):
+    now = [0.0]
+    monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(FakeClock):
+        def release(self):
+            now[0] += each
+
+    noisy = replace(Noise.none(), layout=layout)
+    timing = measured(a_trial(Slow(noise=noisy)), replace(PLAN, seconds=0.999))
+    assert (timing.stopped, len(timing.replicates)) == ("seconds", replicates)
+
+
+def test_the_first_run_of_a_backlog_is_its_only_warming(monkeypatch):
+    ran = []
+    monkeypatch.setattr(replicate._Timed, "_run_each", lambda _, stand: ran.append(stand.name))
+    trial = a_trial()
+    trial.agreement()
+    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    ran.clear()
+    timed.replicate(2)
+    assert ran == []
+    timed.mode = Mode.PLAIN
+    timed.replicate(3)
+    assert sorted(ran) == ["baseline", "optimized"]
 
 
 def test_progress_says_how_far_it_is():

@@ -42,6 +42,9 @@ SANITY, SANITY_CAP = 64, 0.1
 
 CHUNK = 1 << 23
 """Elements compared at a time: fp64 temporaries stay far below 1 GiB whatever the leaf's size."""
+CACHED = 1 << 15
+"""The same on the host: they stay in its caches, and torch uses one thread for so few. Many threads
+wait for one another at each of many operations, for ages where other claims keep the cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +303,8 @@ def _check_reference(path: str, mine: Any, want: Any) -> float:
             f"compute the reference in fp64: for {path} it gives {dtype(want)}, and not exactly "
             "the baseline's result"
         )
-    squares = (of(part).cast(part, "float64", part) ** 2 for part in _parts(want))
+    parts = _parts(want, _chunk(want))
+    squares = (of(part).cast(part, "float64", part) ** 2 for part in parts)
     rms = math.sqrt(sum(float(s.sum()) for s in squares) / max(math.prod(want.shape), 1))
     if not math.isfinite(rms):
         _, index, value, _ = _worst(want, want, 0.0)
@@ -320,10 +324,11 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any
     library, exact = of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
     # what an arm copied to the host is compared where the reference is: a GPU, most likely
-    ours = str(getattr(got, "device", "cpu")) == "cpu" and of(want) is library
+    ours = _on_host(got) and of(want) is library
     home = want if ours else got
+    size = _chunk(home)
     found: list[tuple[float, int, Any, Any]] = []
-    for i, (part, truth) in enumerate(zip(_parts(got), _parts(want), strict=True)):
+    for i, (part, truth) in enumerate(zip(_parts(got, size), _parts(want, size), strict=True)):
         g = library.cast(part, kind, home)
         w = library.cast(of(truth).cast(truth, kind, truth), kind, home)
         with np.errstate(invalid="ignore"):  # infinite in both: not finite, as below
@@ -332,13 +337,21 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any
             off /= abs(w) + rms
         off[~library.module.isfinite(off)] = math.inf
         at = int(off.argmax())
-        found.append((float(off[at]), i * CHUNK + at, part[at].item(), truth[at].item()))
+        found.append((float(off[at]), i * size + at, part[at].item(), truth[at].item()))
     if not found:
         return 0.0, (), 0.0, 0.0
     error, at, here, there = max(found, key=lambda part: part[0])
     return error, tuple(map(int, np.unravel_index(at, tuple(got.shape)))), here, there
 
 
-def _parts(array: Any) -> Iterator[Any]:
+def _on_host(array: Any) -> bool:
+    return str(getattr(array, "device", "cpu")) == "cpu"
+
+
+def _chunk(array: Any) -> int:
+    return CACHED if _on_host(array) else CHUNK
+
+
+def _parts(array: Any, size: int) -> Iterator[Any]:
     flat = array.reshape(-1)
-    return (flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK))
+    return (flat[start : start + size] for start in range(0, len(flat), size))

@@ -32,17 +32,24 @@ WARM_SETS = 3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How precisely to measure: stop on the interval's width, on seconds, or on replicates."""
+    """How precisely to measure: stop on the interval's width, on seconds, or on replicates.
+
+    Two rounds a replicate: a replicate's buffers, graphs and checks cost twice as much as a round,
+    and what differs between replicates is most of what remains of the noise.
+    """
 
     half_width: float = 0.005
     least: int = 8
     most: int = 32
-    rounds: int = 3
+    rounds: int = 2
     seconds: float = 1.0
 
 
 PLAN = Plan()
-QUICK = Plan(half_width=0.01, least=5, most=12, rounds=2, seconds=0.6)
+QUICK = Plan(half_width=0.01, least=5, most=12, seconds=0.6)
+
+FEW, NARROW = 5, 0.05
+"""So many replicates are enough where they take twice the seconds and the interval is so narrow."""
 
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
@@ -74,14 +81,19 @@ def _replicate(trial: Trial, plan: Plan, way: _Timed | Figures) -> Timing:
             sm_mhz=senses.sm_mhz,
             temperature_c=senses.temperature_c,
         )
+        spent = trial.clock.peers.most(time.monotonic() - started)
+        # each rank of a claim may have scores of its own
+        width = trial.clock.peers.most(width)
         if len(done) >= plan.least:
-            # each rank of a claim may have scores of its own
-            if trial.clock.peers.agree(width <= plan.half_width):
+            if width <= plan.half_width:
                 stopped = "width"
                 break
-            if not trial.clock.peers.agree(time.monotonic() - started < plan.seconds):
+            if spent >= plan.seconds:
                 stopped = "seconds"
                 break
+        elif len(done) >= FEW and spent >= 2 * plan.seconds and width <= NARROW:
+            stopped = "seconds"
+            break
     return replace(timing, stopped=stopped)
 
 
@@ -116,7 +128,7 @@ class _Timed:
         stands = self._stand(trial.seed)
         seconds = self._warm(stands)
         fast, slow = min(seconds.values()), max(seconds.values())
-        self.mode = choose_mode(metric, fast, slow)
+        self.mode = choose_mode(metric, fast)
         self.calls = self._count_calls(fast, slow)
         took = self._settle_mode(stands, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
@@ -212,8 +224,9 @@ class _Timed:
     def replicate(self, seed: int) -> Replicate:
         self.clock.release()
         stands = self._stand(seed)
-        for stand in stands:
-            self._run_each(stand)
+        if self.mode is not Mode.BACKLOG:  # a backlog's first run finds how long to hold back
+            for stand in stands:
+                self._run_each(stand)
         self._blocks(stands)
         by_name = {s.name: s for s in stands}
         rounds: list[Round] = []

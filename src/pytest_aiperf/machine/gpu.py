@@ -62,6 +62,13 @@ def absence(environ: Mapping[str, str] = os.environ) -> str:
     return "the NVIDIA driver lists none"
 
 
+def sm_mhz(uuid: str) -> int | None:
+    """Read the clock of a GPU's SMs, which takes a tenth of what all senses do."""
+    nvml, handle = _board(uuid)
+    clock: int | None = handle and _read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM)
+    return clock
+
+
 def sense(uuid: str) -> Senses:
     """Read a GPU's clock, temperature, clock event reasons and violation counters (ns)."""
     nvml, handle = _board(uuid)

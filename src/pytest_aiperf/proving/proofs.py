@@ -330,7 +330,7 @@ def _sequential(
     call = partial(arm, *args)
     clock.block([call], Mode.WALL).run()
     once = clock.once(call)
-    mode = choose_mode(Metric.DEVICE, once, once)
+    mode = choose_mode(Metric.DEVICE, once)
     block = clock.block([call] * calls_per_block(mode, once, once), mode)
     first, second = ([block.run() for _ in range(20)] for _ in range(2))
     return float(statistics.median(first) / statistics.median(second))

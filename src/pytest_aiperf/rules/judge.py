@@ -9,13 +9,13 @@ from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
 SAME_WITHIN = 0.02
 """Two arms are the same when the whole interval lies within this of 1."""
 
-SESSIONS_APART = 0.03
+SESSIONS_APART = 0.035
 """Two sessions' figures of one claim may be so far apart without any change of it.
 
-An interval knows only the noise of its own session. Of 71 unchanged claims that were timed on the
-device, measured on two H200s, 28 pairs of intervals did not meet; the ratios lay up to 3.6 % apart,
-those of intervals that did not meet up to 3.2 %. The figure was chosen after such pairs had failed:
-it is the nightly gate's least band, and what it costs is that a loss of less is left to that gate.
+An interval knows only the noise of its own session. Of unchanged claims that were timed on the
+device, measured on two H200s, 28 of 71 pairs of intervals did not meet, and 30 of 68 on two others:
+up to 3.2 % lay between their ends, both times. The figure was chosen after such pairs had failed,
+and what it costs is that a smaller loss shows only in a history, as a lasting step.
 """
 
 

@@ -87,7 +87,7 @@ class Stopwatch:
 
     def _time(self, call: Callable[..., object], *args: object) -> Interval:
         once = self.clock.once(lambda: call(*args))
-        mode = choose_mode(Metric.WALL if self.clock.gpu is None else Metric.DEVICE, once, once)
+        mode = choose_mode(Metric.WALL if self.clock.gpu is None else Metric.DEVICE, once)
         calls = calls_per_block(mode, once, once)
         block = self.clock.block([lambda: call(*args)] * calls, mode)
         block.run()

@@ -93,13 +93,13 @@ class Machine(Protocol):
     def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> Clock: ...
 
 
-def choose_mode(metric: Metric, fast: float, slow: float) -> Mode:
-    """Choose how both arms are timed, from the seconds of a call of the faster and the slower."""
+def choose_mode(metric: Metric, fast: float) -> Mode:
+    """Choose how all arms are timed, from the seconds of a call of the fastest."""
     if metric is not Metric.DEVICE:
         return Mode.WALL
     if fast < SHORT:
         return Mode.GRAPH
-    return Mode.BACKLOG if slow < LONG else Mode.PLAIN
+    return Mode.BACKLOG if fast < LONG else Mode.PLAIN
 
 
 def calls_per_block(mode: Mode, fast: float, slow: float) -> int:

@@ -36,6 +36,7 @@ from .trace import trace
 _TRIES = 5  # one, and four with a longer spin
 _LEAST_HOLD = 100e-6
 _MOST_HOLD = 1.0
+_LONG_HOLD = 0.05
 _STRAY = (0.03, 0.5e-3)  # share of the block, seconds: more work than this after its end is a stray
 _LEAST_SETTLING = 0.1
 _MOST_SETTLING = 1.0
@@ -132,7 +133,7 @@ class CudaClock:
                 self.synchronize()
                 if self.peers.agree(now() - batch < 20_000_000):
                     calls *= 2
-                clocks.append(self.sense().sm_mhz or 0.0)
+                clocks.append(nvml.sm_mhz(self._uuid) or 0.0)
                 spent = (now() - begun) * 1e-9
                 if self.peers.agree(spent > _MOST_SETTLING):
                     break
@@ -199,10 +200,12 @@ class CudaClock:
         long enough, and the seconds contain launch gaps.
         """
         seconds = 0.0
-        for _ in range(tries):
+        for longer in range(tries):
             seconds, enqueued, held = self.timed(work, hold)
             if self.peers.agree(held):
                 return seconds, max(_LEAST_HOLD, 1.5 * enqueued)
+            if longer and not self.peers.agree(hold < _LONG_HOLD):
+                break  # twice what it took before: it waits for the GPU, and would for any spin
             hold = min(_MOST_HOLD, 2 * max(hold, enqueued))
         return seconds, 0.0
 

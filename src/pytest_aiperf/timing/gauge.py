@@ -222,7 +222,7 @@ class Gauge:
         for _ in range(2):  # the first may load libraries
             call()
         once = self._clock.once(call)
-        mode = choose_mode(Metric.DEVICE, once, once)
+        mode = choose_mode(Metric.DEVICE, once)
         calls = calls_per_block(mode, once, once)
         block = self._clock.block([call] * calls, mode)
         best, begun = math.inf, now()
