@@ -37,7 +37,7 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
     assert faster["title"] == "Half the work takes half the time."
     assert same["attempts"] == 2  # confirmed in a fresh process before it fails
     timing = faster["timing"]
-    assert len(timing["replicates"]) >= 8
+    assert len(timing["replicates"]) >= 6
     blocks = timing["replicates"][0]["rounds"][0]["seconds"]
     assert blocks["baseline"][0] == pytest.approx(200e-6, rel=0.1)
     assert blocks["optimized"][1] == pytest.approx(100e-6, rel=0.1)

@@ -35,11 +35,12 @@ class Plan:
     """How precisely to measure: stop on the interval's width, on seconds, or on replicates.
 
     Two rounds a replicate: a replicate's buffers, graphs and checks cost twice as much as a round,
-    and what differs between replicates is most of what remains of the noise.
+    and layout, which differs between replicates, is half of the noise. Six replicates: to stop at a
+    width costs a 99 % interval as much cover as with eight, at most 0.9 % (0.7 %) of normal noise.
     """
 
     half_width: float = 0.005
-    least: int = 8
+    least: int = 6
     most: int = 32
     rounds: int = 2
     seconds: float = 1.0
@@ -48,8 +49,8 @@ class Plan:
 PLAN = Plan()
 QUICK = Plan(half_width=0.01, least=5, most=12, seconds=0.6)
 
-FEW, NARROW = 5, 0.05
-"""So many replicates are enough where they take twice the seconds and the interval is so narrow."""
+NARROW, WIDER = 0.05, 3
+"""An interval that is not so narrow may take so many times the plan's seconds."""
 
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
@@ -84,14 +85,12 @@ def _replicate(trial: Trial, plan: Plan, way: _Timed | Figures) -> Timing:
         spent = trial.clock.peers.most(time.monotonic() - started)
         # each rank of a claim may have scores of its own
         width = trial.clock.peers.most(width)
-        if len(done) >= plan.least:
-            if width <= plan.half_width:
-                stopped = "width"
-                break
-            if spent >= plan.seconds:
-                stopped = "seconds"
-                break
-        elif len(done) >= FEW and spent >= 2 * plan.seconds and width <= NARROW:
+        if len(done) < plan.least:
+            continue
+        if width <= plan.half_width:
+            stopped = "width"
+            break
+        if spent >= plan.seconds * (1 if width <= NARROW else WIDER):
             stopped = "seconds"
             break
     return replace(timing, stopped=stopped)

@@ -27,7 +27,7 @@ from pytest_aiperf.rules.judge import verdict
 from pytest_aiperf.timing import ceilings
 from pytest_aiperf.timing.clock import Block, Call, Clock, Identity
 
-SHORT: Final = replace(PLAN, least=6, most=12, seconds=0.4)
+SHORT: Final = replace(PLAN, most=12, seconds=0.4)
 """How long a comparison takes where hundreds are made: half a second, a claim takes some."""
 LEAD: Final = 1e-6
 """Both arms of a comparison with a longer arm spin at least so long: a kernel is not free."""

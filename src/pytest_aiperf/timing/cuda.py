@@ -38,7 +38,7 @@ _LEAST_HOLD = 100e-6
 _MOST_HOLD = 1.0
 _LONG_HOLD = 0.05
 _STRAY = (0.03, 0.5e-3)  # share of the block, seconds: more work than this after its end is a stray
-_LEAST_SETTLING = 0.1
+_LEAST_SETTLING = 0.05
 _MOST_SETTLING = 1.0
 _SETTLED = (5, 0.02)  # so many readings of the SM clock, within this of each other
 
@@ -119,7 +119,7 @@ class CudaClock:
         return seconds if seconds > 1e-3 else self.held_back(ten, _LEAST_HOLD, tries=3)[0] / 10
 
     def settle(self, call: Call) -> None:
-        """Run a call for 0.1 s at least and 1 s at most, until the SM clock holds still."""
+        """Run a call for 0.05 s at least and 1 s at most, until the SM clock holds still."""
         readings, apart = _SETTLED
         clocks = deque([0.0], maxlen=readings)
         begun, calls, spent = now(), 1, 0.0
