@@ -10,7 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.machine import lease
@@ -276,8 +278,9 @@ def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
 
 
 def test_waiting_is_told_once(claim):
-    one, two = claim("time_device", A), claim("time_device", B)
+    one = claim("time_device", A)
     assert one.enters
+    two = claim("time_device", B)
     assert two.enters
     both = claim("time_device", A, B)
     assert both.waits
@@ -381,3 +384,19 @@ def test_a_planted_lock_file_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic"), ours.prepare():
         pass
     assert not (tmp_path / "precious").exists()
+
+
+def test_who_shares_the_host_uses_so_many_threads(tmp_path):
+    def threads():
+        return {pool["num_threads"] for pool in threadpool_info()}
+
+    np.linalg.norm(np.ones(2))  # its BLAS is loaded
+    ours = Lease([A], tmp_path / "locks", threads=1)
+    with threadpool_limits(2):
+        with ours.prepare():
+            assert threads() == {1}
+        for alone in (ours.time_device, ours.time_host):
+            with alone():
+                assert threads() == {2}
+        with Lease([A], tmp_path / "locks").prepare():
+            assert threads() == {2}

@@ -334,16 +334,16 @@ def test_it_stops_when_its_seconds_are_spent():
     timing = measured(a_trial(FakeClock(noise=noisy)), plan)
     assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
         "seconds",
-        3,
+        5,  # two more than the least, as it is wide
         (),
     )
 
 
 @pytest.mark.parametrize(
     ("each", "layout", "replicates"),
-    [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 15), (1.0, 0.1, 6)],
+    [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 8), (0.11, 0.1, 10)],
 )
-def test_a_wide_interval_may_take_longer(monkeypatch, each, layout, replicates):
+def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replicates):
     now = [0.0]
     monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

@@ -49,8 +49,8 @@ class Plan:
 PLAN = Plan()
 QUICK = Plan(half_width=0.01, least=5, most=12, seconds=0.6)
 
-NARROW, WIDER = 0.05, 3
-"""An interval that is not so narrow may take so many times the plan's seconds."""
+NARROW, MORE = 0.05, 2
+"""An interval that is not so narrow has so many replicates more than the least."""
 
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
@@ -90,7 +90,7 @@ def _replicate(trial: Trial, plan: Plan, way: _Timed | Figures) -> Timing:
         if width <= plan.half_width:
             stopped = "width"
             break
-        if spent >= plan.seconds * (1 if width <= NARROW else WIDER):
+        if spent >= plan.seconds and (width <= NARROW or len(done) >= plan.least + MORE):
             stopped = "seconds"
             break
     return replace(timing, stopped=stopped)

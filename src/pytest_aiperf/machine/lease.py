@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from threadpoolctl import threadpool_limits
+
 from pytest_aiperf.errors import Misuse
 
 from .lock import is_shared, locked
@@ -33,7 +35,9 @@ class Lease:
     """One claim's turns on the host and on its GPUs.
 
     ``on_wait`` is called once a turn, with a sentence, when others have to be waited for, and
-    then ``on_turn`` when the waiting is over. A turn cannot be upgraded: leave ``prepare`` before
+    then ``on_turn`` when the waiting is over. In a turn that shares the host, BLAS and OpenMP use
+    ``threads`` at most: with a thread a core in each of several claims, they would wait for one
+    another at every operation. A turn cannot be upgraded: leave ``prepare`` before
     you enter ``time_device`` or ``time_host``, and expect others in between.
     """
 
@@ -43,11 +47,13 @@ class Lease:
         folder: Path | None = None,
         on_wait: Callable[[str], None] = lambda _: None,
         on_turn: Callable[[], None] = lambda: None,
+        threads: int | None = None,
     ) -> None:
         self._gpus = sorted(set(gpus))
         self._folder = _own_folder(folder or default_folder())
         self._on_wait = on_wait
         self._on_turn = on_turn
+        self._threads = threads
         self.waited = 0.0
         """Seconds that others were waited for, in all turns."""
         self._held = False
@@ -96,6 +102,8 @@ class Lease:
                     gpus = turn.enter_context(ExitStack())
                     self._take_gpus(gpus, wait, alone=gpus_alone)
                 self._shared = None if gpus_alone else gpus
+                if not gpus_alone and self._threads is not None:
+                    turn.enter_context(threadpool_limits(self._threads))
                 yield
         finally:
             self._held, self._shared, self._away = False, None, False

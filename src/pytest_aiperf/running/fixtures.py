@@ -58,6 +58,7 @@ def lease_of(item: pytest.Item, session: Session) -> Lease:
             Path(part.scratch, f"locks-{os.environ['RANK']}") if part is not None else None,
             on_wait=lambda why: session.tell("waiting", phase=why),
             on_turn=lambda: session.tell("working", phase="its turn"),
+            threads=session.settings.threads,
         )
     return item.stash[LEASE]
 

@@ -70,6 +70,12 @@ class Settings:
     def is_worker(self) -> bool:
         return self.worker != "main"
 
+    @property
+    def threads(self) -> int | None:
+        """A worker's part of the cores, for its claims while they share the host."""
+        workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT") if self.is_worker else None
+        return max(1, len(os.sched_getaffinity(0)) // int(workers)) if workers else None
+
 
 @dataclass(slots=True)
 class Session:
