@@ -54,7 +54,8 @@ class Project:
         self.path = pytester.path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
-        for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # of the run that tests us
+        mine = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+        for name in mine:  # of the run that tests us
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import random
 import sys
 import warnings
 from types import SimpleNamespace
@@ -359,6 +361,14 @@ def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
     assert cuda.host - begun == pytest.approx(seconds, rel=0.15)
 
 
+def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
+    clock = CudaClock(GPU)
+    blocks = [clock.block([lambda: cuda.launch(1e-3)], Mode.PLAIN) for _ in range(2)]
+    begun = cuda.host
+    clock.wake(blocks)
+    assert 0.04 <= cuda.host - begun < 0.05
+
+
 def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch):
     entered, allocators, freed = [], [], []
 
@@ -389,6 +399,41 @@ def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch
     block.run()
     assert len(entered) == 2
     assert len(allocators) == 1  # only captured memory must be the graph's
+
+
+def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
+    pool = SimpleNamespace(total_bytes=lambda: 0, free_all_blocks=lambda: None)
+    states, seeds, pads = {}, [], []
+    cupy = SimpleNamespace(
+        random=SimpleNamespace(
+            seed=seeds.append, _generator=SimpleNamespace(_random_states=states)
+        ),
+        empty=lambda size, dtype: pads.append(size),
+        get_default_memory_pool=lambda: pool,
+        cuda=SimpleNamespace(
+            Stream=SimpleNamespace(from_external=lambda _: contextlib.nullcontext())
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setenv("CUPY_SEED", "0")
+    monkeypatch.setattr(rooms, "seed_all", lambda _: None)
+    monkeypatch.setattr(cuda.torch, "empty", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(cuda.torch, "uint8", None, raising=False)
+    clock = CudaClock(GPU)
+
+    def replicate(seed):
+        clock.release()
+        clock.seed(seed)
+        clock.pad(random.Random(seed))
+
+    replicate(1)
+    assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # whoever begins has this seed
+    states[0], pool.total_bytes = "made", lambda: 512
+    replicate(2)
+    assert (seeds, len(pads)) == ([2], 2)
+    pool.total_bytes = lambda: 0  # all of it is free between replicates
+    replicate(3)
+    assert (seeds, len(pads)) == ([2, 3], 4)
 
 
 class _Reentrant:

@@ -405,6 +405,20 @@ def test_a_failed_result_is_judged_by_what_is_required_only():
     assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
 
 
+def test_a_failed_result_holds_once_its_figure_is_the_recorded_one(path):
+    path.write_text(GOLDEN)
+    lost = result(claim="ch08/new", outcome=Outcome.FAILED, message="it has dropped")
+    (accepted,) = plan(path, [lost], TODAY).accepted
+    assert accepted == dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
+
+
+def test_a_refused_result_is_named_with_its_gpu_where_it_has_one(path):
+    path.write_text(GOLDEN)
+    here, nowhere = result(outcome=Outcome.SKIPPED), result(outcome=Outcome.NOT_RUN, key="")
+    said = [plan(path, [one], TODAY).lines()[0].partition(":")[0] for one in (here, nowhere)]
+    assert said == [f"refused {here.claim} on h200", f"refused {here.claim}"]
+
+
 def test_a_faster_arm_whose_mechanism_is_not_proven_is_not_acceptable():
     piece = launches(most=0.9, per="baseline")
     proven, unproven = Finding(piece, 0.5), Finding(piece, 0.95, held=False)

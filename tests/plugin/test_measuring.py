@@ -299,3 +299,32 @@ def test_device(compare): compare(**usual)
     done = project.run("--cpu")
     done.assert_outcomes(passed=1, deselected=1)
     assert project.results()["ch07/host"]["key"] == "cpu"
+
+
+THREADS = """
+import os
+import torch
+
+def test_threads(compare):
+    seen = set()
+    def optimized(x):
+        seen.add(torch.get_num_threads())
+        return usual["optimized"](x)
+    compare(**usual | {"optimized": optimized})
+    cores = len(os.sched_getaffinity(0))
+    assert seen == {max(1, cores // WORKERS), cores}
+
+def test_settings(compare):
+    def optimized(x):
+        torch.set_num_threads(1 + torch.get_num_threads())
+        return usual["optimized"](x)
+    compare(**usual | {"optimized": optimized})
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_share_the_cores_until_they_time(project, workers):
+    project.tests(THREADS.replace("WORKERS", str(workers)))
+    done = project.run("--gpu", f"-n{workers}")
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["*an arm changed global settings (torch.get_num_threads: *"])

@@ -370,6 +370,24 @@ def test_the_first_run_of_a_backlog_is_its_only_warming(monkeypatch):
     assert sorted(ran) == ["baseline", "optimized"]
 
 
+@pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
+def test_the_device_is_awake_before_the_first_round(metric):
+    done = []
+
+    class Clock(FakeClock):
+        def wake(self, blocks):
+            done.append(len(blocks))
+
+    trial = a_trial(Clock(noise=Noise.none()))
+    trial.agreement()
+    timed = replicate._Timed(trial, metric, PLAN)
+    once = timed._round
+    timed._round = lambda *about: done.append("round") or once(*about)
+    timed.replicate(2)
+    awake = [2] if metric is Metric.DEVICE else []  # what a caller waits is full of pauses
+    assert done == [*awake, "round", "round"]
+
+
 def test_progress_says_how_far_it_is():
     said = []
     measured(a_trial(said=said))

@@ -55,6 +55,7 @@ NARROW, MORE = 0.05, 2
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
     """Replicate until the interval is narrow enough, or the plan's budget is spent."""
+    trial.note_settings()
     if metric is Metric.SCORE:
         return _replicate(trial, plan, Figures(trial, score))
     if metric is Metric.MEMORY:
@@ -227,6 +228,8 @@ class _Timed:
             for stand in stands:
                 self._run_each(stand)
         self._blocks(stands)
+        if self.metric is Metric.DEVICE:
+            self.clock.wake([stand.ready for stand in stands])
         by_name = {s.name: s for s in stands}
         rounds: list[Round] = []
         redone = 0

@@ -99,8 +99,12 @@ class Trial:
                 return args, live
         return args, []
 
+    def note_settings(self) -> None:
+        """Note what holds for all arms in this turn: with others a claim has fewer threads."""
+        self.flags = guards.flags()
+
     def hold_settings(self) -> None:
-        """See that no arm changed what holds for all arms."""
+        """See that no arm changed what was noted."""
         changed = guards.changed_flags(self.flags, guards.flags())
         if changed:
             raise InvalidMeasurement(
@@ -143,15 +147,18 @@ class Trial:
         """
         worst: dict[str, Error] = {}
         with turn():
+            self.note_settings()
             self.contract = agree.learn(
                 self.arm("baseline", self.seed),
                 lambda: self.make(self.seed),
                 agree.names(self.claim.reference),
             )
+            self.hold_settings()
             self._hold_seeded()
             self.clock.release()
         for seed in range(self.seed + 1, self.seed + 1 + SEEDS):
             with turn():
+                self.note_settings()
                 self.say("agreeing", seed=seed)
                 try:
                     found = agree.agree(

@@ -208,8 +208,8 @@ class Update:
 
     def lines(self) -> list[str]:
         """Say of each result whether it is accepted, and if not, why."""
-        lines = [f"accepted {r.claim} on {r.key}: {r.speedup}" for r in self.accepted]
-        lines += [f"refused {r.claim} on {r.key}: {why}" for r, why in self.refused]
+        lines = [f"accepted {_named(r)}: {r.speedup}" for r in self.accepted]
+        lines += [f"refused {_named(r)}: {why}" for r, why in self.refused]
         return [_one_line(line) for line in lines]
 
     def diff(self) -> str:
@@ -247,6 +247,10 @@ class Update:
         return now
 
 
+def _named(result: Result) -> str:
+    return f"{result.claim} on {result.key}" if result.key else result.claim
+
+
 def _one_line(text: str) -> str:
     line = text.strip().partition("\n")[0]
     return "".join(c if c.isprintable() else "?" for c in line[: 2 * MAX_TEXT])
@@ -271,7 +275,7 @@ def plan(path: Path, results: Sequence[Result], today: date) -> Update:
         if why is not None:
             refused.append((result, why))
             continue
-        accepted.append(result)
+        accepted.append(_held(result))
         was = claims.get(result.claim, Written()).recorded.get(result.key)
         fresh.setdefault(result.claim, {})[result.key] = _entry(result, was, today)
     after = before
@@ -285,6 +289,12 @@ def plan(path: Path, results: Sequence[Result], today: date) -> Update:
             raise Misuse(f"{path}: cannot be updated in place; write one claim and one GPU a line")
     again = partial(plan, path, results, today)
     return Update(path, before, after, tuple(accepted), tuple(refused), again)
+
+
+def _held(result: Result) -> Result:
+    """Return a result as it is once its figure is recorded: an older one was all that failed it."""
+    passed = result.outcome is Outcome.PASSED
+    return result if passed else replace(result, outcome=Outcome.PASSED, message="")
 
 
 def _entry(result: Result, was: Recorded | None, today: date) -> Recorded:

@@ -65,6 +65,9 @@ class Clock(Protocol):
 
     # run a call until the device's clocks are those of sustained work
     def settle(self, call: Call) -> None: ...
+
+    # run blocks until the device has forgotten the pause before them
+    def wake(self, blocks: Sequence[Block]) -> None: ...
     def sense(self) -> Senses: ...
 
     # the most bytes that a call held allocated at once, beyond those before it
@@ -138,6 +141,9 @@ class HostClock:
             call()
             if not self.peers.agree(now() < until):
                 break
+
+    def wake(self, blocks: Sequence[Block]) -> None:
+        pass
 
     def sense(self) -> Senses:
         return Senses()

@@ -24,7 +24,7 @@ from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
 from pytest_aiperf.schema import from_json, to_json
 
-from .clock import Call, Identity, seed_all
+from .clock import Block, Call, Identity, seed_all
 
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 FAKE_GPU: Final = Gpu(
@@ -196,6 +196,9 @@ class FakeClock:
     def settle(self, call: Call) -> None:
         call()
         self._pass(max(0.3, 10 * self._noise.ramp_s))
+
+    def wake(self, blocks: Sequence[Block]) -> None:
+        pass
 
     def sense(self) -> Senses:
         return Senses(
