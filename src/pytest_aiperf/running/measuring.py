@@ -45,7 +45,9 @@ class Measuring:
         self.session = session
         self.settings = session.settings
         if self.settings.is_worker:
-            child.arm_parent_death(signal.SIGTERM)
+            # killed, not asked: an exception in the midst of xdist's locks would leave it waiting
+            # for ever, and a claim's keeper sees to it that nothing of the claim is left
+            child.arm_parent_death()
             session.enlist(os.getpid())
             # each claim that compiles would start a pool of compilers, beside others' host timings
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
