@@ -100,7 +100,8 @@ class Project:
         """Read each claim's outcome from the journals of the only run."""
         lines = []
         for journal in (self.path / ".aiperf").glob("*/journal-*.jsonl"):
-            lines += [json.loads(line) for line in journal.read_text().splitlines() if line]
+            whole, _, _ = journal.read_text().rpartition("\n")  # a line may be half written now
+            lines += [json.loads(line) for line in whole.splitlines() if line]
         return {record["claim"]: record["outcome"] for record in lines}
 
     def processes(self) -> list[str]:

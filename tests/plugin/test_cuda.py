@@ -363,10 +363,18 @@ def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
 
 def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
     clock = CudaClock(GPU)
-    blocks = [clock.block([lambda: cuda.launch(1e-3)], Mode.PLAIN) for _ in range(2)]
+    ran = []
+
+    def block(name, seconds):
+        return clock.block([lambda: (ran.append(name), cuda.launch(seconds))], Mode.PLAIN)
+
     begun = cuda.host
-    clock.wake(blocks)
+    clock.wake([block("short", 1e-3), block("other", 1e-3)])
     assert 0.04 <= cuda.host - begun < 0.05
+    assert ran[:3] == ["short", "other", "short"]
+    ran.clear()
+    clock.wake([block("long", 0.1), block("other", 0.1)])
+    assert ran == ["long"]
 
 
 def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch):

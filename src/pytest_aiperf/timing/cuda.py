@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
@@ -147,10 +148,9 @@ class CudaClock:
                     break
 
     def wake(self, blocks: Sequence[Block]) -> None:
-        begun = now()
+        begun, in_turn = now(), cycle(blocks)
         while self.peers.agree((now() - begun) * 1e-9 < _WAKING):
-            for block in blocks:
-                block.run()
+            next(in_turn).run()
 
     def sense(self) -> Senses:
         return nvml.sense(self._uuid)
