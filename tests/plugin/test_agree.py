@@ -2,6 +2,7 @@
 
 import gc
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -474,6 +475,8 @@ def test_large_leaves_are_compared_in_chunks(monkeypatch):
     assert judge(double)
     with wrong("out[47] is 100"):
         judge(optimized)
+    array = SimpleNamespace(device="cuda:0")
+    assert [agree._chunk(x) for x in (np.ones(1), torch.ones(1), array)] == [10, 10, agree.CHUNK]
 
 
 def test_empty_results_agree():

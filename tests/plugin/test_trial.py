@@ -108,7 +108,8 @@ def test_arms_must_take_the_inputs():
         a_trial(optimized=lambda x, y: x).agreement()
 
 
-def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch):
+@pytest.mark.parametrize("arm", ["baseline", "optimized"])  # the first is what others see first
+def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
 
     def flips(x):
@@ -116,7 +117,7 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch):
         return x * 2
 
     with pytest.raises(InvalidMeasurement, match="OMP_NUM_THREADS: 4 -> 1"):
-        a_trial(optimized=flips).agreement()
+        a_trial(**{arm: flips}).agreement()
 
 
 # how it is timed
