@@ -10,9 +10,8 @@ Peak memory is judged. The price is time: the GPU does a part of the forward pas
 shown beside the memory (device): in a trace it was busy for a quarter longer with "full", for a
 seventh with "selective". In a step as small as this one Python and autograd are the limit, and what
 the caller waits grows several times over, most with "selective", which asks Python about each
-operation. What remains of the peak is the weights' gradients and the block being redone, so the
-gain grows with depth and with tokens, towards 10x and 2x, and is small where weights outweigh
-activations.
+operation. Of the peak the weights' gradients and the block being redone remain, so the gain grows
+with depth and with tokens, towards 10x and 2x, and is small where weights outweigh activations.
 """
 
 from functools import partial

@@ -8,10 +8,9 @@ judged against plain PyTorch in bf16; loss, weights and both moments must be the
 
 The order matters little for the result, but each stage shows the next one's cost: a graph of eager
 kernels still makes all their passes, compiled kernels still wait for Python. That wait hides most
-of what the first two save, so they are judged by the time of the GPU (device), the last by what the
-caller waits for (wall), where all three count. With larger models
-products outweigh the rest, and the gain shrinks towards that of the optimizer and the fused passes;
-from there, fewer bits are next (ch19/fp8_training_block).
+of what the first two save: they are judged by the time of the GPU (device), the last by what the
+caller waits for (wall). With larger models products outweigh the rest, and the gain shrinks towards
+that of the optimizer and the fused passes; then fewer bits are next (ch19/fp8_training_block).
 """
 
 import pytest
