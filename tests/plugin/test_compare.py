@@ -67,6 +67,19 @@ def test_a_record_leaves_out_what_others_were_waited_for():
     assert result.seconds < 0  # here the waiting took no time
 
 
+def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    claim = a_claim()
+
+    def flips(bench):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        return claim.inputs(bench)
+
+    result, problem = run(replace(claim, inputs=flips), a_case())
+    assert result.outcome is Outcome.INVALID
+    assert "OMP_NUM_THREADS: 4 -> 1" in str(problem)
+
+
 def test_a_claim_that_holds():
     case = a_case()
     result, problem = run(a_claim(library=doubling(150)), case)

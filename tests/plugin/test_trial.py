@@ -17,7 +17,7 @@ from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
 from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Metric, Mode, Verdict
 from pytest_aiperf.rules.judge import verdict
-from pytest_aiperf.rules.stats import half_width
+from pytest_aiperf.rules.stats import half_width, t_quantile
 from pytest_aiperf.timing.fake import (
     FAKE_GPU,
     Allocation,
@@ -320,6 +320,19 @@ def test_it_stops_when_the_interval_is_narrow():
     timing = measured(a_trial())
     assert (timing.stopped, len(timing.replicates)) == ("width", PLAN.least)
     assert half_width(speedup(timing)) <= PLAN.half_width
+
+
+@pytest.mark.parametrize("sd", [0.002, 0.005, 0.008])  # nearly all stop at once; some; most late
+def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
+    rng, runs, missed = np.random.default_rng(1), 20_000, 0
+    drawn, open_ = rng.normal(0, sd, (runs, PLAN.most)), np.ones(runs, bool)
+    for n in range(PLAN.least, PLAN.most + 1):
+        mean, spread = drawn[:, :n].mean(1), drawn[:, :n].std(1, ddof=1)
+        half = t_quantile(0.995, n - 1) * spread / n**0.5
+        ends = open_ & ((half <= PLAN.half_width) | (n == PLAN.most))
+        missed += int((ends & (abs(mean) > half)).sum())
+        open_ &= ~ends
+    assert missed / runs < 0.021  # 0.01 is what the interval says
 
 
 def test_it_never_stops_for_a_good_ratio_alone():

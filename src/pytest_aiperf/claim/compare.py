@@ -160,9 +160,11 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
 
     def prepare(turn: Turn) -> tuple[Work | None, tuple[Error, ...]]:
         with turn():
+            trial.note_settings()
             args = trial.make(result.seed)
             work = claim.work(*args) if claim.work else None
             del args
+            trial.hold_settings()
             case.clock.synchronize()  # or what makes inputs would still run in another's turn
         return work, trial.agreement(turn)
 
