@@ -19,8 +19,8 @@ now = time.perf_counter_ns  # held from import on, so that an arm that patches t
 
 SHORT = 50e-6
 """Below this a call's launch shows in its time, and a block is captured in a graph."""
-LONG = 5e-3
-"""Above this a call's launch cannot show, and plain events do."""
+LONG = 20e-3
+"""Above this plain events do: a shorter call of many kernels may still wait for a busy host."""
 LONGEST_BLOCK = 50e-3
 
 # The seconds that a block takes at least, and the calls that it holds at most: a launch queue
