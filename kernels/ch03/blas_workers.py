@@ -27,6 +27,8 @@ def square(matrix):
 def crew(threads):
     """Start the workers, once; a BLAS library reads its number of threads when it is loaded."""
     chosen = dict.fromkeys(_VARIABLES, str(threads))
+    # else threads that have nothing to do spin for 30 ms, on the cores of whose turn is next
+    chosen["OPENBLAS_THREAD_TIMEOUT"] = "4"
     with mock.patch.dict(os.environ, chosen):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)
         # so slow that each worker gets one: all have loaded NumPy before the variables change back

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 BATCH = 8
-ALBUMS = 16  # that the workers can serve at the same time
+ALBUMS = 48  # that the workers can serve at the same time
 
 
 class Shrunk(Dataset):

@@ -35,6 +35,11 @@ class ToolMissing(AiperfError):
     """A profiler is absent, too old or not permitted here."""
 
 
+def is_out_of_memory(why: Exception) -> bool:
+    """Whether a GPU had too little memory left: torch says so, or cupy, neither imported here."""
+    return type(why).__name__ == "OutOfMemoryError"
+
+
 class Disagreement(AiperfError, AssertionError):
     """An arm's result is wrong."""
 

@@ -26,7 +26,7 @@ from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 def requests(bench: Bench) -> tuple[Decoder, torch.Tensor, int]:
     """Make a model in which each token has a clear successor, and prompts."""
-    layers, width = bench.size(4, check=2), bench.size(512, check=128)
+    layers, width = bench.size(2, check=2), bench.size(512, check=128)
     kind = {"device": bench.device, "dtype": torch.bfloat16}
     model = random_decoder(layers, width, 1000, **kind)
     model.head[torch.randperm(1000, device=bench.device)] = model.embedding.clone()

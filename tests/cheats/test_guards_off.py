@@ -181,7 +181,7 @@ GUARDS = {
     ),
     "results are taken at once": Guard(
         {
-            (replicate._Timed, "_challenge"): nothing,
+            (replicate._Timed, "challenge"): nothing,
             (replicate._Timed, "_verify"): nothing,
         },
         caught("a_thread_that_is_late_once_it_is_timed"),

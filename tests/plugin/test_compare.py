@@ -93,9 +93,12 @@ def test_a_claim_that_holds():
 def test_it_prepares_with_others_and_times_alone():
     case = a_case()
     run(a_claim(metric=("device", "wall")), case)
-    # a turn for the work, one to learn the contract, one for each seed; then verified, explained
+    # a turn for the work, one to learn the contract, one for each seed; then each metric is made
+    # ready, timed and challenged; then all is verified, and explained
     turns = ["prepare"] * (2 + SEEDS)
-    assert case.lease.log == [*turns, "time_device", "time_host", "prepare", "prepare"]
+    for timed in ("time_device", "time_host"):
+        turns += ["prepare", timed, "prepare"]
+    assert case.lease.log == [*turns, "prepare", "prepare"]
 
 
 def test_what_makes_inputs_has_ended_before_another_has_its_turn():
@@ -123,7 +126,9 @@ def test_memory_that_others_had_is_asked_for_again_alone():
 
     case = a_case()
     result, _ = run(a_claim(optimized=crowded), case)
-    assert case.lease.log == [*["prepare"] * 3, *["time_device"] * 2, *["prepare"] * 2]
+    # the third turn found no memory; then replicates are prepared, timed, challenged and so on
+    turns = [*["prepare"] * 3, "time_device", "prepare", "time_device", *["prepare"] * 3]
+    assert case.lease.log == turns
     assert result.outcome is Outcome.PASSED
 
 
@@ -142,7 +147,7 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
     reference = a_claim().reference
     result, problem = run(a_claim(reference=greedy), case)
     assert problem is None
-    assert case.lease.log[-4:] == ["time_device", "prepare", "time_device", "prepare"]
+    assert case.lease.log[-5:] == ["time_device", *["prepare"] * 2, "time_device", "prepare"]
     assert result.outcome is Outcome.PASSED
 
 

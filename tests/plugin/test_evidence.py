@@ -205,6 +205,15 @@ def alone(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
 
 
+def test_the_code_of_a_binary_is_looked_at_once(tmp_path):
+    code, file = sass.parse(SASS), tmp_path / "new/sass.json"
+    assert sass.kept(file, lambda: code) == code
+    assert sass.kept(file, lambda: pytest.fail("looked again")) == code
+    file.write_text('{"copy": {"LDG.E": 1}}')  # as an older version kept it
+    assert sass.kept(file, lambda: code) == sass.kept(file, dict) == code
+    assert sass.kept(Path("/dev/null/x/sass.json"), lambda: code) == code  # nothing can be kept
+
+
 def test_an_old_disassembler_gives_way_to_one_that_knows_the_architecture(tmp_path, alone):
     old = a_tool(tmp_path / "old", "echo 'cuobjdump fatal: unknown arch' >&2; exit 1")
     (tmp_path / "sass.txt").write_text(SASS)

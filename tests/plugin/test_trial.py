@@ -16,6 +16,7 @@ from pytest_aiperf.claim.trial import Trial
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
 from pytest_aiperf.machine.peers import Peers
 from pytest_aiperf.model import Metric, Mode, Verdict
+from pytest_aiperf.rules import guards
 from pytest_aiperf.rules.judge import verdict
 from pytest_aiperf.rules.stats import half_width, t_quantile
 from pytest_aiperf.timing.fake import (
@@ -44,6 +45,13 @@ def measured(trial, plan=PLAN, metric=Metric.DEVICE):
     timing = measure(trial, metric, plan)
     trial.verify()
     return timing
+
+
+def a_timed(trial, metric=Metric.DEVICE, ahead=()):
+    timed = replicate._Timed(trial, metric, PLAN)
+    timed.prepare(ahead)
+    timed.begin()
+    return timed
 
 
 # what an arm may prepare
@@ -178,7 +186,7 @@ def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
 def test_a_disturbed_round_is_measured_again_and_counted():
     clean = measured(a_trial(FakeClock(noise=Noise.none())))
     assert sum(r.redone for r in clean.replicates) == 0
-    faults = [Fault(37, "throttle")]  # in the middle of a round
+    faults = [Fault(42, "throttle")]  # in the middle of a round
     timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
     assert sum(r.redone for r in timing.replicates) == 1
     assert speedup(timing).value == pytest.approx(2)
@@ -196,7 +204,7 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
     clock = Counting(noise=Noise.none())
     trial = a_trial(clock)
     trial.agreement()
-    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    timed = a_timed(trial)
     before, faults, undisturbed = clock.settlings, ["a fault"] * rounds, timed._round
 
     def disturbed(*about):
@@ -208,7 +216,7 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
     assert clock.settlings - before == settled
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.015, 2), (0.025, 1)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.009, 2), (0.015, 1)])
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
     monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -224,6 +232,8 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
                     now[0] += seconds
                     return made.run()
 
+                again = run
+
             return Block()
 
     class Two(Peers):
@@ -234,10 +244,10 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     asked = []
     trial = a_trial(Slow(noise=Noise.none(), peers=Two()))
     trial.agreement()
-    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    timed = a_timed(trial)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
-    assert asked[-1] == 2 * seconds  # ranks agree on it
+    assert asked[-1] == pytest.approx(2 * seconds)  # ranks agree on it
 
 
 def test_a_gpu_that_is_never_calm_is_invalid():
@@ -266,15 +276,29 @@ def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, aske
         FakeClock(replace(FAKE_GPU, memory_bytes=memory), WHITE),
         reference=lambda x: calls.append(1) or x + x,
     )
-    made = trial.make(1)
-    for _ in range(5):
-        results = {name: [("0", made[0] * 2)] for name in ("baseline", "optimized")}
-        trial.verify_later([results], lambda: made, "then")
+
+    def left(seed):
+        results = {n: [("0", trial.make(seed)[0] * 2)] for n in ("baseline", "optimized")}
+        trial.verify_later([results], seed, "then")
+
+    for seed in range(5):
+        left(seed)
     assert len(calls) == 0
-    trial.verify_later([results], lambda: made, "then")
+    left(5)
     assert len(calls) == asked
     trial.verify()
     assert len(calls) == 6
+
+
+def test_the_oracle_is_asked_once_for_the_same_inputs():
+    calls = []
+    trial = a_trial(reference=lambda x: calls.append(1) or x + x)
+    for seed, other in ((1, None), (1, None), (1, 2), (1, 2), (1, None)):
+        values = trial.make(seed if other is None else other)[0]
+        results = {name: [("0", values * 2)] for name in ("baseline", "optimized")}
+        trial.verify_later([results], seed, "then", other)
+    trial.verify()
+    assert len(calls) == 3
 
 
 def test_arms_that_update_in_place_are_verified_from_restored_inputs():
@@ -307,7 +331,7 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
     trial.agreement()
     kept = replicate.agree.kept
     monkeypatch.setattr(replicate.agree, "kept", lambda found: seen.append("kept") or kept(found))
-    monkeypatch.setattr(replicate._Timed, "_challenge", lambda *_: None)  # it takes without a wait
+    monkeypatch.setattr(replicate._Timed, "challenge", lambda *_: None)  # it takes without a wait
     measure(trial, Metric.DEVICE, PLAN)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
     assert set(before) == {"wait"}
@@ -370,12 +394,71 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replic
     assert (timing.stopped, len(timing.replicates)) == ("seconds", replicates)
 
 
+# what stands ready before the device is had alone
+
+
+def made_in_the_turn(clock, **words):
+    """Count the replicates whose inputs are made while a trial is timed."""
+    made, usual = [], a_claim().inputs
+    trial = a_trial(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
+    trial.agreement()
+    measurement = replicate.Measurement(trial, Metric.DEVICE, PLAN)
+    measurement.prepare()
+    made.clear()
+    timing = measurement.measure()
+    in_the_turn = len(made) / (2 * measurement.way.sets)
+    measurement.challenge()
+    trial.verify()
+    assert len(timing.replicates) == PLAN.least
+    return in_the_turn
+
+
+@pytest.mark.parametrize(
+    ("stands", "made"), [(PLAN.least, 0), (PLAN.least - 2, 2), (0.5, PLAN.least)]
+)
+def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
+    size = 2 * guards.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
+    monkeypatch.setattr(replicate, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
+    assert made_in_the_turn(FakeClock(noise=Noise.none())) == made
+
+
+def test_what_finds_no_memory_is_made_when_it_is_timed():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    class Small(FakeClock):
+        blocks = 0
+
+        def block(self, calls, mode):
+            self.blocks += mode is Mode.WALL
+            if mode is Mode.WALL and self.blocks == 8:  # in the middle of what is made ahead
+                raise OutOfMemoryError
+            return super().block(calls, mode)
+
+    assert made_in_the_turn(Small(noise=Noise.none())) == PLAN.least - 1
+
+
+def test_ranks_and_the_host_make_nothing_ahead():
+    class Two(Peers):
+        count = property(lambda _: 2)
+
+    assert made_in_the_turn(FakeClock(None, Noise.none())) == PLAN.least
+    assert made_in_the_turn(FakeClock(noise=Noise.none(), peers=Two())) == PLAN.least
+
+
+def test_a_slow_call_has_one_set_of_inputs():
+    trial = a_trial(cache="warm", baseline=doubling(50_000), optimized=doubling(25_000))
+    trial.agreement()
+    timed = a_timed(trial, ahead=[1001])
+    assert (timed.sets, len(timed._ahead[1001][0].calls)) == (1, 1)
+
+
 def test_the_first_run_of_a_backlog_is_its_only_warming(monkeypatch):
     ran = []
     monkeypatch.setattr(replicate._Timed, "_run_each", lambda _, stand: ran.append(stand.name))
     trial = a_trial()
     trial.agreement()
-    timed = replicate._Timed(trial, Metric.DEVICE, PLAN)
+    timed = a_timed(trial)
     ran.clear()
     timed.replicate(2)
     assert ran == []
@@ -394,7 +477,7 @@ def test_the_device_is_awake_before_the_first_round(metric):
 
     trial = a_trial(Clock(noise=Noise.none()))
     trial.agreement()
-    timed = replicate._Timed(trial, metric, PLAN)
+    timed = a_timed(trial, metric)
     once = timed._round
     timed._round = lambda *about: done.append("round") or once(*about)
     timed.replicate(2)

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +25,7 @@ from pytest_aiperf.machine.gpu import nvcc_arch
 from pytest_aiperf.machine.lock import locked
 from pytest_aiperf.model import KernelRecord
 
-from .sass import demangled, packaged, read
+from .sass import KEPT, demangled, kept, packaged, read
 
 if TYPE_CHECKING:
     from .launch import Kernels
@@ -43,7 +43,6 @@ _ALLOWED: Final = (
 )
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
-_SASS: Final = "sass.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +121,9 @@ def build(
 
 def sass(made: Build) -> dict[str, dict[str, int]]:
     """Count the opcodes of each kernel of a build, by demangled name; kept beside the library."""
-    kept = made.path.with_name(_SASS)
-    try:
-        found = json.loads(kept.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        functions = [kernel.function for kernel in made.kernels]
-        codes = read(made.path, functions, find_nvcc()[0])
-        found = {name: code.opcodes for name, code in codes.items()}
-        fresh = kept.with_name(f"{_SASS}.{os.getpid()}.{threading.get_ident()}")
-        with suppress(OSError):  # what cannot be kept is read again the next time
-            fresh.write_text(json.dumps(found), encoding="utf-8")
-            fresh.replace(kept)
-    return {name: dict(found[name]) for name in found}
+    functions = [kernel.function for kernel in made.kernels]
+    codes = kept(made.path.with_name(KEPT), lambda: read(made.path, functions, find_nvcc()[0]))
+    return {name: code.opcodes for name, code in codes.items()}
 
 
 def default_cache() -> Path:

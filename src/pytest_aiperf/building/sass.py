@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -15,6 +19,9 @@ from typing import Final
 from pytest_aiperf.errors import BuildError
 
 DEADLINE: Final = 120.0
+
+KEPT: Final = "sass.json"
+"""What lies beside a binary in the cache: its code, since a disassembler takes about a second."""
 
 _FUNCTION: Final = re.compile(r"\s*Function\s*:\s*(.+?)\s*")
 # an address, perhaps a predicate (@P0, @!UPT), and the opcode with its modifiers
@@ -61,6 +68,21 @@ def read(binary: Path, kernels: Collection[str] = (), nvcc: str | None = None) -
         f"the SASS of {binary} cannot be read: {why}; pip install 'pytest-aiperf[sass]', or put "
         "the cuobjdump of a CUDA toolkit on PATH that knows the architecture"
     )
+
+
+def kept(path: Path, look: Callable[[], dict[str, Code]]) -> dict[str, Code]:
+    """Return the code that a file keeps, or look and have the file keep it."""
+    try:
+        return {k: Code(**v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError):
+        found = look()
+        fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        with suppress(OSError):  # what cannot be kept is looked at again the next time
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            text = json.dumps({name: asdict(code) for name, code in found.items()})
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(path)
+        return found
 
 
 def parse(text: str) -> dict[str, Code]:

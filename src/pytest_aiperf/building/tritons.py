@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -19,7 +20,7 @@ from pytest_aiperf.model import KernelRecord
 from pytest_aiperf.rules.evidence import Compiled
 
 from . import sass
-from .build import shown
+from .build import default_cache, shown
 
 DEADLINE: Final = 300.0
 
@@ -109,11 +110,14 @@ def compile_apart(launches: Sequence[Launch], archs: Sequence[str]) -> list[Comp
 
 
 def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        codes = sass.read(Path(file.name))
-    for name, code in codes.items():
+    def read() -> dict[str, sass.Code]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            return sass.read(Path(file.name))
+
+    entry = default_cache() / hashlib.sha256(cubin).hexdigest()[:32]
+    for name, code in sass.kept(entry / sass.KEPT, read).items():
         figures = (code.registers, code.stack, code.shared)
         yield Compiled(KernelRecord(source, arch, name, *figures), code.opcodes)
 

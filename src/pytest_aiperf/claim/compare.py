@@ -7,10 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar, cast
 
 from pytest_aiperf.building.build import Build
-from pytest_aiperf.errors import AiperfError, Disagreement, InvalidMeasurement, Misuse, Unproven
+from pytest_aiperf.errors import (
+    AiperfError,
+    Disagreement,
+    InvalidMeasurement,
+    Misuse,
+    Unproven,
+    is_out_of_memory,
+)
 from pytest_aiperf.machine.lease import Lease
 from pytest_aiperf.model import (
     Against,
@@ -30,7 +38,7 @@ from pytest_aiperf.timing.clock import Clock
 
 from . import agree, explain
 from .compiling import uncompiled
-from .replicate import QUICK, Plan, measure, speedup
+from .replicate import QUICK, Measurement, Plan, measure, speedup
 from .trial import Arm, Claim, Say, Trial, Turn
 
 T = TypeVar("T")
@@ -168,29 +176,28 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
             case.clock.synchronize()  # or what makes inputs would still run in another's turn
         return work, trial.agreement(turn)
 
-    def verify(turn: Turn) -> None:
-        with turn():
-            trial.verify()
-
     work, agreement = _uncrowded(case, prepare)
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in claim.metrics:
         alone = case.lease.time_host if metric is Metric.WALL else case.lease.time_device
+        # what is only shown beside the judged figure need not be known as well
+        measurement = Measurement(trial, metric, QUICK if timings else case.plan)
+        _uncrowded(case, partial(_in_turn, measurement.prepare))
         with alone():
             floor = case.floor(case.clock)
             ceilings = case.ceilings(case.clock) if claim.work else {}
             try:
-                # what is only shown beside the judged figure need not be known as well
-                timings.append(measure(trial, metric, QUICK if timings else case.plan))
+                timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
                     trial.verify()  # a wrong result says more than a disturbed round
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             case.clock.release()  # while alone: freeing memory would show in the next claim
+        _uncrowded(case, partial(_in_turn, measurement.challenge))
     case.say("verifying")
-    _uncrowded(case, verify)
+    _uncrowded(case, partial(_in_turn, trial.verify))
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
     result = replace(
@@ -203,12 +210,17 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
     return result, ceilings
 
 
+def _in_turn(step: Callable[[], None], turn: Turn) -> None:
+    with turn():
+        step()
+
+
 def _uncrowded(case: Case, step: Callable[[Turn], T]) -> T:
     """Do a step beside others, and where they leave too little memory for it, once more alone."""
     try:
         return step(case.lease.prepare)
     except Exception as why:
-        if type(why).__name__ != "OutOfMemoryError":  # torch's and cupy's, neither imported
+        if not is_out_of_memory(why):
             raise
     case.clock.release()
     with case.lease.time_device():  # alone it is the claim's own fault

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import Interval, Metric, Mode, Replicate, Round, Senses, Timing
 from pytest_aiperf.rules import guards, stats
 from pytest_aiperf.timing.clock import LONGEST_BLOCK, Block, calls_per_block, choose_mode
@@ -17,7 +17,7 @@ from pytest_aiperf.timing.clock import LONGEST_BLOCK, Block, calls_per_block, ch
 from . import agree, leaves
 from .figures import Figures, peak, score
 from .leaves import Leaf
-from .trial import Args, Trial, bind, overwrite
+from .trial import UNKNOWN, Args, Trial, bind, overwrite
 
 REDO = 3
 """How often a disturbed round is measured again: at once, then twice after the clocks settled."""
@@ -25,6 +25,9 @@ REDO = 3
 IN_A_ROW = 5
 """Calls in a row that are looked at one by one, once a measurement; two where a call is slow."""
 SLOW = 0.01
+
+AHEAD = 1 / 32
+"""The inputs of replicates are made before a claim's turn up to this part of the GPU's memory."""
 
 WARM_SETS = 3
 """Input sets of a GPU claim that declares a warm cache: other data at other addresses each call."""
@@ -43,24 +46,62 @@ class Plan:
     least: int = 6
     most: int = 32
     rounds: int = 2
-    seconds: float = 1.0
+    seconds: float = 0.6
 
 
 PLAN = Plan()
-QUICK = Plan(half_width=0.01, least=5, most=12, seconds=0.6)
+QUICK = Plan(half_width=0.01, least=5, most=12, seconds=0.4)
 
 NARROW, MORE = 0.05, 2
 """An interval that is not so narrow has so many replicates more than the least."""
 
 
+class Measurement:
+    """A trial's measurement, in three steps; only the second needs the device alone."""
+
+    def __init__(self, trial: Trial, metric: Metric, plan: Plan) -> None:
+        self.trial, self.plan = trial, plan
+        self.way: _Timed | Figures
+        if metric is Metric.SCORE:
+            self.way = Figures(trial, score)
+        elif metric is Metric.MEMORY:
+            self.plan = replace(plan, least=3)
+            self.way = Figures(trial, peak)
+        else:
+            self.way = _Timed(trial, metric, plan)
+
+    def prepare(self) -> None:
+        """Make what the first replicates need, as far as there is room for it."""
+        self.trial.note_settings()
+        self.way.prepare([_seed(self.trial, i) for i in range(self.plan.least)])
+        self.trial.hold_settings()
+        self.trial.clock.synchronize()  # or what makes inputs would still run in another's turn
+
+    def measure(self) -> Timing:
+        """Replicate until the interval is narrow enough, or the plan's budget is spent."""
+        self.trial.note_settings()
+        self.way.begin()
+        return _replicate(self.trial, self.plan, self.way)
+
+    def challenge(self) -> None:
+        """Try the arms that were timed last on other values, and let go of them."""
+        self.trial.note_settings()
+        self.way.challenge()
+        self.trial.hold_settings()
+        self.trial.clock.release()
+
+
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
-    """Replicate until the interval is narrow enough, or the plan's budget is spent."""
-    trial.note_settings()
-    if metric is Metric.SCORE:
-        return _replicate(trial, plan, Figures(trial, score))
-    if metric is Metric.MEMORY:
-        return _replicate(trial, replace(plan, least=3), Figures(trial, peak))
-    return _replicate(trial, plan, _Timed(trial, metric, plan))
+    """Do all steps of a measurement at once."""
+    measurement = Measurement(trial, metric, plan)
+    measurement.prepare()
+    timing = measurement.measure()
+    measurement.challenge()
+    return timing
+
+
+def _seed(trial: Trial, replicate: int) -> int:
+    return trial.seed + 1000 * (replicate + 1)
 
 
 def _replicate(trial: Trial, plan: Plan, way: _Timed | Figures) -> Timing:
@@ -68,7 +109,7 @@ def _replicate(trial: Trial, plan: Plan, way: _Timed | Figures) -> Timing:
     started = time.monotonic()
     stopped = "replicates"
     while len(done) < plan.most:
-        done.append(way.replicate(trial.seed + 1000 * (len(done) + 1)))
+        done.append(way.replicate(_seed(trial, len(done))))
         trial.hold_settings()
         timing = way.timing(tuple(done))
         ratio = speedup(timing)
@@ -123,12 +164,42 @@ class _Timed:
         self.metric = metric
         self._updated = set(trial.contract.written) - set(trial.contract.pure)
         self.notes: list[str] = []
-        self.challenged = False
+        self._first: list[_Stand] = []
+        self._ahead: dict[int, list[_Stand]] = {}
+        self._last: tuple[int, list[_Stand]] | None = None
+
+    def prepare(self, seeds: Sequence[int]) -> None:
+        """Make the first stands, and those of replicates for which there is room.
+
+        While they are made others may use the device. In what is timed alone they would be half
+        of the time. What needs all threads of the host, or meets other ranks, is not made ahead.
+        """
+        clock = self.clock
+        self._first = []
         self.sets, self.least_calls = self._count_sets()
-        stands = self._stand(trial.seed)
+        self._first = self._warmed(self.trial.seed)
+        if clock.gpu is None or clock.peers.count > 1:
+            return
+        slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in self._first)
+        if self.least_calls == 1 and slow > 2 * LONGEST_BLOCK:  # beside others it may take twice
+            self.sets = 1  # a slow call is alone in its block
+        size = sum(leaves.nbytes(args) for stand in self._first for args in stand.args[: self.sets])
+        room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
+        for seed in seeds[: int(room / max(1, size))]:
+            try:
+                self._ahead[seed] = self._warmed(seed)
+            except Exception as why:
+                if not is_out_of_memory(why):
+                    raise
+                clock.release()
+                break
+
+    def begin(self) -> None:
+        """Settle the clocks, and choose how many calls are timed in which mode."""
+        stands, self._first = self._first, []
         seconds = self._warm(stands)
         fast, slow = min(seconds.values()), max(seconds.values())
-        self.mode = choose_mode(metric, fast)
+        self.mode = choose_mode(self.metric, fast)
         self.calls = self._count_calls(fast, slow)
         took = self._settle_mode(stands, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
@@ -136,6 +207,7 @@ class _Timed:
         # a backlog's calls may take the host longer to enqueue than the GPU to do
         took = self.clock.peers.most(took)  # or ranks would run different numbers of rounds
         once = max(sum(seconds.values()) * 2 * self.calls, 2 * took)
+        plan = self.plan
         self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
 
     def _count_sets(self) -> tuple[int, int]:
@@ -170,11 +242,16 @@ class _Timed:
             stands.append(_Stand(name, pad, args, calls))
         return stands
 
+    def _warmed(self, seed: int) -> list[_Stand]:
+        """Make stands and run each call once."""
+        stands = self._stand(seed)
+        for stand in stands:
+            self._run_each(stand)
+        return stands
+
     def _warm(self, stands: list[_Stand]) -> dict[str, float]:
         """Let the clocks settle under all arms, and return the seconds of one call of each."""
         self.trial.say("warming up")
-        for stand in stands:
-            self._run_each(stand)
         firsts = [stand.calls[0] for stand in stands]
         self.clock.settle(lambda: [call() for call in firsts])
         return {s.name: self._once(s.calls) for s in stands}
@@ -223,10 +300,12 @@ class _Timed:
 
     def replicate(self, seed: int) -> Replicate:
         self.clock.release()
-        stands = self._stand(seed)
-        if self.mode is not Mode.BACKLOG:  # a backlog's first run finds how long to hold back
-            for stand in stands:
-                self._run_each(stand)
+        stands = self._ahead.pop(seed, [])
+        if not stands and self.mode is Mode.BACKLOG:
+            stands = self._stand(seed)  # the first run finds how long to hold back: it warms
+        elif not stands:
+            stands = self._warmed(seed)
+        pad = self.clock.pad(self.trial.random)  # for results, which lie behind it
         self._blocks(stands)
         if self.metric is Metric.DEVICE:
             self.clock.wake([stand.ready for stand in stands])
@@ -251,9 +330,8 @@ class _Timed:
                 )
             rounds.append(done)
         self._verify(stands, seed)
-        if not self.challenged:  # once: it costs as much as the rounds
-            self._challenge(by_name, seed)
-            self.challenged = True
+        self._last = seed, stands
+        del pad
         return Replicate(seed, tuple(rounds), redone)
 
     def _round(
@@ -292,9 +370,9 @@ class _Timed:
                 returned = stand.calls[last]()
                 self.clock.synchronize()  # a result in pinned memory is there only after a wait
             results[stand.name] = agree.kept(agree.result(returned, args, trial.contract))
-        trial.verify_later([results], partial(trial.make, seed + last), "after timing")
+        trial.verify_later([results], seed + last, "after timing")
 
-    def _challenge(self, stands: Mapping[str, _Stand], seed: int) -> None:
+    def challenge(self) -> None:
         """Put other values into the timed inputs, in place: what an arm remembers is now wrong.
 
         Calls in a row meet one set of values and another in turn, and each is looked at: an arm
@@ -303,6 +381,11 @@ class _Timed:
         on those values.
         """
         trial, clock = self.trial, self.clock
+        self._ahead.clear()  # of replicates that were not needed
+        if self._last is None:
+            return  # none was timed
+        seed, timed = self._last
+        stands = {stand.name: stand for stand in timed}
         last = (self.calls - 1) % self.sets
 
         def put(stand: _Stand, values: Args) -> None:
@@ -321,21 +404,20 @@ class _Timed:
                 taken.run()
                 results[name] = agree.kept(cast("list[Leaf]", taken.last))
 
-        def others() -> Args:
-            return trial.other(seed + last, seed + 250_031)[0]
-
         when = "on values that were put into the timed inputs"
-        trial.verify_later(found[::2], others, when)
-        trial.verify_later(found[1::2], partial(trial.make, seed + last), when)
-        if self._updated:
-            return  # a block updates its inputs as often as it calls
+        trial.verify_later(found[1::2], seed + last, when)
+        trial.verify_later(found[::2], seed + last, when, other=seed + 250_031)
         again: dict[str, list[Leaf]] = {}
-        for name in in_order:
+        # where a block updates its inputs, it does so as often as it calls
+        for name in in_order if not self._updated else ():
             put(stands[name], other)
-            stands[name].ready.run()
+            stands[name].ready.again()
             returned, args = stands[name].ready.last, stands[name].args[last]
             again[name] = agree.kept(agree.result(returned, args, trial.contract))
-        trial.verify_later([again], others, "when the timed block ran on other values")
+        if again:
+            when = "when the timed block ran on other values"
+            trial.verify_later([again], seed + last, when, other=seed + 250_031)
+        self._last = None
 
     def _taken(self, stand: _Stand, i: int) -> list[Leaf]:
         """Call an arm and take its result at once, in the order of the clock's stream."""

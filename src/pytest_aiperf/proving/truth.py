@@ -211,6 +211,10 @@ class _HeatedBlock:
         self._runs[heated].append(math.log(seconds))
         return seconds
 
+    def again(self) -> None:
+        self._block.again()
+        self.last = self._block.last
+
 
 # a real GPU
 

@@ -318,6 +318,9 @@ class FakeBlock:
         seconds, self.last = self.clock.run(self.calls, self.mode, self.layout)
         return seconds
 
+    def again(self) -> None:
+        self.run()
+
 
 @dataclass(frozen=True, slots=True)
 class _Description:
