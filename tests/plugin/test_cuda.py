@@ -197,6 +197,20 @@ def test_launch_gaps_do_not_count(cuda, mode):
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
 
 
+def test_a_new_block_is_held_back_as_long_as_the_latest_had_to_be(cuda):
+    clock, tries = CudaClock(GPU), []
+
+    def many():
+        for _ in range(100):
+            cuda.launch(1e-6)
+
+    for _ in range(2):
+        before = len(cuda.spins)
+        clock.block([many], Mode.BACKLOG).run()
+        tries.append(len(cuda.spins) - before)
+    assert tries == [2, 1]
+
+
 def test_plain_and_wall_count_what_passes(cuda):
     clock = CudaClock(GPU)
     calls = [lambda: cuda.launch(1e-3)] * 3

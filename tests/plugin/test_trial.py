@@ -446,6 +446,25 @@ def test_ranks_and_the_host_make_nothing_ahead():
     assert made_in_the_turn(FakeClock(noise=Noise.none(), peers=Two())) == PLAN.least
 
 
+@pytest.mark.parametrize(
+    ("microseconds", "ahead", "released"), [(20, [2], 0), (20, [], 1), (100, [2], 1)]
+)
+def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahead, released):
+    class Watched(FakeClock):
+        released = 0
+
+        def release(self):
+            self.released += 1
+
+    arms = {"baseline": doubling(2 * microseconds), "optimized": doubling(microseconds)}
+    trial = a_trial(Watched(noise=Noise.none()), **arms)
+    trial.agreement()
+    timed = a_timed(trial, ahead=ahead)
+    before = trial.clock.released
+    timed.replicate(2)
+    assert trial.clock.released - before == released
+
+
 def test_a_slow_call_has_one_set_of_inputs():
     trial = a_trial(cache="warm", baseline=doubling(50_000), optimized=doubling(25_000))
     trial.agreement()

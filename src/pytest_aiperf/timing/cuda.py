@@ -80,6 +80,8 @@ class CudaClock:
         self._end = torch.cuda.Event(enable_timing=True)
         self._strays = -3  # the three spins below are no calls: a sanitizer may hold them up
         self._broken_off: list[object] = []
+        self.latest_hold = 0.0
+        """Seconds to hold a block back, as the latest had to be: a new one will be much like it."""
         self._cycles_per_s = 1e9
         # the fastest of three: the first finds the GPU asleep
         spin = min(self.timed(lambda: self._spin(0.003))[0] for _ in range(3))
@@ -370,7 +372,8 @@ class _DeviceBlock:
         self, clock: CudaClock, calls: Sequence[Call], mode: Mode, last: object = None
     ) -> None:
         self._clock, self._calls = clock, calls
-        self._hold = 0.0 if mode is Mode.PLAIN else _LEAST_HOLD + 20e-6 * len(calls)
+        known = max(_LEAST_HOLD + 20e-6 * len(calls), clock.latest_hold)
+        self._hold = 0.0 if mode is Mode.PLAIN else known
         self.last = last
 
     def run(self) -> float:
@@ -379,6 +382,7 @@ class _DeviceBlock:
         seconds, hold = self._clock.held_back(self._work, self._hold, tries=_TRIES)
         if hold:
             self._hold = hold
+            self._clock.latest_hold = hold
             return seconds
         raise InvalidMeasurement(
             f"the GPU ran dry while {len(self._calls)} calls were enqueued: a call synchronises, "
