@@ -488,5 +488,9 @@ def test_results_are_verified_after_timing():
     good, bad = (agree.result(a * f, (), Contract((), ())) for f in (2, 3))
     truth = a.double() * 2
     assert agree.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
+    (error,) = agree.verify({"baseline": good}, truth, located=False)
+    assert (error.index, error.error) == ((), 0)
+    with wrong("the reference: result["):  # what is refused has its place
+        agree.verify({"baseline": good, "optimized": bad}, truth, located=False)
     with wrong("optimized disagrees with the reference after timing: result["):
         agree.verify({"baseline": good, "optimized": bad}, truth, when="after timing")

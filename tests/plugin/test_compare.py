@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf import Work
+from pytest_aiperf.claim import compare
 from pytest_aiperf.claim.compare import Case, run
 from pytest_aiperf.claim.replicate import PLAN
 from pytest_aiperf.claim.trial import SEEDS
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
-from pytest_aiperf.model import Expectation, Outcome, Recorded, Result, Verdict
+from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
 from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
@@ -78,6 +79,24 @@ def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
     result, problem = run(replace(claim, inputs=flips), a_case())
     assert result.outcome is Outcome.INVALID
     assert "OMP_NUM_THREADS: 4 -> 1" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("highs", "floor", "asked"),
+    [([1.05, 9], 0.05, 1), ([2.3, 1.06, 9], 0.06, 2), ([1.5, 1.3, 1.4, 1.01], 0.3, 3)],
+)
+def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, floor, asked):
+    given = iter(highs)
+    seen = []
+
+    def speedup(_):
+        seen.append(1)
+        return Interval(1, 1, next(given))
+
+    monkeypatch.setattr(compare, "speedup", speedup)
+    clock = FakeClock(noise=Noise.none())
+    assert compare.noise_floor(clock, 1, PLAN, lambda *_a, **_k: None) == pytest.approx(floor)
+    assert len(seen) == asked
 
 
 def test_a_claim_that_holds():

@@ -388,7 +388,7 @@ def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
     assert ran[:3] == ["short", "other", "short"]
     ran.clear()
     clock.wake([block("long", 0.1), block("other", 0.1)])
-    assert ran == ["long"]
+    assert ran == ["long", "other"]  # once at least
 
 
 def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):

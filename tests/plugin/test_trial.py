@@ -472,18 +472,26 @@ def test_a_slow_call_has_one_set_of_inputs():
     assert (timed.sets, len(timed._ahead[1001][0].calls)) == (1, 1)
 
 
-def test_the_first_run_of_a_backlog_is_its_only_warming(monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "ahead", "warmed"),
+    [
+        (Mode.BACKLOG, [], False),  # waking warms
+        (Mode.PLAIN, [], False),
+        (Mode.GRAPH, [], True),  # capturing must not be a call's first run
+        (Mode.GRAPH, [2], False),
+        (Mode.WALL, [2], True),  # it may have stood ready for long
+    ],
+)
+def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
     ran = []
     monkeypatch.setattr(replicate._Timed, "_run_each", lambda _, stand: ran.append(stand.name))
     trial = a_trial()
     trial.agreement()
-    timed = a_timed(trial)
+    timed = a_timed(trial, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
+    timed.mode = mode
     ran.clear()
     timed.replicate(2)
-    assert ran == []
-    timed.mode = Mode.PLAIN
-    timed.replicate(3)
-    assert sorted(ran) == ["baseline", "optimized"]
+    assert sorted(ran) == (["baseline", "optimized"] if warmed else [])
 
 
 @pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])

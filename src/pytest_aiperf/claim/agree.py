@@ -23,6 +23,10 @@ Arm = Callable[..., object] | Prepared
 Make = Callable[[], Args]
 Result = Sequence[Leaf]
 
+Place = tuple[tuple[int, ...], Any, Any]
+"""An element's index, and what stands there in a result and in the reference."""
+_NOWHERE: Place = ((), 0.0, 0.0)
+
 K = 4
 """How many times the baseline's own error another arm's may be."""
 
@@ -216,12 +220,18 @@ def _hold_made(results: Mapping[str, Result], lent: Mapping[str, Sequence[bool]]
 
 
 def verify(
-    results: Mapping[str, Result], reference: object, precision: str | None = None, when: str = ""
+    results: Mapping[str, Result],
+    reference: object,
+    precision: str | None = None,
+    when: str = "",
+    *,
+    located: bool = True,
 ) -> list[Error]:
     """Hold the arms' results for one set of inputs against what the reference returns for it.
 
     Return each leaf's worst error in each arm, the baseline's first; one that is not allowed is a
-    Disagreement, which says ``when``, and a wrong reference is Misuse.
+    Disagreement, which says ``when``, and a wrong reference is Misuse. Without ``located`` the
+    place of an error that is allowed is left out: a GPU that others use is waited for once only.
     """
     if precision not in (None, *BUDGET):
         raise Misuse(f"precision={precision!r}: known are {', '.join(BUDGET)}")
@@ -239,7 +249,9 @@ def verify(
     return [
         error
         for i, (_, truth) in enumerate(want)
-        for error in _compare({arm: results[arm][i] for arm in arms}, truth, precision, when)
+        for error in _compare(
+            {arm: results[arm][i] for arm in arms}, truth, precision, when, located=located
+        )
     ]
 
 
@@ -248,7 +260,12 @@ def _paths(result: Result) -> str:
 
 
 def _compare(
-    results: Mapping[str, Leaf], reference: object, precision: str | None, when: str
+    results: Mapping[str, Leaf],
+    reference: object,
+    precision: str | None,
+    when: str,
+    *,
+    located: bool,
 ) -> Iterator[Error]:
     """Compare one leaf of every arm, the baseline first: its error is the others' yardstick."""
     mine, want = _numbers(results["baseline"][1]), _numbers(reference)
@@ -262,11 +279,12 @@ def _compare(
         got = _numbers(value)
         if form(got) != form(mine):
             raise Disagreement(f"{arm} gives {form(got)} for {path}, the baseline {form(mine)}")
-        error, index, here, there = _worst(got, want, rms)
+        error, locate = _worst(got, want, rms)
         if arm == "baseline":
             yardstick, who = error, "baseline and reference disagree, one of them is wrong"
         else:
             allowed, who = max(K * yardstick, budget), f"{arm} disagrees with the reference"
+        index, here, there = locate() if located or error > allowed else _NOWHERE
         if error > allowed:
             said = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (here, there)]
             why = f"error {error:.2g}; baseline's {yardstick:.2g}; allowed {allowed:.2g}"
@@ -305,16 +323,16 @@ def _check_reference(path: str, mine: Any, want: Any) -> float:
         )
     parts = _parts(want, _chunk(want))
     squares = (of(part).cast(part, "float64", part) ** 2 for part in parts)
-    rms = math.sqrt(sum(float(s.sum()) for s in squares) / max(math.prod(want.shape), 1))
+    rms = math.sqrt(float(sum(s.sum() for s in squares)) / max(math.prod(want.shape), 1))
     if not math.isfinite(rms):
-        _, index, value, _ = _worst(want, want, 0.0)
+        index, value, _ = _worst(want, want, 0.0)[1]()
         where = f"{value} at {path}{list(index)}"
         raise Misuse(f"the reference is {where}: choose inputs whose results are finite")
     return rms
 
 
-def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any, Any]:
-    """Return the largest error of an element, its index, and what stands there in both.
+def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Place]]:
+    """Return the largest error of an element, and what looks for its index and both values there.
 
     The error is |got - want| / (|want| + rms), or 1 where integers differ, and infinite where got
     is not finite.
@@ -327,8 +345,9 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any
     ours = _on_host(got) and of(want) is library
     home = want if ours else got
     size = _chunk(home)
-    found: list[tuple[float, int, Any, Any]] = []
-    for i, (part, truth) in enumerate(zip(_parts(got, size), _parts(want, size), strict=True)):
+    pairs = list(zip(_parts(got, size), _parts(want, size), strict=True))
+
+    def errors(part: Any, truth: Any) -> Any:
         g = library.cast(part, kind, home)
         w = library.cast(of(truth).cast(truth, kind, truth), kind, home)
         with np.errstate(invalid="ignore"):  # infinite in both: not finite, as below
@@ -336,12 +355,20 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, tuple[int, ...], Any
         if rms and not exact:
             off /= abs(w) + rms
         off[~library.module.isfinite(off)] = math.inf
-        at = int(off.argmax())
-        found.append((float(off[at]), i * size + at, part[at].item(), truth[at].item()))
-    if not found:
-        return 0.0, (), 0.0, 0.0
-    error, at, here, there = max(found, key=lambda part: part[0])
-    return error, tuple(map(int, np.unravel_index(at, tuple(got.shape)))), here, there
+        return off
+
+    if not pairs:
+        return 0.0, lambda: _NOWHERE
+    tops = library.module.stack([errors(*pair).max() for pair in pairs])
+
+    def locate() -> Place:
+        i = int(tops.argmax())
+        part, truth = pairs[i]
+        at = int(errors(part, truth).argmax())
+        index = np.unravel_index(i * size + at, tuple(got.shape))
+        return tuple(map(int, index)), part[at].item(), truth[at].item()
+
+    return float(tops.max()), locate  # a GPU is waited for once, however many parts there are
 
 
 def _on_host(array: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,11 @@ from .replicate import QUICK, Measurement, Plan, measure, speedup
 from .trial import Arm, Claim, Say, Trial, Turn
 
 T = TypeVar("T")
+
+CALM, FLOORS = 0.1, 3
+"""A noise floor above this is measured again, so many times at most, and the least of them counts.
+
+All of a session's claims are held to it: one block that was held up must not decide for them."""
 
 
 def claim_of(
@@ -256,6 +262,11 @@ def noise_floor(clock: Clock, seed: int, plan: Plan, say: Say) -> float:
     metric = Metric.WALL if clock.gpu is None else Metric.DEVICE
     trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
     trial.contract = agree.learn(arm, lambda: trial.make(seed))
-    ratio = speedup(measure(trial, metric, replace(plan, most=plan.least)))
-    trial.verify()
-    return max(ratio.high, 1 / ratio.low) - 1
+    floor = math.inf
+    for _ in range(FLOORS):
+        ratio = speedup(measure(trial, metric, replace(plan, most=plan.least)))
+        trial.verify()
+        floor = min(floor, max(ratio.high, 1 / ratio.low) - 1)
+        if floor <= CALM:
+            break
+    return floor

@@ -189,7 +189,6 @@ class _Looked:
             return None
         finally:
             del args, call
-            trial.clock.release()
 
 
 def _about(wanted: Sequence[Evidence], *proofs: Proof) -> bool:

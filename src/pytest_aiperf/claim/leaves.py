@@ -201,7 +201,8 @@ def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -
     """Return the leaves whose bits are not those of the fingerprint, new and lost ones included."""
     now = {p: bits(a) for p, a in arrays(args).items() if p not in skip}
     both = [p for p in now if p in before and form(now[p]) == form(before[p])]
-    same = [p for p in both if bool((now[p] == before[p]).all())]
+    equal = [(p, (now[p] == before[p]).all()) for p in both]  # a GPU does all before it is asked
+    same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
 
 

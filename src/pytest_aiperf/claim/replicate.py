@@ -88,7 +88,7 @@ class Measurement:
         self.trial.note_settings()
         self.way.challenge()
         self.trial.hold_settings()
-        self.trial.clock.release()
+        self.trial.clock.synchronize()
 
 
 def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
@@ -274,11 +274,15 @@ class _Timed:
     def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> float:
         """Fall back until both arms run in one mode: graph, backlog, plain.
 
-        Return the host's seconds of a first run of all blocks, where they are run.
+        Return the host's seconds of a first run of all blocks, where that may fail.
         """
         while True:
             try:
-                return self._blocks(stands)
+                self._blocks(stands)
+                begun = time.monotonic()
+                for stand in stands if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
+                    stand.ready.run()
+                return time.monotonic() - begun
             except (CannotCapture, InvalidMeasurement) as why:
                 if self.mode not in (Mode.GRAPH, Mode.BACKLOG):
                     raise
@@ -287,26 +291,22 @@ class _Timed:
                 self.mode = lower
                 self.calls = self._count_calls(fast, slow)
 
-    def _blocks(self, stands: list[_Stand]) -> float:
-        took = 0.0
+    def _blocks(self, stands: list[_Stand]) -> None:
         for stand in stands:
             calls = [stand.calls[i % self.sets] for i in range(self.calls)]
             stand.block = self.clock.block(calls, self.mode)
-            if self.mode in (Mode.GRAPH, Mode.BACKLOG):
-                begun = time.monotonic()
-                stand.block.run()  # the first run pays for uploads, or finds how long to hold back
-                took += time.monotonic() - begun
-        return took
 
     def replicate(self, seed: int) -> Replicate:
         stands = self._ahead.pop(seed, [])
-        if not stands or self.mode is not Mode.GRAPH:  # results of a graph lie in its own memory
+        # what comes next allocates afresh; a graph has its own memory, and where a caller waits,
+        # asking the driver for memory would be all that the first block shows
+        if not stands or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.clock.release()
-        if not stands and self.mode is Mode.BACKLOG:
-            stands = self._stand(seed)  # the first run finds how long to hold back: it warms
-        elif not stands:
-            stands = self._warmed(seed)
+        to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not stands)
+        stands = stands or self._stand(seed)
         pad = self.clock.pad(self.trial.random)  # for results, which lie behind it
+        for stand in stands if to_warm else ():  # waking warms the others
+            self._run_each(stand)
         self._blocks(stands)
         if self.metric is Metric.DEVICE:
             self.clock.wake([stand.ready for stand in stands])
@@ -392,7 +392,6 @@ class _Timed:
         def put(stand: _Stand, values: Args) -> None:
             overwrite(live, stand.args[last], values)
             leaves.poison(stand.args[last], trial.contract.pure)
-            clock.synchronize()
 
         other, live = trial.other(seed + last, seed + 250_031)
         turns = (other, trial.make(seed + last))

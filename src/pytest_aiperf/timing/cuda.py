@@ -150,9 +150,12 @@ class CudaClock:
                     break
 
     def wake(self, blocks: Sequence[Block]) -> None:
-        begun, in_turn = now(), cycle(blocks)
-        while self.peers.agree((now() - begun) * 1e-9 < _WAKING):
-            next(in_turn).run()
+        begun = now()
+        for ran, block in enumerate(cycle(blocks)):
+            waking = ran < len(blocks) or (now() - begun) * 1e-9 < _WAKING
+            if not self.peers.agree(waking):
+                break
+            block.run()  # a first run finds how long to hold back, too
 
     def sense(self) -> Senses:
         return nvml.sense(self._uuid)
@@ -391,6 +394,7 @@ class _DeviceBlock:
         )
 
     def again(self) -> None:
+        self._clock.synchronize()
         with undisturbed(), self._clock.current():
             self._work()
         self._clock.synchronize()
