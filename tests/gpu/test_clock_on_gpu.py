@@ -161,6 +161,12 @@ def test_peak_counts_what_a_call_holds_at_once(gpu, ours):
     assert kept.numel() == 1 << 26
 
 
+def test_what_is_allocated_is_no_longer_free(gpu, ours):
+    before = ours.free()
+    kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert before - ours.free() == pytest.approx(kept.nbytes, rel=0.1)
+
+
 def test_pads_move_what_is_allocated_next(gpu, ours):
     addresses = set()
     for seed in range(8):

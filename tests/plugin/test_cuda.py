@@ -58,6 +58,7 @@ class FakeCuda:
             ),
             graph_pool_handle=lambda: (0, 1),
             max_memory_allocated=lambda: self.most,
+            mem_get_info=lambda: (50 << 30, 141 << 30),
             memory_allocated=lambda: self.allocated,
             reset_peak_memory_stats=self._reset_peak,
             set_device=lambda index: None,
@@ -389,6 +390,10 @@ def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
     ran.clear()
     clock.wake([block("long", 0.1), block("other", 0.1)])
     assert ran == ["long", "other"]  # once at least
+
+
+def test_free_memory_is_the_drivers(cuda):
+    assert CudaClock(GPU).free() == 50 << 30
 
 
 def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):

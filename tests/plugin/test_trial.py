@@ -422,6 +422,17 @@ def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands
     assert made_in_the_turn(FakeClock(noise=Noise.none())) == made
 
 
+def test_half_of_the_memory_is_left_to_others():
+    class Full(FakeClock):
+        asked = 0
+
+        def free(self):
+            self.asked += 1
+            return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
+
+    assert made_in_the_turn(Full(noise=Noise.none())) == PLAN.least - 2
+
+
 def test_what_finds_no_memory_is_made_when_it_is_timed():
     class OutOfMemoryError(RuntimeError):
         pass
@@ -516,7 +527,7 @@ def test_progress_says_how_far_it_is():
     said = []
     measured(a_trial(said=said))
     phases = [phase for phase, _ in said]
-    assert list(dict.fromkeys(phases)) == ["agreeing", "warming up", "measuring"]
+    assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
     last = said[-1][1]
     assert (last["replicate"], last["most"]) == (PLAN.least, PLAN.most)
     assert last["ratio"] == pytest.approx(2, rel=0.01)

@@ -175,6 +175,7 @@ class _Timed:
         of the time. What needs all threads of the host, or meets other ranks, is not made ahead.
         """
         clock = self.clock
+        self.trial.say("preparing")
         self._first = []
         self.sets, self.least_calls = self._count_sets()
         self._first = self._warmed(self.trial.seed)
@@ -186,6 +187,8 @@ class _Timed:
         size = sum(leaves.nbytes(args) for stand in self._first for args in stand.args[: self.sets])
         room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
         for seed in seeds[: int(room / max(1, size))]:
+            if clock.free() < clock.gpu.memory_bytes / 2:
+                break  # this claim's calls need memory as well, and other claims
             try:
                 self._ahead[seed] = self._warmed(seed)
             except Exception as why:

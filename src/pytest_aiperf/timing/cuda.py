@@ -194,6 +194,9 @@ class CudaClock:
             self._cupy_used = self._cupy_used or bool(pool.total_bytes())
             pool.free_all_blocks()
 
+    def free(self) -> int:
+        return int(self._torch.cuda.mem_get_info()[0])
+
     def identity(self) -> Identity:
         torch = self._torch
 

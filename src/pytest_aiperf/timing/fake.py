@@ -232,6 +232,9 @@ class FakeClock:
     def release(self) -> None:
         pass
 
+    def free(self) -> int:
+        return self.gpu.memory_bytes - _ledger.held if self.gpu else 0
+
     def identity(self) -> Identity:
         import numpy as np
 
