@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from pytest_aiperf.claim.compare import Case, run
-from pytest_aiperf.claim.replicate import Plan
+from pytest_aiperf.claim.plan import Plan
 from pytest_aiperf.errors import Unproven
 from pytest_aiperf.machine.lease import Lease
 from pytest_aiperf.model import Expectation, Outcome, Result

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pytest_aiperf.building import build
-from pytest_aiperf.claim import agree, explain, leaves, replicate, trial
+from pytest_aiperf.claim import agree, explain, leaves, timed, trial
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.machine import gpu
 from pytest_aiperf.profiling import profile
@@ -115,18 +115,18 @@ def refused_devices(_path, _patch):
 
 def a_drift(_path, _patch):
     """A mirrored round cancels a drift that makes the second block of two slower."""
-    timed = replicate._Timed.__new__(replicate._Timed)
+    one = timed.Timed.__new__(timed.Timed)
     now = [1.0]
 
     def run():
         now[0] += 0.01
         return now[0]
 
-    timed.trial = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
-    timed.clock = SimpleNamespace(sense=test_guards.senses, peers=SimpleNamespace(agree=bool))
-    timed.calls = 1
+    one.trial = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
+    one.clock = SimpleNamespace(sense=test_guards.senses, peers=SimpleNamespace(agree=bool))
+    one.calls = 1
     stands = {n: SimpleNamespace(ready=SimpleNamespace(run=run)) for n in ("optimized", "baseline")}
-    done, _, _ = timed._round(stands, test_guards.senses())
+    done, _, _ = one._round(stands, test_guards.senses())
     means = [np.mean(done.seconds[name]) for name in stands]
     assert means[0] == pytest.approx(means[1])
 
@@ -170,10 +170,10 @@ GUARDS = {
     ),
     # is it the same work as in the clock
     "timed results are verified": Guard(
-        {(replicate._Timed, "_verify"): nothing}, caught("the_first_hundred_calls")
+        {(timed.Timed, "_verify"): nothing}, caught("the_first_hundred_calls")
     ),
     "calls in a row are looked at": Guard(
-        {(replicate, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
+        {(timed, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
     ),
     "values change under the timed arms": Guard(
         {(trial.Trial, "other"): lambda self, seed, _: (self.make(seed), [])},
@@ -181,13 +181,13 @@ GUARDS = {
     ),
     "results are taken at once": Guard(
         {
-            (replicate._Timed, "challenge"): nothing,
-            (replicate._Timed, "_verify"): nothing,
+            (timed.Timed, "challenge"): nothing,
+            (timed.Timed, "_verify"): nothing,
         },
         caught("a_thread_that_is_late_once_it_is_timed"),
     ),
     "prepared arms get fresh inputs": Guard(
-        {(trial, "overwrite"): nothing, (replicate, "overwrite"): nothing},
+        {(trial, "overwrite"): nothing, (timed, "overwrite"): nothing},
         caught("done_while_preparing"),
     ),
     "not everything is static": Guard(
@@ -228,7 +228,7 @@ GUARDS = {
     "calls do nothing beside their work": Guard(
         {(guards, "extra_problem"): returning(None)}, a_compiler_at_work
     ),
-    "rounds are mirrored": Guard({(replicate, "reversed"): list}, a_drift),
+    "rounds are mirrored": Guard({(timed, "reversed"): list}, a_drift),
     "no garbage is collected in a block": Guard(
         {(clock, "undisturbed"): contextlib.nullcontext},
         calls(test_clock.test_no_garbage_is_collected_within_a_block, True),

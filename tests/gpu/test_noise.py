@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pytest_aiperf.claim.replicate import PLAN
+from pytest_aiperf.claim.plan import PLAN
 from pytest_aiperf.model import Verdict
 from pytest_aiperf.proving.proofs import counted
 from pytest_aiperf.proving.truth import judged, longer, on_gpu, quiet

@@ -8,7 +8,7 @@ import pytest
 from pytest_aiperf import Work
 from pytest_aiperf.claim import compare
 from pytest_aiperf.claim.compare import Case, run
-from pytest_aiperf.claim.replicate import PLAN
+from pytest_aiperf.claim.plan import PLAN
 from pytest_aiperf.claim.trial import SEEDS
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict

@@ -109,10 +109,10 @@ def test_next(compare): compare(**usual)
 
 def test_ranks_measure_and_rank_0_s_record_is_the_claim_s(two):
     two.two("""
-from pytest_aiperf.claim import replicate
+from pytest_aiperf.claim.timed import Timed
 
-settle = replicate._Timed._settle_mode  # the host of rank 1 is a slow one
-replicate._Timed._settle_mode = lambda *timed: settle(*timed) + 0.2 * RANK
+settle = Timed._settle_mode  # the host of rank 1 is a slow one
+Timed._settle_mode = lambda *timed: settle(*timed) + 0.2 * RANK
 
 def spending(call, microseconds):
     def arm(x):

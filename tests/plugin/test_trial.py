@@ -10,8 +10,10 @@ import pytest
 
 from pytest_aiperf import Score, prepared, static
 from pytest_aiperf.claim import replicate
+from pytest_aiperf.claim import timed as room
 from pytest_aiperf.claim.compare import noise_floor
-from pytest_aiperf.claim.replicate import PLAN, Plan, measure, speedup
+from pytest_aiperf.claim.plan import PLAN, Plan
+from pytest_aiperf.claim.replicate import measure, speedup
 from pytest_aiperf.claim.trial import Trial
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
 from pytest_aiperf.machine.peers import Peers
@@ -48,7 +50,7 @@ def measured(trial, plan=PLAN, metric=Metric.DEVICE):
 
 
 def a_timed(trial, metric=Metric.DEVICE, ahead=()):
-    timed = replicate._Timed(trial, metric, PLAN)
+    timed = room.Timed(trial, metric, PLAN)
     timed.prepare(ahead)
     timed.begin()
     return timed
@@ -219,7 +221,7 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.009, 2), (0.015, 1)])
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
-    monkeypatch.setattr(replicate, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(FakeClock):
         def block(self, calls, mode):
@@ -329,9 +331,9 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
 
     trial = a_trial(Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1)
     trial.agreement()
-    kept = replicate.agree.kept
-    monkeypatch.setattr(replicate.agree, "kept", lambda found: seen.append("kept") or kept(found))
-    monkeypatch.setattr(replicate._Timed, "challenge", lambda *_: None)  # it takes without a wait
+    kept = room.agree.kept
+    monkeypatch.setattr(room.agree, "kept", lambda found: seen.append("kept") or kept(found))
+    monkeypatch.setattr(room.Timed, "challenge", lambda *_: None)  # it takes without a wait
     measure(trial, Metric.DEVICE, PLAN)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
     assert set(before) == {"wait"}
@@ -418,7 +420,7 @@ def made_in_the_turn(clock, **words):
 )
 def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
     size = 2 * guards.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
-    monkeypatch.setattr(replicate, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
+    monkeypatch.setattr(room, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
     assert made_in_the_turn(FakeClock(noise=Noise.none())) == made
 
 
@@ -495,7 +497,7 @@ def test_a_slow_call_has_one_set_of_inputs():
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
     ran = []
-    monkeypatch.setattr(replicate._Timed, "_run_each", lambda _, stand: ran.append(stand.name))
+    monkeypatch.setattr(room.Timed, "_run_each", lambda _, stand: ran.append(stand.name))
     trial = a_trial()
     trial.agreement()
     timed = a_timed(trial, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)

@@ -39,7 +39,8 @@ from pytest_aiperf.timing.clock import Clock
 
 from . import agree, explain
 from .compiling import uncompiled
-from .replicate import QUICK, Measurement, Plan, measure, speedup
+from .plan import QUICK, Plan
+from .replicate import Measurement, measure, speedup
 from .trial import Arm, Claim, Say, Trial, Turn
 
 T = TypeVar("T")

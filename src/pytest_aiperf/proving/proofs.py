@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.replicate import PLAN
+from pytest_aiperf.claim.plan import PLAN
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.model import Bench, Metric, Mode, Verdict
 from pytest_aiperf.rules import stats

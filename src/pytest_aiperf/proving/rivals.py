@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.replicate import PLAN
+from pytest_aiperf.claim.plan import PLAN
 from pytest_aiperf.model import Bench, Verdict
 from pytest_aiperf.timing.clock import Call, Identity, now
 

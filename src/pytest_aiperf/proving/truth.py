@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from pytest_aiperf.building import build
 from pytest_aiperf.claim.compare import noise_floor
-from pytest_aiperf.claim.replicate import PLAN, Plan, measure, speedup
+from pytest_aiperf.claim.plan import PLAN, Plan
+from pytest_aiperf.claim.replicate import measure, speedup
 from pytest_aiperf.claim.trial import Claim, Trial
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.model import Bench, Interval, Metric, Mode, Timing, Verdict

@@ -18,7 +18,7 @@ import pytest
 from pytest_aiperf.building.build import Nvcc
 from pytest_aiperf.claim import code, compiling
 from pytest_aiperf.claim import compare as claims
-from pytest_aiperf.claim.replicate import PLAN, QUICK
+from pytest_aiperf.claim.plan import PLAN, QUICK
 from pytest_aiperf.claim.trial import Arm, Claim
 from pytest_aiperf.errors import AiperfError, Misuse, ToolMissing
 from pytest_aiperf.machine import ranks
