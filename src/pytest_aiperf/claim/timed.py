@@ -59,29 +59,28 @@ class Timed:
         self.metric = metric
         self._updated = set(trial.contract.written) - set(trial.contract.pure)
         self.notes: list[str] = []
-        self._first: list[_Stand] = []
         self._ahead: dict[int, list[_Stand]] = {}
         self._last: tuple[int, list[_Stand]] | None = None
 
     def prepare(self, seeds: Sequence[int]) -> None:
-        """Make the first stands, and those of replicates for which there is room.
+        """Make the stands of the first replicate, and of others for which there is room.
 
         While they are made others may use the device. In what is timed alone they would be half
         of the time. What needs all threads of the host, or meets other ranks, is not made ahead.
         """
         clock = self.clock
         self.trial.say("preparing")
-        self._first = []
+        self._ahead.clear()
         self.sets, self.least_calls = self._count_sets()
-        self._first = self._warmed(self.trial.seed)
+        first = self._ahead[seeds[0]] = self._warmed(seeds[0])
         if clock.gpu is None or clock.peers.count > 1:
             return
-        slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in self._first)
+        slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in first)
         if self.least_calls == 1 and slow > 2 * LONGEST_BLOCK:  # beside others it may take twice
             self.sets = 1  # a slow call is alone in its block
-        size = sum(leaves.nbytes(args) for stand in self._first for args in stand.args[: self.sets])
+        size = sum(leaves.nbytes(args) for stand in first for args in stand.args[: self.sets])
         room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
-        for seed in seeds[: int(room / max(1, size))]:
+        for seed in seeds[1 : int(room / max(1, size))]:
             if clock.free() < clock.gpu.memory_bytes / 2:
                 break  # this claim's calls need memory as well, and other claims
             try:
@@ -94,7 +93,7 @@ class Timed:
 
     def begin(self) -> None:
         """Settle the clocks, and choose how many calls are timed in which mode."""
-        stands, self._first = self._first, []
+        stands = next(iter(self._ahead.values()))
         seconds = self._warm(stands)
         fast, slow = min(seconds.values()), max(seconds.values())
         self.mode = choose_mode(self.metric, fast)
