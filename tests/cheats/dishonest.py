@@ -230,7 +230,7 @@ def every_second_call_into_its_buffer():
 
     def write(x, out):
         calls.n += 1
-        if calls.n < 30 or calls.n % 2 == 0:
+        if calls.n < 30 or calls.n % 2:  # one look would fall on a call that writes
             torch.mul(x, 2, out=out)
 
     return into(write)
