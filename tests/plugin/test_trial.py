@@ -478,11 +478,13 @@ def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahea
     assert trial.clock.released - before == released
 
 
-def test_a_slow_call_has_one_set_of_inputs():
-    trial = a_trial(cache="warm", baseline=doubling(50_000), optimized=doubling(25_000))
+@pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", guards.SPAN)])
+def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
+    clock = FakeClock(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
+    trial = a_trial(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
     trial.agreement()
     timed = a_timed(trial, ahead=[1001, 2001])
-    assert (timed.sets, len(timed._ahead[2001][0].calls)) == (1, 1)
+    assert (timed.sets, len(timed._ahead[2001][0].calls)) == (sets, sets)
 
 
 @pytest.mark.parametrize(
