@@ -366,6 +366,7 @@ def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
     ``make(*inputs)`` runs outside the clock for each input set and returns the callable that is
     timed, called with the same inputs. Afterwards every input that is not :func:`static` is
     overwritten in place with fresh values, so work done while preparing gives a wrong answer.
+    Callables for many input sets stand ready at the same time: what one needs belongs to it alone.
     """
     return Prepared(make)
 

@@ -9,8 +9,10 @@ waits for nobody; where there are not so many cores, one thread a worker is the 
 
 Each worker multiplies one small matrix with itself, in a process that stands ready before the clock
 starts: one product is enough to see how long its threads wait. The number of threads is read when
-the library is loaded, hence from the environment of the process. Large products are hurt less:
-their threads meet less often. Where there is only one worker it should have all cores, of course.
+the library is loaded, hence from the environment of the process. OpenBLAS's idle threads sleep at
+once in both arms; else those of one would spin through the other's turn. Large products are hurt
+less: their threads meet less often. Where there is only one worker it should have all cores, of
+course.
 """
 
 from functools import partial

@@ -83,7 +83,7 @@ def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
 
 @pytest.mark.parametrize(
     ("highs", "floor", "asked"),
-    [([1.05, 9], 0.05, 1), ([2.3, 1.06, 9], 0.06, 2), ([1.5, 1.3, 1.4, 1.01], 0.3, 3)],
+    [([1.05, 9], 0.05, 1), ([2.3, 1.06, 1.07], 0.07, 3), ([1.5, 1.3, 1.4, 9], 0.4, 3)],
 )
 def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, floor, asked):
     given = iter(highs)
