@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 
 WORKERS = 4
+PRODUCTS = 8  # a worker's, one after the other: whether a thread has to wait is chance
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -18,9 +19,12 @@ def cores():
     return len(os.sched_getaffinity(0))
 
 
-def square(matrix):
-    """Multiply a matrix with itself: one small product, as of one layer of a model."""
-    return matrix @ matrix
+def chain(matrix):
+    """Multiply a matrix with itself again and again: small products, as of a model's layers."""
+    result = matrix
+    for _ in range(PRODUCTS):
+        result = result @ matrix
+    return result
 
 
 @cache
@@ -33,11 +37,11 @@ def crew(threads):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)
         # so slow that each worker gets one: all have loaded NumPy before the variables change back
         pool.map(time.sleep, [0.2] * WORKERS, chunksize=1)
-        pool.map(square, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
+        pool.map(chain, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
     atexit.register(pool.terminate)
     return pool
 
 
-def squares(threads, matrices):
+def chains(threads, matrices):
     """Give each worker one matrix; return all results."""
-    return np.stack(crew(threads).map(square, matrices, chunksize=1))
+    return np.stack(crew(threads).map(chain, matrices, chunksize=1))
