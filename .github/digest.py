@@ -17,7 +17,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from pytest_aiperf.__main__ import DONE, main
+from pytest_aiperf.__main__ import main
+from pytest_aiperf.commands import DONE
 
 LARGEST = 64 << 20
 """More bytes than this are not read into memory."""

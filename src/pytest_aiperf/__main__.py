@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from .building import build
-from .errors import AiperfError, InvalidMeasurement, Misuse
-from .machine import gpu
-from .machine.lease import Lease
-from .model import Gpu, Outcome, Result
-from .profiling import inside, profile, tools
-from .proving import prove, truth
-from .records import changes, expectations, journal, nightly, shards
-from .records.results import atomic_write, document, dumps, lines, read_json, read_results
-from .reporting import chapters, page
-from .reporting import report as views
-from .rules import guards
-from .running import session
-from .timing import ceilings as limits
-from .timing.cuda import CudaMachine
-from .upkeep import bundle, clean, doctor
+from . import commands
+from .errors import AiperfError
+from .profiling import tools
+from .proving import prove
 
-DONE, REFUSED, MISUSE = 0, 1, 2
+MISUSE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Work with pytest-aiperf's files. Claims are measured with `pytest`.",
         epilog="Exit status: 0 done, 1 everything was refused, 2 a wrong argument or file.",
     )
-    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-    add = _command(commands, accept)
+    known = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+    add = _command(known, commands.accept)
     add("measured", metavar="RESULTS.json", type=Path, help="the results.json of a run")
     for option, metavar, path, about in (
         ("--expectations", "PATH", "expectations.yaml", "the file to update"),
@@ -52,41 +34,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = f"{about} (default: %(default)s)"
         add(option, metavar=metavar, type=Path, default=Path(path), help=told)
     add("--dry-run", action="store_true", help="show what would change, and write nothing")
-    add = _command(commands, ceilings)
+    add = _command(known, commands.ceilings)
     add("--fresh", action="store_true", help="measure anew what is known already")
     add("--json", metavar="FILE", type=Path, help="write them; of the GPU only what it is")
-    _proof_arguments(_command(commands, proving, "prove"))
-    add = _command(commands, capture)
+    _proof_arguments(_command(known, commands.proving, "prove"))
+    add = _command(known, commands.capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without arguments")
     add("--calls", metavar="N", type=int, default=1, help="how many calls (default: %(default)s)")
     add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
-    add = _command(commands, report)
+    add = _command(known, commands.report)
     add("measured", metavar="RESULTS.json", type=Path, nargs="+", help="results.json of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
     add("-o", "--output", metavar="FILE", type=Path, help="(default: report.html; md: stdout)")
     add("--title", default="pytest-aiperf report", help="of the page (default: %(default)s)")
     add("--readme", metavar="FILE", type=Path, help="put chapter tables between FILE's marks")
-    add = _command(commands, compare)
+    add = _command(known, commands.compare)
     add("old", metavar="OLD", type=Path, help="a results.json, or a folder of them")
     add("new", metavar="NEW", type=Path, help="the same, of a later run")
-    add = _command(commands, merge)
+    add = _command(known, commands.merge)
     add("parts", metavar="RESULTS.json", type=Path, nargs="+", help="the shards of one run")
     add("-o", "--output", metavar="FILE", type=Path, required=True, help="the whole run")
-    add = _command(commands, gate)
+    add = _command(known, commands.gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results.json of the night")
     add("--history", metavar="DIR", type=Path, default=Path("history"), help="(default: history)")
     add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[],
         help="what fresh processes measured of the flagged claims")  # fmt: skip
     add("--flagged", metavar="FILE", type=Path, help="write the flagged claims' test ids there")
-    add = _command(commands, drift)
+    add = _command(known, commands.drift)
     add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
-    add = _command(commands, complete)
+    add = _command(known, commands.complete)
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
-    add = _command(commands, examine, "doctor")
+    add = _command(known, commands.examine, "doctor")
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="write all of it, to be shown to others")
     add("--capture", action="store_true", help="with --bundle: what the profilers say of a product")
-    add = _command(commands, tidy, "clean")
+    add = _command(known, commands.tidy, "clean")
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     chosen = parser.parse_args(arguments)
     try:
@@ -97,75 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(
-    commands: Any, run: Callable[[argparse.Namespace], int], name: str = ""
+    known: Any, run: Callable[[argparse.Namespace], int], name: str = ""
 ) -> Callable[..., object]:
     """Add a command, called as its function unless named; return what adds arguments to it."""
     duty = inspect.getdoc(run) or ""
     name = name or run.__name__
-    parser = commands.add_parser(name, help=duty.partition("\n")[0], description=duty)
+    parser = known.add_parser(name, help=duty.partition("\n")[0], description=duty)
     parser.set_defaults(run=run)
     add: Callable[..., object] = parser.add_argument
     return add
-
-
-def accept(chosen: argparse.Namespace) -> int:
-    """Write a run's figures into expectations.yaml and results/, on any machine.
-
-    A result is accepted when a full run measured it on a GPU, it is conclusive and it holds what
-    is required today; the others are listed with their reasons. `require` is never written, and
-    expectations.yaml changes last and as a whole.
-    """
-    results = read_results(chosen.measured)
-    machine = read_json(chosen.measured).get("machine_info", {})
-    update = expectations.plan(chosen.expectations, results, datetime.now(UTC).date())
-    if not chosen.dry_run:
-        update = update.write(chosen.results, machine)
-    ends = "unchanged" if chosen.dry_run or not update.accepted else "written"
-    counts = f"{len(update.accepted)} accepted, {len(update.refused)} refused"
-    said = [*update.lines(), update.diff(), f"{counts}; {chosen.expectations} {ends}"]
-    sys.stdout.write("".join(f"{line}\n" for line in said if line))
-    return REFUSED if update.refused and not update.accepted else DONE
-
-
-def ceilings(chosen: argparse.Namespace) -> int:
-    """Print what this machine's GPU reaches of each limit, beside its datasheet.
-
-    Measured once for each GPU, driver and torch, on random data; the best block counts. Matrix
-    rates are the best of short bursts, at full clocks, and of sustained running, under the power
-    cap: a claim's own rate lies in between. Of several GPUs the first is measured, and the links
-    between all.
-    """
-    gpus, say = _measurable(), _say
-    with Lease([g.uuid for g in gpus], on_wait=say).time_host():
-        clock = CudaMachine().clock(gpus[0])
-        found = limits.known(clock, (*limits.DEVICE, *limits.HOST), say, fresh=chosen.fresh)
-        if len(gpus) > 1:
-            try:
-                found |= limits.known_links(gpus, say, fresh=chosen.fresh)
-            except InvalidMeasurement as why:
-                say(str(why))
-    assert clock.gpu is not None
-    sys.stdout.write("\n".join([clock.gpu.name, *limits.table(found, clock.gpu.key), ""]))
-    if chosen.json:
-        written = dumps(limits.record(clock.gpu, found), "ceilings", indent=1)
-        atomic_write(chosen.json, f"{written}\n")
-    return DONE
-
-
-def _measurable() -> Sequence[Gpu]:
-    """List this machine's GPUs; refuse to measure where there is none or no time means anything."""
-    gpus = CudaMachine().gpus()
-    if not gpus:
-        raise Misuse(f"there is no NVIDIA GPU to measure here: {gpu.absence()}")
-    if find_spec("torch") is None:
-        raise Misuse("torch measures: pip install 'pytest-aiperf[gpu]'")
-    if problem := guards.environment_problem(os.environ):
-        raise InvalidMeasurement(problem)
-    return gpus
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def _proof_arguments(add: Callable[..., object]) -> None:
@@ -174,259 +96,6 @@ def _proof_arguments(add: Callable[..., object]) -> None:
     add("--quick", action="store_true", help="fewer tries of each: about 90 seconds")
     add("--json", metavar="FILE", type=Path, help="keep the record, part by part; others stay")
     add("--readme", metavar="FILE", type=Path, help="put PROOF.json between FILE's marks")
-
-
-def proving(chosen: argparse.Namespace) -> int:
-    """Prove the harness on this machine's first GPU, where the truth is known.
-
-    Spinning kernels in each mode, the timer's floor, cold caches, identical arms, slowdowns of
-    0.5 to 5 %, a heater between blocks, fresh processes, and the same comparisons judged by other
-    ways. About 8 minutes; exit status 1 where a part fails or does not hold what is wanted.
-    `--readme` measures nothing: it replaces what stands between `<!-- proof -->` and
-    `<!-- /proof -->`.
-    """
-    if (chosen.readme is None) != (chosen.record is None):
-        raise Misuse("--readme FILE goes with a record: prove --readme README.md PROOF.json")
-    if chosen.readme:
-        views.embed(chosen.readme, "proof", prove.section(prove.read(chosen.record)))
-        return DONE
-    names = prove.chosen(chosen.only)
-    gpus = _measurable()[:1]
-    record = prove.Record(gpus[0], chosen.json)
-    done: dict[str, Any] = {}
-
-    def make() -> truth.Rig:
-        return truth.on_gpu(CudaMachine().clock(gpus[0]), _say)
-
-    def keep(name: str, figures: dict[str, Any]) -> None:
-        done[name] = record.keep(name, figures)
-
-    lease = Lease([g.uuid for g in gpus], on_wait=_say)
-    try:
-        prove.run(names, make, lease.time_host, keep, _say, quick=chosen.quick)
-    except KeyboardInterrupt:
-        _say("interrupted: the parts that ended are kept")
-        return REFUSED
-    finally:
-        sys.stdout.write("".join(f"{views.clean(line)}\n" for line in prove.lines(done)))
-    held = all(row.holds is not False for row in prove.rows(done))
-    return DONE if held else REFUSED
-
-
-def capture(chosen: argparse.Namespace) -> int:
-    """Profile one function of your own, as `pytest --profile` does with an arm.
-
-    It is warmed up and called once (or as often as said) inside the range "aiperf", in a process
-    under the tool; the artefact and the tool's output lie under artifacts/.
-    """
-    tool, preset = tools.chosen(chosen.tool)
-    path, _, name = chosen.function.partition("::")
-    gpus = CudaMachine().gpus()
-    job = inside.job(os.environ)
-    if job is not None:
-        clock = CudaMachine().clock(gpus[0] if gpus else None)
-        lease = Lease([g.uuid for g in gpus[:1]])
-        inside.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
-        return DONE
-    run = journal.new_run_id(datetime.now(UTC), os.getpid())
-    order = profile.Order(
-        tool,
-        preset,
-        Path(profile.ARTIFACTS, run, profile.safe(name)).absolute(),
-        (sys.executable, "-m", "pytest_aiperf", "capture", chosen.tool, chosen.function),
-        chosen.deadline,
-        chosen.calls,
-    )
-    found, _ = profile.capture(order, "call")
-    sys.stdout.write("".join(f"{line}\n" for line in views.profile(name, [found])))
-    return DONE
-
-
-def report(chosen: argparse.Namespace) -> int:
-    """Write a run, or several, as one HTML page, as Markdown, or into a README.
-
-    Explanations and code come from the tests and kernels below the current folder, where they are.
-    `--readme` replaces what stands between `<!-- results -->` and `<!-- /results -->`.
-    """
-    results = [result for path in chosen.measured for result in read_results(path)]
-    content = read_json(chosen.measured[0])
-    machine = {"commit": content.get("commit_info")}
-    if isinstance(said := content.get("machine_info"), dict):
-        machine |= said
-    if chosen.readme:
-        views.embed(chosen.readme, "results", chapters.tables(results))
-        return DONE
-    if chosen.format == "md":
-        text = chapters.markdown(results, Path.cwd())
-    else:
-        chosen.output = chosen.output or Path("report.html")
-        folder = chosen.output.parent
-        text = page.page(results, machine, chosen.title, root=Path.cwd(), folder=folder)
-    if chosen.output:
-        atomic_write(chosen.output, text)
-        sys.stdout.write(f"written: {chosen.output}\n")
-    else:
-        sys.stdout.write(text)
-    return DONE
-
-
-def compare(chosen: argparse.Namespace) -> int:
-    """Compare two runs claim by claim, on equal kinds of GPU: exit status 1 on a regression."""
-    old, new = (_measured(path) for path in (chosen.old, chosen.new))
-    found = changes.changes(old, new)
-    lines = [f"differs: {line}" for line in changes.environment(old, new)]
-    for change in found:
-        ratio = f"  {change.ratio}" if change.ratio else ""
-        why = f"  ({change.why})" if change.why else ""
-        lines.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
-    count = Counter(change.state.value for change in found)
-    lines.append(", ".join(f"{n} {state}" for state, n in count.items()) or "no claims")
-    sys.stdout.write("".join(f"{views.clean(line)}\n" for line in lines))
-    return REFUSED if count[changes.State.REGRESSED] else DONE
-
-
-def merge(chosen: argparse.Namespace) -> int:
-    """Put the shards of one run together; of a claim that stands in several, the last counts.
-
-    Every record is held to the schema, so files of unknown origin may be merged.
-    """
-    merged = {(r.claim, r.key): r for path in chosen.parts for r in read_results(path)}
-    for claim, key in merged:
-        if not claim.isprintable():
-            raise Misuse(f"{claim!r} is no claim's name: it has a line break or the like")
-        if not re.fullmatch(r"[a-z0-9]*", key):  # files are named after it
-            raise Misuse(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
-    machine = read_json(chosen.parts[0]).get("machine_info", {})
-    content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
-    atomic_write(chosen.output, lines(content))
-    sys.stdout.write(f"{len(merged)} claims written: {chosen.output}\n")
-    return DONE
-
-
-def gate(chosen: argparse.Namespace) -> int:
-    """Hold a nightly run against the history of its GPU, and add it there.
-
-    A claim is flagged below its own band, and fails (exit status 1) when every fresh run
-    (--again) shows it as well. Sentinels out of their bands void the night; a shift of many
-    claims at once is one failure.
-    """
-    results = [r for r in read_results(chosen.measured) if not r.host]
-    again = [read_results(path) for path in chosen.again]
-    kinds = sorted({r.key for r in results if r.speedup})
-    if not kinds:
-        raise Misuse(f"{chosen.measured} holds no figure of a GPU: there is nothing to hold")
-    lines: list[str] = []
-    flagged: set[str] = set()
-    fails = False
-    for kind in kinds:
-        night = nightly.night_of([r for r in results if r.key == kind])
-        path = chosen.history / f"{kind}.jsonl"
-        held = nightly.judge(nightly.read_history(path), night)
-        sure = nightly.confirmed(held.flags, again)
-        lines += [f"void: {held.void}"] * bool(held.void)
-        lines += [f"shift: {held.shift}"] * bool(held.shift)
-        told = "confirmed" if again else "flagged, to be measured again"
-        lines += [f"{told if flag in sure or not again else 'not confirmed'}: {flag}"
-                  for flag in held.flags if not held.shift]  # fmt: skip
-        lines.append(
-            f"{kind}: {len(night.claims)} claims, {len(held.provisional)} provisional, "
-            f"{len(held.flags)} flagged, {len(sure)} confirmed"
-        )
-        flagged |= {flag.claim for flag in held.flags}
-        fails |= bool(sure or (held.shift and again))
-        if again or not held.flags:  # a night is added once, when all is known of it
-            nightly.append(path, replace(night, void=held.void))
-    if chosen.flagged:
-        ids = sorted({r.nodeid for r in results if r.claim in flagged})
-        atomic_write(chosen.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
-    sys.stdout.write("".join(f"{views.clean(line)}\n" for line in lines))
-    return REFUSED if fails else DONE
-
-
-def drift(chosen: argparse.Namespace) -> int:
-    """Look for lasting steps in a history that no single night shows; exit status 1 if there are.
-
-    The weekly pass: change points by PELT over the nights of the last epoch.
-    """
-    history = nightly.read_history(chosen.history)
-    found = nightly.change_points(history) if history else []
-    for claim, night, ratio in found:
-        sys.stdout.write(f"{views.clean(claim)}: {ratio:.3f}x since {night}\n")
-    return REFUSED if found else DONE
-
-
-def complete(chosen: argparse.Namespace) -> int:
-    """Tell whether every claim that a run, or all shards of one, set out to measure has ended.
-
-    Exit status 1 where one has no outcome, or broke before it had a figure.
-    """
-    found = shards.gathered(chosen.runs)
-    lines = []
-    for claim, result in sorted(found.items()):
-        if result is None:
-            lines.append(f"no outcome: {claim}")
-        elif shards.broken(result):
-            lines.append(f"{result.outcome}: {claim}: {result.message.partition(chr(10))[0]}")
-    count = Counter(str(r.outcome if r else Outcome.NOT_RUN) for r in found.values())
-    said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
-    lines.append(f"{len(found)} claims: {said or 'none'}")
-    sys.stdout.write("".join(f"{views.clean(line)}\n" for line in lines))
-    return REFUSED if len(lines) > 1 else DONE
-
-
-def examine(chosen: argparse.Namespace) -> int:
-    """Say what works on this machine, and what to do about the rest.
-
-    Exit status 1 where something is broken; what is merely not here is no reason. What
-    `--bundle` writes names neither the machine nor its user, and no secret of the environment.
-    """
-    if chosen.capture and not chosen.bundle:
-        raise Misuse("--capture adds to an archive: name one with --bundle FILE.tar.gz")
-    host = doctor.Host()
-    found = doctor.checks(host)
-    sys.stdout.write("".join(f"{views.clean(check)}\n" for check in found))
-    if chosen.bundle:
-        bundle.write(chosen.bundle, bundle.contents(host, found, capture=chosen.capture))
-        sys.stdout.write(f"written: {chosen.bundle}\n")
-    return REFUSED if bundle.broken(found) else DONE
-
-
-def tidy(chosen: argparse.Namespace) -> int:
-    """Remove builds, ceilings, runs and artefacts that are ours, and nothing else.
-
-    Runs and artefacts go below the current folder; accepted results and links stay. Not to be
-    called while a session runs.
-    """
-    found = clean.ours(Path.cwd(), build.default_cache(), session.RUNS, profile.ARTIFACTS)
-    total = 0
-    for path in found:
-        total += clean.size(path)
-        sys.stdout.write(f"{views.clean(path)}\n")
-    if not chosen.dry_run:
-        clean.remove(found)
-    told = "would go" if chosen.dry_run else "removed"
-    sys.stdout.write(f"{told}: {len(found)}, {views.amount(float(total), 'B')}\n")
-    return DONE
-
-
-def _measured(path: Path) -> list[Result]:
-    """Read a results file, or all of a folder."""
-    found = (f for f in path.glob("*.json") if not f.name.startswith(("ceilings-", "proof-")))
-    files = sorted(found) if path.is_dir() else [path]
-    return [result for file in files for result in read_results(file)]
-
-
-def _function(path: Path, name: str) -> Callable[[], object]:
-    spec = spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise Misuse(f"{path} is no Python file: name FILE.py::FUNCTION")
-    sys.path.insert(0, str(path.parent))  # as if it were run as a script
-    sys.modules[path.stem] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[[], object] | None = getattr(module, name, None)
-    if not callable(found):
-        raise Misuse(f"{path} has no function {name!r}")
-    return found
 
 
 if __name__ == "__main__":

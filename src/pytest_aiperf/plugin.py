@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from . import options
 from .errors import AiperfError, BuildError, Misuse
 from .machine import needs, peers
 
@@ -26,135 +26,11 @@ FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
 SESSION = pytest.StashKey["Session"]()
 COMPARE = pytest.StashKey["Compare"]()
 
-OWNED = (
-    "another plugin (pytest-profiling, say) owns --profile: leave it out with -p no:profiling, or "
-    "say --aiperf-profile"
-)
-
 # options
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    _mind_profiling(pluginmanager)
-    group = parser.getgroup("aiperf", "GPU optimizations as benchmark tests")
-    group.addoption("--gpu", action="store_true", help="measure the selected claims on the GPU")
-    group.addoption("--cpu", action="store_true", help="measure the host claims on this machine")
-    group.addoption(
-        "--quick", action="store_true", help="wider interval, fewer replicates, no confirmation"
-    )
-    group.addoption(
-        "--update-expectations",
-        action="store_true",
-        help="measure, and accept what was measured into expectations.yaml and results/",
-    )
-    group.addoption(
-        "--budget",
-        type=_seconds,
-        metavar="TIME",
-        help="stop starting claims after this long (90, 90s, 20m, 2h); the rest is listed",
-    )
-    group.addoption(
-        "--shard",
-        type=_shard,
-        metavar="I/N",
-        help="measure only the I-th of N shards, dealt by the seconds of the accepted results",
-    )
-    group.addoption(
-        "--aiperf-report",
-        metavar="DIR",
-        help="write the results there as one HTML page and as Markdown",
-    )
-    group.addoption(
-        "--reproducible",
-        action="store_true",
-        help="fixed seeds and deterministic algorithms: the same inputs in every run",
-    )
-    group.addoption(
-        "--profile-calls",
-        dest="aiperf_profile_calls",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="how many calls --profile captures (default: %(default)s)",
-    )
-    parser.addini("aiperf_expectations", "the expectations file", default="expectations.yaml")
-    parser.addini("aiperf_results", "the folder of accepted results", default="results")
-    parser.addini("aiperf_kernels", "folders where nvcc() looks", type="args", default=["kernels"])
-    parser.addini(
-        "aiperf_interpret",
-        "check Triton kernels in its interpreter on machines with a GPU, too",
-        type="bool",
-        default=False,
-    )
-    parser.addini("aiperf_deadline", "seconds that one claim may work", default="300")
-
-
-def _mind_profiling(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Say whose --profile it is before pytest-profiling's, a flag, stumbles over our value."""
-    config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
-    asked = config is not None and any(
-        str(word).startswith("--profile=") for word in config.invocation_params.args
-    )
-    if asked and not pluginmanager.is_blocked("profiling"):
-        from importlib import metadata
-
-        if metadata.entry_points(group="pytest11", name="profiling"):
-            raise pytest.UsageError(OWNED)
-
-
-def _add_profile(parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Add --profile, unless another plugin has it: all plugins are there by now."""
-    try:
-        _, unknown = parser.parse_known_and_unknown_args(["--profile"])
-        free = "--profile" in unknown
-    except pytest.UsageError:  # somebody's, who wants a value with it
-        free = False
-    if not free and any(word.startswith("--profile=") for word in args):
-        raise pytest.UsageError(OWNED)
-    parser.getgroup("aiperf").addoption(
-        *(["--profile"] if free else []),
-        "--aiperf-profile",
-        dest="aiperf_profile",
-        type=_tool,
-        metavar="TOOL[:PRESET]",
-        help="capture each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
-        "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
-    )
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
-
-
-def _tool(text: str) -> str:
-    from .profiling.tools import chosen
-
-    try:
-        tool, preset = chosen(text)
-    except Misuse as why:
-        raise argparse.ArgumentTypeError(str(why)) from None
-    return f"{tool.name}:{preset}"
-
-
-def _shard(text: str) -> tuple[int, int]:
-    from .records.shards import parse
-
-    try:
-        return parse(text)
-    except Misuse as why:
-        raise argparse.ArgumentTypeError(str(why)) from None
-
-
-def _seconds(text: str) -> float:
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number = text[:-1] if text[-1:] in units else text
-    seconds = float(number) * units.get(text[-1:], 1.0)
-    if not seconds > 0:
-        raise ValueError(text)
-    return seconds
+    options.add(parser, pluginmanager)
 
 
 class _Hooks:
@@ -181,7 +57,7 @@ def pytest_load_initial_conftests(
     # Before any conftest can import torch or triton. torch.cuda.is_available() in a test module
     # would otherwise initialise CUDA here, and every claim's fork would fail.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    _add_profile(parser, args)
+    options.add_profile(parser, args)
     option = early_config.option
     known = parser.parse_known_args(args, namespace=copy.copy(option))
     if known.aiperf_profile and not (known.gpu or known.cpu):

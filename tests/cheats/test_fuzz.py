@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pytest_aiperf import plugin
+from pytest_aiperf import options
 from pytest_aiperf.building import build
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.machine import gpu
@@ -139,7 +139,7 @@ def test_flags(flag):
             assert flag in words
             assert re.fullmatch(r"-[\w.+=-]+", flag, re.ASCII)
             assert not re.match(r"-(o|I|L|X|cc|include|odir|run|keep)|--(run|opt|keep|comp)", flag)
-    for read in (plugin._seconds, plugin._count, plugin._tool):
+    for read in (options._seconds, options._count, options._tool):
         with suppress(ValueError, argparse.ArgumentTypeError):
             read(flag)
 

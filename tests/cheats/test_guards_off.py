@@ -20,7 +20,7 @@ from pytest_aiperf.errors import Misuse
 from pytest_aiperf.machine import gpu
 from pytest_aiperf.profiling import profile
 from pytest_aiperf.records import expectations, plainyaml, results
-from pytest_aiperf.reporting import report
+from pytest_aiperf.reporting import wording
 from pytest_aiperf.rules import guards
 from pytest_aiperf.timing import clock, cuda
 from tests.cheats.case import Arms, assert_caught
@@ -286,7 +286,7 @@ GUARDS = {
         ),
     ),
     "reports are harmless": Guard(
-        {(report, "clean"): str}, calls(test_report.test_nothing_hostile_reaches_the_terminal)
+        {(wording, "clean"): str}, calls(test_report.test_nothing_hostile_reaches_the_terminal)
     ),
     "names stay in their folder": Guard(
         {(profile, "safe"): str}, calls(test_profile.test_ids_of_claims_become_names_of_folders)

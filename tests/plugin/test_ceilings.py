@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pytest_aiperf import commands
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.building.build import build
 from pytest_aiperf.building.launch import Kernels
@@ -428,7 +429,7 @@ def command(monkeypatch, tmp_path, capsys):
 
     def command(*options, gpus=1):
         machine.gpus = lambda: [GPU] * gpus
-        monkeypatch.setattr(sys.modules[main.__module__], "CudaMachine", lambda: machine)
+        monkeypatch.setattr(commands, "CudaMachine", lambda: machine)
         status = main(["ceilings", *options])
         return (status, *capsys.readouterr())
 

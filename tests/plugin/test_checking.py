@@ -221,5 +221,5 @@ def test_the_plugin_is_cheap_to_load_for_those_who_have_no_claims():
     loaded = set(told.stdout.split())
     assert not loaded & {"torch", "numpy", "scipy", "cupy", "triton", "yaml", "pynvml"}
     ours = {name for name in loaded if name.startswith("pytest_aiperf.")}
-    names = ("plugin", "machine", "machine.needs", "machine.peers", "errors")
+    names = ("plugin", "options", "machine", "machine.needs", "machine.peers", "errors")
     assert ours == {f"pytest_aiperf.{name}" for name in names}

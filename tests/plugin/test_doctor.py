@@ -15,6 +15,7 @@ from pytest_aiperf.__main__ import main
 from pytest_aiperf.errors import BuildError, Misuse, ToolMissing
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.upkeep import bundle, clean, doctor
+from pytest_aiperf.upkeep import host as asked
 from pytest_aiperf.upkeep.doctor import State, checks
 
 UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
@@ -25,7 +26,7 @@ BOARD += ["Disabled", "0x0000000000000004"]
 PCI = "/sys/bus/pci/devices/0000:19:00.0"
 
 
-class Machine(doctor.Host):
+class Machine(asked.Host):
     """A healthy machine with one H200; a test says what is different in its own."""
 
     def __init__(self, **changes):
@@ -240,18 +241,18 @@ def test_a_silent_nvidia_smi_is_one_line(monkeypatch):
 
 
 def test_the_real_machine_answers(tmp_path, monkeypatch):
-    host = doctor.Host()
+    machine = asked.Host()
     monkeypatch.chdir(tmp_path)
-    assert host.say("this-is-no-program") is None
-    assert host.say("true") == ""
-    assert host.say("false") is None
-    assert host.read(str(tmp_path / "no")) == ""
-    assert host.version("pytest")
-    assert host.version("no-such-package") == ""
-    assert host.free(tmp_path / "not" / "yet") > 0
-    assert host.cores()
-    assert host.privileged() in {True, False}
-    compile(doctor._TORCH, "torch", "exec")
+    assert machine.say("this-is-no-program") is None
+    assert machine.say("true") == ""
+    assert machine.say("false") is None
+    assert machine.read(str(tmp_path / "no")) == ""
+    assert machine.version("pytest")
+    assert machine.version("no-such-package") == ""
+    assert machine.free(tmp_path / "not" / "yet") > 0
+    assert machine.cores()
+    assert machine.privileged() in {True, False}
+    compile(asked._TORCH, "torch", "exec")
 
 
 # the archive
@@ -313,13 +314,13 @@ def test_a_tool_that_is_not_here_captures_nothing():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "Host", Machine)
+    monkeypatch.setattr(asked, "Host", Machine)
     assert main(["doctor", "--bundle", "b.tar.gz"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("OK      python")
     assert out.endswith("written: b.tar.gz\n")
     assert tarfile.is_tarfile(io.BytesIO(Path("b.tar.gz").read_bytes()))
-    monkeypatch.setattr(doctor, "Host", lambda: Machine(tried=None))
+    monkeypatch.setattr(asked, "Host", lambda: Machine(tried=None))
     assert main(["doctor"]) == 1
     assert "BROKEN  torch" in capsys.readouterr().out
     assert main(["doctor", "--capture"]) == 2

@@ -515,7 +515,7 @@ def test_a_readme_gets_its_section(tmp_path, record, capsys):
 
 
 def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
-    monkeypatch.setattr("pytest_aiperf.__main__.CudaMachine.gpus", lambda _: [])
+    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.gpus", lambda _: [])
     assert main(["prove"]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
@@ -523,8 +523,8 @@ def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
 def test_the_command_prints_and_keeps(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("pytest_aiperf.__main__.CudaMachine.gpus", lambda _: [FAKE_GPU])
-    monkeypatch.setattr("pytest_aiperf.__main__.CudaMachine.clock", lambda *_: None)
+    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.gpus", lambda _: [FAKE_GPU])
+    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.clock", lambda *_: None)
     monkeypatch.setattr(truth, "on_gpu", lambda _, say: rig(say=say))
     path = tmp_path / "proof.json"
     assert main(["prove", "--only=floor,repeat", "--quick", f"--json={path}"]) == 0

@@ -25,7 +25,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import read_results
-from pytest_aiperf.reporting import report
+from pytest_aiperf.reporting import report, wording
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 
@@ -96,7 +96,7 @@ def test_a_name_gives_way_in_its_middle_and_no_figure_does():
     ],
 )
 def test_an_amount_has_four_digits_and_a_fitting_unit(value, unit, shown):
-    assert report.amount(value, unit) == shown
+    assert wording.amount(value, unit) == shown
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_nothing_hostile_reaches_the_terminal():
 
 @pytest.mark.parametrize("text", ["::", ":::", ":\x00:", "::::", "a::b", "\n::warning::x"])
 def test_no_colons_stay_together(text):
-    assert "::" not in report.clean(text)
+    assert "::" not in wording.clean(text)
 
 
 def test_markdown_cells_cannot_leave_their_table():

@@ -15,7 +15,7 @@ from typing import Any, Final
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
-from pytest_aiperf.reporting.report import escape
+from pytest_aiperf.reporting.wording import escape
 from pytest_aiperf.schema import to_json
 from pytest_aiperf.timing.ceilings import SayLine
 

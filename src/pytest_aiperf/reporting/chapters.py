@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pytest_aiperf.model import Against, Result
 
-from . import report, sources, summary
-from .report import escape
+from . import report, sources, summary, wording
+from .wording import escape
 
 
 def markdown(results: Sequence[Result], root: Path) -> str:
@@ -44,7 +44,7 @@ def _chapter(results: Sequence[Result], root: Path) -> str:
         order = {one: i for i, one in enumerate(told.rungs)}
         ordered = sorted(rungs, key=lambda r: order.get(summary.rung(r), len(order)))
         said = [escape(paragraph) for paragraph in told.explanation]
-        why = [f"- {escape(line)}" for r in ordered for line in report.reasons(r)]
+        why = [f"- {escape(line)}" for r in ordered for line in wording.reasons(r)]
         head = f"### {escape(rungs[0].title.strip() or name)}"
         shown = [head, escape(f"{name} ({key})"), *said, _table(ordered), "\n".join(why)]
         parts.append("\n\n".join(filter(None, shown)))

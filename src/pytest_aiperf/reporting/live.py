@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from . import report
+from . import report, wording
 
 
 class Live:
@@ -48,7 +48,7 @@ class Live:
 
     def _forward(self, incoming: socket.socket) -> None:
         while True:
-            self._write(report.clean(incoming.recv(4096).decode(errors="replace")))
+            self._write(wording.clean(incoming.recv(4096).decode(errors="replace")))
 
     def show(self, figures: Mapping[str, object]) -> None:
         line = report.live_line(figures)

@@ -21,8 +21,8 @@ from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.roofline import shown
 from pytest_aiperf.rules.stats import typical
 
-from . import chapters, charts, report, sources, summary
-from .report import cells
+from . import chapters, charts, report, sources, summary, wording
+from .wording import cells
 
 INDEX: Final = "index.html"
 HIGHLIGHTED: Final = 1 << 20
@@ -83,7 +83,7 @@ def page(
         "px": lambda place: f"{place:.1f}",
         "figure": _plain,
         "shown": shown,
-        "time": lambda seconds: report.amount(seconds, "s"),
+        "time": lambda seconds: wording.amount(seconds, "s"),
     }
     ladders = [_ladder(rungs, root, folder) for rungs in summary.ladders(results).values()]
     ladders.sort(key=lambda one: (one["chapter"], one["name"], one["key"]))
@@ -149,7 +149,7 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
         "SM clock": f"{statistics.median(clocks):.0f} MHz ({min(clocks)} to {max(clocks)})"
         if clocks
         else "",
-        "power cap": report.capped(rounds),
+        "power cap": wording.capped(rounds),
         "noise floor": ", ".join(
             f"{max(known):.2%} {kind}" for kind, known in floors.items() if known
         ),
@@ -197,23 +197,23 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
             (baseline, _typical(timing, "baseline")),
             (optimized, _typical(timing, "optimized")),
             (library, _value(result.library)),
-            (rate, report.rate(result)[0]),
+            (rate, wording.rate(result)[0]),
             (limit, reached.share if reached else 0.0),
         ),
         "expected": expected,
-        "times": [(a, report.amount(_typical(timing, a), timing.unit)) for a in arms if timing],
+        "times": [(a, wording.amount(_typical(timing, a), timing.unit)) for a in arms if timing],
         "rate": rate,
         "limit": limit,
         "how": _how(timing),
         "also": [
-            (also.metric.value, arm, report.amount(_typical(also, arm), also.unit))
+            (also.metric.value, arm, wording.amount(_typical(also, arm), also.unit))
             for also in result.also
             for arm in charts.arms(also)
         ],
         "agreement": max(
             result.agreement, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None
         ),
-        "evidence": [(f, report.claimed(f.evidence)) for f in result.evidence],
+        "evidence": [(f, wording.claimed(f.evidence)) for f in result.evidence],
         "profiles": _profiles(result, folder),
         "strip": charts.strip(result),
         "code": sources.source(result.nodeid, root).arms,

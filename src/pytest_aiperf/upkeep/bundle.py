@@ -20,7 +20,8 @@ from pytest_aiperf.errors import ToolMissing
 from pytest_aiperf.records.results import dumps, writing
 from pytest_aiperf.schema import to_json
 
-from .doctor import Check, Host, State
+from .doctor import Check, State
+from .host import Host
 
 _COMMANDS: Final = {
     "nvidia-smi.txt": ("nvidia-smi", "-q"),
