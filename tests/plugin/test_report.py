@@ -120,7 +120,7 @@ def test_the_rate_is_what_limits_the_call(work, rate):
 def cells(one):
     laid = report.markdown([one]).split("\n")[4]
     row = [c.strip() for c in laid.strip("|").split(" | ")]
-    return dict(zip(report.COLUMNS, row, strict=True))
+    return dict(zip(wording.COLUMNS, row, strict=True))
 
 
 def test_memory_and_scores_have_their_own_units_and_no_rate():
@@ -282,7 +282,7 @@ def test_markdown_cells_cannot_leave_their_table():
     bad = result(HOSTILE, outcome=Outcome.FAILED, message="a|b <img src=x> [l](u) *b* & `c`")
     text = report.markdown([bad])
     row = text.split("\n")[4]
-    assert len(re.findall(r"(?<!\\)\|", row)) == len(report.COLUMNS) + 1
+    assert len(re.findall(r"(?<!\\)\|", row)) == len(wording.COLUMNS) + 1
     assert row.startswith(r"| ch07/x\[")
     assert r"&lt;script&gt;\`" in row
     note = next(line for line in text.split("\n") if line.startswith("- "))
@@ -293,7 +293,7 @@ def test_markdown_is_the_same_table():
     text = report.markdown([result("ch07/a_b", against=Against.NAIVE), result("ch01/c", key="cpu")])
     head = [
         "",
-        f"| {' | '.join(report.COLUMNS)} |",
+        f"| {' | '.join(wording.COLUMNS)} |",
         "|:--|--:|--:|--:|--:|--:|--:|:--|:--|",
     ]
     figures = (

@@ -15,20 +15,7 @@ from pytest_aiperf.records.results import atomic_write, benchmark, figures
 
 from . import summary
 from .summary import JUDGED
-from .wording import amount, cells, clean, escape, notes, reasons, verdict
-
-COLUMNS: Final = {
-    "claim": "<",
-    "baseline": ">",
-    "optimized": ">",
-    "ratio [99 % interval]": ">",
-    "library": ">",
-    "rate": ">",
-    "of limit": ">",
-    "verdict": "<",
-    "expected": "<",
-}
-"""The table's columns and how each is aligned."""
+from .wording import COLUMNS, amount, cells, clean, escape, notes, reasons, verdict
 
 PROGRESS: Final = (
     "{claim}",

@@ -23,6 +23,19 @@ from pytest_aiperf.rules.guards import POWER_CAP
 
 from .summary import JUDGED
 
+COLUMNS: Final = {
+    "claim": "<",
+    "baseline": ">",
+    "optimized": ">",
+    "ratio [99 % interval]": ">",
+    "library": ">",
+    "rate": ">",
+    "of limit": ">",
+    "verdict": "<",
+    "expected": "<",
+}
+"""The table's columns and how each is aligned."""
+
 RIDGE: Final = 16.0
 """Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
 
