@@ -6,12 +6,12 @@ stream the copy of batch i + 1 runs beside the products of batch i. Two buffers 
 events a buffer keep the order: the model waits until its batch has arrived, the copy until the
 buffer's last batch has been used.
 
-The batches lie in pinned memory for both arms; from pageable memory a copy holds up the host, and
-nothing can overlap. Both arms launch the same copies and kernels, so that the time saved is waiting
-alone. The limit is sum over maximum of the two stages: 2x where they take about as long, as
-here, and less with few batches, since the first copy and the last computation stay uncovered:
-16 / 9 for these 8. Where one stage dominates, hiding the other saves little. The seconds are the
-GPU's: some fourteen calls a batch are launched, and a slow host would show in the faster arm only.
+The batches lie in pinned memory for both arms; from pageable memory nothing can overlap. Both arms
+launch the same copies and kernels, so that the time saved is waiting alone: the GPU's, since a slow
+host would show in the faster arm only. The limit is sum over maximum of the two stages: 2x where
+they take about as long, as here, and less with few batches, since the first copy and the last
+computation stay uncovered: 16 / 9 for these 8. Where one stage dominates, hiding the other saves
+little.
 """
 
 import pytest
