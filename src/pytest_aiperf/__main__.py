@@ -14,8 +14,6 @@ from .errors import AiperfError
 from .profiling import tools
 from .proving import prove
 
-MISUSE = 2
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a refusal is one sentence on stderr and exit status 2."""
@@ -24,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Work with pytest-aiperf's files. Claims are measured with `pytest`.",
         epilog="Exit status: 0 done, 1 everything was refused, 2 a wrong argument or file.",
     )
-    known = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-    add = _command(known, commands.accept)
+    subcommands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+    add = _command(subcommands, commands.accept)
     add("measured", metavar="RESULTS.json", type=Path, help="the results.json of a run")
     for option, metavar, path, about in (
         ("--expectations", "PATH", "expectations.yaml", "the file to update"),
@@ -34,57 +32,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = f"{about} (default: %(default)s)"
         add(option, metavar=metavar, type=Path, default=Path(path), help=told)
     add("--dry-run", action="store_true", help="show what would change, and write nothing")
-    add = _command(known, commands.ceilings)
-    add("--fresh", action="store_true", help="measure anew what is known already")
+    add = _command(subcommands, commands.ceilings)
+    add("--fresh", action="store_true", help="measure anew what is subcommands already")
     add("--json", metavar="FILE", type=Path, help="write them; of the GPU only what it is")
-    _proof_arguments(_command(known, commands.proving, "prove"))
-    add = _command(known, commands.capture)
+    _proof_arguments(_command(subcommands, commands.proving, "prove"))
+    add = _command(subcommands, commands.capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without arguments")
     add("--calls", metavar="N", type=int, default=1, help="how many calls (default: %(default)s)")
     add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
-    add = _command(known, commands.report)
+    add = _command(subcommands, commands.report)
     add("measured", metavar="RESULTS.json", type=Path, nargs="+", help="results.json of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
     add("-o", "--output", metavar="FILE", type=Path, help="(default: report.html; md: stdout)")
     add("--title", default="pytest-aiperf report", help="of the page (default: %(default)s)")
     add("--readme", metavar="FILE", type=Path, help="put chapter tables between FILE's marks")
-    add = _command(known, commands.compare)
+    add = _command(subcommands, commands.compare)
     add("old", metavar="OLD", type=Path, help="a results.json, or a folder of them")
     add("new", metavar="NEW", type=Path, help="the same, of a later run")
-    add = _command(known, commands.merge)
+    add = _command(subcommands, commands.merge)
     add("parts", metavar="RESULTS.json", type=Path, nargs="+", help="the shards of one run")
     add("-o", "--output", metavar="FILE", type=Path, required=True, help="the whole run")
-    add = _command(known, commands.gate)
+    add = _command(subcommands, commands.gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results.json of the night")
     add("--history", metavar="DIR", type=Path, default=Path("history"), help="(default: history)")
     add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[],
         help="what fresh processes measured of the flagged claims")  # fmt: skip
     add("--flagged", metavar="FILE", type=Path, help="write the flagged claims' test ids there")
-    add = _command(known, commands.drift)
+    add = _command(subcommands, commands.drift)
     add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
-    add = _command(known, commands.complete)
+    add = _command(subcommands, commands.complete)
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
-    add = _command(known, commands.examine, "doctor")
+    add = _command(subcommands, commands.examine, "doctor")
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="write all of it, to be shown to others")
     add("--capture", action="store_true", help="with --bundle: what the profilers say of a product")
-    add = _command(known, commands.tidy, "clean")
+    add = _command(subcommands, commands.tidy, "clean")
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     chosen = parser.parse_args(arguments)
     try:
         return int(chosen.run(chosen))
     except AiperfError as error:
         sys.stderr.write(f"{chosen.name}: {error}\n")
-        return MISUSE
+        return commands.MISUSE
 
 
 def _command(
-    known: Any, run: Callable[[argparse.Namespace], int], name: str = ""
+    subcommands: Any, run: Callable[[argparse.Namespace], int], name: str = ""
 ) -> Callable[..., object]:
     """Add a command, called as its function unless named; return what adds arguments to it."""
     duty = inspect.getdoc(run) or ""
     name = name or run.__name__
-    parser = known.add_parser(name, help=duty.partition("\n")[0], description=duty)
+    parser = subcommands.add_parser(name, help=duty.partition("\n")[0], description=duty)
     parser.set_defaults(run=run)
     add: Callable[..., object] = parser.add_argument
     return add

@@ -31,7 +31,7 @@ from .timing import ceilings as limits
 from .timing.cuda import CudaMachine
 from .upkeep import bundle, clean, doctor, host
 
-DONE, REFUSED = 0, 1
+DONE, REFUSED, MISUSE = 0, 1, 2
 
 
 def accept(chosen: argparse.Namespace) -> int:

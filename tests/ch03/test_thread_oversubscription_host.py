@@ -8,11 +8,11 @@ but one that is left to the process that hands out the work, every thread has it
 waits for nobody; where there are not so many cores, one thread a worker is the least there is.
 
 Each worker multiplies a small matrix with itself, eight times in a row, in a process that stands
-ready before the clock starts. Of single products most are as fast as they would be alone, and some
-take four times as long. The number of threads is read when the library is loaded, hence from the
-environment of the process. OpenBLAS's idle threads sleep at once in both arms; else those of one
-would spin through the other's turn. Large products are hurt less: their threads meet less often.
-Where there is only one worker it should have all cores, of course.
+ready before the clock starts. Of single products most are nearly as fast as they would be alone,
+and some take four times as long. The number of threads is read when the library is loaded, hence
+from the environment of the process. OpenBLAS's idle threads sleep at once in both arms; else those
+of one would spin through the other's turn. Large products are hurt less: their threads meet less
+often. Where there is only one worker it should have all cores, of course.
 """
 
 from functools import partial
