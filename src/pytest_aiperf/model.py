@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar, cast
 
-SCHEMA: Final = 1
-"""Version of the result record and of expectations.yaml; a newer file is refused."""
+SCHEMA: Final = 2
+"""Version of a result record. A newer one is refused, an older one is upgraded when it is read."""
 
 T = TypeVar("T")
 
@@ -65,17 +65,21 @@ ARMS: Final = ("baseline", "optimized", "library")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call moves and computes: turns a time into a rate.
+    """The least work of one call: turns a time into a rate and a share of the limit."""
 
-    ``bytes`` counts compulsory traffic (each input read once, each output written once),
-    ``written`` how many of them are written (half, where it is not said), ``flops``
-    floating-point operations, ``dtype`` the arithmetic ("fp32", "bf16", ...).
-    """
-
-    bytes: float = 0.0
+    read: float = 0.0
+    """Bytes that a call must read from device memory: each input once."""
+    written: float = 0.0
+    """Bytes that a call must write to device memory: each output once."""
     flops: float = 0.0
+    """Floating-point operations; a multiply-add counts as two."""
     dtype: str | None = None
-    written: float | None = None
+    """Arithmetic of the flops: a ceiling's name such as "fp32", "tf32", "bf16" or "fp8"."""
+
+    @property
+    def bytes(self) -> float:
+        """Compulsory traffic: bytes read and written."""
+        return self.read + self.written
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +188,8 @@ class KernelRecord:
     shared_bytes: int
 
 
-class Proof(StrEnum):
-    """What a piece of evidence looks at."""
+class EvidenceKind(StrEnum):
+    """What a piece of evidence is about."""
 
     OPCODE = "opcode"
     REGISTERS = "registers"
@@ -206,11 +210,11 @@ class Evidence:
     the bytes of ``work``.
     """
 
-    proof: Proof
+    kind: EvidenceKind
     of: str = ""
     kernel: str = ""
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
     per: Literal["", "baseline", "work"] = ""
 
 

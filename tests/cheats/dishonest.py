@@ -615,7 +615,7 @@ def small_values_skipped():
 
 @cheat("more than the .* that this GPU reaches")
 def bytes_that_do_not_pass():
-    return {"work": lambda x: Work(bytes=1e10)}
+    return {"work": lambda x: Work(read=5e9, written=5e9)}
 
 
 @cheat("more than the .* that this GPU reaches")

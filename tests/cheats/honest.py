@@ -733,12 +733,12 @@ def the_same_values_sorted_again():
 
 @honest()
 def near_the_limit():
-    return {"work": lambda x: Work(bytes=4.0e12 * 100e-6)}
+    return {"work": lambda x: Work(read=2.0e12 * 100e-6, written=2.0e12 * 100e-6)}
 
 
 @honest()
 def a_warm_cache_that_is_declared():
-    return {"work": lambda x: Work(bytes=6e12 * 100e-6), "cache": "warm"}
+    return {"work": lambda x: Work(read=3e12 * 100e-6, written=3e12 * 100e-6), "cache": "warm"}
 
 
 @honest()

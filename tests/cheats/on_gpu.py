@@ -233,7 +233,7 @@ def a_baseline_that_compiles_anew(nvcc):
 
 @cheat("more than the .* that this GPU reaches", clock="gpu")
 def bytes_that_do_not_pass(nvcc):
-    return doubling(lambda x: x * 2, work=lambda x: Work(bytes=40 * x.nbytes))
+    return doubling(lambda x: x * 2, work=lambda x: Work(read=20 * x.nbytes, written=20 * x.nbytes))
 
 
 # honest look-alikes
@@ -351,4 +351,4 @@ def a_call_that_waits(nvcc):
 
 @honest(clock="gpu")
 def bytes_that_pass(nvcc):
-    return doubling(lambda x: x * 2, work=lambda x: Work(bytes=2 * x.nbytes))
+    return doubling(lambda x: x * 2, work=lambda x: Work(read=x.nbytes, written=x.nbytes))

@@ -48,7 +48,7 @@ def result(claim="ch07/copy[vector]", **changes):
         library=Interval(1.0, 1.01, 1.02),
         floor=0.004,
         timing=timing(),
-        work=Work(bytes=4.2e9, dtype="fp32"),
+        work=Work(read=2.1e09, written=2.1e09, dtype="fp32"),
         agreement=(Error("optimized", "0", (0,), 1.0, 1.0, 0.0, 1e-6),),
         code="1a2b3c4d5e6f",
         gpu=H200,

@@ -176,7 +176,7 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
         ({"optimized": doubling(200)}, Outcome.FAILED, Unproven),
         ({"optimized": lambda x: x}, Outcome.FAILED, Disagreement),
         # 10 GB in 100 us are 100 TB/s
-        ({"work": lambda x: Work(bytes=1e10)}, Outcome.INVALID, InvalidMeasurement),
+        ({"work": lambda x: Work(read=5e09, written=5e09)}, Outcome.INVALID, InvalidMeasurement),
     ],
 )
 def test_what_becomes_of_claims_that_do_not_hold(words, outcome, kind):

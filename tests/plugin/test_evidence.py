@@ -52,25 +52,25 @@ FIGURES = {
     "optimized": {"launches": 1, "dram__bytes.sum": 100.0, "conflicts": 3, "peak memory": 50},
 }
 SM100, ARM = "void copy<4>(float*) (k.cu, sm_100a)", "the optimized arm"
-FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(bytes=80))
+FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(read=40, written=40))
 
 
 @pytest.mark.parametrize(
     "piece",
     [
         evidence.opcode("LDG.E.128"),
-        evidence.opcode("LDG.E.128", "copy<4>", least=4, most=4),
+        evidence.opcode("LDG.E.128", "copy<4>", min=4, max=4),
         evidence.opcode("LDG.E"),
         evidence.opcode("L*.128"),
-        evidence.opcode("LDL", most=0),
-        evidence.opcode("LD", most=0),
-        evidence.registers(66, "copy<4>"),
-        evidence.spills(8, "copy<4>"),
-        evidence.launches(1),
-        evidence.launches(0.1, per="baseline"),
-        evidence.counter("dram__bytes.sum", most=1.25, per="work"),
-        evidence.counter("dram__bytes.sum", least=0.125, most=0.125, per="baseline"),
-        evidence.peak_memory(0.5, per="baseline"),
+        evidence.opcode("LDL", max=0),
+        evidence.opcode("LD", max=0),
+        evidence.registers(max=66, kernel="copy<4>"),
+        evidence.spills(max=8, kernel="copy<4>"),
+        evidence.launches(max=1),
+        evidence.launches(max=0.1, per="baseline"),
+        evidence.counter("dram__bytes.sum", max=1.25, per="work"),
+        evidence.counter("dram__bytes.sum", min=0.125, max=0.125, per="baseline"),
+        evidence.peak_memory(max=0.5, per="baseline"),
     ],
 )
 def test_what_holds(piece):
@@ -89,15 +89,15 @@ def test_what_holds(piece):
         ),
         (evidence.opcode("HGMMA"), "k.cu for sm_90a has 0 HGMMA, and at least 1 is claimed"),
         (
-            evidence.opcode("LDG.E.128", "copy", least=4),
+            evidence.opcode("LDG.E.128", "copy", min=4),
             "void copy<1>(float*) (k.cu, sm_90a) has 1 LDG.E.128, and at least 4 is claimed",
         ),
         (
-            evidence.opcode("EXIT", most=1),
+            evidence.opcode("EXIT", max=1),
             "k.cu for sm_90a has 3 EXIT, and at most 1 is claimed",
         ),
         (
-            evidence.registers(64, "copy<4>"),
+            evidence.registers(max=64, kernel="copy<4>"),
             f"{SM100} has 66 registers a thread, and at most 64 is claimed",
         ),
         (
@@ -105,19 +105,19 @@ def test_what_holds(piece):
             f"{SM100} has 8 bytes of spills a thread, and at most 0 is claimed",
         ),
         (
-            evidence.launches(0),
+            evidence.launches(max=0),
             "the optimized arm has 1 launches a call, and at most 0 is claimed",
         ),
         (
-            evidence.counter("dram__bytes.sum", most=0.1, per="baseline"),
+            evidence.counter("dram__bytes.sum", max=0.1, per="baseline"),
             f"{ARM} has 0.125 dram__bytes.sum to each of the baseline's, and at most 0.1",
         ),
         (
-            evidence.counter("conflicts", most=0.1, per="baseline"),
+            evidence.counter("conflicts", max=0.1, per="baseline"),
             f"the baseline has 0, and {ARM} has 3 conflicts to each of the baseline's",
         ),
         (
-            evidence.counter("dram__bytes.sum", least=2, most=3, per="work"),
+            evidence.counter("dram__bytes.sum", min=2, max=3, per="work"),
             f"{ARM} has 1.25 dram__bytes.sum a byte of work, and at least 2 and at most 3",
         ),
     ],
@@ -131,9 +131,9 @@ def test_what_does_not_hold_is_said_with_figure_and_bound(piece, said):
 @pytest.mark.parametrize(
     "piece",
     [
-        evidence.kernels(1),
+        evidence.kernels(max=1),
         evidence.graph_breaks(),
-        evidence.counter("l1", most=1, per="baseline"),
+        evidence.counter("l1", max=1, per="baseline"),
     ],
 )
 def test_what_a_run_does_not_know_it_does_not_hold_against_anybody(piece):
@@ -143,7 +143,9 @@ def test_what_a_run_does_not_know_it_does_not_hold_against_anybody(piece):
 
 def test_lower_bounds_refuse_what_is_too_much_already_and_prove_no_ratio():
     facts = Facts(figures=FIGURES, at_least=True)
-    (few, ratio) = hold([evidence.launches(0), evidence.launches(0.1, per="baseline")], facts)
+    (few, ratio) = hold(
+        [evidence.launches(max=0), evidence.launches(max=0.1, per="baseline")], facts
+    )
     assert "as far as the CPU can count" in broken([few])
     assert ratio.value is None
 
@@ -162,10 +164,16 @@ def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: evidence.counter("dram__bytes.sum"), "counter dram__bytes.sum: give a bound"),
-        (lambda: evidence.kernels(1, per="arm"), r"kernels\(per='arm'\): known are baseline, work"),
         (
-            lambda: hold([evidence.peak_memory(1, per="work")], Facts(figures=FIGURES)),
+            lambda: evidence.counter("dram__bytes.sum"),
+            r"counter\('dram__bytes.sum'\) needs a bound: min= or max=",
+        ),
+        (
+            lambda: evidence.kernels(max=1, per="arm"),
+            r"kernels\(per='arm'\): use 'baseline' or 'work'",
+        ),
+        (
+            lambda: hold([evidence.peak_memory(max=1, per="work")], Facts(figures=FIGURES)),
             "needs work=",
         ),
     ],
@@ -176,7 +184,7 @@ def test_what_an_author_may_write_wrong(make, said):
 
 
 def test_findings_are_part_of_the_record():
-    record = result(evidence=hold([evidence.opcode("LDG"), evidence.kernels(1)], FACTS))
+    record = result(evidence=hold([evidence.opcode("LDG"), evidence.kernels(max=1)], FACTS))
     assert from_json(Result, to_json(record)) == record
 
 
@@ -291,7 +299,7 @@ def claim(compare, arm, *pieces):
 @pytest.mark.sm90
 @pytest.mark.sm121
 def test_right(compare, nvcc):
-    claim(compare, nvcc("wide.cu")["wide"], evidence.opcode("LDG.E.128", "copy<4>", least=4))
+    claim(compare, nvcc("wide.cu")["wide"], evidence.opcode("LDG.E.128", "copy<4>", min=4))
 
 @pytest.mark.sm90
 def test_wrong_opcode(compare, nvcc):
@@ -307,7 +315,7 @@ def test_spill(compare, nvcc):
 
 @pytest.mark.sm90
 def test_registers(compare, nvcc):
-    claim(compare, nvcc("spill.cu")["crowd"], evidence.registers(16, "crowded"))
+    claim(compare, nvcc("spill.cu")["crowd"], evidence.registers(max=16, kernel="crowded"))
 """
     )
     done = project.run()
@@ -336,13 +344,13 @@ def claim(compare, arm, piece):
             reference=lambda x: -x.double())
 
 def test_once(compare):
-    claim(compare, lambda x: x.view(8, 8).neg().view(-1), evidence.launches(1))
+    claim(compare, lambda x: x.view(8, 8).neg().view(-1), evidence.launches(max=1))
 
 def test_twice(compare):
-    claim(compare, lambda x: (x * -1).add_(0), evidence.launches(1))
+    claim(compare, lambda x: (x * -1).add_(0), evidence.launches(max=1))
 
 def test_of_a_compiled_arm_the_cpu_counts_nothing(compare):
-    claim(compare, torch.compile(lambda x: (x * -1).add_(0)), evidence.kernels(1))
+    claim(compare, torch.compile(lambda x: (x * -1).add_(0)), evidence.kernels(max=1))
 
 def test_whole(compare):
     claim(compare, torch.compile(torch.neg), evidence.graph_breaks())
@@ -395,13 +403,13 @@ def claim(compare, times, *pieces):
             optimized=lambda x: own.double(x, times), reference=lambda x: 2 * x.double())
 
 def test_once(compare):
-    claim(compare, 1, evidence.kernels(1))
+    claim(compare, 1, evidence.kernels(max=1))
 
 def test_wrong_opcode(compare):
     claim(compare, 1, *(evidence.opcode(name, "doubled") for name in ("LDG.E.128", "HGMMA")))
 
 def test_twice(compare):
-    claim(compare, 2, evidence.launches(1))
+    claim(compare, 2, evidence.launches(max=1))
 """
     )
     project.monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -420,7 +420,7 @@ def test_a_refused_result_is_named_with_its_gpu_where_it_has_one(path):
 
 
 def test_a_faster_arm_whose_mechanism_is_not_proven_is_not_acceptable():
-    piece = launches(most=0.9, per="baseline")
+    piece = launches(max=0.9, per="baseline")
     proven, unproven = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
     assert acceptable(result(evidence=(proven,))) is None
     why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unproven)))

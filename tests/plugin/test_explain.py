@@ -17,7 +17,7 @@ from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 from tests.plugin.test_compare import a_case
 
-WORK = Work(bytes=4e8)  # in 100 us 4 TB/s, in 200 us 2 TB/s
+WORK = Work(read=2e08, written=2e08)  # in 100 us 4 TB/s, in 200 us 2 TB/s
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 9e12}
 
 
@@ -54,7 +54,7 @@ def test_a_claim_without_work_has_traces_and_no_limit():
 
 
 def test_faster_than_the_measured_limit_is_invalid_and_keeps_its_figures():
-    said, problem = explained(work=lambda x: Work(bytes=4.6e8))
+    said, problem = explained(work=lambda x: Work(read=2.3e08, written=2.3e08))
     assert isinstance(problem, InvalidMeasurement)
     assert said.outcome is Outcome.INVALID
     assert said.message.startswith("optimized: 4.")
@@ -85,8 +85,11 @@ def test_one_replicate_has_no_lower_end():
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (evidence.launches(1), "the optimized arm has 2 launches a call, and at most 1 is claimed"),
-        (evidence.kernels(1, per="baseline"), "has 2 kernels a call to each of the baseline's"),
+        (
+            evidence.launches(max=1),
+            "the optimized arm has 2 launches a call, and at most 1 is claimed",
+        ),
+        (evidence.kernels(max=1, per="baseline"), "has 2 kernels a call to each of the baseline's"),
     ],
 )
 def test_an_extra_launch_fails_a_claim_that_is_faster(piece, said):
@@ -112,10 +115,10 @@ def holding(size):
 
 def test_peak_memory_is_that_of_each_arm():
     arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
-    held, problem = explained(**arms, evidence=[evidence.peak_memory(0.5, per="baseline")])
+    held, problem = explained(**arms, evidence=[evidence.peak_memory(max=0.5, per="baseline")])
     assert problem is None
     assert held.evidence[0].value == 0.5
-    _, problem = explained(**arms, evidence=[evidence.peak_memory(99_000)])
+    _, problem = explained(**arms, evidence=[evidence.peak_memory(max=99_000)])
     assert "has 100000 bytes at its peak, and at most 99000 is claimed" in str(problem)
 
 
@@ -125,7 +128,7 @@ def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
             raise RuntimeError("CUPTI is taken\nby somebody")
 
     clock = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
-    said, problem = explained(clock=clock, evidence=[evidence.launches(1)])
+    said, problem = explained(clock=clock, evidence=[evidence.launches(max=1)])
     assert problem is None
     assert said.notes[0] == "baseline was not looked into: RuntimeError: CUPTI is taken"
     assert said.evidence[0].value is None
@@ -147,7 +150,7 @@ def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks()
     }  # fmt: skip
     said, _ = explained(**words)
     assert (said.traces, said.limits, said.diagnosis) == ({}, {}, {})
-    said, _ = explained(**words, evidence=[evidence.launches(1)])
+    said, _ = explained(**words, evidence=[evidence.launches(max=1)])
     assert said.evidence[0].value == 1
 
 
@@ -179,7 +182,7 @@ def test_prepared_arms_are_not_counted():
     """What a graph replays, the CPU cannot count; and preparing is no part of the call."""
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
-    words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(1)]}
+    words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
     clock = FakeClock(None)
     check(a_claim(optimized=arm, **words), clock)
     with pytest.raises(Unproven, match="has 2 launches a call"):
@@ -211,13 +214,13 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
 
 def test_evidence_for_each_byte_needs_the_bytes():
     with pytest.raises(Misuse, match=r"dram__bytes\.sum for each byte needs work="):
-        a_claim(evidence=[evidence.counter("dram__bytes.sum", most=1, per="work")])
+        a_claim(evidence=[evidence.counter("dram__bytes.sum", max=1, per="work")])
 
 
 def test_the_fake_limits_show_in_the_table():
     from pytest_aiperf.reporting import report
 
-    said, _ = explained(evidence=[evidence.launches(1), evidence.registers(32)])
+    said, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
     quiet, loud = (report.table([said], 140, verbose=v) for v in (False, True))
     assert "93 % copy" in quiet[2]
     assert "median share of the limit 93% (1)" in quiet[-1]

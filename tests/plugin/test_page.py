@@ -16,13 +16,13 @@ from pytest_aiperf.__main__ import main
 from pytest_aiperf.model import (
     Against,
     Evidence,
+    EvidenceKind,
     Finding,
     Interval,
     KernelRecord,
     Limit,
     Outcome,
     Profile,
-    Proof,
     Replicate,
     Round,
     Trace,
@@ -67,10 +67,10 @@ def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
         title="Wide loads.",
         timing=timing(replicates=replicates),
         speedup=Interval(speedup * 0.99, speedup, speedup * 1.01),
-        work=Work(bytes=3e9, flops=3e9, dtype="fp32"),
+        work=Work(read=1.5e09, written=1.5e09, flops=3e9, dtype="fp32"),
         limits={"baseline": dataclasses.replace(limit, share=0.3), "optimized": limit},
         diagnosis={"optimized": "memory-bound: only fewer bytes help"},
-        evidence=(Finding(Evidence(Proof.OPCODE, "LDG.E.128", "copy", 1, 1), 1.0),),
+        evidence=(Finding(Evidence(EvidenceKind.OPCODE, "LDG.E.128", "copy", 1, 1), 1.0),),
         traces={"optimized": Trace(1, 1, 0, 1e-3, 1e-3)},
         kernels=(KernelRecord("k.cu", "sm_90a", "copy", 32, 0, 0),),
         profiles=(
@@ -151,7 +151,9 @@ def test_nothing_that_a_record_says_becomes_structure(tmp_path):
         profiles=(
             Profile(HOSTILE, HOSTILE, "javascript:alert(1)", {HOSTILE: 1.0}, {}, (), (HOSTILE,)),
         ),
-        evidence=(Finding(Evidence(Proof.COUNTER, HOSTILE, HOSTILE, 1.0), 1.0, where=HOSTILE),),
+        evidence=(
+            Finding(Evidence(EvidenceKind.COUNTER, HOSTILE, HOSTILE, 1.0), 1.0, where=HOSTILE),
+        ),
     )
     commit = {"commit": {"id": HOSTILE}}
     text = page.page([hostile], commit, HOSTILE, root=tmp_path)

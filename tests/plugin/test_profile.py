@@ -16,7 +16,7 @@ import pytest
 
 from pytest_aiperf.errors import CaptureFailed, ToolMissing, Unproven
 from pytest_aiperf.machine.lease import Lease
-from pytest_aiperf.model import Evidence, Outcome, Profile, Proof, Work, prepared
+from pytest_aiperf.model import Evidence, EvidenceKind, Outcome, Profile, Work, prepared
 from pytest_aiperf.profiling import inside, profile, readers, tools
 from pytest_aiperf.profiling.inside import Answer, Job
 from pytest_aiperf.records import expectations
@@ -75,7 +75,7 @@ if sys.argv[1:] == ["hang"]:
     sleeps = subprocess.Popen(["sleep", "1000"])
     pathlib.Path(job["stem"]).with_name("started").write_text(str(sleeps.pid))
     time.sleep(1000)
-said = dict(error=" ".join(sys.argv[1:]), work=dict(bytes=100.0))
+said = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
 pathlib.Path(job["scratch"], "answer").write_text(json.dumps(said))
 """
 
@@ -281,38 +281,42 @@ def test_each_arm_is_captured(order):
     assert problem is None
     assert said == ["nsys: baseline", "nsys: optimized", "nsys: library"]
     assert [p.arm for p in done.profiles] == ["baseline", "optimized", "library"]
-    assert (done.outcome, done.verdict, done.work) == (Outcome.PASSED, None, Work(bytes=100))
+    assert (done.outcome, done.verdict, done.work) == (
+        Outcome.PASSED,
+        None,
+        Work(read=50, written=50),
+    )
     assert "under a profiler" in expectations.acceptable(done)
 
 
 def test_counters_are_held_to_the_evidence(order):
-    same = evidence.counter(DURATION, "copy_vectors", per="baseline", most=1.01)
-    less = evidence.counter(DURATION, per="baseline", most=0.5)
+    same = evidence.counter(DURATION, "copy_vectors", per="baseline", max=1.01)
+    less = evidence.counter(DURATION, per="baseline", max=0.5)
     done, problem, _ = run(order("ncu"), evidence=[less])
     assert isinstance(problem, Unproven)
     assert done.outcome is Outcome.FAILED
     assert "at most 0.5 is claimed" in done.message
     assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
 
-    done, problem, _ = run(order("ncu"), evidence=[same, Evidence(Proof.SPILLS, most=0)])
+    done, problem, _ = run(order("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)])
     assert problem is None
     assert [f.value for f in done.evidence] == [1.0, None]
 
 
 def test_a_counter_that_ncu_does_not_give_is_no_proof(order):
-    done, problem, _ = run(order("ncu"), evidence=[evidence.counter("no__such.sum", least=1)])
+    done, problem, _ = run(order("ncu"), evidence=[evidence.counter("no__such.sum", min=1)])
     assert isinstance(problem, CaptureFailed)
     assert (done.outcome, "has no no__such.sum" in done.message) == (Outcome.ERROR, True)
 
 
 def test_the_kernel_that_evidence_names_must_run_in_the_optimized_arm(order):
-    piece = evidence.counter(DURATION, kernel="transpose", least=1)
+    piece = evidence.counter(DURATION, kernel="transpose", min=1)
     _, problem, _ = run(order("nsys"), evidence=[piece])
     assert "lacks the kernel transpose: the optimized arm" in str(problem)
 
 
 def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(order):
-    piece = evidence.opcode("BAR", kernel="sum_tree", least=9)
+    piece = evidence.opcode("BAR", kernel="sum_tree", min=9)
     _, problem, _ = run(order("nsys"), evidence=[piece])
     assert problem is None
 
@@ -359,10 +363,10 @@ def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
         "ncu",
         calls=2,
         optimized=prepared(lambda x: lambda y: sizes.append(y.size)),
-        work=lambda x: Work(bytes=x.nbytes),
+        work=lambda x: Work(read=x.nbytes / 2, written=x.nbytes / 2),
     )
     assert sizes == [64] * (inside.WARM + 2)
-    assert (answer.work, answer.error) == (Work(bytes=512), "")
+    assert (answer.work, answer.error) == (Work(read=256, written=256), "")
 
 
 def test_a_tool_that_checks_sees_every_call(tmp_path):
@@ -450,7 +454,7 @@ CLAIM = """
 from pytest_aiperf import evidence
 
 def test_it(compare):
-    compare(**usual, evidence=[evidence.counter("gpu__time_duration.sum", least=1)])
+    compare(**usual, evidence=[evidence.counter("gpu__time_duration.sum", min=1)])
 """
 
 
@@ -492,7 +496,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
         "baseline": Profile("ncu", "baseline", "", figures),
         "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
     }
-    answer = Answer(gpu=FAKE_GPU, work=Work(bytes=5e8))
+    answer = Answer(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(profile.ceilings, "remembered", lambda gpu: {"copy": 4.28e12})
     found = profile._diagnosis(profiles, answer, "cold")
     assert list(found) == ["baseline"]

@@ -10,8 +10,19 @@ from datetime import UTC, datetime
 import pytest
 
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Gpu, Interval, Metric, Outcome, Replicate, Round, Work
+from pytest_aiperf.model import (
+    Finding,
+    Gpu,
+    Interval,
+    Metric,
+    Outcome,
+    Replicate,
+    Round,
+    Work,
+)
 from pytest_aiperf.records import results
+from pytest_aiperf.records.results import read_record
+from pytest_aiperf.rules import evidence
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import H200, files_up_to, result, timing
 
@@ -34,7 +45,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     [
         ({"floor": float("nan")}, r"ch07/copy\[vector\].*\.floor: nan"),
         ({"speedup": Interval(0.0, 1.0, float("inf"))}, r"\.speedup\.high: inf"),
-        ({"work": Work(bytes=1j)}, r"\.work\.bytes: a complex cannot"),
+        ({"work": Work(read=1j)}, r"\.work\.read: a complex cannot"),
     ],
 )
 def test_a_figure_that_json_cannot_hold_is_named_with_its_place(changes, place):
@@ -98,7 +109,7 @@ def test_reading_gives_back_what_was_written(tmp_path):
         ('"seed": 7', '"seed": true', r"benchmarks\[0\]\.aiperf\.seed: int is needed"),
         ('"seed": 7', '"seed": ' + "9" * 5000, "limit"),
         ('"seed": 7', '"sed": 7', r"\.aiperf: unknown sed"),
-        ('"schema": 1', '"schema": 99', "schema 99 is newer than 1.*upgrade"),
+        ('"schema": 2', '"schema": 99', "schema 99 is newer than 2.*upgrade"),
         ('"seed": 7', '"seed" 7', r"r\.json:1:\d+: Expecting ':'"),
         ('"seed": 7', '"seed": ' + "[" * 99999, r"r\.json: .*recursion"),
         (
@@ -170,3 +181,20 @@ def test_a_document_has_a_record_a_line():
         "benchmarks": [],
         "version": "5",
     }
+
+
+def test_a_record_of_schema_1_is_upgraded():
+    finding = Finding(evidence.launches(max=0.5, per="baseline"), 0.25)
+    new = result(work=Work(read=60.0, written=20.0, dtype="fp32"), evidence=(finding,))
+    old = to_json(new)
+    old["schema"] = 1
+    old["work"] = {"bytes": 80.0, "written": 20.0, "flops": 0.0, "dtype": "fp32"}
+    piece = old["evidence"][0]["evidence"]
+    for former, name in (("proof", "kind"), ("least", "min"), ("most", "max")):
+        piece[former] = piece.pop(name)
+    assert read_record(old, "old") == new
+    del old["work"]["written"]  # schema 1 counted half of the bytes as written
+    assert read_record(old, "old").work == Work(read=40.0, written=40.0, dtype="fp32")
+    old["work"] = {"bytes": "80"}
+    with pytest.raises(Misuse, match=r"work: unknown bytes"):
+        read_record(old, "old")

@@ -7,8 +7,8 @@ from pytest_aiperf.rules.datasheet import DATASHEET
 from pytest_aiperf.rules.roofline import diagnose, limit_of, shown, too_fast, unit_of
 
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "fp32": 60e12, "bf16": 790e12}
-COPY = Work(bytes=8.56e9)  # 2 ms at the copy rate
-GEMM = Work(bytes=3 * 2 * 8192.0**2, flops=2 * 8192.0**3, dtype="bf16")
+COPY = Work(read=4.28e9, written=4.28e9)  # 2 ms at the copy rate
+GEMM = Work(read=4 * 8192.0**2, written=2 * 8192.0**2, flops=2 * 8192.0**3, dtype="bf16")
 
 
 def memory(share, ceiling="copy"):
@@ -41,13 +41,13 @@ def test_a_copy_is_bound_by_the_copy_rate():
     ],
 )
 def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):
-    limit = limit_of(1e-3, Work(bytes=1e9, written=written * 1e9), "cold", CEILINGS)
+    limit = limit_of(1e-3, Work(read=(1 - written) * 1e9, written=written * 1e9), "cold", CEILINGS)
     assert limit.ceiling == ceiling
     assert limit.limit == pytest.approx(rate)
 
 
 def test_a_warm_cache_is_bound_by_the_l2():
-    limit = limit_of(1e-6, Work(bytes=3.5e6), "warm", CEILINGS)
+    limit = limit_of(1e-6, Work(read=1.75e6, written=1.75e6), "warm", CEILINGS)
     assert (limit.ceiling, limit.share) == ("l2", pytest.approx(0.5))
 
 
@@ -55,7 +55,7 @@ def test_a_product_is_bound_by_its_dtype_and_a_thin_one_by_memory():
     limit = limit_of(1.6e-3, GEMM, "cold", CEILINGS)
     assert (limit.ceiling, limit.unit) == ("bf16", "FLOP/s")
     assert limit.share == pytest.approx(0.87, abs=0.005)
-    thin = Work(bytes=1e9, flops=1e9, dtype="bf16")
+    thin = Work(read=5e8, written=5e8, flops=1e9, dtype="bf16")
     assert limit_of(1e-3, thin, "cold", CEILINGS).ceiling == "copy"
 
 
@@ -67,7 +67,7 @@ def test_a_product_is_bound_by_its_dtype_and_a_thin_one_by_memory():
         (Work(flops=1e12, dtype="fp4"), "cold", CEILINGS),
         (COPY, "cold", {"bf16": 1e15}),
         (COPY, "warm", {"copy": 4e12}),
-        (Work(bytes=1e9, written=0.0), "cold", {"copy": 4e12}),  # reads may be faster
+        (Work(read=1e9, written=0.0), "cold", {"copy": 4e12}),  # reads may be faster
     ],
 )
 def test_what_no_ceiling_applies_to_has_no_limit(work, cache, known):
@@ -91,9 +91,9 @@ def test_only_what_is_more_than_a_twentieth_faster_than_its_limit_is_too_fast():
 @pytest.mark.parametrize(
     ("seconds", "work", "cache", "broken"),
     [
-        (1.87e-3, Work(bytes=8e9), "cold", False),  # measured
-        (1e-3, Work(bytes=8e9), "cold", True),
-        (1e-3, Work(bytes=8e9), "warm", False),
+        (1.87e-3, Work(read=4e9, written=4e9), "cold", False),  # measured
+        (1e-3, Work(read=4e9, written=4e9), "cold", True),
+        (1e-3, Work(read=4e9, written=4e9), "warm", False),
         (1.6e-3, GEMM, "cold", False),  # measured
         (1.0e-3, GEMM, "cold", True),
         (0.6e-3, Work(flops=GEMM.flops, dtype="fp8"), "cold", False),

@@ -83,7 +83,7 @@ def claim_of(
         if not isinstance(piece, Evidence):
             raise Misuse(f"compare(evidence=[...]) takes what evidence.* gives, not {piece!r}")
         if piece.per == "work" and work is None:
-            raise Misuse(f"evidence about {piece.of or piece.proof} for each byte needs work=")
+            raise Misuse(f"evidence about {piece.of or piece.kind} for each byte needs work=")
     if cache not in ("cold", "warm"):
         raise Misuse(f"compare(cache={cache!r}): known are cold, warm")
     return Claim(

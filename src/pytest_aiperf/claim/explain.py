@@ -14,7 +14,7 @@ from typing import Any
 from pytest_aiperf.building import tritons
 from pytest_aiperf.building.build import Build, sass
 from pytest_aiperf.errors import BuildError, InvalidMeasurement, Unproven
-from pytest_aiperf.model import Evidence, Metric, Prepared, Proof, Result, Timing, Trace
+from pytest_aiperf.model import Evidence, EvidenceKind, Metric, Prepared, Result, Timing, Trace
 from pytest_aiperf.rules import evidence, roofline, stats
 from pytest_aiperf.rules.datasheet import DATASHEET
 from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
@@ -22,7 +22,7 @@ from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
 from . import counting
 from .trial import Args, Claim, Trial
 
-_TRACED = (Proof.LAUNCHES, Proof.KERNELS)
+_TRACED = (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS)
 
 
 def check(claim: Claim, builds: Sequence[Build], trial: Trial | None, archs: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def check(claim: Claim, builds: Sequence[Build], trial: Trial | None, archs: Seq
     optimized = claim.arms["optimized"]
     if trial is not None and not isinstance(optimized, Prepared):
         counted = counting.count(optimized, trial.make(trial.seed))
-        figures = {Proof.LAUNCHES: counted.launches, Proof.KERNELS: counted.kernels}
+        figures = {EvidenceKind.LAUNCHES: counted.launches, EvidenceKind.KERNELS: counted.kernels}
         figures |= _breaks(claim.evidence, lambda: optimized(*trial.make(trial.seed)))
         if counted.triton and _about(claim.evidence, *STATIC):
             try:
@@ -53,7 +53,7 @@ def check(claim: Claim, builds: Sequence[Build], trial: Trial | None, archs: Seq
 
 def of_builds(wanted: Sequence[Evidence], builds: Sequence[Build]) -> list[Compiled]:
     """Return the kernels of builds, disassembled where evidence is about opcodes."""
-    if not _about(wanted, Proof.OPCODE):
+    if not _about(wanted, EvidenceKind.OPCODE):
         return [Compiled(kernel) for made in builds for kernel in made.kernels]
     with ThreadPoolExecutor() as pool:
         tables = list(pool.map(sass, builds))
@@ -151,14 +151,14 @@ class _Looked:
         for name in self.figures:
             if (trace := self._call(name, self.trial.clock.trace)) is not None:
                 self.traces[name] = trace
-                self.figures[name][Proof.LAUNCHES] = trace.launches
-                self.figures[name][Proof.KERNELS] = trace.kernels
+                self.figures[name][EvidenceKind.LAUNCHES] = trace.launches
+                self.figures[name][EvidenceKind.KERNELS] = trace.kernels
 
     def figures_of(self, wanted: Sequence[Evidence]) -> None:
-        if _about(wanted, Proof.PEAK_MEMORY):
+        if _about(wanted, EvidenceKind.PEAK_MEMORY):
             for name in ("baseline", "optimized"):
                 if (peak := self._call(name, self._peak)) is not None:
-                    self.figures[name][Proof.PEAK_MEMORY] = peak
+                    self.figures[name][EvidenceKind.PEAK_MEMORY] = peak
         # last, since it makes torch forget what it has compiled
         found = self._call("optimized", lambda call: _breaks(wanted, call))
         self.figures["optimized"] |= found or {}
@@ -191,14 +191,14 @@ class _Looked:
             del args, call
 
 
-def _about(wanted: Sequence[Evidence], *proofs: Proof) -> bool:
-    return any(piece.proof in proofs for piece in wanted)
+def _about(wanted: Sequence[Evidence], *proofs: EvidenceKind) -> bool:
+    return any(piece.kind in proofs for piece in wanted)
 
 
 def _breaks(wanted: Sequence[Evidence], call: Callable[[], object]) -> dict[str, float]:
     """Count where torch.compile falls back to Python in a call; nothing where it compiles none."""
     torch = sys.modules.get("torch")
-    if torch is None or not _about(wanted, Proof.GRAPH_BREAKS):
+    if torch is None or not _about(wanted, EvidenceKind.GRAPH_BREAKS):
         return {}
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
@@ -209,4 +209,4 @@ def _breaks(wanted: Sequence[Evidence], call: Callable[[], object]) -> dict[str,
         call()
     if not counters["frames"]["total"]:
         return {}
-    return {Proof.GRAPH_BREAKS: sum(counters["graph_break"].values())}
+    return {EvidenceKind.GRAPH_BREAKS: sum(counters["graph_break"].values())}

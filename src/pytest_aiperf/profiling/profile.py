@@ -19,7 +19,7 @@ from typing import Final
 
 from pytest_aiperf.claim.trial import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ToolMissing, Unproven
-from pytest_aiperf.model import Finding, Outcome, Profile, Proof, Result
+from pytest_aiperf.model import EvidenceKind, Finding, Outcome, Profile, Result
 from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 from pytest_aiperf.timing import ceilings
@@ -98,7 +98,7 @@ def _captured(
     own: Sequence[str],
     say: Callable[[str], object],
 ) -> Result:
-    pieces = [piece for piece in claim.evidence if piece.proof is Proof.COUNTER]
+    pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
     # the baseline's kernels may have other names: there the counter is of them all
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
     # compiled code may be compared with that of another rung, which the optimized arm does not run
@@ -118,7 +118,7 @@ def _captured(
     findings: list[Finding] = []
     for piece in claim.evidence if order.calls == 1 else ():  # it is about one call
         figures = {}
-        if piece.proof is Proof.COUNTER and order.tool.name == "ncu":
+        if piece.kind is EvidenceKind.COUNTER and order.tool.name == "ncu":
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
             for arm in ("baseline", "optimized"):  # a library's arm may run no kernel at all
                 profile = profiles[arm]

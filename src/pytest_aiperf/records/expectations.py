@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 from pytest_aiperf.errors import Misuse
 from pytest_aiperf.machine.lock import locked
-from pytest_aiperf.model import SCHEMA, Expectation, Interval, Outcome, Recorded, Require, Result
+from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
 from pytest_aiperf.rules.evidence import broken
 from pytest_aiperf.rules.judge import is_parity, judge
 from pytest_aiperf.schema import from_json
@@ -30,6 +30,9 @@ NOISY: Final = 0.02
 
 MOST: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
 """Every figure is above 0 and at most this; a share of a *measured* limit may well pass 1."""
+
+SCHEMA: Final = 1
+"""Version of expectations.yaml; another one is refused."""
 
 STACK: Final = ("torch", "CUDA", "driver")
 

@@ -116,10 +116,34 @@ def read_record(record: object, where: str) -> Result:
             f"{where}: schema {schema} is newer than {SCHEMA}, the newest that this version reads; "
             "upgrade pytest-aiperf"
         )
+    if schema == 1 and isinstance(record, Mapping):
+        record = _upgraded(record)
     try:
         return from_json(Result, record, where)
     except ValueError as error:
         raise Misuse(str(error)) from error
+
+
+_EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
+
+
+def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the fields of a record of schema 1; unreadable parts are left to the reader."""
+    work, findings = record.get("work"), record.get("evidence", [])
+    upgraded = {**record, "schema": SCHEMA}
+    if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
+        written = work.get("written")
+        written = total / 2 if written is None else written  # the default of schema 1
+        kept = {name: value for name, value in work.items() if name != "bytes"}
+        upgraded["work"] = {**kept, "read": total - written, "written": written}
+    if isinstance(findings, list):
+        upgraded["evidence"] = [
+            {**f, "evidence": {_EVIDENCE_OF_SCHEMA_1.get(k, k): v for k, v in e.items()}}
+            if isinstance(f, Mapping) and isinstance(e := f.get("evidence"), Mapping)
+            else f
+            for f in findings
+        ]
+    return upgraded
 
 
 def read_results(path: Path) -> list[Result]:

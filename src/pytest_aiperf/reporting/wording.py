@@ -119,14 +119,14 @@ def claimed(piece: Evidence) -> str:
     """Write a piece of evidence as it is claimed: what, of what, within which bounds."""
     bounds = [
         f"{sign} {bound:.4g}"
-        for sign, bound in ((">=", piece.least), ("<=", piece.most))
+        for sign, bound in ((">=", piece.min), ("<=", piece.max))
         if bound is not None
     ]
-    if piece.least is not None and piece.least == piece.most:
-        bounds = [f"= {piece.least:.4g}"]
+    if piece.min is not None and piece.min == piece.max:
+        bounds = [f"= {piece.min:.4g}"]
     of = f"in {piece.kernel}" if piece.kernel else ""
     per = {"": "", "baseline": "of the baseline", "work": "of the bytes of work"}[piece.per]
-    return " ".join(filter(None, (piece.proof.value, piece.of, of, " and ".join(bounds), per)))
+    return " ".join(filter(None, (piece.kind.value, piece.of, of, " and ".join(bounds), per)))
 
 
 def verdict(result: Result) -> str:

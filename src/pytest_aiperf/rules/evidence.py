@@ -1,4 +1,4 @@
-"""What proves why an arm is faster: what a claim's author says, and whether it holds."""
+"""What proves why an arm is faster: what a claim's author states, and whether it holds."""
 
 from __future__ import annotations
 
@@ -8,91 +8,101 @@ from fnmatch import fnmatchcase
 from typing import Final, Literal
 
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Evidence, Finding, KernelRecord, Proof, Work
+from pytest_aiperf.model import Evidence, EvidenceKind, Finding, KernelRecord, Work
 
 Per = Literal["", "baseline", "work"]
 
 
 def opcode(
-    name: str, kernel: str = "", *, least: float | None = None, most: float | None = None
+    name: str, kernel: str = "", *, min: float | None = None, max: float | None = None
 ) -> Evidence:
-    """Hold that kernels have an instruction: ``opcode("LDG.E.128", kernel="copy_vectors")``.
+    """Require a SASS instruction: ``opcode("LDG.E.128", kernel="copy_vectors")``.
 
-    ``name`` is the SASS opcode, as far as it is to be matched (``HGMMA`` matches
-    ``HGMMA.64x128x16.F32.BF16``; ``*`` stands for anything). Without bounds there is at least
-    one; ``most=0`` holds that there is none.
+    ``name`` is the opcode's beginning (``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``; ``*``
+    matches anything), ``kernel`` a part of the kernels' names. The bounds are counts of
+    instructions in the code. Without bounds there must be at least one; ``max=0`` forbids it.
     """
-    if least is None and most is None:
-        least = 1
-    return _evidence(Proof.OPCODE, name, kernel, least, most)
+    if min is None and max is None:
+        min = 1
+    return _evidence(EvidenceKind.OPCODE, name, kernel, min=min, max=max)
 
 
-def registers(most: float, kernel: str = "") -> Evidence:
-    """Hold that kernels use at most so many registers a thread."""
-    return _evidence(Proof.REGISTERS, "", kernel, None, most)
+def registers(*, min: float | None = None, max: float | None = None, kernel: str = "") -> Evidence:
+    """Bound the registers per thread of the kernels whose names contain ``kernel``."""
+    return _evidence(EvidenceKind.REGISTERS, kernel=kernel, min=min, max=max)
 
 
-def spills(most: float = 0, kernel: str = "") -> Evidence:
-    """Hold that kernels spill at most so many bytes a thread (stores and loads)."""
-    return _evidence(Proof.SPILLS, "", kernel, None, most)
+def spills(*, min: float | None = None, max: float | None = None, kernel: str = "") -> Evidence:
+    """Bound the bytes of spill stores and loads per thread; without bounds there are none."""
+    if min is None and max is None:
+        max = 0
+    return _evidence(EvidenceKind.SPILLS, kernel=kernel, min=min, max=max)
 
 
-def launches(most: float, per: Per = "") -> Evidence:
-    """Hold how many times the host launches in one call: kernels, graphs, copies."""
-    return _evidence(Proof.LAUNCHES, "", "", None, most, per)
+def launches(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+    """Bound the host's launches per call: kernels, graphs and copies."""
+    return _evidence(EvidenceKind.LAUNCHES, min=min, max=max, per=per)
 
 
-def kernels(most: float, per: Per = "") -> Evidence:
-    """Hold how many kernels run in one call, those of a graph included."""
-    return _evidence(Proof.KERNELS, "", "", None, most, per)
+def kernels(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+    """Bound the kernels that run per call, those inside a graph included."""
+    return _evidence(EvidenceKind.KERNELS, min=min, max=max, per=per)
 
 
-def graph_breaks(most: float = 0) -> Evidence:
-    """Hold how often torch.compile falls back to Python in the optimized arm."""
-    return _evidence(Proof.GRAPH_BREAKS, "", "", None, most)
+def graph_breaks(*, min: float | None = None, max: float | None = None) -> Evidence:
+    """Bound how often torch.compile falls back to Python in the optimized arm; default none."""
+    if min is None and max is None:
+        max = 0
+    return _evidence(EvidenceKind.GRAPH_BREAKS, min=min, max=max)
 
 
-def peak_memory(most: float, per: Per = "") -> Evidence:
-    """Hold the peak bytes that one call allocates."""
-    return _evidence(Proof.PEAK_MEMORY, "", "", None, most, per)
+def peak_memory(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+    """Bound the peak of the bytes that one call allocates."""
+    return _evidence(EvidenceKind.PEAK_MEMORY, min=min, max=max, per=per)
 
 
 def counter(
     metric: str,
     kernel: str = "",
     *,
-    least: float | None = None,
-    most: float | None = None,
+    min: float | None = None,
+    max: float | None = None,
     per: Per = "",
 ) -> Evidence:
-    """Hold an ncu metric of the optimized arm, summed over the kernels of one call.
+    """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
 
-    ``per="baseline"`` gives the ratio to the baseline's, ``per="work"`` to the bytes of ``work``.
-    Looked at under ``--profile=ncu``.
+    ``per="baseline"`` takes the ratio to the baseline's figure, ``per="work"`` the ratio to the
+    bytes of ``work``. Read under ``--profile=ncu``.
     """
-    return _evidence(Proof.COUNTER, metric, kernel, least, most, per)
+    return _evidence(EvidenceKind.COUNTER, metric, kernel, min=min, max=max, per=per)
 
 
-def _evidence(  # noqa: PLR0917  private: the constructors above name them all
-    proof: Proof, of: str, kernel: str, least: float | None, most: float | None, per: Per = ""
+def _evidence(
+    kind: EvidenceKind,
+    of: str = "",
+    kernel: str = "",
+    *,
+    min: float | None,
+    max: float | None,
+    per: Per = "",
 ) -> Evidence:
-    if least is None and most is None:
-        raise Misuse(f"{proof} {of}: give a bound, least= or most=")
+    if min is None and max is None:
+        raise Misuse(f"evidence.{kind.name.lower()}({of!r}) needs a bound: min= or max=")
     if per not in ("", "baseline", "work"):
-        raise Misuse(f"{proof}(per={per!r}): known are baseline, work")
-    return Evidence(proof, of, kernel, least, most, per)
+        raise Misuse(f"evidence.{kind.name.lower()}(per={per!r}): use 'baseline' or 'work'")
+    return Evidence(kind, of, kernel, min, max, per)
 
 
-STATIC: Final = (Proof.OPCODE, Proof.REGISTERS, Proof.SPILLS)
+STATIC: Final = (EvidenceKind.OPCODE, EvidenceKind.REGISTERS, EvidenceKind.SPILLS)
 """Proofs that compiled code gives, without a GPU."""
 
 _NOUNS: Final = {
-    Proof.REGISTERS: "registers a thread",
-    Proof.SPILLS: "bytes of spills a thread",
-    Proof.LAUNCHES: "launches a call",
-    Proof.KERNELS: "kernels a call",
-    Proof.GRAPH_BREAKS: "graph breaks",
-    Proof.PEAK_MEMORY: "bytes at its peak",
+    EvidenceKind.REGISTERS: "registers a thread",
+    EvidenceKind.SPILLS: "bytes of spills a thread",
+    EvidenceKind.LAUNCHES: "launches a call",
+    EvidenceKind.KERNELS: "kernels a call",
+    EvidenceKind.GRAPH_BREAKS: "graph breaks",
+    EvidenceKind.PEAK_MEMORY: "bytes at its peak",
 }
 _RELATIVE: Final = {"": "", "baseline": " to each of the baseline's", "work": " a byte of work"}
 
@@ -112,8 +122,9 @@ class Compiled:
 class Facts:
     """What one run knows: of each arm figures by name, and of compiled code.
 
-    A figure's name is a Proof or an ncu metric. ``every`` says that the claim has no other kernels
-    than ``code``; ``at_least`` that launches and kernels may well be more than were counted.
+    A figure's name is an EvidenceKind or an ncu metric. ``every`` says that the claim has no
+    other kernels than ``code``; ``at_least`` that more launches and kernels than the counted ones
+    are possible.
     """
 
     code: Sequence[Compiled] = ()
@@ -126,7 +137,7 @@ class Facts:
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
     """Say of each piece of evidence what was found, and whether it lies within its bounds."""
     return tuple(
-        _of_code(piece, facts) if piece.proof in STATIC else _of_arm(piece, facts)
+        _of_code(piece, facts) if piece.kind in STATIC else _of_arm(piece, facts)
         for piece in evidence
     )
 
@@ -138,7 +149,9 @@ def broken(findings: Sequence[Finding]) -> str:
 
 def _of_code(piece: Evidence, facts: Facts) -> Finding:
     """Hold each kernel that is named; where none is, each architecture as a whole."""
-    looked = [c for c in facts.code if piece.proof is not Proof.OPCODE or c.opcodes is not None]
+    looked = [
+        c for c in facts.code if piece.kind is not EvidenceKind.OPCODE or c.opcodes is not None
+    ]
     named = [c for c in looked if piece.kernel in c.kernel.function]
     sources = {c.kernel.source for c in named}
     builds = {(c.kernel.source, c.kernel.arch) for c in looked if c.kernel.source in sources}
@@ -147,11 +160,11 @@ def _of_code(piece: Evidence, facts: Facts) -> Finding:
         where = "{} for {}".format(*lacking[0]) if lacking else "this claim"
         known = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
         raise Misuse(
-            f"{piece.proof} {piece.of} of {piece.kernel!r}: no kernel of {where} is called that; "
+            f"{piece.kind} {piece.of} of {piece.kernel!r}: no kernel of {where} is called that; "
             f"known are {known}"
         )
     found = [(_in_code(piece, code), str(code)) for code in named]
-    if piece.proof is Proof.OPCODE and not piece.kernel:
+    if piece.kind is EvidenceKind.OPCODE and not piece.kernel:
         sums: dict[str, float] = {}
         for (count, _), code in zip(found, named, strict=True):
             where = f"{code.kernel.source} for {code.kernel.arch}"
@@ -162,9 +175,9 @@ def _of_code(piece: Evidence, facts: Facts) -> Finding:
 
 
 def _in_code(piece: Evidence, code: Compiled) -> float:
-    if piece.proof is Proof.REGISTERS:
+    if piece.kind is EvidenceKind.REGISTERS:
         return code.kernel.registers
-    if piece.proof is Proof.SPILLS:
+    if piece.kind is EvidenceKind.SPILLS:
         return code.kernel.spill_bytes
     counts = (code.opcodes or {}).items()
     return sum(n for name, n in counts if matches(piece.of, name))
@@ -176,12 +189,12 @@ def matches(wanted: str, opcode: str) -> bool:
 
 
 def _of_arm(piece: Evidence, facts: Facts) -> Finding:
-    name = piece.of or piece.proof.value
+    name = piece.of or piece.kind.value
     arm = facts.figures.get("optimized", {})
     value, where = arm.get(name), "the optimized arm"
     if value is None:
         return Finding(piece)
-    if facts.at_least and piece.proof in (Proof.LAUNCHES, Proof.KERNELS):
+    if facts.at_least and piece.kind in (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS):
         if piece.per:
             return Finding(piece)  # the ratio of two lower bounds bounds nothing
         where += ", as far as the CPU can count,"
@@ -204,13 +217,13 @@ def _bytes(work: Work | None) -> float:
 
 
 def _within(piece: Evidence, value: float) -> bool:
-    least = piece.least is None or value >= piece.least
-    return least and (piece.most is None or value <= piece.most)
+    least = piece.min is None or value >= piece.min
+    return least and (piece.max is None or value <= piece.max)
 
 
 def _sentence(found: Finding) -> str:
     piece = found.evidence
-    noun = _NOUNS.get(piece.proof, piece.of) + _RELATIVE[piece.per]
-    bounds = [f"at least {piece.least:g}"] if piece.least is not None else []
-    bounds += [f"at most {piece.most:g}"] if piece.most is not None else []
+    noun = _NOUNS.get(piece.kind, piece.of) + _RELATIVE[piece.per]
+    bounds = [f"at least {piece.min:g}"] if piece.min is not None else []
+    bounds += [f"at most {piece.max:g}"] if piece.max is not None else []
     return f"{found.where} has {found.value:g} {noun}, and {' and '.join(bounds)} is claimed"

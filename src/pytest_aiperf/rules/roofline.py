@@ -73,7 +73,7 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
     """
     if cache == "warm":
         return ("l2", ceilings["l2"]) if "l2" in ceilings else None
-    written = 0.5 if work.written is None else work.written / work.bytes
+    written = work.written / work.bytes
     mixed = 2 * min(max(written, 0.0), max(1 - written, 0.0))
     name = "copy" if mixed > 0.5 else "read"
     if mixed == 1.0 and "copy" in ceilings:
