@@ -1,9 +1,9 @@
-"""An epoch of photos through a model, from three loaders.
+"""One epoch of photos through a model, fed by three data loaders.
 
-in_process   the process that trains prepares each photo when its batch is due.
-workers      processes of their own prepare batches ahead, and outlive the epoch.
-packed       each photo is prepared once, however often the epoch shows it, and kept in a table of
-             which a batch is one gather.
+in_process   The training process prepares each photo when its batch is due.
+workers      Persistent worker processes prepare batches ahead of the model.
+packed       Each photo is prepared once per epoch, however often the epoch shows it. The results
+             form one table, and a batch is one gather from it.
 """
 
 import os
@@ -15,11 +15,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 BATCH = 8
-ALBUMS = 48  # that the workers can serve at the same time
+"""Photos per batch."""
+
+SHARED_SETS = 48
+"""Photo sets in shared memory: up to 48 prepared arms can be alive at the same time."""
 
 
-class Shrunk(Dataset):
-    """Photos of a quarter of the side, standardised in each colour."""
+class PreparedPhotos(Dataset):
+    """Photos shrunk to a quarter of their side and standardized per color channel."""
 
     def __init__(self, photos):
         self.photos = photos.numpy()
@@ -33,46 +36,46 @@ class Shrunk(Dataset):
         return (small - small.mean((0, 1))) / small.std((0, 1))
 
 
-def epoch(loader, model):
+def run_epoch(loader, model):
     batches = (batch.to(model.device, non_blocking=True) for batch in loader)
     return torch.cat([batch.flatten(1) @ model for batch in batches])
 
 
 def in_process(photos, order, model):
-    return epoch(DataLoader(Shrunk(photos), BATCH, sampler=order.tolist()), model)
+    return run_epoch(DataLoader(PreparedPhotos(photos), BATCH, sampler=order.tolist()), model)
 
 
 @cache
-def _crew(shape, pin_memory):
-    """Start the workers, once: they read photos from memory that they share with this process."""
-    shared, wanted = torch.zeros(ALBUMS, *shape, dtype=torch.uint8).share_memory_(), [0]
+def _worker_pool(shape, pin_memory):
+    """Start the workers once. They read photos from memory shared with this process."""
+    shared, indices = torch.zeros(SHARED_SETS, *shape, dtype=torch.uint8).share_memory_(), [0]
     loader = DataLoader(
-        Shrunk(shared.flatten(0, 1)),
+        PreparedPhotos(shared.flatten(0, 1)),
         BATCH,
-        sampler=wanted,
+        sampler=indices,
         num_workers=min(8, len(os.sched_getaffinity(0))),
         multiprocessing_context="fork",
         persistent_workers=True,
         pin_memory=pin_memory,
     )
-    return shared, wanted, loader, cycle(range(ALBUMS))
+    return shared, indices, loader, cycle(range(SHARED_SETS))
 
 
 def workers(photos, order, model):
-    shared, wanted, loader, albums = _crew(photos.shape, model.is_cuda)
-    album = next(albums)
-    shared[album] = photos
-    places = (album * len(photos) + order).tolist()
+    shared, indices, loader, set_numbers = _worker_pool(photos.shape, model.is_cuda)
+    photo_set = next(set_numbers)
+    shared[photo_set] = photos
+    epoch_indices = (photo_set * len(photos) + order).tolist()
 
     def run(_photos, _order, model):
-        wanted[:] = places
-        return epoch(loader, model)
+        indices[:] = epoch_indices  # the sampler of the persistent loader
+        return run_epoch(loader, model)
 
     return run
 
 
 def packed(photos, order, model):
-    table = torch.from_numpy(np.stack(list(Shrunk(photos))))
+    table = torch.from_numpy(np.stack(list(PreparedPhotos(photos))))
     batches = BatchSampler(order.tolist(), BATCH, drop_last=False)
     loader = DataLoader(table, batch_size=None, sampler=batches, pin_memory=model.is_cuda)
-    return epoch(loader, model)
+    return run_epoch(loader, model)

@@ -1,60 +1,60 @@
-"""A training step of a small residual network with SGD: eager, and captured in two ways.
+"""A training step of a small residual network with SGD, eager and captured in a CUDA graph.
 
-eager              forward pass, backward pass and update, launched kernel by kernel.
-forward_backward   a graph computes loss and gradients; the optimizer is launched as before.
-whole_step         a graph does all, and writes weights and momentum where they are.
+eager              Forward pass, backward pass and update are launched kernel by kernel.
+forward_backward   A graph computes loss and gradients; the optimizer runs eagerly.
+whole_step         One graph runs the whole step and updates weights and momentum in place.
 """
 
 import torch
 from torch.nn.functional import gelu, mse_loss, rms_norm
 from torch.optim.sgd import sgd
 
-RATE, MOMENTUM = 0.1, 0.9
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
 
 
-def gradients(x, target, weights):
-    """Run forward and backward pass in the precision of ``x``."""
-    leaves = [w.detach().requires_grad_() for w in weights]
-    for w in leaves:
+def loss_and_gradients(x, target, weights):
+    """Run the forward and the backward pass in the dtype of ``x``."""
+    parameters = [w.detach().requires_grad_() for w in weights]
+    for w in parameters:
         x = x + gelu(rms_norm(x, x.shape[-1:]) @ w.to(x.dtype))
     loss = mse_loss(x, target)
-    return loss.detach(), torch.autograd.grad(loss, leaves)
+    return loss.detach(), torch.autograd.grad(loss, parameters)
 
 
-def descend(weights, momentum, grads):
+def update(weights, momentum, grads):
     unused = {"weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
     lists = list(weights), list(grads), list(momentum)
-    sgd(*lists, foreach=True, lr=RATE, momentum=MOMENTUM, **unused)
+    sgd(*lists, foreach=True, lr=LEARNING_RATE, momentum=MOMENTUM, **unused)
 
 
 def eager(x, target, weights, momentum):
-    loss, grads = gradients(x, target, weights)
-    descend(weights, momentum, grads)
+    loss, grads = loss_and_gradients(x, target, weights)
+    update(weights, momentum, grads)
     return loss
 
 
-def _captured(call, *args):
-    """Capture what a call runs, after running it once: a capture may not load kernels."""
+def _capture(call, *args):
+    """Capture one call in a graph. The call first runs once: a capture may not load kernels."""
     call(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        left = call(*args)
-    return graph, left
+        outputs = call(*args)
+    return graph, outputs
 
 
 def forward_backward(x, target, weights, momentum):  # noqa: ARG001  the update is not captured
-    graph, (loss, grads) = _captured(gradients, x, target, weights)
+    graph, (loss, grads) = _capture(loss_and_gradients, x, target, weights)
 
-    def step(x, target, weights, momentum):  # noqa: ARG001  the graph knows their addresses
+    def step(x, target, weights, momentum):  # noqa: ARG001  the graph replays their addresses
         graph.replay()
-        descend(weights, momentum, grads)
+        update(weights, momentum, grads)
         return loss
 
     return step
 
 
 def whole_step(*batch):
-    graph, loss = _captured(eager, *batch)
+    graph, loss = _capture(eager, *batch)
 
     def step(*_):
         graph.replay()

@@ -1,14 +1,14 @@
-"""One indexing call for a batch beats stacking its samples.
+"""Gathering a batch with one indexing call beats stacking its samples one by one.
 
-A data set that is an array in memory is usually served sample by sample: 4096 calls that each make
-a view of a row, and a collate function that stacks the 4096 views. Python and NumPy spend about a
-microsecond on each of them, several times what copying 256 bytes takes. Indexing with the list of
-all samples enters NumPy once, and a compiled loop copies the rows.
+A dataset that is an array in memory is usually served sample by sample: 4096 calls that each make
+a view of a row, and a collate function that stacks the 4096 views. Each of these calls costs Python
+and NumPy far more than copying 256 bytes. Indexing with the list of all samples enters NumPy once,
+and a compiled loop copies the rows.
 
-A PyTorch `DataLoader` does so where the data set has `__getitems__`, or where a batch sampler
-serves as its sampler and batch_size is None. The ratio is that of calls while rows are short; from
-some 10 kB a row the copy is what takes time. Samples that need work of their own (decoding,
-augmentation) gain only if that work can be done for a batch as well.
+A PyTorch `DataLoader` does so where the dataset has `__getitems__`, or where a batch sampler is
+passed as `sampler` with `batch_size=None`. For short rows the gain is the ratio of calls; for rows
+of many kilobytes the copy dominates and the gain ends. Samples that need work of their own
+(decoding, augmentation) gain only if that work can run on a batch as well.
 """
 
 import numpy as np
@@ -17,26 +17,26 @@ import pytest
 from pytest_aiperf import Bench, Compare
 
 
-def samples(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def dataset(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(bench.seed)
     count, batch = bench.size(8192, check=200), bench.size(4096, check=50)
     rows = rng.random((count, 64), np.float32)
     return rows, rng.integers(0, 10, count), rng.permutation(count)[:batch]
 
 
-def stacked(rows, labels, wanted):
-    drawn = [(rows[i], labels[i]) for i in wanted.tolist()]
-    return [np.stack(part) for part in zip(*drawn, strict=True)]
+def stacked(rows, labels, indices):
+    samples = [(rows[i], labels[i]) for i in indices.tolist()]
+    return [np.stack(column) for column in zip(*samples, strict=True)]
 
 
-def gathered(rows, labels, wanted):
-    return rows[wanted], labels[wanted]
+def gathered(rows, labels, indices):
+    return rows[indices], labels[indices]
 
 
-def copied(rows, labels, wanted):
-    batch = np.zeros((len(wanted), rows.shape[1]), np.float32), np.zeros(len(wanted), int)
-    for place, i in enumerate(wanted):
-        batch[0][place], batch[1][place] = rows[i], labels[i]
+def copied(rows, labels, indices):
+    batch = np.zeros((len(indices), rows.shape[1]), np.float32), np.zeros(len(indices), int)
+    for position, i in enumerate(indices):
+        batch[0][position], batch[1][position] = rows[i], labels[i]
     return batch
 
 
@@ -45,7 +45,7 @@ def test_vectorized_collate(compare: Compare) -> None:
     compare(
         baseline=stacked,
         optimized=gathered,
-        inputs=samples,
+        inputs=dataset,
         reference=copied,
         metric="wall",
         cache="warm",
