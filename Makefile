@@ -1,12 +1,17 @@
-# make bench   set everything up and measure: all claims where there is a GPU, else the host claims
+# make bench   set everything up and measure: all claims on a GPU, or the host claims without one
 # make test    set everything up and run every check that needs no GPU
+# make lint    lint, types and import layers only
+# make clean   remove the virtual environment, runs and caches
+#
+# ARGS=...     further arguments for pytest, for example ARGS='-m ch06 --quick'
+# PYTHON=...   the Python that creates the virtual environment
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 GPU    := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 NVCC   := $(shell command -v nvcc 2>/dev/null)
-# GPU images are often offline, and bring a disassembler with CUDA or Triton
+# GPU machines are often offline, and their CUDA or Triton includes a disassembler: install none
 SASS   := $(if $(GPU),found,$(shell command -v cuobjdump 2>/dev/null))
 EXTRAS := dev $(if $(GPU),gpu,cpu) $(if $(NVCC),,toolchain) $(if $(SASS),,sass)
 empty  :=
@@ -26,7 +31,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# GPU images bring their own torch: the environment sees it, and pip then installs no other.
+# GPU machines bring their own torch: the environment includes it, so that pip installs no other.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --editable \

@@ -1,15 +1,15 @@
-"""The course's own taste; everything that works belongs to the plugin."""
+"""pytest configuration of this repository; the plugin itself needs none."""
 
 import pytest
 
-pytest_plugins = ["pytester"]  # transcripts in tests/plugin; pytest takes it only from here
+pytest_plugins = ["pytester"]  # for tests/plugin; pytest accepts it in the root conftest only
 
 
-@pytest.hookimpl(tryfirst=True)  # before Hypothesis loads it
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis loads the profile
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the profile of ``pytest tests/cheats tests/plugin --hypothesis-profile=long``."""
+    """Register the profile of ``pytest tests/cheats tests/plugin --hypothesis-profile=long``."""
     if config.getoption("--hypothesis-profile", None):
-        from hypothesis import HealthCheck, settings  # late: a worker would import it for 1.3 s
+        from hypothesis import HealthCheck, settings  # late: the import costs each worker 1.3 s
 
         settings.register_profile(
             "long",

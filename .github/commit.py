@@ -2,8 +2,8 @@
 
 usage: python .github/commit.py [--propose] BRANCH MESSAGE ROOT [FOLDER]
 
-The files of ROOT, or of FOLDER in it, keep their paths below ROOT. --propose starts the branch anew
-from the default one, and opens a pull request where none is open.
+Commits the files of ROOT, or of its subfolder FOLDER, under their paths relative to ROOT. --propose
+resets the branch to the default branch first, and opens a pull request if none is open.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from pathlib import Path
 from typing import Any
 
 
-class Refused(Exception):  # noqa: N818  it says what is wrong
-    """GitHub answered no."""
+class ApiError(Exception):
+    """GitHub's API returned an error."""
 
 
 def api(path: str, method: str = "GET", **body: object) -> Any:
-    """Ask GitHub through gh, which takes its token from the environment."""
+    """Call the API through gh, which takes its token from the environment."""
     command = ["gh", "api", "--method", method, path]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--input", "-"] if body else command,
         input=json.dumps(body) if body else None,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise Refused(f"{method} {path}: {done.stderr.strip()}")
-    return json.loads(done.stdout or "null")
+    if process.returncode:
+        raise ApiError(f"{method} {path}: {process.stderr.strip()}")
+    return json.loads(process.stdout or "null")
 
 
-def known(path: str) -> Any:
+def get_if_present(path: str) -> Any:
     try:
         return api(path)
-    except Refused as why:
-        if "404" in str(why):
+    except ApiError as error:
+        if "404" in str(error):
             return None
         raise
 
@@ -56,21 +56,22 @@ def commit(branch: str, message: str, root: Path, folder: Path, *, propose: bool
     if branch == main:
         raise SystemExit(f"{branch} is the default branch: this script does not write there")
     base = api(f"{repo}/git/ref/heads/{main}")["object"]["sha"]
-    if known(f"{repo}/git/ref/heads/{branch}") is None:
+    if get_if_present(f"{repo}/git/ref/heads/{branch}") is None:
         api(f"{repo}/git/refs", "POST", ref=f"refs/heads/{branch}", sha=base)
     elif propose:
         api(f"{repo}/git/refs/heads/{branch}", "PATCH", sha=base, force=True)
     for file in files:
         path = file.relative_to(root).as_posix()
-        there = known(f"{repo}/contents/{path}?ref={branch}")
+        present = get_if_present(f"{repo}/contents/{path}?ref={branch}")
         content = base64.b64encode(file.read_bytes()).decode()
-        told = {"message": message, "branch": branch, "content": content}
-        api(f"{repo}/contents/{path}", "PUT", **told, **({"sha": there["sha"]} if there else {}))
+        fields = {"message": message, "branch": branch, "content": content}
+        replaced = {"sha": present["sha"]} if present else {}
+        api(f"{repo}/contents/{path}", "PUT", **fields, **replaced)
         sys.stdout.write(f"{branch}: {path}\n")
     if propose:
         owner = os.environ["GITHUB_REPOSITORY"].partition("/")[0]
         if not api(f"{repo}/pulls?state=open&head={owner}:{branch}"):
-            body = "Proposed by the workflow `publish`: look at the ratios before you merge."
+            body = "Proposed by the workflow `publish`. Check the ratios before you merge."
             api(f"{repo}/pulls", "POST", title=message, head=branch, base=main, body=body)
 
 
@@ -81,5 +82,5 @@ if __name__ == "__main__":
     parser.add_argument("message")
     parser.add_argument("root", type=Path)
     parser.add_argument("folder", nargs="?", default=".")
-    said = parser.parse_args()
-    commit(said.branch, said.message, said.root, said.root / said.folder, propose=said.propose)
+    args = parser.parse_args()
+    commit(args.branch, args.message, args.root, args.root / args.folder, propose=args.propose)

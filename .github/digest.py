@@ -1,9 +1,10 @@
-"""Read what GPU jobs left, as data: a summary, their history and what can be accepted of them.
+"""Summarize the results of GPU jobs, extend the history and accept valid results.
 
-usage: python .github/digest.py HOSTILE PAST
+usage: python .github/digest.py UNTRUSTED PAST
 
-HOSTILE holds the artefacts, PAST the history so far. published/history and published/accepted are
-what the later jobs commit. Nothing of HOSTILE is run, no link in it followed, no name of it used.
+UNTRUSTED is the folder of downloaded artifacts, PAST the history so far. Later jobs commit
+published/history and published/accepted. Artifacts are read as data only: nothing in UNTRUSTED is
+executed, no link is followed, and no file name is reused.
 """
 
 from __future__ import annotations
@@ -20,68 +21,68 @@ from pathlib import Path
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.commands import DONE
 
-LARGEST = 64 << 20
-"""More bytes than this are not read into memory."""
+MAX_BYTES = 64 << 20
+"""Largest results file that is read into memory: dozens of times the size of a full run."""
 
 
-def clean(hostile: Path, name: str) -> Path | None:
-    """Rewrite a results file by way of the schema; None, and a word in the log, where it fails."""
-    if hostile.is_symlink() or not hostile.is_file():
+def validate(untrusted: Path, name: str) -> Path | None:
+    """Validate a results file against the schema and rewrite it; return None if it is invalid."""
+    if untrusted.is_symlink() or not untrusted.is_file():
         return None
-    written = Path("clean", name)
+    valid = Path("valid", name)
     if (
-        hostile.stat().st_size > LARGEST
-        or main(["merge", str(hostile), "-o", str(written)]) != DONE
+        untrusted.stat().st_size > MAX_BYTES
+        or main(["merge", str(untrusted), "-o", str(valid)]) != DONE
     ):
-        sys.stdout.write("passed over: results that no night writes\n")
+        sys.stdout.write("skipped: not a valid results file\n")
         return None
-    return written
+    return valid
 
 
-def digest(hostile: Path, past: Path) -> None:
+def digest(untrusted: Path, past: Path) -> None:
     history, accepted = Path("published/history"), Path("published/accepted")
     history.mkdir(parents=True)
     for file in past.glob("*.jsonl"):
         shutil.copy(file, history)
-    now = {Path("expectations.yaml"), *Path("results").glob("*.json")}
-    for file in now:
+    committed = {Path("expectations.yaml"), *Path("results").glob("*.json")}
+    for file in committed:
         if file.exists():
             (accepted / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, accepted / file)
     summary = Path(os.environ.get("GITHUB_STEP_SUMMARY", "published/summary.md"))
-    nights = sorted(hostile.rglob("results.json"))
+    nights = sorted(untrusted.rglob("results.json"))
     for number, results in enumerate(nights):
-        night = clean(results, f"{number}.json")
+        night = validate(results, f"{number}.json")
         if night is None:
             continue
-        fresh = [
+        repeats = [
             again
             for i in (1, 2)
-            if (again := clean(results.with_name(f"again-{i}.json"), f"{number}-{i}.json"))
+            if (again := validate(results.with_name(f"again-{i}.json"), f"{number}-{i}.json"))
         ]
-        words = ["--again", *map(str, fresh)] if fresh else []
-        # what it finds has failed the night itself: here it only writes the history
-        main(["gate", str(night), "--history", str(history), *words])
-        main(["report", str(night), "--format=md", "-o", "clean/summary.md"])
+        arguments = ["--again", *map(str, repeats)] if repeats else []
+        # a regression has failed the nightly workflow already: here the gate extends the history
+        main(["gate", str(night), "--history", str(history), *arguments])
+        main(["report", str(night), "--format=md", "-o", "valid/summary.md"])
         with summary.open("a", encoding="utf-8") as file:
-            file.write(Path("clean/summary.md").read_text(encoding="utf-8") + "\n")
-        where = ("--expectations", "expectations.yaml"), ("--results", "results")
-        main(["accept", str(night), *(w for o, p in where for w in (o, str(accepted / p)))])
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+            file.write(Path("valid/summary.md").read_text(encoding="utf-8") + "\n")
+        expectations, folder = str(accepted / "expectations.yaml"), str(accepted / "results")
+        main(["accept", str(night), "--expectations", expectations, "--results", folder])
+    drifts = io.StringIO()
+    with contextlib.redirect_stdout(drifts):
         for file in sorted(history.glob("*.jsonl")):
             main(["drift", str(file)])
-    if said.getvalue():  # `merge` took no name with a line break, so the block ends where it does
+    if drifts.getvalue():  # `merge` refuses names with line breaks: none can end the code block
         with summary.open("a", encoding="utf-8") as file:
-            file.write(f"Lasting steps in the history:\n\n```text\n{said.getvalue()}```\n")
-    shutil.rmtree(accepted / ".aiperf", ignore_errors=True)  # the lock of what is accepted
-    for file in now:
+            file.write(f"Lasting changes in the history:\n\n```text\n{drifts.getvalue()}```\n")
+    shutil.rmtree(accepted / ".aiperf", ignore_errors=True)  # the lock that `accept` took
+    for file in committed:
         if file.exists() and filecmp.cmp(file, accepted / file, shallow=False):
             (accepted / file).unlink()
 
 
 if __name__ == "__main__":
-    # what is printed of hostile names must not be read as a command to the runner
+    # an untrusted name in the output must not act as a workflow command
     resume = secrets.token_hex(16)
     sys.stdout.write(f"::stop-commands::{resume}\n")
     digest(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pytest_aiperf.records import nightly
-from pytest_aiperf.records.nightly import Night
+from pytest_aiperf.records import history
+from pytest_aiperf.records.history import Night
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
@@ -167,7 +167,7 @@ def test_digest_reads_hostile_artefacts_as_data(tmp_path):
     summary = tmp_path / "summary.md"
     done = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed over:") == 3
+    assert done.stdout.count("skipped:") == 3
     lines = done.stdout.splitlines()
     assert lines[0].startswith("::stop-commands::")
     assert not [line for line in lines[1:-1] if line.startswith("::")]
@@ -191,7 +191,7 @@ def test_digest_keeps_the_history_and_proposes_only_what_changed(tmp_path):
     (tmp_path / "past").mkdir()
     past = tmp_path / "past" / "b200.jsonl"
     for i in range(20):
-        nightly.append(past, Night(f"2025-01-{i + 1:02}", "r", "b200", "e", {"a": 2.0 + (i > 9)}))
+        history.append(past, Night(f"2025-01-{i + 1:02}", "r", "b200", "e", {"a": 2.0 + (i > 9)}))
     summary = tmp_path / "summary.md"
     done = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
     assert done.returncode == 0, done.stderr
