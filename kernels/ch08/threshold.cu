@@ -1,32 +1,34 @@
-// A costly function of the few elements over a threshold, the others left as they are.
+// Apply an expensive function to the elements above a threshold and copy the others.
 //
-// The function is the root w of w * exp(w) = x (Lambert's W), found by halving an interval 24
-// times: some 200 instructions. A warp runs a branch when any of its 32 lanes wants it, and the
-// other lanes are switched off for as long. With 7 % of the elements over the threshold, 9 of 10
-// warps have at least one.
+// The function is Lambert's W, the root w of w * exp(w) = x, computed by 24 bisection steps: about
+// 200 instructions, chosen to be expensive (Newton's method needs a few steps). A warp executes a
+// branch when any of its 32 lanes takes it, with the other lanes masked off. With 7 % of the
+// elements above the threshold, 9 of 10 warps have at least one such lane.
 //
-//   branch     if (x > threshold) on each element: 9 of 10 warps pay for all lanes.
-//   compacted  A block reads 2048 elements into shared memory and notes in a queue which ones are
-//              over the threshold (about 140; an atomic counter hands out the places). Then its
-//              threads take elements from the queue, neighbours side by side: 5 warps work with all
-//              lanes, the others with none. The tile is written as it was read, coalesced.
+//   branch     if (x > threshold) per element: 9 of 10 warps execute the function.
+//   compacted  Stream compaction in shared memory. A block loads a tile of 2048 elements and
+//              appends the indices of those above the threshold (about 140) to a queue with an
+//              atomic counter. Consecutive threads then process consecutive queue entries: 5 warps
+//              with nearly all lanes active instead of 57 with two or three. The tile is stored
+//              coalesced. A thread loads 8 elements here and 1 in "branch", which alone raises the
+//              bytes in flight.
 
 #include <cstdint>
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 256;
-constexpr int EACH = 8;  // elements that a thread loads
-constexpr int TILE = EACH * THREADS;
+constexpr int ITEMS_PER_THREAD = 8;
+constexpr int TILE = ITEMS_PER_THREAD * THREADS;
 
-// For x of 0 to 14: W(14) is below 2.
+// For 0 <= x <= 14, where W(x) < 2.
 __device__ float lambert_w(float x) {
     float low = 0, high = 2;
     for (int i = 0; i < 24; ++i) {
-        const float middle = 0.5f * (low + high);
-        if (middle * __expf(middle) < x)
-            low = middle;
+        const float mid = 0.5f * (low + high);
+        if (mid * __expf(mid) < x)
+            low = mid;
         else
-            high = middle;
+            high = mid;
     }
     return high;
 }
@@ -45,20 +47,20 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ uint16_t queue[TILE];
     __shared__ int queued;
     const size_t begin = size_t(blockIdx.x) * TILE + threadIdx.x;
-    float x[EACH];
-    for (int k = 0; k < EACH; ++k)
+    float x[ITEMS_PER_THREAD];
+    for (int k = 0; k < ITEMS_PER_THREAD; ++k)
         x[k] = begin + k * THREADS < n ? in[begin + k * THREADS] : threshold;
     if (threadIdx.x == 0) queued = 0;
     __syncthreads();
-    for (int k = 0; k < EACH; ++k) {
-        const int at = k * THREADS + threadIdx.x;
-        tile[at] = x[k];
-        if (x[k] > threshold) queue[atomicAdd(&queued, 1)] = at;
+    for (int k = 0; k < ITEMS_PER_THREAD; ++k) {
+        const int index = k * THREADS + threadIdx.x;
+        tile[index] = x[k];
+        if (x[k] > threshold) queue[atomicAdd(&queued, 1)] = index;
     }
     __syncthreads();
     for (int k = threadIdx.x; k < queued; k += THREADS) tile[queue[k]] = lambert_w(tile[queue[k]]);
     __syncthreads();
-    for (int k = 0; k < EACH; ++k)
+    for (int k = 0; k < ITEMS_PER_THREAD; ++k)
         if (begin + k * THREADS < n) out[begin + k * THREADS] = tile[k * THREADS + threadIdx.x];
 }
 

@@ -1,15 +1,15 @@
-"""Independent accumulators fill the FMA pipe that a single chain leaves idle.
+"""Independent FMA chains keep the FMA pipe busier than a single dependency chain.
 
-The result of an FMA can be used 4 clocks later, and a scheduler could issue one every clock. With
-one warp on each scheduler, a chain in which every FMA needs the one before it uses a quarter of the
-slots. Two chains in the same thread use half. Four could fill the pipe, and come near: 4 clocks
-over 1 are the limit. Eight come nearer, since the loop's own instructions and the wait for the next
-values come half as often. All rungs do the same FMAs and give the same bits. One chain is a
-handicap on purpose, hence a naive baseline.
+The result of an FMA is available after 4 clocks, and a warp scheduler can issue one per clock. With
+one warp per scheduler, a single dependency chain uses a quarter of the issue slots and two chains
+in the same thread use half. Four can fill the pipe, so the limit is 4x. Eight come closer to it,
+because the loop instructions and the loads of the next values come half as often. This is
+instruction-level parallelism (ILP). All rungs execute the same FMAs and give bit-identical results.
+The single chain is built to be slow, so the baseline is naive.
 
-Few warps are the point: four warps on a scheduler fill the slots with one chain each, and more
-chains then win nothing. Kernels that need many registers (GEMMs) have few warps and live by this.
-The data is half a megabyte and stays in the L2 cache, where it hardly matters.
+The low occupancy is deliberate: with four warps per scheduler, one chain per thread fills the
+slots and more chains gain nothing. Kernels that need many registers, such as GEMMs, run few warps
+and depend on ILP. The half megabyte of data stays in the L2 cache and hardly affects the time.
 """
 
 import pytest
@@ -17,8 +17,8 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-ISSUED = "smsp__issue_active.avg.per_cycle_active"
-PROOF = {  # FMAs in the unrolled loop (16 steps), issues a clock
+ISSUE_RATE = "smsp__issue_active.avg.per_cycle_active"
+EVIDENCE = {  # kernel, FMAs in the loop body (16 steps unrolled), instructions issued per clock
     "chains_2": ("Chains2", 32, 0.45),
     "chains_4": ("Chains4", 64, 0.85),
     "chains_8": ("Chains8", 128, 0.85),
@@ -26,7 +26,7 @@ PROOF = {  # FMAs in the unrolled loop (16 steps), issues a clock
 
 
 def values(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int, int]:
-    n = 132 * 128 * 8  # a block of 128 threads on each multiprocessor of an H200, 8 values a thread
+    n = 132 * 128 * 8  # one block of 128 threads on each SM of an H200, 8 values per thread
     x = torch.randn(n, device=bench.device)
     return x, torch.empty_like(x), 1 - 2**-11, bench.size(4096, check=50), n
 
@@ -35,9 +35,9 @@ def closed_form(x, out, a, steps, n):
     return 1 + (x.double() - 1) * a**steps
 
 
-@pytest.mark.parametrize("rung", PROOF)
+@pytest.mark.parametrize("rung", EVIDENCE)
 def test_fma_ilp_chains(compare: Compare, nvcc: Nvcc, rung: str) -> None:
-    kernel, unrolled, issued = PROOF[rung]
+    kernel, ffmas, issue_rate = EVIDENCE[rung]
     iterate = nvcc("ch08/fma_chains.cu")
     compare(
         baseline=iterate["chains_1"],
@@ -48,7 +48,7 @@ def test_fma_ilp_chains(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         reference=closed_form,
         cache="warm",
         evidence=[
-            evidence.opcode("FFMA", kernel=kernel, least=unrolled),
-            evidence.counter(ISSUED, kernel=kernel, least=issued),
+            evidence.opcode("FFMA", kernel=kernel, min=ffmas),
+            evidence.counter(ISSUE_RATE, kernel=kernel, min=issue_rate),
         ],
     )

@@ -1,15 +1,15 @@
-"""Many independent products beat one serial chain of multiplications.
+"""Many independent products are faster than one serial chain of multiplications.
 
-The geometric mean of growth factors needs their product. Multiplied one after the other, each
-multiplication waits for the last: its latency of 4 clocks is paid 65536 times, while the processor
-could start two or more in each clock. Cut into rows of 512 and multiplied row by row, the array has
-512 products under way that do not depend on each other; the processor overlaps them, and its vector
-instructions take several at once. One short chain at the end multiplies the 512.
+The geometric mean of growth factors needs their product. In a serial chain each multiplication
+waits for the one before and pays its full latency of 4 clocks, although the CPU can start two or
+more per clock. Split into rows of 512 that are multiplied element by element, the array has 512
+independent accumulators: the CPU overlaps their multiplications, and SIMD instructions process
+several at once. A short chain multiplies the 512 accumulators at the end.
 
-Rows of 128 have enough chains, but numpy's way from one row to the next weighs more. Floating point
-forbids the compiler to regroup the chain by itself, since rounding changes with the order (np.sum
-regroups on its own). The array (512 KiB) stays in the L2 cache; from memory both would wait for the
-same bytes, and gain less.
+Rows of 128 also give enough accumulators, but NumPy's overhead per row weighs more. The compiler
+must not reorder the chain itself, because the order changes the rounding (np.sum reorders by
+design). The 512 KiB array stays in the L2 cache; from main memory both arms would wait for the
+same bytes and the gain would be smaller.
 """
 
 import numpy as np
@@ -23,21 +23,21 @@ def growth(bench: Bench) -> np.ndarray:
     return rng.lognormal(0, 0.1, bench.size(2**16, check=2**12))
 
 
-def one_chain(factors):
+def serial(factors):
     return np.multiply.reduce(factors) ** (1 / factors.size)
 
 
-def chains(factors, count):
+def accumulators(factors, count):
     products = np.multiply.reduce(factors.reshape(-1, count), axis=0)
-    return one_chain(products) ** (count / factors.size)
+    return serial(products) ** (count / factors.size)
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("count", [128, 512])
 def test_ilp_accumulators_host(compare: Compare, count: int) -> None:
     compare(
-        baseline=one_chain,
-        optimized=lambda factors: chains(factors, count),
+        baseline=serial,
+        optimized=lambda factors: accumulators(factors, count),
         inputs=growth,
         work=lambda factors: Work(flops=factors.size, dtype="fp64"),
         reference=lambda factors: np.exp(np.log(factors).mean()),

@@ -1,14 +1,14 @@
-"""More resident warps hide the latency of memory, until its bandwidth is used up.
+"""Higher occupancy hides memory latency better, until the bandwidth is used up.
 
-A block that asks for all the shared memory of a multiprocessor is alone there: 8 warps of 64, each
-waiting most of its time for its 16 bytes a lane. 4 KiB in flight on each multiprocessor over a
-latency of most of a microsecond is a fraction of what memory can deliver. Two blocks that share the
-multiprocessor put twice as much in flight, four come near the limit, and eight gain little more:
-occupancy is a means to keep memory busy, and worth nothing beyond that.
+A block that reserves all shared memory of an SM is the only one resident: 8 of 64 warps, each of
+which waits most of the time for its load of 16 bytes per lane. By Little's law, 4 KiB in flight per
+SM at a latency of most of a microsecond use only a fraction of the bandwidth. Two resident blocks
+double the bytes in flight, four come close to the limit, and eight gain little more: once memory
+is busy, further occupancy is worth nothing.
 
-The kernel and its bytes are the same in every rung; only the shared memory that a block reserves
-differs; the lowest is a handicap on purpose, hence a naive baseline. More loads in flight a thread
-(ch06, elementwise_ilp) reach the same end with few warps.
+Kernel and bytes are the same in every rung; only the shared memory reserved per block differs. The
+lowest rung is built to be slow, so the baseline is naive. More loads in flight per thread (ch06,
+elementwise_ilp) reach the same bandwidth with fewer warps.
 """
 
 import pytest
@@ -16,8 +16,8 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-RESIDENT = "sm__warps_active.avg.pct_of_peak_sustained_active"
-PERCENT = {"quarter": 25, "half": 50, "full": 100}
+OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
+OCCUPANCY_PERCENT = {"quarter": 25, "half": 50, "full": 100}
 
 
 def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int]:
@@ -26,7 +26,7 @@ def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int]:
     return a, torch.empty_like(a), 0.75, n
 
 
-@pytest.mark.parametrize("rung", PERCENT)
+@pytest.mark.parametrize("rung", OCCUPANCY_PERCENT)
 def test_occupancy_block_size(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     scale = nvcc("ch08/occupancy.cu")
     compare(
@@ -34,11 +34,11 @@ def test_occupancy_block_size(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         optimized=scale[rung],
         against="naive",
         inputs=floats,
-        work=lambda a, out, by, n: Work(bytes=2 * a.nbytes, flops=n, dtype="fp32"),
-        reference=lambda a, out, by, n: a.double() * by,
+        work=lambda a, out, factor, n: Work(read=a.nbytes, written=a.nbytes, flops=n, dtype="fp32"),
+        reference=lambda a, out, factor, n: a.double() * factor,
         evidence=[
-            # of all rungs: with more registers "full" would not be full
-            evidence.registers(most=32, kernel="scale"),
-            evidence.counter(RESIDENT, kernel="scale", least=0.8 * PERCENT[rung]),
+            # a condition of all rungs: above 32 registers, 64 warps would not fit on an SM
+            evidence.registers(max=32, kernel="scale"),
+            evidence.counter(OCCUPANCY, kernel="scale", min=0.8 * OCCUPANCY_PERCENT[rung]),
         ],
     )
