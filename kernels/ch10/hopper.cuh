@@ -15,28 +15,28 @@ using bf16 = __nv_bfloat16;
 // one chunk lie in 8 different bank groups. The copy engine writes this layout, wgmma reads it;
 // both take it from the address bits, so a tile begins at a multiple of 1024 bytes.
 
-constexpr int DEPTH = 64;            // columns of a tile: elements along k
-constexpr int ROW_BYTES = 2 * DEPTH;
+constexpr int TILE_K = 64;            // columns of a tile: elements along k
+constexpr int ROW_BYTES = 2 * TILE_K;
 constexpr int SWIZZLE_ALIGN = 1024;  // 8 rows
 
-constexpr __host__ __device__ uint32_t swizzled(int row, int chunk) {
+constexpr __host__ __device__ uint32_t swizzled_offset(int row, int chunk) {
     return row * ROW_BYTES + (chunk ^ row % 8) * 16;
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return __cvta_generic_to_shared(p); }
 
-__device__ inline uint32_t aligned_tiles(const void* dynamic_shared) {
+__device__ inline uint32_t swizzle_aligned(const void* dynamic_shared) {
     return (shared_address(dynamic_shared) + SWIZZLE_ALIGN - 1) / SWIZZLE_ALIGN * SWIZZLE_ALIGN;
 }
 
 // The tiles of an m x n result, 16 rows of them walked column by column: blocks that run at one
 // time share rows of a and b in the L2 cache.
-struct Corner {
+struct TileOrigin {
     int row, column;
 };
 
 template <int ROWS, int COLUMNS>
-__device__ Corner tile_corner(int index, int m, int n) {
+__device__ TileOrigin grouped_tile_origin(int index, int m, int n) {
     const int across = n / COLUMNS, first = index / (16 * across) * 16;
     const int rows = min(16, m / ROWS - first), inside = index - first * across;
     return {(first + inside % rows) * ROWS, inside / rows * COLUMNS};
@@ -44,7 +44,7 @@ __device__ Corner tile_corner(int index, int m, int n) {
 
 // Fragments of 16 x 8 sums: a lane has two neighbours in row lane / 4 and two 8 rows below.
 template <int COUNT>
-__device__ void store(const float (&sums)[COUNT], bf16* out, int n, int row, int column) {
+__device__ void store_fragments(const float (&sums)[COUNT], bf16* out, int n, int row, int column) {
     const int lane = threadIdx.x % 32;
     bf16* to = out + size_t(row + lane / 4) * n + column + lane % 4 * 2;
     for (int i = 0; i < COUNT / 4; ++i, to += 8) {
@@ -57,12 +57,12 @@ __device__ void store(const float (&sums)[COUNT], bf16* out, int n, int row, int
 
 // --- mbarriers: a phase ends when all have arrived and all announced bytes have landed ---------
 
-__device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
+__device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ inline void publish_barriers() {  // to the copy engine; the threads then synchronise
+__device__ inline void fence_mbarrier_init() {  // to the copy engine; the threads then synchronise
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -71,7 +71,7 @@ __device__ inline void arrive(uint64_t* barrier) {
                  :: "r"(shared_address(barrier)) : "memory");
 }
 
-__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+__device__ inline void arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -88,7 +88,7 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
 
 // --- Bulk tensor copies ------------------------------------------------------------------------
 
-__device__ inline void fetch_tile(uint32_t to, const CUtensorMap* map, int column, int row,
+__device__ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, int column, int row,
                                   uint64_t* barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3}], [%4];"
@@ -96,7 +96,7 @@ __device__ inline void fetch_tile(uint32_t to, const CUtensorMap* map, int colum
                  : "memory");
 }
 
-inline int multiprocessors() {
+inline int sm_count() {
     int device = 0, count = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -105,7 +105,7 @@ inline int multiprocessors() {
 
 // Describe a row-major matrix of bf16, or of bytes, and the tiles of 128 bytes across that it is
 // fetched in.
-inline cudaError_t describe(CUtensorMap* map, const void* matrix, int rows, int columns,
+inline cudaError_t make_tensor_map(CUtensorMap* map, const void* matrix, int rows, int columns,
                             int tile_rows, bool bytes = false) {
     const int size = bytes ? 1 : 2;
     static const auto encode = [] {  // a driver function: asked for, so that -lcuda is not needed
@@ -137,23 +137,23 @@ constexpr __host__ __device__ uint64_t wgmma_descriptor(uint32_t address) {
 }
 
 // What the tensor cores make of such a descriptor: where byte `byte` of row `row` lies.
-constexpr uint32_t described(uint32_t start, int row, int byte) {
+constexpr uint32_t descriptor_address(uint32_t start, int row, int byte) {
     const uint32_t address = start + row / 8 * 1024 + row % 8 * ROW_BYTES + byte;
     return address ^ (address >> 7 & 7) << 4;  // the row within the 8 picks the chunk
 }
 
 // Is that where the copies put it, for all four products of depth 16 of a step?
-constexpr bool finds_its_tile(uint32_t tile, int rows) {
+constexpr bool layouts_agree(uint32_t tile, int rows) {
     for (int k = 0; k < 4; ++k)
         for (int row = 0; row < rows; ++row)
             for (int chunk = 0; chunk < 2; ++chunk)
-                if (described(tile + 32 * k, row, 16 * chunk) !=
-                    tile + swizzled(row, 2 * k + chunk))
+                if (descriptor_address(tile + 32 * k, row, 16 * chunk) !=
+                    tile + swizzled_offset(row, 2 * k + chunk))
                     return false;
     return true;
 }
 
-static_assert(finds_its_tile(3 * SWIZZLE_ALIGN, 128), "the layout of copies and products differ");
+static_assert(layouts_agree(3 * SWIZZLE_ALIGN, 128), "the layout of copies and products differ");
 static_assert(wgmma_descriptor(0x12400) == 0x4000004000011240ull);
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -196,7 +196,7 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, int add) {
 // One step of 64 along k: four products of depth 16, 32 bytes further along the rows each time.
 // The swizzle is in the address bits, so the descriptor simply moves on inside the 128 bytes.
 template <int N>
-__device__ inline void multiply_step(float (&d)[N], uint32_t a, uint32_t b, int add) {
+__device__ inline void wgmma_k_tile(float (&d)[N], uint32_t a, uint32_t b, int add) {
     wgmma_fence();
     for (int k = 0; k < 4; ++k)
         wgmma(d, wgmma_descriptor(a + 32 * k), wgmma_descriptor(b + 32 * k), add | k);

@@ -49,11 +49,11 @@ __device__ void multiply_stage(uint32_t sums, uint32_t tiles, bool add, uint64_t
     tell(used);
 }
 
-__device__ void fetch(uint32_t to, const CUtensorMap* a, const CUtensorMap* b, Corner corner,
+__device__ void fetch(uint32_t to, const CUtensorMap* a, const CUtensorMap* b, TileOrigin origin,
                       int step, uint64_t* full) {
-    arrive_expecting(full, STAGE_BYTES);
-    fetch_tile(to, a, step * DEPTH, corner.row, full);
-    fetch_tile(to + A_BYTES, b, step * DEPTH, corner.column, full);
+    arrive_expect_tx(full, STAGE_BYTES);
+    tma_load_2d(to, a, step * TILE_K, origin.row, full);
+    tma_load_2d(to + A_BYTES, b, step * TILE_K, origin.column, full);
 }
 
 __device__ void reserve_tensor_memory(uint32_t* at, int columns) {  // by one warp
@@ -74,10 +74,10 @@ __device__ void after_signal() { asm volatile("tcgen05.fence::after_thread_sync;
                  "=r"(v[i + 4]), "=r"(v[i + 5]), "=r"(v[i + 6]), "=r"(v[i + 7])
 
 // A warp reaches the 32 lanes of its place among four; a lane is a row, 32 columns at a time.
-__device__ void store_rows(uint32_t sums, bf16* out, int n, Corner corner) {
+__device__ void store_rows(uint32_t sums, bf16* out, int n, TileOrigin origin) {
     const int row = threadIdx.x % 128;
     __syncwarp();
-    bf16* to = out + size_t(corner.row + row) * n + corner.column;
+    bf16* to = out + size_t(origin.row + row) * n + origin.column;
     for (int column = 0; column < COLUMNS; column += 32) {
         uint32_t v[32];
         asm volatile("tcgen05.ld.sync.aligned.32x32b.x32.b32 {%0, %1, %2, %3, %4, %5, %6, %7, "
@@ -101,29 +101,29 @@ gemm_two_stage(const __grid_constant__ CUtensorMap a, const __grid_constant__ CU
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[2], used[2], summed;
     __shared__ uint32_t tensor_memory;
-    const uint32_t tiles = aligned_tiles(memory);
-    const Corner corner = tile_corner<ROWS, COLUMNS>(blockIdx.x, m, n);
-    const int steps = k / DEPTH;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const TileOrigin origin = grouped_tile_origin<ROWS, COLUMNS>(blockIdx.x, m, n);
+    const int steps = k / TILE_K;
     if (threadIdx.x < 32) reserve_tensor_memory(&tensor_memory, COLUMNS);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < 2; ++stage) {
-            init_barrier(&full[stage], 1);
-            init_barrier(&used[stage], 1);
+            mbarrier_init(&full[stage], 1);
+            mbarrier_init(&used[stage], 1);
         }
-        init_barrier(&summed, 1);
-        publish_barriers();
+        mbarrier_init(&summed, 1);
+        fence_mbarrier_init();
     }
     before_signal();
     __syncthreads();
     after_signal();
     const uint32_t sums = tensor_memory;
     if (threadIdx.x == 0) {
-        fetch(tiles, &a, &b, corner, 0, &full[0]);
+        fetch(tiles, &a, &b, origin, 0, &full[0]);
         for (int step = 0; step < steps; ++step) {
             const int stage = step % 2, next = step + 1;
             if (next < steps) {
                 if (step > 0) wait(&used[next % 2], (step - 1) / 2 % 2);
-                fetch(tiles + next % 2 * STAGE_BYTES, &a, &b, corner, next, &full[next % 2]);
+                fetch(tiles + next % 2 * STAGE_BYTES, &a, &b, origin, next, &full[next % 2]);
             }
             wait(&full[stage], step / 2 % 2);
             after_signal();
@@ -134,7 +134,7 @@ gemm_two_stage(const __grid_constant__ CUtensorMap a, const __grid_constant__ CU
     __syncwarp();
     wait(&summed, 0);
     after_signal();
-    store_rows(sums, out, n, corner);
+    store_rows(sums, out, n, origin);
     before_signal();
     __syncthreads();
     if (threadIdx.x < 32) free_tensor_memory(sums, COLUMNS);
@@ -148,15 +148,15 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[STAGES], used[STAGES], summed[2], stored[2];
     __shared__ uint32_t tensor_memory;
-    const uint32_t tiles = aligned_tiles(memory);
-    const int steps = k / DEPTH, count = m / ROWS * (n / COLUMNS), warp = threadIdx.x / 32;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const int steps = k / TILE_K, count = m / ROWS * (n / COLUMNS), warp = threadIdx.x / 32;
     if (warp == 4) reserve_tensor_memory(&tensor_memory, 2 * COLUMNS);
     if (threadIdx.x == 0) {
-        for (auto& barrier : full) init_barrier(&barrier, 1);
-        for (auto& barrier : used) init_barrier(&barrier, 1);
-        for (auto& barrier : summed) init_barrier(&barrier, 1);
-        for (auto& barrier : stored) init_barrier(&barrier, 128);
-        publish_barriers();
+        for (auto& barrier : full) mbarrier_init(&barrier, 1);
+        for (auto& barrier : used) mbarrier_init(&barrier, 1);
+        for (auto& barrier : summed) mbarrier_init(&barrier, 1);
+        for (auto& barrier : stored) mbarrier_init(&barrier, 128);
+        fence_mbarrier_init();
     }
     before_signal();
     __syncthreads();
@@ -166,10 +166,10 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
     if (warp == 5 && leads) {  // fetches
         int i = 0;
         for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-            const Corner corner = tile_corner<ROWS, COLUMNS>(tile, m, n);
+            const TileOrigin origin = grouped_tile_origin<ROWS, COLUMNS>(tile, m, n);
             for (int step = 0; step < steps; ++step, ++i) {
                 wait(&used[i % STAGES], i / STAGES % 2 ^ 1);
-                fetch(tiles + i % STAGES * STAGE_BYTES, &a, &b, corner, step, &full[i % STAGES]);
+                fetch(tiles + i % STAGES * STAGE_BYTES, &a, &b, origin, step, &full[i % STAGES]);
             }
         }
     } else if (warp == 4 && leads) {  // multiplies
@@ -190,7 +190,7 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
         for (int tile = blockIdx.x; tile < count; tile += gridDim.x, ++turn) {
             wait(&summed[turn % 2], turn / 2 % 2);
             after_signal();
-            store_rows(sums + turn % 2 * COLUMNS, out, n, tile_corner<ROWS, COLUMNS>(tile, m, n));
+            store_rows(sums + turn % 2 * COLUMNS, out, n, grouped_tile_origin<ROWS, COLUMNS>(tile, m, n));
             before_signal();
             arrive(&stored[turn % 2]);
         }
@@ -203,10 +203,10 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
 template <typename Kernel>
 cudaError_t launch(Kernel kernel, const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                    int blocks, int threads, int stages, cudaStream_t stream) {
-    if (m % ROWS || n % COLUMNS || k % DEPTH) return cudaErrorInvalidValue;  // whole tiles only
+    if (m % ROWS || n % COLUMNS || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles only
     CUtensorMap maps[2];
-    if (cudaError_t error = describe(&maps[0], a, m, k, ROWS)) return error;
-    if (cudaError_t error = describe(&maps[1], b, n, k, COLUMNS)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, ROWS)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, COLUMNS)) return error;
     const int shared = stages * STAGE_BYTES + SWIZZLE_ALIGN;
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
@@ -223,5 +223,5 @@ extern "C" cudaError_t two_stage(const bf16* a, const bf16* b, bf16* out, int m,
 
 extern "C" cudaError_t specialised(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                    cudaStream_t stream) {
-    return launch(gemm_specialised, a, b, out, m, n, k, multiprocessors(), 192, STAGES, stream);
+    return launch(gemm_specialised, a, b, out, m, n, k, sm_count(), 192, STAGES, stream);
 }

@@ -29,7 +29,7 @@ __device__ void copy_tile(const bf16* from, int k, uint32_t to) {
     for (int i = threadIdx.x; i < SIDE * 8; i += THREADS) {
         const int row = i / 8, chunk = i % 8;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(to + swizzled(row, chunk)), "l"(from + size_t(row) * k + chunk * 8));
+                     :: "r"(to + swizzled_offset(row, chunk)), "l"(from + size_t(row) * k + chunk * 8));
     }
 }
 
@@ -37,14 +37,14 @@ __device__ void copy_tile(const bf16* from, int k, uint32_t to) {
 template <typename Product>
 __device__ void copied(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
-    const uint32_t tiles = aligned_tiles(memory);
-    const Corner corner = tile_corner<SIDE, SIDE>(blockIdx.x, m, n);
-    const int steps = k / DEPTH;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const TileOrigin origin = grouped_tile_origin<SIDE, SIDE>(blockIdx.x, m, n);
+    const int steps = k / TILE_K;
     auto copy = [&](int step) {
         const uint32_t to = tiles + step % STAGES * 2 * TILE_BYTES;
         if (step < steps) {
-            copy_tile(a + size_t(corner.row) * k + step * DEPTH, k, to);
-            copy_tile(b + size_t(corner.column) * k + step * DEPTH, k, to + TILE_BYTES);
+            copy_tile(a + size_t(origin.row) * k + step * TILE_K, k, to);
+            copy_tile(b + size_t(origin.column) * k + step * TILE_K, k, to + TILE_BYTES);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");  // an empty one keeps the count
     };
@@ -58,7 +58,7 @@ __device__ void copied(const bf16* a, const bf16* b, bf16* out, int m, int n, in
         const uint32_t at = tiles + step % STAGES * 2 * TILE_BYTES;
         product.step(at, at + TILE_BYTES);
     }
-    product.finish(out, n, corner.row, corner.column);
+    product.finish(out, n, origin.row, origin.column);
 }
 
 struct WarpProduct {  // 8 warps, 2 x 4, of 64 x 32 each
@@ -71,12 +71,12 @@ struct WarpProduct {  // 8 warps, 2 x 4, of 64 x 32 each
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
     }
     __device__ void step(uint32_t a, uint32_t b) {
-        for (int k = 0; k < DEPTH / 16; ++k) {
+        for (int k = 0; k < TILE_K / 16; ++k) {
             uint32_t x[4][4], y[2][4];
             for (int i = 0; i < 4; ++i)
-                load(x[i], a + swizzled(row + i * 16 + lane % 16, 2 * k + lane / 16));
+                load(x[i], a + swizzled_offset(row + i * 16 + lane % 16, 2 * k + lane / 16));
             for (int j = 0; j < 2; ++j)
-                load(y[j], b + swizzled(column + j * 16 + lane / 16 * 8 + lane % 8,
+                load(y[j], b + swizzled_offset(column + j * 16 + lane / 16 * 8 + lane % 8,
                                         2 * k + lane / 8 % 2));
             for (int i = 0; i < 4; ++i)
                 for (int j = 0; j < 4; ++j) {
@@ -93,7 +93,7 @@ struct WarpProduct {  // 8 warps, 2 x 4, of 64 x 32 each
     __device__ void finish(bf16* out, int n, int top, int left) {
         for (int i = 0; i < 4; ++i)
             for (int j = 0; j < 4; ++j)
-                store(sums[i][j], out, n, top + row + i * 16, left + column + j * 8);
+                store_fragments(sums[i][j], out, n, top + row + i * 16, left + column + j * 8);
     }
 };
 
@@ -103,11 +103,11 @@ struct WarpgroupProduct {  // 2 warpgroups of 64 x 128 each
     const int row = threadIdx.x / 128 * 64;
 
     __device__ void step(uint32_t a, uint32_t b) {
-        multiply_step(sums, a + row * ROW_BYTES, b, 1);
+        wgmma_k_tile(sums, a + row * ROW_BYTES, b, 1);
         wgmma_wait<0>();
     }
     __device__ void finish(bf16* out, int n, int top, int left) {
-        store(sums, out, n, top + row + threadIdx.x / 32 % 4 * 16, left);
+        store_fragments(sums, out, n, top + row + threadIdx.x / 32 % 4 * 16, left);
     }
 };
 
@@ -126,19 +126,19 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
          int m, int n, int k) {
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[STAGES];
-    const uint32_t tiles = aligned_tiles(memory);
-    const Corner corner = tile_corner<SIDE, SIDE>(blockIdx.x, m, n);
-    const int steps = k / DEPTH, mine = threadIdx.x / 128 * 64;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const TileOrigin origin = grouped_tile_origin<SIDE, SIDE>(blockIdx.x, m, n);
+    const int steps = k / TILE_K, mine = threadIdx.x / 128 * 64;
     auto fetch = [&](int step) {
         const uint32_t to = tiles + step % STAGES * 2 * TILE_BYTES;
         uint64_t* landed = &full[step % STAGES];
-        arrive_expecting(landed, 2 * TILE_BYTES);
-        fetch_tile(to, &a, step * DEPTH, corner.row, landed);
-        fetch_tile(to + TILE_BYTES, &b, step * DEPTH, corner.column, landed);
+        arrive_expect_tx(landed, 2 * TILE_BYTES);
+        tma_load_2d(to, &a, step * TILE_K, origin.row, landed);
+        tma_load_2d(to + TILE_BYTES, &b, step * TILE_K, origin.column, landed);
     };
     if (threadIdx.x == 0) {
-        for (auto& barrier : full) init_barrier(&barrier, 1);
-        publish_barriers();
+        for (auto& barrier : full) mbarrier_init(&barrier, 1);
+        fence_mbarrier_init();
         for (int step = 0; step < min(STAGES, steps); ++step) fetch(step);
     }
     __syncthreads();
@@ -146,14 +146,14 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
     for (int step = 0; step < steps; ++step) {
         wait(&full[step % STAGES], step / STAGES % 2);
         const uint32_t at = tiles + step % STAGES * 2 * TILE_BYTES;
-        multiply_step(sums, at + mine * ROW_BYTES, at + TILE_BYTES, 1);
+        wgmma_k_tile(sums, at + mine * ROW_BYTES, at + TILE_BYTES, 1);
         wgmma_wait<1>();  // the product before this one is done,
         __syncthreads();  // in both warpgroups: its tiles may be overwritten
         const int next = step - 1 + STAGES;
         if (threadIdx.x == 0 && step > 0 && next < steps) fetch(next);
     }
     wgmma_wait<0>();
-    store(sums, out, n, corner.row + mine + threadIdx.x / 32 % 4 * 16, corner.column);
+    store_fragments(sums, out, n, origin.row + mine + threadIdx.x / 32 % 4 * 16, origin.column);
 }
 
 // --- Tiles of 128 x 256, four stages, one block an SM, a role for each warpgroup -----------------
@@ -166,12 +166,12 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
                  bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[DEEP], empty[DEEP];
-    const uint32_t tiles = aligned_tiles(memory);
-    const int steps = k / DEPTH, count = m / SIDE * (n / WIDE), group = threadIdx.x / 128;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const int steps = k / TILE_K, count = m / SIDE * (n / WIDE), group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
-        for (auto& barrier : full) init_barrier(&barrier, 1);
-        for (auto& barrier : empty) init_barrier(&barrier, 8);  // the warps that multiply
-        publish_barriers();
+        for (auto& barrier : full) mbarrier_init(&barrier, 1);
+        for (auto& barrier : empty) mbarrier_init(&barrier, 8);  // the warps that multiply
+        fence_mbarrier_init();
     }
     __syncthreads();
     int stage = 0, parity = 0;
@@ -180,13 +180,13 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 0) return;
         for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-            const Corner corner = tile_corner<SIDE, WIDE>(tile, m, n);
+            const TileOrigin origin = grouped_tile_origin<SIDE, WIDE>(tile, m, n);
             for (int step = 0; step < steps; ++step, advance()) {
                 const uint32_t to = tiles + stage * STAGE_BYTES;
                 wait(&empty[stage], parity ^ 1);
-                arrive_expecting(&full[stage], STAGE_BYTES);
-                fetch_tile(to, &a, step * DEPTH, corner.row, &full[stage]);
-                fetch_tile(to + TILE_BYTES, &b, step * DEPTH, corner.column, &full[stage]);
+                arrive_expect_tx(&full[stage], STAGE_BYTES);
+                tma_load_2d(to, &a, step * TILE_K, origin.row, &full[stage]);
+                tma_load_2d(to + TILE_BYTES, &b, step * TILE_K, origin.column, &full[stage]);
             }
         }
     } else {
@@ -197,14 +197,14 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
             for (int step = 0; step < steps; ++step, advance()) {
                 wait(&full[stage], parity);
                 const uint32_t at = tiles + stage * STAGE_BYTES;
-                multiply_step(sums, at + mine * ROW_BYTES, at + TILE_BYTES, step);
+                wgmma_k_tile(sums, at + mine * ROW_BYTES, at + TILE_BYTES, step);
                 wgmma_wait<1>();
                 if (step > 0 && threadIdx.x % 32 == 0) arrive(&empty[(stage + DEEP - 1) % DEEP]);
             }
             wgmma_wait<0>();
             if (threadIdx.x % 32 == 0) arrive(&empty[(stage + DEEP - 1) % DEEP]);
-            const Corner corner = tile_corner<SIDE, WIDE>(tile, m, n);
-            store(sums, out, n, corner.row + mine + threadIdx.x / 32 % 4 * 16, corner.column);
+            const TileOrigin origin = grouped_tile_origin<SIDE, WIDE>(tile, m, n);
+            store_fragments(sums, out, n, origin.row + mine + threadIdx.x / 32 % 4 * 16, origin.column);
         }
     }
 }
@@ -214,7 +214,7 @@ int tiles_of(int m, int n) { return m / SIDE * (n / SIDE); }
 template <typename Kernel, typename Operand>
 cudaError_t launch(Kernel kernel, Operand a, Operand b, bf16* out, int m, int n, int k, int blocks,
                    int threads, int shared, cudaStream_t stream) {
-    if (m % SIDE || n % WIDE || k % DEPTH) return cudaErrorInvalidValue;  // whole tiles only
+    if (m % SIDE || n % WIDE || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles only
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
         return error;
@@ -237,8 +237,8 @@ cudaError_t launch_mapped(Kernel kernel, const bf16* a, const bf16* b, bf16* out
                           int k, int columns, int blocks, int threads, int shared,
                           cudaStream_t stream) {
     CUtensorMap maps[2];
-    if (cudaError_t error = describe(&maps[0], a, m, k, SIDE)) return error;
-    if (cudaError_t error = describe(&maps[1], b, n, k, columns)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, SIDE)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, columns)) return error;
     return launch(kernel, maps[0], maps[1], out, m, n, k, blocks, threads, shared, stream);
 }
 
@@ -250,6 +250,6 @@ extern "C" cudaError_t tma(const bf16* a, const bf16* b, bf16* out, int m, int n
 
 extern "C" cudaError_t specialised(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                    cudaStream_t stream) {
-    return launch_mapped(gemm_specialised, a, b, out, m, n, k, WIDE, multiprocessors(), 384,
+    return launch_mapped(gemm_specialised, a, b, out, m, n, k, WIDE, sm_count(), 384,
                          SHARED_WIDE, stream);
 }

@@ -1,68 +1,71 @@
-// out = x * w^T with both operands in NVFP4: x is quantised here, w beforehand (nvfp4.py says how
-// numbers and scales lie in memory).
+// out = x * w^T with both operands in NVFP4: x is quantized here in each call, w beforehand. The
+// memory layout of numbers and scales is described in nvfp4.py.
 //
-//   quantize_rows  A thread quantises 16 neighbours: their largest magnitude gives the scale, the
-//                  conversion to 4 bits is an instruction.
-//   linear         tcgen05.mma with block scales: 64 products along k at once, twice as many as in
-//                  fp8. The numbers come from shared memory by descriptors; 64 are 32 bytes, so
-//                  a step of 256 along k looks just like 64 of bf16. The scales must lie in
-//                  tensor memory: 512 bytes, for 128 rows and 4 scales each, fill 4 columns.
+//   quantize_rows  One thread per group of 16 neighbors: their largest magnitude gives the E4M3
+//                  scale, and one instruction converts two values to a byte.
+//   linear         A warp-specialized GEMM with tcgen05.mma.block_scale: 64 values along k per
+//                  instruction, twice as many as in fp8. Descriptors point to the operands in shared
+//                  memory; 64 numbers are 32 bytes, so a stage of 256 along k has the same layout as
+//                  64 bf16. The scales must be in tensor memory: tcgen05.cp copies a block of 512
+//                  bytes (128 rows x 4 scales) into 4 columns.
 //
-// One thread fetches, one copies scales and multiplies, then four warps store. A stage has scale
-// columns of its own, so that they are free when its products are done.
+// Thread 32 is the producer (bulk copies), thread 0 copies scales to tensor memory and issues the
+// MMAs, and then all four warps run the epilogue. Each stage has its own scale columns, so they are
+// free again as soon as the MMAs of the stage are done.
 
 #include <cuda_fp4.h>
 #include <cuda_fp8.h>
 
 #include "../ch10/hopper.cuh"
 
-constexpr int SIDE = 128;                      // rows of x and of w in a tile of the result
-constexpr int STEP = 256;                      // numbers along k in a stage: 128 bytes a row
-constexpr int STAGES = 4;
-constexpr int TILE_BYTES = SIDE * ROW_BYTES;   // 128 x 256 numbers
-constexpr int SCALE_BYTES = SIDE * STEP / 16;  // 4 blocks of 512
+constexpr int TILE = 128;                      // rows of x and of w per tile of the result
+constexpr int TILE_K = 256;                    // numbers along k per stage: 128 bytes per row
+constexpr int STAGES = 4;                      // of the shared-memory pipeline
+constexpr int TILE_BYTES = TILE * ROW_BYTES;   // 128 x 256 numbers
+constexpr int SCALE_BYTES = TILE * TILE_K / 16;  // 4 blocks of 512
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
-constexpr int SHARED = STAGES * STAGE_BYTES + SWIZZLE_ALIGN;
-constexpr int TENSOR_COLUMNS = 256;            // 128 sums, and 2 * 16 columns of scales a stage
+constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + SWIZZLE_ALIGN;
+constexpr int TMEM_COLUMNS = 256;              // 128 of accumulators, 2 * 16 of scales per stage
 
-static_assert(SIDE + STAGES * 2 * 16 <= TENSOR_COLUMNS);
-static_assert(STAGE_BYTES % SWIZZLE_ALIGN == 0, "each stage begins where the swizzle does");
+static_assert(TILE + STAGES * 2 * 16 <= TMEM_COLUMNS);
+static_assert(STAGE_BYTES % SWIZZLE_ALIGN == 0, "each stage starts at a swizzle boundary");
 
-// 128-byte swizzle, 8 rows 1024 bytes apart.
-constexpr __host__ __device__ uint64_t numbers_at(uint32_t address) {
+// Shared-memory descriptor of an operand: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+constexpr __host__ __device__ uint64_t operand_descriptor(uint32_t address) {
     return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(1024 >> 4) << 32 |
            1ull << 46 | 2ull << 61;
 }
 
-// No swizzle: 32 rows of 16 bytes, 8 of them 128 bytes apart.
-constexpr __host__ __device__ uint64_t scales_at(uint32_t address) {
+// Shared-memory descriptor of a block of scales: no swizzle, 32 rows of 16 bytes, groups of 8 rows
+// 128 bytes apart.
+constexpr __host__ __device__ uint64_t scale_descriptor(uint32_t address) {
     return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(128 >> 4) << 32 | 1ull << 46;
 }
 
-// E2M1 operands (1 in bits 7 and 10), n / 8 from bit 17, E4M3 scales (bit 23 is 0), m / 16 from 24.
-constexpr uint32_t INSTRUCTION = 1u << 7 | 1u << 10 | (SIDE / 8) << 17 | (SIDE / 16) << 24;
+// E2M1 operands (1 from bits 7 and 10), n / 8 from bit 17, E4M3 scales (bit 23: 0), m / 16 from 24.
+constexpr uint32_t INSTRUCTION_DESCRIPTOR = 1u << 7 | 1u << 10 | (TILE / 8) << 17 | (TILE / 16) << 24;
 
-static_assert(INSTRUCTION == 0x08200480);
-static_assert(scales_at(0x12400) == 0x0000400800011240ull);
+static_assert(INSTRUCTION_DESCRIPTOR == 0x08200480);
+static_assert(scale_descriptor(0x12400) == 0x0000400800011240ull);
 
 __global__ void quantize_rows(const bf16* x, uint2* numbers, uint8_t* scales, int groups) {
     const int group = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (group >= groups) return;
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(x);
-    const auto* from = pairs + (size_t(row) * groups + group) * 8;
-    float2 v[8];
-    float largest = 0;
+    const auto* source = pairs + (size_t(row) * groups + group) * 8;
+    float2 values[8];
+    float max_magnitude = 0;
     for (int i = 0; i < 8; ++i) {
-        v[i] = __bfloat1622float2(from[i]);
-        largest = fmaxf(largest, fmaxf(fabsf(v[i].x), fabsf(v[i].y)));
+        values[i] = __bfloat1622float2(source[i]);
+        max_magnitude = fmaxf(max_magnitude, fmaxf(fabsf(values[i].x), fabsf(values[i].y)));
     }
-    const auto scale = __nv_cvt_float_to_fp8(largest / 6, __NV_SATFINITE, __NV_E4M3);
-    const float by = __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
-    const float inverse = by > 0 ? 1 / by : 0;
+    const auto scale = __nv_cvt_float_to_fp8(max_magnitude / 6, __NV_SATFINITE, __NV_E4M3);
+    const float rounded = __half2float(__half(__nv_cvt_fp8_to_halfraw(scale, __NV_E4M3)));
+    const float inverse = rounded > 0 ? 1 / rounded : 0;
     uint32_t packed[2] = {};
     for (int i = 0; i < 8; ++i) {
-        const float2 number = make_float2(v[i].x * inverse, v[i].y * inverse);
-        const uint32_t pair = __nv_cvt_float2_to_fp4x2(number, __NV_E2M1, cudaRoundNearest);
+        const float2 scaled = make_float2(values[i].x * inverse, values[i].y * inverse);
+        const uint32_t pair = __nv_cvt_float2_to_fp4x2(scaled, __NV_E2M1, cudaRoundNearest);
         packed[i / 4] |= pair << i % 4 * 8;
     }
     numbers[size_t(row) * groups + group] = make_uint2(packed[0], packed[1]);
@@ -70,41 +73,48 @@ __global__ void quantize_rows(const bf16* x, uint2* numbers, uint8_t* scales, in
     scales[block * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4] = scale;
 }
 
-__device__ void fetch_bytes(uint32_t to, const uint8_t* from, uint32_t bytes, uint64_t* full) {
+__device__ void bulk_copy(uint32_t to, const uint8_t* from, uint32_t bytes, uint64_t* full) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(shared_address(full)) : "memory");
 }
 
-__device__ void copy_scales(uint32_t columns, uint32_t from) {  // to all four warps' lanes
+// Copies a block of scales into 4 columns, replicated for the lanes of all four warps.
+__device__ void copy_scales_to_tmem(uint32_t columns, uint32_t block) {
     asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;"
-                 :: "r"(columns), "l"(scales_at(from)) : "memory");
+                 :: "r"(columns), "l"(scale_descriptor(block)) : "memory");
 }
 
-__device__ void multiply(uint32_t sums, uint32_t x, uint32_t w, uint32_t x_scales,
+__device__ void mma_block_scaled(uint32_t accumulator, uint32_t x, uint32_t w, uint32_t x_scales,
                          uint32_t w_scales, bool add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
                  "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X "
                  "[%0], %1, %2, %3, [%4], [%5], add;\n}"
-                 :: "r"(sums), "l"(numbers_at(x)), "l"(numbers_at(w)), "r"(INSTRUCTION),
+                 :: "r"(accumulator), "l"(operand_descriptor(x)), "l"(operand_descriptor(w)), "r"(INSTRUCTION_DESCRIPTOR),
                     "r"(x_scales), "r"(w_scales), "r"(int(add)) : "memory");
 }
 
-__device__ void tell(uint64_t* barrier) {  // when all products so far are done
+// Makes the barrier track the MMAs issued so far: it completes when they are done.
+__device__ void commit(uint64_t* barrier) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
                  :: "r"(shared_address(barrier)) : "memory");
 }
 
-__device__ void before_signal() { asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }
-__device__ void after_signal() { asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }
+__device__ void fence_before_thread_sync() {
+    asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+}
 
-__device__ void store_rows(uint32_t sums, bf16* out, int n, float scale) {
-    for (int column = 0; column < SIDE; column += 8) {
+__device__ void fence_after_thread_sync() {
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+}
+
+__device__ void store_rows(uint32_t accumulator, bf16* out, int n, float scale) {
+    for (int column = 0; column < TILE; column += 8) {
         uint32_t v[8];
         asm volatile("tcgen05.ld.sync.aligned.32x32b.x8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
                      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]),
                        "=r"(v[6]), "=r"(v[7])
-                     : "r"(sums + (threadIdx.x / 32 * 32 << 16) + column));
+                     : "r"(accumulator + (threadIdx.x / 32 * 32 << 16) + column));
         asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
         __nv_bfloat162 packed[4];
         for (int i = 0; i < 4; ++i)
@@ -120,84 +130,86 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
        const uint8_t* x_scales, const uint8_t* w_scales, bf16* out, int m, int n, int k,
        float scale) {
     extern __shared__ unsigned char memory[];
-    __shared__ uint64_t full[STAGES], used[STAGES], summed;
-    __shared__ uint32_t tensor_memory;
-    const uint32_t tiles = aligned_tiles(memory);
-    const Corner corner = tile_corner<SIDE, SIDE>(blockIdx.x, m, n);
-    const int steps = k / STEP;
+    __shared__ uint64_t full[STAGES], empty[STAGES], accumulated;
+    __shared__ uint32_t tmem_base;
+    const uint32_t tiles = swizzle_aligned(memory);
+    const TileOrigin origin = grouped_tile_origin<TILE, TILE>(blockIdx.x, m, n);
+    const int steps = k / TILE_K;
     if (threadIdx.x < 32) {
         asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;"
-                     :: "r"(shared_address(&tensor_memory)), "r"(TENSOR_COLUMNS) : "memory");
+                     :: "r"(shared_address(&tmem_base)), "r"(TMEM_COLUMNS) : "memory");
         asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
     }
     if (threadIdx.x == 0) {
-        for (auto& barrier : full) init_barrier(&barrier, 1);
-        for (auto& barrier : used) init_barrier(&barrier, 1);
-        init_barrier(&summed, 1);
-        publish_barriers();
+        for (auto& barrier : full) mbarrier_init(&barrier, 1);
+        for (auto& barrier : empty) mbarrier_init(&barrier, 1);
+        mbarrier_init(&accumulated, 1);
+        fence_mbarrier_init();
     }
-    before_signal();
+    fence_before_thread_sync();
     __syncthreads();
-    after_signal();
-    const uint32_t sums = tensor_memory;
+    fence_after_thread_sync();
+    const uint32_t accumulator = tmem_base;
 
-    if (threadIdx.x == 32) {  // fetches
-        const size_t blocks = size_t(k) / 64 * 512;  // bytes of the scales of 128 rows
+    if (threadIdx.x == 32) {  // producer
+        const size_t scale_pitch = size_t(k) / 64 * 512;  // bytes of scales per 128 rows
         for (int step = 0; step < steps; ++step) {
             const int stage = step % STAGES;
             const uint32_t to = tiles + stage * STAGE_BYTES;
-            wait(&used[stage], step / STAGES % 2 ^ 1);
-            arrive_expecting(&full[stage], STAGE_BYTES);
-            fetch_tile(to, &x, step * ROW_BYTES, corner.row, &full[stage]);
-            fetch_tile(to + TILE_BYTES, &w, step * ROW_BYTES, corner.column, &full[stage]);
-            fetch_bytes(to + 2 * TILE_BYTES,
-                        x_scales + corner.row / 128 * blocks + size_t(step) * SCALE_BYTES,
+            wait(&empty[stage], step / STAGES % 2 ^ 1);
+            arrive_expect_tx(&full[stage], STAGE_BYTES);
+            tma_load_2d(to, &x, step * ROW_BYTES, origin.row, &full[stage]);
+            tma_load_2d(to + TILE_BYTES, &w, step * ROW_BYTES, origin.column, &full[stage]);
+            bulk_copy(to + 2 * TILE_BYTES,
+                        x_scales + origin.row / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
                         SCALE_BYTES, &full[stage]);
-            fetch_bytes(to + 2 * TILE_BYTES + SCALE_BYTES,
-                        w_scales + corner.column / 128 * blocks + size_t(step) * SCALE_BYTES,
+            bulk_copy(to + 2 * TILE_BYTES + SCALE_BYTES,
+                        w_scales + origin.column / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
                         SCALE_BYTES, &full[stage]);
         }
-    } else if (threadIdx.x == 0) {  // multiplies
+    } else if (threadIdx.x == 0) {  // MMA issuer
         for (int step = 0; step < steps; ++step) {
             const int stage = step % STAGES;
-            const uint32_t at = tiles + stage * STAGE_BYTES, columns = sums + SIDE + stage * 32;
+            const uint32_t x_tile = tiles + stage * STAGE_BYTES, w_tile = x_tile + TILE_BYTES;
+            const uint32_t scale_columns = accumulator + TILE + stage * 32;
             wait(&full[stage], step / STAGES % 2);
-            after_signal();
+            fence_after_thread_sync();
             for (int block = 0; block < 8; ++block)  // 4 of x, then 4 of w
-                copy_scales(columns + block * 4, at + 2 * TILE_BYTES + block * 512);
+                copy_scales_to_tmem(scale_columns + block * 4,
+                                    x_tile + 2 * TILE_BYTES + block * 512);
             for (int i = 0; i < 4; ++i)
-                multiply(sums, at + 32 * i, at + TILE_BYTES + 32 * i, columns + i * 4,
-                         columns + 16 + i * 4, step || i);
-            tell(&used[stage]);
+                mma_block_scaled(accumulator, x_tile + 32 * i, w_tile + 32 * i,
+                                 scale_columns + i * 4, scale_columns + 16 + i * 4, step || i);
+            commit(&empty[stage]);
         }
-        tell(&summed);
+        commit(&accumulated);
     }
     __syncwarp();
-    wait(&summed, 0);
+    wait(&accumulated, 0);
     __syncwarp();
-    after_signal();
-    store_rows(sums, out + size_t(corner.row) * n + corner.column, n, scale);
-    before_signal();
+    fence_after_thread_sync();
+    store_rows(accumulator, out + size_t(origin.row) * n + origin.column, n, scale);
+    fence_before_thread_sync();
     __syncthreads();
     if (threadIdx.x < 32)
         asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;"
-                     :: "r"(sums), "r"(TENSOR_COLUMNS) : "memory");
+                     :: "r"(accumulator), "r"(TMEM_COLUMNS) : "memory");
 }
 
-// `numbers` and `scales` take x in NVFP4; `scale` is the matrix scale of w.
+// `numbers` and `scales` are scratch for x in NVFP4; `scale` is the matrix scale of w.
 extern "C" cudaError_t nvfp4_linear(const bf16* x, const uint8_t* w, const uint8_t* w_scales,
                                     uint8_t* numbers, uint8_t* scales, bf16* out, int m, int n,
                                     int k, float scale, cudaStream_t stream) {
-    if (m % SIDE || n % SIDE || k % STEP) return cudaErrorInvalidValue;  // whole tiles only
+    if (m % TILE || n % TILE || k % TILE_K) return cudaErrorInvalidValue;  // no partial tiles
     CUtensorMap maps[2];
-    if (cudaError_t error = describe(&maps[0], numbers, m, k / 2, SIDE, true)) return error;
-    if (cudaError_t error = describe(&maps[1], w, n, k / 2, SIDE, true)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[0], numbers, m, k / 2, TILE, true)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[1], w, n, k / 2, TILE, true)) return error;
     if (cudaError_t error = cudaFuncSetAttribute(
-            linear, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED))
+            linear, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES))
         return error;
     quantize_rows<<<dim3((k / 16 + 127) / 128, m), 128, 0, stream>>>(
         x, reinterpret_cast<uint2*>(numbers), scales, k / 16);
-    linear<<<m / SIDE * (n / SIDE), 128, SHARED, stream>>>(maps[0], maps[1], scales, w_scales, out,
+    linear<<<m / TILE * (n / TILE), 128, SHARED_BYTES, stream>>>(maps[0], maps[1], scales, w_scales, out,
                                                            m, n, k, scale);
     return cudaGetLastError();
 }
