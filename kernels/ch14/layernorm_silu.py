@@ -1,23 +1,26 @@
-"""LayerNorm and SiLU in one CUDA kernel, compiled by NVRTC for the width that it meets."""
+"""LayerNorm and SiLU in one CUDA kernel, compiled by NVRTC for the row width at hand."""
 
 from functools import cache
 
 import cupy
 
 THREADS = 256
+"""Threads per block."""
+
 EPSILON = 1e-5
+"""Added to the variance under the square root."""
 
 SOURCE = r"""
 constexpr int WARPS = THREADS / 32, VECTORS = WIDTH / 4 / THREADS;
 
 __device__ float block_sum(float value) {
-    __shared__ float warps[WARPS];
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
-    __syncthreads();  // the sum before this one has been read
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __shared__ float warp_sums[WARPS];
+    for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
+    __syncthreads();  // all threads have read the previous sum
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
     __syncthreads();
     value = 0;
-    for (int warp = 0; warp < WARPS; ++warp) value += warps[warp];
+    for (int warp = 0; warp < WARPS; ++warp) value += warp_sums[warp];
     return value;
 }
 
@@ -26,7 +29,7 @@ __device__ float normalised_silu(float x, float rstd, float scale, float shift) 
     return __fdividef(y, 1 + expf(-y));
 }
 
-// One block a row. WIDTH is a constant, so the loops unroll and the row stays in registers.
+// One block per row. WIDTH is a constant, so the loops unroll and the row stays in registers.
 extern "C" __global__ void layernorm_silu(const float4* __restrict__ x,
                                           const float4* __restrict__ scale,
                                           const float4* __restrict__ shift,
@@ -60,7 +63,7 @@ extern "C" __global__ void layernorm_silu(const float4* __restrict__ x,
 @cache
 def _compiled(width):
     if width % (4 * THREADS):
-        raise ValueError(f"rows of {width} floats: a multiple of {4 * THREADS} is needed")
+        raise ValueError(f"rows of {width} floats: the width must be a multiple of {4 * THREADS}")
     constants = {"WIDTH": width, "THREADS": THREADS, "EPSILON": f"{EPSILON}f"}
     options = tuple(f"-D{name}={value}" for name, value in constants.items())
     return cupy.RawKernel(SOURCE, "layernorm_silu", options)

@@ -1,10 +1,10 @@
-"""Softmax over the rows of a matrix, each row read from memory once: two Triton rungs.
+"""Softmax over the rows of a matrix with one read of each row from device memory: two rungs.
 
-online    sweeps the row in tiles and keeps two scalars, the largest value so far and the sum of
-          exponentials relative to it; a new maximum rescales the sum. A second sweep divides. It
-          reads the row twice, the second time from the L2 cache, and takes rows of any length.
-resident  holds the whole row in the registers of one block, so that it is loaded once and each
-          exponential is computed once. Rows up to 32768 columns fit.
+online    sweeps the row in tiles and keeps two scalars, the running max and the denominator (the
+          sum of exponentials relative to that max). A new max rescales the denominator. A second
+          sweep divides; it reads the row again, from the L2 cache. Rows may have any length.
+resident  keeps the whole row in the registers of one block, loads it once and computes each
+          exponential once. The length is limited to 32768 columns.
 """
 
 import torch
@@ -15,18 +15,19 @@ import triton.language as tl
 @triton.jit
 def _online(x, out, columns, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
-    highest = -float("inf")
-    total = 0.0
+    running_max = -float("inf")
+    denominator = 0.0
     for first in range(0, columns, TILE):
         at = first + tl.arange(0, TILE)
         tile = tl.load(x + start + at, mask=at < columns, other=-float("inf"))
-        before, highest = highest, tl.maximum(highest, tl.max(tile, 0))
-        total = total * tl.exp(before - highest) + tl.sum(tl.exp(tile - highest), 0)
+        old_max, running_max = running_max, tl.maximum(running_max, tl.max(tile, 0))
+        rescale = tl.exp(old_max - running_max)
+        denominator = denominator * rescale + tl.sum(tl.exp(tile - running_max), 0)
     for first in range(0, columns, TILE):
         at = first + tl.arange(0, TILE)
-        # the last use of the row: it may leave the cache
+        # evict_first: nothing reads the row after this load
         tile = tl.load(x + start + at, mask=at < columns, eviction_policy="evict_first")
-        tl.store(out + start + at, tl.exp(tile - highest) / total, mask=at < columns)
+        tl.store(out + start + at, tl.exp(tile - running_max) / denominator, mask=at < columns)
 
 
 @triton.jit
@@ -34,13 +35,13 @@ def _resident(x, out, columns, ROW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, ROW)
     row = tl.load(x + start + at, mask=at < columns, other=-float("inf"))
-    powers = tl.exp(row - tl.max(row, 0))
-    tl.store(out + start + at, powers / tl.sum(powers, 0), mask=at < columns)
+    exponentials = tl.exp(row - tl.max(row, 0))
+    tl.store(out + start + at, exponentials / tl.sum(exponentials, 0), mask=at < columns)
 
 
 def online(x):
     out = torch.empty_like(x)
-    # 16 warps: four rows in flight an SM, few enough that the second sweep finds them in the cache
+    # 16 warps: four rows in flight per SM, few enough that the second sweep hits the L2 cache
     _online[(x.shape[0],)](x, out, x.shape[1], TILE=4096, num_warps=16)
     return out
 
@@ -48,6 +49,6 @@ def online(x):
 def resident(x):
     out = torch.empty_like(x)
     row = triton.next_power_of_2(x.shape[1])
-    # 32 elements a thread: enough loads in flight, few enough registers for four blocks an SM
+    # 32 elements per thread: enough loads in flight, few enough registers for four blocks per SM
     _resident[(x.shape[0],)](x, out, x.shape[1], ROW=row, num_warps=min(max(row // 1024, 1), 32))
     return out

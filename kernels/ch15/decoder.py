@@ -1,6 +1,6 @@
-"""A small transformer for claims about serving: blocks of attention and an MLP, and no biases.
+"""A small transformer decoder for serving claims: blocks of attention and an MLP, without biases.
 
-Positions are not encoded: a causal mask is all the order that these claims need.
+There is no positional encoding: the causal mask gives all the order that these claims need.
 """
 
 import gc
@@ -11,32 +11,39 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, rms_norm
 
-HEAD = 64
+HEAD_DIM = 64
+"""Channels per attention head."""
 
 
 class Decoder(NamedTuple):
-    """Weights, those of a kind in one array; inputs are rows, so that ``x @ weight`` is a layer."""
+    """Weights, one tensor per kind for all layers. Inputs are rows: a layer is ``x @ weight``."""
 
-    embedding: torch.Tensor  # tokens x width
-    head: torch.Tensor  # tokens x width
-    qkv: torch.Tensor  # layers x width x 3 width
-    out: torch.Tensor  # layers x width x width
-    up: torch.Tensor  # layers x width x 4 width
-    down: torch.Tensor  # layers x 4 width x width
+    embedding: torch.Tensor
+    """Vocabulary x width."""
+    lm_head: torch.Tensor
+    """Vocabulary x width: the logits of a hidden state are ``x @ lm_head.T``."""
+    qkv: torch.Tensor
+    """Layers x width x 3 width."""
+    out: torch.Tensor
+    """Layers x width x width: the output projection of attention."""
+    up: torch.Tensor
+    """Layers x width x 4 width."""
+    down: torch.Tensor
+    """Layers x 4 width x width."""
 
     def layers(self, count=None):
-        """The weights of each layer, of the first ``count`` where that is given."""
+        """Return the weights of each layer, or of the first ``count`` layers."""
         return list(zip(*(kind[:count] for kind in self[2:]), strict=True))
 
     def to(self, dtype):
         return Decoder(*(weight.to(dtype) for weight in self))
 
 
-def random_decoder(layers, width, tokens, **kind):
-    """Draw weights under which every layer adds about as much as the embedding brings."""
+def random_decoder(layers, width, vocabulary, **options):
+    """Draw weights with which each layer adds about as much to x as the embedding contributes."""
     shapes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
-    weights = [torch.randn(layers, *s, **kind).mul_(s[0] ** -0.5) for s in shapes]
-    tables = [torch.randn(tokens, width, **kind) for _ in range(2)]
+    weights = [torch.randn(layers, *s, **options).mul_(s[0] ** -0.5) for s in shapes]
+    tables = [torch.randn(vocabulary, width, **options) for _ in range(2)]
     return Decoder(*tables, *weights)
 
 
@@ -44,27 +51,28 @@ def norm(x):
     return rms_norm(x, x.shape[-1:])
 
 
-def before(x, qkv):
-    """Give queries, keys and values (... x heads x HEAD), which attention takes."""
-    return (norm(x) @ qkv).unflatten(-1, (3, -1, HEAD)).unbind(-3)
+def qkv_projection(x, qkv):
+    """Return queries, keys and values, each (... x heads x HEAD_DIM)."""
+    return (norm(x) @ qkv).unflatten(-1, (3, -1, HEAD_DIM)).unbind(-3)
 
 
-def after(x, mixed, out, up, down):
-    """Do what follows attention, whose result is ``mixed`` (... x width)."""
-    x = x + mixed @ out
+def output_and_mlp(x, attended, out, up, down):
+    """Add the output projection of the attention result (... x width), then the MLP."""
+    x = x + attended @ out
     return x + gelu(norm(x) @ up) @ down
 
 
 def block(x, layer, attend):
-    """One layer; ``attend`` gets queries, keys and values."""
+    """Run one layer; ``attend`` maps queries, keys and values to the attention result."""
     qkv, *rest = layer
-    return after(x, attend(*before(x, qkv)).flatten(-2), *rest)
+    return output_and_mlp(x, attend(*qkv_projection(x, qkv)).flatten(-2), *rest)
 
 
-def attention(q, k, v, **how):
-    """Attend over (batch x tokens x heads x HEAD)."""
+def attention(q, k, v, **options):
+    """Run scaled_dot_product_attention on (batch x tokens x heads x HEAD_DIM)."""
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(*heads_first, **how).transpose(1, 2)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(*heads_first, **options).transpose(1, 2)
 
 
 def causal(q, k, v):
@@ -72,7 +80,7 @@ def causal(q, k, v):
 
 
 def forward(model, tokens, attend=causal):
-    """Give the last hidden states of sequences (batch x tokens), all positions at once."""
+    """Return the hidden states of the last layer for sequences (batch x tokens)."""
     x = model.embedding[tokens]
     for layer in model.layers():
         x = block(x, layer, attend)
@@ -80,37 +88,37 @@ def forward(model, tokens, attend=causal):
 
 
 def captured(step, device):
-    """Capture a step in a CUDA graph and return its replay; without a GPU, the step itself."""
+    """Capture a step in a CUDA graph and return its replay; without a GPU, return the step."""
     if torch.device(device).type != "cuda":
         return step
-    return graph_of(step).replay
+    return capture_graph(step).replay
 
 
 @cache
-def _aside():
+def _capture_stream():
     return torch.cuda.Stream()
 
 
-def graph_of(step, *pool):
-    """Capture a step in a CUDA graph, whose memory comes from ``pool`` where one is given.
+def capture_graph(step, *pool):
+    """Capture a step in a CUDA graph. The graph allocates from ``pool`` if one is given.
 
-    Not by torch.cuda.graph(), which first gives all unused memory back to the driver: that, and
-    asking for it anew, takes many times as long as a capture.
+    This does not use torch.cuda.graph(), which first returns all unused memory to the driver:
+    returning and reallocating it takes many times as long as a capture.
     """
-    step()  # libraries set themselves up in a first call, which captures forbid
-    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    step()  # libraries initialize in their first call, which a capture forbids
+    graph, gc_was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()  # a collection may destroy another graph, which would invalidate this capture
     try:
-        with torch.cuda.stream(_aside()):
+        with torch.cuda.stream(_capture_stream()):
             graph.capture_begin(*pool)
             try:
                 step()
             except BaseException:
-                with suppress(RuntimeError):  # that of the step says more
+                with suppress(RuntimeError):  # the error of the step is the more useful one
                     graph.capture_end()
                 raise
             graph.capture_end()
     finally:
-        if collecting:
+        if gc_was_enabled:
             gc.enable()
     return graph

@@ -1,136 +1,141 @@
-"""Who gets which slots of a key-value pool: three allocators, and a server that puts them to use.
+"""Three allocators for the slots of a KV cache, and a simulated server that uses them.
 
-max_length  reserves as many slots as a text could ever need, side by side.
-buddy       keeps each text in a block of a power of two, and moves it to one of twice the size
-            when it has outgrown its own: at most half of a block is unused.
-paged       hands out pages of 16 slots as a text grows: less than one page of each is unused.
+max_length  reserves contiguous slots for the longest possible sequence.
+buddy       keeps each sequence in a block whose size is a power of two, and moves it to a block of
+            twice the size when it outgrows its own: at most half of a block is unused.
+paged       hands out pages of 16 slots as a sequence grows: less than one page per sequence is
+            unused.
 
-An allocator gets a text slots for so many tokens by `grow` (False when the pool has no room), says
-by `slots` which they are, in the order of the tokens, and gives all back by `release`.
+Interface of an allocator: ``grow`` reserves slots for a sequence of the given length and returns
+False when the pool has no room; ``slots`` returns the slots of a range of tokens in order;
+``release`` frees all slots of a sequence.
 """
 
 import numpy as np
 
 PAGE = 16
+"""Slots per page."""
 
 
 class MaxLength:
-    def __init__(self, memory, longest):
-        pool = len(memory)
-        self.free = [np.arange(at, at + longest) for at in range(0, pool - longest + 1, longest)]
-        self.held = {}
+    def __init__(self, memory, max_length):
+        last = len(memory) - max_length
+        self.free = [np.arange(at, at + max_length) for at in range(0, last + 1, max_length)]
+        self.reserved = {}
 
-    def grow(self, text, _length):
-        if text not in self.held:
+    def grow(self, sequence, _length):
+        if sequence not in self.reserved:
             if not self.free:
                 return False
-            self.held[text] = self.free.pop()
+            self.reserved[sequence] = self.free.pop()
         return True
 
-    def slots(self, text, first, end):
-        return self.held[text][first:end]
+    def slots(self, sequence, first, end):
+        return self.reserved[sequence][first:end]
 
-    def release(self, text):
-        self.free.append(self.held.pop(text))
+    def release(self, sequence):
+        self.free.append(self.reserved.pop(sequence))
 
 
 class Buddy:
-    """Blocks are (start, size); the pool is a power of two."""
+    """Blocks are (start, size) pairs; the size of the pool is a power of two."""
 
-    def __init__(self, memory, _longest):
+    def __init__(self, memory, _max_length):
         self.memory, pool = memory, len(memory)
         self.free = {pool >> i: set() for i in range(pool.bit_length())}
         self.free[pool].add(0)
-        self.held = {}
+        self.blocks = {}
 
-    def _take(self, size):
-        fits = next((s for s in sorted(self.free) if s >= size and self.free[s]), None)
-        if fits is None:
+    def _allocate(self, size):
+        block_size = next((s for s in sorted(self.free) if s >= size and self.free[s]), None)
+        if block_size is None:
             return None
-        start = self.free[fits].pop()
-        while fits > size:  # the upper halves stay free
-            fits //= 2
-            self.free[fits].add(start + fits)
+        start = self.free[block_size].pop()
+        while block_size > size:  # split: the upper half stays free
+            block_size //= 2
+            self.free[block_size].add(start + block_size)
         return start, size
 
-    def _give(self, start, size):
-        while size in self.free and start ^ size in self.free[size]:  # the other half is free, too
+    def _free_block(self, start, size):
+        while size in self.free and start ^ size in self.free[size]:  # merge with a free buddy
             self.free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size
         self.free[size].add(start)
 
-    def grow(self, text, length):
-        old = self.held.get(text)
+    def grow(self, sequence, length):
+        old = self.blocks.get(sequence)
         if old is None or length > old[1]:
-            new = self._take(1 << (length - 1).bit_length())
+            new = self._allocate(1 << (length - 1).bit_length())
             if new is None:
                 return False
-            self.held[text] = new
+            self.blocks[sequence] = new
             if old:
                 start, size = old
                 self.memory[new[0] : new[0] + size] = self.memory[start : start + size]
-                self._give(start, size)
+                self._free_block(start, size)
         return True
 
-    def slots(self, text, first, end):
-        start, _ = self.held[text]
+    def slots(self, sequence, first, end):
+        start, _ = self.blocks[sequence]
         return np.arange(start + first, start + end)
 
-    def release(self, text):
-        self._give(*self.held.pop(text))
+    def release(self, sequence):
+        self._free_block(*self.blocks.pop(sequence))
 
 
 class Paged:
-    def __init__(self, memory, _longest):
+    def __init__(self, memory, _max_length):
         self.free = list(range(0, len(memory), PAGE))
-        self.held = {}
+        self.page_tables = {}
 
-    def grow(self, text, length):
-        pages = self.held.get(text, [])
+    def grow(self, sequence, length):
+        pages = self.page_tables.get(sequence, [])
         missing = -(-length // PAGE) - len(pages)
         if missing > len(self.free):
             return False
-        self.held[text] = pages + [self.free.pop() for _ in range(missing)]
+        self.page_tables[sequence] = pages + [self.free.pop() for _ in range(missing)]
         return True
 
-    def slots(self, text, first, end):
+    def slots(self, sequence, first, end):
         tokens = np.arange(first, end)
-        return np.array(self.held[text])[tokens // PAGE] + tokens % PAGE
+        return np.array(self.page_tables[sequence])[tokens // PAGE] + tokens % PAGE
 
-    def release(self, text):
-        self.free += self.held.pop(text)
+    def release(self, sequence):
+        self.free += self.page_tables.pop(sequence)
 
 
-def serve(prompts, lengths, values, pool, kind):
-    """Serve texts in order of arrival, each step one token of every admitted one.
+def serve(prompts, lengths, values, pool, allocator_class):
+    """Serve sequences in order of arrival: each step adds one token to every admitted sequence.
 
-    ``values`` (texts x longest) stands for keys and values: a text's are written to its slots as
-    its tokens are made, and read at its end. Return their sums, and how many texts got a token in a
-    step on average. When a text needs a slot and there is none, the youngest gives way: it frees
-    its slots, goes back to the head of the queue, and starts anew.
+    ``prompts`` and ``lengths`` are token counts. ``values`` (sequences x longest) stands for keys
+    and values: a token's value is written to its slot when the token is generated, and all are read
+    when the sequence ends. When a sequence needs a slot and none is free, the youngest sequence is
+    preempted: it frees its slots, returns to the head of the queue, and later starts again.
+
+    Return the sum of each sequence's values, and the mean number of sequences per step.
     """
     memory, sums = np.zeros(pool, values.dtype), np.zeros(len(values), values.dtype)
-    allocator = kind(memory, values.shape[1])
+    allocator = allocator_class(memory, values.shape[1])
     queue, running, steps = list(range(len(lengths)))[::-1], {}, 0
     while queue or running:
         while queue and allocator.grow(queue[-1], int(prompts[queue[-1]])):
-            text = queue.pop()
-            running[text] = int(prompts[text])
-            memory[allocator.slots(text, 0, running[text])] = values[text, : running[text]]
+            sequence = queue.pop()
+            running[sequence] = prompt = int(prompts[sequence])
+            memory[allocator.slots(sequence, 0, prompt)] = values[sequence, :prompt]
         if not running:
             raise ValueError("a prompt is larger than the pool")
-        for text, length in list(running.items()):
-            while text in running and not allocator.grow(text, length + 1):
+        for sequence, length in list(running.items()):
+            while sequence in running and not allocator.grow(sequence, length + 1):
                 youngest, _ = running.popitem()
                 allocator.release(youngest)
                 queue.append(youngest)
-            if text not in running:
-                continue  # it gave way
-            memory[allocator.slots(text, length, length + 1)] = values[text, length]
-            running[text] = length + 1
-            if running[text] == lengths[text]:
-                sums[text] = memory[allocator.slots(text, 0, lengths[text])].sum()
-                allocator.release(text)
-                del running[text]
+            if sequence not in running:
+                continue  # preempted
+            memory[allocator.slots(sequence, length, length + 1)] = values[sequence, length]
+            running[sequence] = length + 1
+            if running[sequence] == lengths[sequence]:
+                sums[sequence] = memory[allocator.slots(sequence, 0, lengths[sequence])].sum()
+                allocator.release(sequence)
+                del running[sequence]
         steps += 1
     return sums, float((lengths - prompts).sum()) / steps

@@ -1,12 +1,12 @@
-"""Decode tokens that are given, one after the other, behind prompts: three caches.
+"""Decode given tokens one after the other behind prompts, with three kinds of KV cache.
 
-recompute  none: prompt and new tokens run through the model for each new token.
-concat     keys and values of all tokens so far, to which those of the new token are appended.
-           Those are views of a projection: copied first, since `cat` is slow where one is strided.
-slab       the same, in arrays as long as the text will become.
+recompute  No cache: prompt and new tokens run through the model for each new token.
+concat     ``torch.cat`` appends the keys and values of each new token to those of all earlier
+           tokens. They are made contiguous first, because `cat` is slow on strided views.
+slab       Keys and values are written in place into arrays of the final length.
 
-Each prepares what it keeps of the prompts, and returns what decodes: the last hidden state at each
-new token (new tokens x batch x width).
+Each function prefills its cache from the prompts and returns the function that decodes. Decoding
+returns the last hidden state of each new token (new tokens x batch x width).
 """
 
 import torch
@@ -16,30 +16,30 @@ from kernels.ch15.decoder import attention, block, causal, forward
 
 def recompute(_model, _prompts, _new):
     def decode(model, prompts, new):
-        whole = torch.cat([prompts, new], 1)
-        ends = range(prompts.shape[1] + 1, whole.shape[1] + 1)
-        return torch.stack([forward(model, whole[:, :end])[:, -1] for end in ends])
+        sequences = torch.cat([prompts, new], 1)
+        ends = range(prompts.shape[1] + 1, sequences.shape[1] + 1)
+        return torch.stack([forward(model, sequences[:, :end])[:, -1] for end in ends])
 
     return decode
 
 
 def _prefill(model, prompts):
-    """Give keys and values of each layer (batch x tokens x heads x HEAD)."""
-    kept = []
+    """Return keys and values of each layer (batch x tokens x heads x HEAD_DIM)."""
+    kv = []
 
     def attend(q, k, v):
-        kept.append((k.contiguous(), v.contiguous()))
+        kv.append((k.contiguous(), v.contiguous()))
         return causal(q, k, v)
 
     forward(model, prompts, attend)
-    return kept
+    return kv
 
 
 def concat(model, prompts, _new):
     prefilled = _prefill(model, prompts)
 
     def decode(model, _prompts, new):
-        caches, answers = list(prefilled), []
+        caches, hidden_states = list(prefilled), []
         for tokens in new.unbind(1):
             x = model.embedding[tokens[:, None]]
             for i, layer in enumerate(model.layers()):
@@ -50,33 +50,33 @@ def concat(model, prompts, _new):
                     return attention(q, *caches[i])
 
                 x = block(x, layer, attend)
-            answers.append(x[:, 0])
-        return torch.stack(answers)
+            hidden_states.append(x[:, 0])
+        return torch.stack(hidden_states)
 
     return decode
 
 
 def slab(model, prompts, new):
     length, slabs = prompts.shape[1], []
-    for pair in _prefill(model, prompts):
-        room = [x.new_empty(len(x), length + new.shape[1], *x.shape[2:]) for x in pair]
-        for kept, x in zip(room, pair, strict=True):
-            kept[:, :length] = x
-        slabs.append(room)
+    for kv in _prefill(model, prompts):
+        kv_slab = [x.new_empty(len(x), length + new.shape[1], *x.shape[2:]) for x in kv]
+        for cache, x in zip(kv_slab, kv, strict=True):
+            cache[:, :length] = x
+        slabs.append(kv_slab)
 
     def decode(model, _prompts, new):
-        answers = []
+        hidden_states = []
         for at, tokens in enumerate(new.unbind(1), length):
             x = model.embedding[tokens[:, None]]
-            for layer, room in zip(model.layers(), slabs, strict=True):
+            for layer, kv_slab in zip(model.layers(), slabs, strict=True):
 
-                def attend(q, k, v, at=at, room=room):
-                    for kept, latest in zip(room, (k, v), strict=True):
-                        kept[:, at : at + 1] = latest
-                    return attention(q, *(kept[:, : at + 1] for kept in room))
+                def attend(q, k, v, at=at, kv_slab=kv_slab):
+                    for cache, latest in zip(kv_slab, (k, v), strict=True):
+                        cache[:, at : at + 1] = latest
+                    return attention(q, *(cache[:, : at + 1] for cache in kv_slab))
 
                 x = block(x, layer, attend)
-            answers.append(x[:, 0])
-        return torch.stack(answers)
+            hidden_states.append(x[:, 0])
+        return torch.stack(hidden_states)
 
     return decode

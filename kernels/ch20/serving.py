@@ -11,7 +11,7 @@ in the clock, eagerly, by all of them.
 
 import torch
 
-from kernels.ch15.decoder import HEAD, attention, block, captured, causal, forward, norm
+from kernels.ch15.decoder import HEAD_DIM, attention, block, captured, causal, forward, norm
 
 
 def prefill(model, prompts, keep):
@@ -25,7 +25,7 @@ def prefill(model, prompts, keep):
 
 
 def choose(model, x):
-    return (norm(x) @ model.head.T).argmax(1)
+    return (norm(x) @ model.lm_head.T).argmax(1)
 
 
 def batched(model, prompts, count):
@@ -53,7 +53,7 @@ def one_by_one(model, prompts, count):
 
 
 class Slabs:
-    """Keys and values of each layer (requests x room x heads x HEAD), filled by the prompts.
+    """Keys and values of each layer (requests x room x heads x HEAD_DIM), filled by the prompts.
 
     What a graph reads must live as long as the graph, which knows addresses only: so the numbers
     of all places are kept here, too.
@@ -62,7 +62,7 @@ class Slabs:
     def __init__(self, model, prompts, count):
         requests, self.length = prompts.shape
         width = model.embedding.shape[1]
-        shape = 2, requests, self.length + count, width // HEAD, HEAD
+        shape = 2, requests, self.length + count, width // HEAD_DIM, HEAD_DIM
         self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
         self.places = torch.arange(self.length + count, device=prompts.device)
 

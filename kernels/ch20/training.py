@@ -6,7 +6,7 @@ compiled  forward and backward pass compiled, too.
 graph     all of it in one CUDA graph.
 
 Weights and both moments are updated in place; the loss is returned. They are given as three tuples
-(embedding, head, and the layers' kinds of weights, as in ch15's decoder).
+(embedding, lm_head, and the layers' kinds of weights, as in ch15's decoder).
 """
 
 import torch
@@ -30,7 +30,7 @@ def loss_of(x, target, weights, layers, kind):
     tables, rest = weights[:2], weights[2:]
     kinds = [[w.to(kind) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
     model = _Layered(*(table.to(kind) for table in tables), *kinds)
-    logits = norm(forward(model, x)).flatten(0, 1) @ model.head.T
+    logits = norm(forward(model, x)).flatten(0, 1) @ model.lm_head.T
     # summed up over a text: gradients of a handy size
     return cross_entropy(logits.to(weights[0].dtype), target.flatten(), reduction="sum") / len(x)
 

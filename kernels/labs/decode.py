@@ -9,14 +9,14 @@ int8    the same kernels, with a byte for each weight and a scale for each row.
 
 Tokens are given, so that no choice between near ties can differ; the result is the last hidden
 state at each of them. ``past`` holds the keys and values of the text so far (layers x 2 x heads x
-tokens x HEAD).
+tokens x HEAD_DIM).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.ch15.decoder import HEAD, attention, block, captured
+from kernels.ch15.decoder import HEAD_DIM, attention, block, captured
 
 EPSILON = 1e-6
 TILE = 4096  # weights that a program has on their way at a time
@@ -24,7 +24,7 @@ TILE = 4096  # weights that a program has on their way at a time
 
 def room_for(past, tokens):
     """Make slabs that hold the past and leave room for the new tokens."""
-    grown = past.new_zeros(*past.shape[:3], past.shape[3] + len(tokens), HEAD)
+    grown = past.new_zeros(*past.shape[:3], past.shape[3] + len(tokens), HEAD_DIM)
     grown[:, :, :, : past.shape[3]] = past
     return grown
 
@@ -163,8 +163,8 @@ class Fused(Replay):
         for qkv, out, up, down, slab in zip(*self.weights, self.slabs, strict=True):
             mixed, heads = self.product(qkv, x, norm=True), torch.empty_like(x)
             _attend[(slab.shape[1],)](
-                *(mixed, *slab, self.at, heads, slab.shape[1], slab.shape[2], HEAD**-0.5),
-                *(HEAD, 64),
+                *(mixed, *slab, self.at, heads, slab.shape[1], slab.shape[2], HEAD_DIM**-0.5),
+                *(HEAD_DIM, 64),
             )
             x = self.product(out, heads, residual=x)
             x = self.product(down, self.product(up, x, norm=True, gelu=True), residual=x)

@@ -29,7 +29,7 @@ def requests(bench: Bench) -> tuple[Decoder, torch.Tensor, int]:
     layers, width = bench.size(2, check=2), bench.size(512, check=128)
     kind = {"device": bench.device, "dtype": torch.bfloat16}
     model = random_decoder(layers, width, 1000, **kind)
-    model.head[torch.randperm(1000, device=bench.device)] = model.embedding.clone()
+    model.lm_head[torch.randperm(1000, device=bench.device)] = model.embedding.clone()
     model.out.mul_(0.5)  # what the layers add must not drown the token
     model.down.mul_(0.5)
     shape = bench.size(16, check=3), bench.size(128, check=10)
@@ -38,7 +38,7 @@ def requests(bench: Bench) -> tuple[Decoder, torch.Tensor, int]:
 
 def in_fp64(model, prompts, count):
     model, texts = model.to(torch.float64), prompts
-    following = (model.embedding @ model.head.T).argmax(1)
+    following = (model.embedding @ model.lm_head.T).argmax(1)
     for _ in range(count):
         texts = torch.cat([texts, following[texts[:, -1:]]], 1)
     hidden = forward(model, texts[:, :-1])

@@ -19,7 +19,7 @@ reading of the weights, and turn these products into proper matrix products.
 import pytest
 import torch
 
-from kernels.ch15.decoder import HEAD, Decoder, random_decoder
+from kernels.ch15.decoder import HEAD_DIM, Decoder, random_decoder
 from kernels.labs import decode
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
@@ -30,7 +30,7 @@ def text(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tensor]:
     # the interpreter of the check is wrong in bf16
     kind = {"device": bench.device, "dtype": torch.bfloat16 if bench.full else torch.float16}
     model = random_decoder(layers, width, 1000, **kind)
-    shape = layers, 2, width // HEAD, bench.size(500, check=20), HEAD
+    shape = layers, 2, width // HEAD_DIM, bench.size(500, check=20), HEAD_DIM
     tokens = torch.randint(1000, (bench.size(8, check=2),), device=bench.device)
     return static(model), static(torch.randn(shape, **kind)), tokens
 
