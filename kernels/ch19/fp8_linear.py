@@ -1,21 +1,22 @@
-"""A linear layer whose three products run on the fp8 tensor cores, quantised anew in each step.
+"""A linear layer whose three GEMMs run on the FP8 tensor cores, operands quantized in each step.
 
-One scale a tensor maps its largest magnitude to the largest fp8 number. cuBLASLt multiplies rows by
-rows (both operands along the sum), so that the backward pass transposes the fp8 copies that it
-needs the other way round. The copies, of half the bytes, are what is kept for it.
+Each tensor has one scale, which maps its largest magnitude to the largest E4M3 number. cuBLASLt's
+FP8 GEMM takes both operands with k contiguous (A times B transposed), so the backward pass
+transposes those FP8 copies that it needs in the other orientation. The copies are saved for the
+backward pass in place of bf16 tensors, at half the bytes.
 """
 
 import torch
 
-LARGEST = 448  # of float8_e4m3fn
+E4M3_MAX = 448  # largest float8_e4m3fn
 
 
-def quantized(x):
-    scale = x.abs().amax().float().clamp(min=1e-30) / LARGEST
+def quantize(x):
+    scale = x.abs().amax().float().clamp(min=1e-30) / E4M3_MAX
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-def product(a, scale_a, b, scale_b):
+def scaled_mm(a, scale_a, b, scale_b):
     """Multiply a @ b.T."""
     multiply = torch._scaled_mm  # noqa: SLF001  its public wrapper breaks torch.compile's graph
     return multiply(a, b.T, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -24,17 +25,17 @@ def product(a, scale_a, b, scale_b):
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        copies = *quantized(x), *quantized(weight)
-        ctx.save_for_backward(*copies)
-        return product(*copies)
+        quantized = *quantize(x), *quantize(weight)
+        ctx.save_for_backward(*quantized)
+        return scaled_mm(*quantized)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, grad_out):
         x, scale_x, weight, scale_w = ctx.saved_tensors
-        g, scale_g = quantized(gradient)
-        to_x = product(g, scale_g, weight.T.contiguous(), scale_w)
-        to_weight = product(g.T.contiguous(), scale_g, x.T.contiguous(), scale_x)
-        return to_x, to_weight
+        grad, scale_grad = quantize(grad_out)
+        grad_x = scaled_mm(grad, scale_grad, weight.T.contiguous(), scale_w)
+        grad_weight = scaled_mm(grad.T.contiguous(), scale_grad, x.T.contiguous(), scale_x)
+        return grad_x, grad_weight
 
 
 def fp8_linear(x, weight):

@@ -4,10 +4,10 @@
 //   quantize_rows  One thread per group of 16 neighbors: their largest magnitude gives the E4M3
 //                  scale, and one instruction converts two values to a byte.
 //   linear         A warp-specialized GEMM with tcgen05.mma.block_scale: 64 values along k per
-//                  instruction, twice as many as in fp8. Descriptors point to the operands in shared
-//                  memory; 64 numbers are 32 bytes, so a stage of 256 along k has the same layout as
-//                  64 bf16. The scales must be in tensor memory: tcgen05.cp copies a block of 512
-//                  bytes (128 rows x 4 scales) into 4 columns.
+//                  instruction, twice as many as in fp8. Descriptors point to the operands in
+//                  shared memory; 64 numbers are 32 bytes, so a stage of 256 along k has the layout
+//                  of 64 bf16. The scales must be in tensor memory: tcgen05.cp copies a block of
+//                  512 bytes (128 rows x 4 scales) into 4 columns.
 //
 // Thread 32 is the producer (bulk copies), thread 0 copies scales to tensor memory and issues the
 // MMAs, and then all four warps run the epilogue. Each stage has its own scale columns, so they are
@@ -18,14 +18,14 @@
 
 #include "../ch10/hopper.cuh"
 
-constexpr int TILE = 128;                      // rows of x and of w per tile of the result
-constexpr int TILE_K = 256;                    // numbers along k per stage: 128 bytes per row
-constexpr int STAGES = 4;                      // of the shared-memory pipeline
-constexpr int TILE_BYTES = TILE * ROW_BYTES;   // 128 x 256 numbers
-constexpr int SCALE_BYTES = TILE * TILE_K / 16;  // 4 blocks of 512
+constexpr int TILE = 128;                         // rows of x and of w per tile of the result
+constexpr int STAGE_K = 256;                      // numbers along k per stage: 128 bytes per row
+constexpr int STAGES = 4;                         // of the shared-memory pipeline
+constexpr int TILE_BYTES = TILE * ROW_BYTES;      // 128 x 256 numbers
+constexpr int SCALE_BYTES = TILE * STAGE_K / 16;  // 4 blocks of 512
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + SWIZZLE_ALIGN;
-constexpr int TMEM_COLUMNS = 256;              // 128 of accumulators, 2 * 16 of scales per stage
+constexpr int TMEM_COLUMNS = 256;                 // 128 of accumulators, 2 * 16 of scales per stage
 
 static_assert(TILE + STAGES * 2 * 16 <= TMEM_COLUMNS);
 static_assert(STAGE_BYTES % SWIZZLE_ALIGN == 0, "each stage starts at a swizzle boundary");
@@ -43,7 +43,8 @@ constexpr __host__ __device__ uint64_t scale_descriptor(uint32_t address) {
 }
 
 // E2M1 operands (1 from bits 7 and 10), n / 8 from bit 17, E4M3 scales (bit 23: 0), m / 16 from 24.
-constexpr uint32_t INSTRUCTION_DESCRIPTOR = 1u << 7 | 1u << 10 | (TILE / 8) << 17 | (TILE / 16) << 24;
+constexpr uint32_t INSTRUCTION_DESCRIPTOR =
+    1u << 7 | 1u << 10 | (TILE / 8) << 17 | (TILE / 16) << 24;
 
 static_assert(INSTRUCTION_DESCRIPTOR == 0x08200480);
 static_assert(scale_descriptor(0x12400) == 0x0000400800011240ull);
@@ -86,12 +87,13 @@ __device__ void copy_scales_to_tmem(uint32_t columns, uint32_t block) {
 }
 
 __device__ void mma_block_scaled(uint32_t accumulator, uint32_t x, uint32_t w, uint32_t x_scales,
-                         uint32_t w_scales, bool add) {
+                                 uint32_t w_scales, bool add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
                  "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X "
                  "[%0], %1, %2, %3, [%4], [%5], add;\n}"
-                 :: "r"(accumulator), "l"(operand_descriptor(x)), "l"(operand_descriptor(w)), "r"(INSTRUCTION_DESCRIPTOR),
-                    "r"(x_scales), "r"(w_scales), "r"(int(add)) : "memory");
+                 :: "r"(accumulator), "l"(operand_descriptor(x)), "l"(operand_descriptor(w)),
+                    "r"(INSTRUCTION_DESCRIPTOR), "r"(x_scales), "r"(w_scales), "r"(int(add))
+                 : "memory");
 }
 
 // Makes the barrier track the MMAs issued so far: it completes when they are done.
@@ -108,6 +110,7 @@ __device__ void fence_after_thread_sync() {
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
+// Epilogue: lane l of warp w holds row 32 * w + l of the tile.
 __device__ void store_rows(uint32_t accumulator, bf16* out, int n, float scale) {
     for (int column = 0; column < TILE; column += 8) {
         uint32_t v[8];
@@ -134,7 +137,7 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
     __shared__ uint32_t tmem_base;
     const uint32_t tiles = swizzle_aligned(memory);
     const TileOrigin origin = grouped_tile_origin<TILE, TILE>(blockIdx.x, m, n);
-    const int steps = k / TILE_K;
+    const int steps = k / STAGE_K;
     if (threadIdx.x < 32) {
         asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;"
                      :: "r"(shared_address(&tmem_base)), "r"(TMEM_COLUMNS) : "memory");
@@ -161,24 +164,24 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
             tma_load_2d(to, &x, step * ROW_BYTES, origin.row, &full[stage]);
             tma_load_2d(to + TILE_BYTES, &w, step * ROW_BYTES, origin.column, &full[stage]);
             bulk_copy(to + 2 * TILE_BYTES,
-                        x_scales + origin.row / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
-                        SCALE_BYTES, &full[stage]);
+                      x_scales + origin.row / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
+                      SCALE_BYTES, &full[stage]);
             bulk_copy(to + 2 * TILE_BYTES + SCALE_BYTES,
-                        w_scales + origin.column / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
-                        SCALE_BYTES, &full[stage]);
+                      w_scales + origin.column / 128 * scale_pitch + size_t(step) * SCALE_BYTES,
+                      SCALE_BYTES, &full[stage]);
         }
     } else if (threadIdx.x == 0) {  // MMA issuer
         for (int step = 0; step < steps; ++step) {
             const int stage = step % STAGES;
-            const uint32_t x_tile = tiles + stage * STAGE_BYTES, w_tile = x_tile + TILE_BYTES;
+            const uint32_t operands = tiles + stage * STAGE_BYTES;
             const uint32_t scale_columns = accumulator + TILE + stage * 32;
             wait(&full[stage], step / STAGES % 2);
             fence_after_thread_sync();
             for (int block = 0; block < 8; ++block)  // 4 of x, then 4 of w
                 copy_scales_to_tmem(scale_columns + block * 4,
-                                    x_tile + 2 * TILE_BYTES + block * 512);
+                                    operands + 2 * TILE_BYTES + block * 512);
             for (int i = 0; i < 4; ++i)
-                mma_block_scaled(accumulator, x_tile + 32 * i, w_tile + 32 * i,
+                mma_block_scaled(accumulator, operands + 32 * i, operands + TILE_BYTES + 32 * i,
                                  scale_columns + i * 4, scale_columns + 16 + i * 4, step || i);
             commit(&empty[stage]);
         }
@@ -200,7 +203,7 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
 extern "C" cudaError_t nvfp4_linear(const bf16* x, const uint8_t* w, const uint8_t* w_scales,
                                     uint8_t* numbers, uint8_t* scales, bf16* out, int m, int n,
                                     int k, float scale, cudaStream_t stream) {
-    if (m % TILE || n % TILE || k % TILE_K) return cudaErrorInvalidValue;  // no partial tiles
+    if (m % TILE || n % TILE || k % STAGE_K) return cudaErrorInvalidValue;  // no partial tiles
     CUtensorMap maps[2];
     if (cudaError_t error = make_tensor_map(&maps[0], numbers, m, k / 2, TILE, true)) return error;
     if (cudaError_t error = make_tensor_map(&maps[1], w, n, k / 2, TILE, true)) return error;
@@ -209,7 +212,7 @@ extern "C" cudaError_t nvfp4_linear(const bf16* x, const uint8_t* w, const uint8
         return error;
     quantize_rows<<<dim3((k / 16 + 127) / 128, m), 128, 0, stream>>>(
         x, reinterpret_cast<uint2*>(numbers), scales, k / 16);
-    linear<<<m / TILE * (n / TILE), 128, SHARED_BYTES, stream>>>(maps[0], maps[1], scales, w_scales, out,
-                                                           m, n, k, scale);
+    linear<<<m / TILE * (n / TILE), 128, SHARED_BYTES, stream>>>(
+        maps[0], maps[1], scales, w_scales, out, m, n, k, scale);
     return cudaGetLastError();
 }

@@ -1,17 +1,15 @@
-"""The feed-forward block of a transformer trains faster in fp8 than in bf16, both compiled.
+"""Forward and backward of a feed-forward block run faster in fp8 than in bf16, both compiled.
 
-Each linear layer has three products: forward, to its input's gradient, to its weight's gradient.
-In fp8 the tensor cores run them at up to twice the rate, but the operands must be quantised in each
-step: a pass for the largest magnitude, a pass to scale and cast, and transposed copies for the
-backward pass. torch.compile fuses these passes with each other and with norm and activation
-function; eager, they would eat up the gain.
+Each linear layer has three GEMMs: the output, the gradient of the input and the gradient of the
+weight. FP8 tensor cores run them at up to twice the bf16 rate, but the operands must be quantized
+in every step: one pass for the largest magnitude, one to scale and cast, and transposed copies for
+the backward pass. torch.compile fuses these passes with each other and with the norm and the
+activation function; in eager mode they would use up the gain.
 
-The passes grow with the matrices, the products with the matrices times the width: below a width of
-about 2048 nothing is gained. e4m3 serves gradients here because a scale per tensor and step catches
-them; e5m2 has more range and less precision. Loss and gradients stay within fp8's error, and inputs
-have offsets per channel, as activations do, their targets larger ones: gradients of pure noise
-would be noise, in bf16, too, and with equal offsets the worst element of one gradient came as far
-off as fp8's tolerance in one run of six.
+The cost of the passes grows with the size of the matrices, the GEMMs with that size times the
+width, so narrow blocks gain nothing. E4M3 is enough for the gradients here because every tensor is
+rescaled in every step; E5M2 has more range and less precision. The oracle checks the loss and all
+gradients of one step; there is no optimizer, and convergence is not tested.
 """
 
 from functools import partial
@@ -24,17 +22,21 @@ from pytest_aiperf import Bench, Compare, Work, evidence
 
 
 def block(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make tokens, what the block shall make of them, and both weights."""
+    """Draw tokens, targets and both weights.
+
+    Tokens have an offset per channel, as activations do, and targets a larger one: the gradients of
+    zero-mean noise would be noise themselves, in bf16 as well.
+    """
     tokens, width = bench.size(8192, check=64), bench.size(4096, check=32)
-    kind = {"device": bench.device, "dtype": torch.bfloat16}
-    offset, aim = torch.randn(2, 1, width, **kind).sign()
-    x, target = torch.randn(2, tokens, width, **kind)
-    x, target = x + offset, target + 2 * aim
-    up = torch.randn(4 * width, width, **kind) * width**-0.5
-    return x, target, up, torch.randn(width, 4 * width, **kind) * (4 * width) ** -0.5
+    options = {"device": bench.device, "dtype": torch.bfloat16}
+    offset, target_offset = torch.randn(2, 1, width, **options).sign()
+    x, target = torch.randn(2, tokens, width, **options)
+    x, target = x + offset, target + 2 * target_offset
+    up = torch.randn(4 * width, width, **options) * width**-0.5
+    return x, target, up, torch.randn(width, 4 * width, **options) * (4 * width) ** -0.5
 
 
-def bf16_linear(x, weight):
+def matmul_linear(x, weight):
     return x @ weight.T
 
 
@@ -53,14 +55,14 @@ COMPILED = torch.compile(loss_of, dynamic=False)
 
 
 def test_fp8_training_block(compare: Compare) -> None:
-    exact = partial(step, loss=loss_of, linear=bf16_linear)
+    reference_step = partial(step, loss=loss_of, linear=matmul_linear)
     compare(
-        baseline=partial(step, loss=COMPILED, linear=bf16_linear),
+        baseline=partial(step, loss=COMPILED, linear=matmul_linear),
         optimized=partial(step, loss=COMPILED, linear=fp8_linear),
         against="library",
         inputs=block,
         work=lambda x, target, up, down: Work(flops=12 * len(x) * up.numel(), dtype="fp8"),
-        reference=lambda *inputs: exact(*(tensor.double() for tensor in inputs)),
+        reference=lambda *inputs: reference_step(*(tensor.double() for tensor in inputs)),
         precision="fp8",
-        evidence=[evidence.counter("sm__ops_path_tensor_src_fp8_dst_fp32.sum", least=1e12)],
+        evidence=[evidence.counter("sm__ops_path_tensor_src_fp8_dst_fp32.sum", min=1e12)],
     )
