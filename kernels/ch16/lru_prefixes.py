@@ -1,11 +1,13 @@
-"""Caches of prompt prefixes that hold so many tokens and drop what was used least recently.
+"""Prefix caches with room for a fixed number of tokens that evict the least recently used.
 
-exact    a whole prompt is found only if it was served before.
-blocks   every full block of 16 tokens is kept under a name for itself and all before it.
-radix    a tree of runs of tokens; a prompt that leaves a run splits it, and leaves are dropped.
+exact    finds a prompt only if the whole prompt was served before.
+blocks   keeps every full block of 16 tokens under a hash of itself and all tokens before it.
+radix    keeps a radix tree of token runs. A prompt that diverges within a run splits it; eviction
+         drops leaves.
 
-`match(prompt)` gives what is known of a prompt's beginning, `insert(prompt, kv)` takes the rest in.
-What is kept of a token, its `kv`, stands for keys and values: a number made of it and all before.
+``match(prompt)`` returns the kv of the longest cached prefix; ``insert(prompt, kv)`` adds the rest.
+The ``kv`` of a token stands for its keys and values: one number computed from the token and all
+tokens before it.
 """
 
 from collections import OrderedDict
@@ -13,106 +15,109 @@ from collections import OrderedDict
 import numpy as np
 
 BLOCK = 16
+"""Tokens per block of the hashed cache."""
+
 MODULUS = 2**31 - 1
+"""Modulus of the recurrence for kv: a prime, so that different prefixes rarely collide."""
 
 
-def prefill(prompt, known):
-    """Compute the kv of all tokens beyond those known: each follows from the one before."""
-    last, made = int(known[-1]) if len(known) else 1, []
-    for token in prompt[len(known) :]:
+def prefill(prompt, cached):
+    """Compute the kv of all tokens after the ``cached`` ones, each from the one before it."""
+    last, computed = int(cached[-1]) if len(cached) else 1, []
+    for token in prompt[len(cached) :]:
         last = (last * 48271 + token + 1) % MODULUS
-        made.append(last)
-    return np.array([*known, *made])
+        computed.append(last)
+    return np.array([*cached, *computed])
 
 
 def serve(tokens, lengths, cache):
-    """Serve prompts, the beginnings of the rows of ``tokens``, one after the other.
+    """Serve prompts one after the other; prompt i is the first ``lengths[i]`` tokens of row i.
 
     Return the sum of each prompt's kv, and how many of them were found in the cache.
     """
     sums, reused = [], 0
     for row, length in zip(tokens.tolist(), lengths, strict=True):
         prompt = tuple(row[:length])
-        known = cache.match(prompt)[: len(prompt) - 1]  # the last token is always computed
-        kv = prefill(prompt, known)
+        cached = cache.match(prompt)[: len(prompt) - 1]  # the last token is always computed
+        kv = prefill(prompt, cached)
         cache.insert(prompt, kv)
-        if cache.size > cache.room:
-            raise AssertionError(f"{cache.size} tokens are kept in room for {cache.room}")
+        if cache.size > cache.capacity:
+            raise AssertionError(f"the cache holds {cache.size} of at most {cache.capacity} tokens")
         sums.append(kv.sum())
-        reused += len(known)
+        reused += len(cached)
     return np.array(sums), reused
 
 
 class Exact:
-    def __init__(self, room):
-        self.room, self.size = room, 0
-        self.kept = OrderedDict()
+    def __init__(self, capacity):
+        self.capacity, self.size = capacity, 0
+        self.entries = OrderedDict()
 
     def match(self, prompt):
-        if prompt in self.kept:
-            self.kept.move_to_end(prompt)
-        return self.kept.get(prompt, np.empty(0, int))
+        if prompt in self.entries:
+            self.entries.move_to_end(prompt)
+        return self.entries.get(prompt, np.empty(0, int))
 
     def insert(self, prompt, kv):
-        self.size += 0 if prompt in self.kept else len(kv)
-        self.kept[prompt] = kv
-        while self.size > self.room:
-            self.size -= len(self.kept.popitem(last=False)[1])
+        self.size += 0 if prompt in self.entries else len(kv)
+        self.entries[prompt] = kv
+        while self.size > self.capacity:
+            self.size -= len(self.entries.popitem(last=False)[1])
 
 
 class Blocks:
-    def __init__(self, room):
-        self.room = room
-        self.kept = OrderedDict()
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.blocks = OrderedDict()
 
     @property
     def size(self):
-        return BLOCK * len(self.kept)
+        return BLOCK * len(self.blocks)
 
-    def _names(self, prompt):
-        name = 0
+    def _hashes(self, prompt):
+        prefix_hash = 0
         for at in range(0, len(prompt) - BLOCK + 1, BLOCK):
-            name = hash((name, prompt[at : at + BLOCK]))
-            yield at, name
+            prefix_hash = hash((prefix_hash, prompt[at : at + BLOCK]))
+            yield at, prefix_hash
 
     def match(self, prompt):
-        found = []
-        for _, name in self._names(prompt):
-            if name not in self.kept:
+        hits = []
+        for _, prefix_hash in self._hashes(prompt):
+            if prefix_hash not in self.blocks:
                 break
-            found.append(self.kept[name])
-        return np.concatenate([np.empty(0, int), *found])
+            hits.append(self.blocks[prefix_hash])
+        return np.concatenate([np.empty(0, int), *hits])
 
     def insert(self, prompt, kv):
-        # from the end: a block is worth nothing without those before it, which are dropped later
-        for at, name in reversed(list(self._names(prompt))):
-            self.kept[name] = kv[at : at + BLOCK]
-            self.kept.move_to_end(name)
-        while self.size > self.room:
-            self.kept.popitem(last=False)
+        # last block first: a block is useless without those before it, so these are evicted later
+        for at, prefix_hash in reversed(list(self._hashes(prompt))):
+            self.blocks[prefix_hash] = kv[at : at + BLOCK]
+            self.blocks.move_to_end(prefix_hash)
+        while self.size > self.capacity:
+            self.blocks.popitem(last=False)
 
 
 class Node:
-    """A run of tokens with its kv, when it was last used, and the runs that follow it."""
+    """A run of tokens, its kv, the time of its last use, and the runs that follow it."""
 
     def __init__(self, tokens, kv, parent=None):
         self.tokens, self.kv, self.parent = tokens, kv, parent
-        self.used, self.after = 0, {}
+        self.last_use, self.children = 0, {}
 
 
 class Radix:
-    def __init__(self, room):
-        self.room, self.size, self.now = room, 0, 0
+    def __init__(self, capacity):
+        self.capacity, self.size, self.time = capacity, 0, 0
         self.root = Node((), np.empty(0, int))
 
     def _walk(self, prompt):
-        """Follow a prompt from the root: each node on its way, and how much of it is shared."""
+        """Yield each node on the prompt's path and how many of its tokens the prompt shares."""
         node, at = self.root, 0
-        while at < len(prompt) and prompt[at] in node.after:
-            node = node.after[prompt[at]]
+        while at < len(prompt) and prompt[at] in node.children:
+            node = node.children[prompt[at]]
             shared = 0
-            for mine, theirs in zip(node.tokens, prompt[at:], strict=False):
-                if mine != theirs:
+            for cached, token in zip(node.tokens, prompt[at:], strict=False):
+                if cached != token:
                     break
                 shared += 1
             yield node, shared
@@ -125,34 +130,35 @@ class Radix:
         return np.concatenate([np.empty(0, int), *runs])
 
     def insert(self, prompt, kv):
-        self.now += 1
+        self.time += 1
         node, at = self.root, 0
         for child, shared in list(self._walk(prompt)):
             node, at = child, at + shared
             if shared < len(node.tokens):
                 self._split(node, shared)
-            node.used = self.now
+            node.last_use = self.time
         if at < len(prompt):
-            leaf = node.after[prompt[at]] = Node(prompt[at:], kv[at:], node)
-            leaf.used = self.now
+            leaf = node.children[prompt[at]] = Node(prompt[at:], kv[at:], node)
+            leaf.last_use = self.time
             self.size += len(leaf.tokens)
-        while self.size > self.room:
-            self._drop(min(self._leaves(self.root), key=lambda leaf: leaf.used))
+        while self.size > self.capacity:
+            self._evict(min(self._leaves(self.root), key=lambda leaf: leaf.last_use))
 
     def _split(self, node, at):
-        """Cut a run: the rest keeps what followed, and is no more recent than it was."""
+        """Split a run; the second part keeps the children and the time of its last use."""
         rest = Node(node.tokens[at:], node.kv[at:], node)
-        rest.used, rest.after = node.used, node.after
-        for child in rest.after.values():
+        rest.last_use, rest.children = node.last_use, node.children
+        for child in rest.children.values():
             child.parent = rest
-        node.tokens, node.kv, node.after = node.tokens[:at], node.kv[:at], {rest.tokens[0]: rest}
+        node.tokens, node.kv = node.tokens[:at], node.kv[:at]
+        node.children = {rest.tokens[0]: rest}
 
     def _leaves(self, node):
-        if not node.after and node is not self.root:
+        if not node.children and node is not self.root:
             yield node
-        for child in node.after.values():
+        for child in node.children.values():
             yield from self._leaves(child)
 
-    def _drop(self, leaf):
-        del leaf.parent.after[leaf.tokens[0]]
+    def _evict(self, leaf):
+        del leaf.parent.children[leaf.tokens[0]]
         self.size -= len(leaf.tokens)

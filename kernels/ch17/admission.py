@@ -1,48 +1,49 @@
-"""One server, a queue and a promised time: three rules for which requests are let in.
+"""Three admission rules for a server with a queue and a promised response time.
 
-admit_all       everybody, to wait their turn.
-queue_cap       who finds fewer than CAP requests in the server and before it.
-predicted_wait  who will be served in time: the work that lies before a request is known, since the
-                cost of each follows from its length.
+admit_all       admits every request.
+queue_cap       admits a request if fewer than CAP requests are queued or in service.
+predicted_wait  admits a request if it will end in time: the work ahead of it is known, because the
+                cost of each request follows from its length.
 
-They run on a virtual clock: arrivals and service times are given, and nothing is measured.
+The server runs on a virtual clock: arrivals and service times are inputs, nothing is measured.
 """
 
 from collections import deque
 
 CAP = 16
+"""Requests in the system at which ``queue_cap`` rejects; 20 mean service times are promised."""
 
 
 def admit_all(*_):
     return True
 
 
-def queue_cap(waiting, *_):
-    return len(waiting) < CAP
+def queue_cap(in_system, *_):
+    return len(in_system) < CAP
 
 
-def predicted_wait(_waiting, work, service, promised):
-    return work + service <= promised
+def predicted_wait(_in_system, work_ahead, service, promised):
+    return work_ahead + service <= promised
 
 
 def serve(arrivals, services, promised, admit):
-    """Serve in order of arrival, and whom the rule turned away when all others are done.
+    """Serve admitted requests in order of arrival, and the rejected ones after all others.
 
-    Return when each request ends, the indices of those turned away, and the work done in all.
+    Return the end time of each request, the indices of the rejected ones, and the total work.
     """
-    ends, away, waiting, free, worked = {}, [], deque(), 0, 0
+    ends, rejected, in_system, free_at, total_work = {}, [], deque(), 0, 0
     requests = list(zip(arrivals.tolist(), services.tolist(), strict=True))
     for request, (arrival, service) in enumerate(requests):
-        while waiting and waiting[0] <= arrival:
-            waiting.popleft()
-        if admit(waiting, max(free - arrival, 0), service, promised):
-            free = ends[request] = max(free, arrival) + service
-            worked += service
-            waiting.append(free)
+        while in_system and in_system[0] <= arrival:
+            in_system.popleft()
+        if admit(in_system, max(free_at - arrival, 0), service, promised):
+            free_at = ends[request] = max(free_at, arrival) + service
+            total_work += service
+            in_system.append(free_at)
         else:
-            away.append(request)
-    for request in away:
+            rejected.append(request)
+    for request in rejected:
         arrival, service = requests[request]
-        free = ends[request] = max(free, arrival) + service
-        worked += service
-    return [ends[request] for request in range(len(requests))], away, worked
+        free_at = ends[request] = max(free_at, arrival) + service
+        total_work += service
+    return [ends[request] for request in range(len(requests))], rejected, total_work

@@ -1,8 +1,9 @@
-"""An encoder over texts of different lengths, whose mean hidden states are wanted: three batchings.
+"""The mean hidden state of sequences of different lengths in an encoder, batched in three ways.
 
-padded     batches in order of arrival, each as long as its longest text.
-bucketed   the same, of texts sorted by length.
-packed     all texts end to end in one row of tokens; attention is told where each begins.
+padded     batches in order of arrival, each padded to its longest sequence.
+bucketed   the same, with sequences sorted by length.
+packed     all sequences concatenated into one row of tokens; variable-length attention gets the
+           offset at which each begins.
 """
 
 import torch
@@ -11,21 +12,23 @@ from torch.nn.attention.varlen import varlen_attn
 from kernels.ch15.decoder import attention, block, forward
 
 BATCH = 32
+"""Sequences per batch."""
 
 
 def _in_batches(model, ids, limits, order, lengths):
     means = model.embedding.new_empty(len(ids), model.embedding.shape[1])
-    places = torch.arange(ids.shape[1], device=ids.device)
+    positions = torch.arange(ids.shape[1], device=ids.device)
     for first in range(0, len(ids), BATCH):
-        part = order[first : first + BATCH]
-        longest = -(-max(lengths[first : first + BATCH]) // 8) * 8  # what kernels like
-        inside = places[:longest] < limits[part, None]
+        rows = order[first : first + BATCH]
+        # a multiple of 8: aligned for GEMM and attention kernels
+        longest = -(-max(lengths[first : first + BATCH]) // 8) * 8
+        is_token = positions[:longest] < limits[rows, None]
 
-        def attend(q, k, v, inside=inside):
-            return attention(q, k, v, attn_mask=inside[:, None, None])
+        def attend(q, k, v, is_token=is_token):
+            return attention(q, k, v, attn_mask=is_token[:, None, None])
 
-        x = forward(model, ids[part, :longest], attend)
-        means[part] = (x * inside[:, :, None]).sum(1) / limits[part, None]
+        x = forward(model, ids[rows, :longest], attend)
+        means[rows] = (x * is_token[:, :, None]).sum(1) / limits[rows, None]
     return means
 
 
@@ -41,20 +44,20 @@ def bucketed(model, ids, limits, lengths):
 def packed(model, ids, limits, lengths):
     total, longest = int(lengths.sum()), int(lengths.max())
     numbers = torch.arange(len(ids), device=ids.device)
-    text = numbers.repeat_interleave(limits, output_size=total)
+    sequence = numbers.repeat_interleave(limits, output_size=total)
     ends = limits.cumsum(0)
-    place = torch.arange(total, device=ids.device) - (ends - limits)[text]
-    bounds = torch.nn.functional.pad(ends, (1, 0)).int()
+    position = torch.arange(total, device=ids.device) - (ends - limits)[sequence]
+    offsets = torch.nn.functional.pad(ends, (1, 0)).int()
 
     def attend(q, k, v):
         if q.is_cuda:
-            return varlen_attn(q, k, v, bounds, bounds, longest, longest)
-        parts = (x.split(lengths.tolist()) for x in (q, k, v))
-        texts = ([x[None] for x in text] for text in zip(*parts, strict=True))
-        return torch.cat([attention(*text)[0] for text in texts])
+            return varlen_attn(q, k, v, offsets, offsets, longest, longest)
+        split = (x.split(lengths.tolist()) for x in (q, k, v))
+        sequences = ([x[None] for x in qkv] for qkv in zip(*split, strict=True))
+        return torch.cat([attention(*qkv)[0] for qkv in sequences])
 
-    x = model.embedding[ids[text, place]]
+    x = model.embedding[ids[sequence, position]]
     for layer in model.layers():
         x = block(x, layer, attend)
-    sums = torch.zeros(len(ids), x.shape[1], device=x.device).index_add_(0, text, x.float())
+    sums = torch.zeros(len(ids), x.shape[1], device=x.device).index_add_(0, sequence, x.float())
     return (sums / limits[:, None]).to(x.dtype)

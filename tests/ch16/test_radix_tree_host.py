@@ -1,16 +1,17 @@
-"""A cache that knows prompts by their beginnings reuses more tokens than one of whole prompts.
+"""A prefix cache reuses more tokens than a cache of whole prompts, in blocks or as a radix tree.
 
-The keys and values of a token depend on the tokens before it alone, so that prompts which begin
-alike can share them. Requests here are turns of chats: one of a few system prompts, and all that
-was said so far. A dictionary of whole prompts, the usual response cache, finds only what is asked
-again word for word. Naming each block of 16 tokens after itself and all before it ("blocks") finds
-the longest known beginning in steps of a block; a radix tree of runs ("radix") finds all of it.
+The keys and values of a token depend only on the tokens before it, so prompts with a common prefix
+can share them. The requests here are turns of chats: one of four system prompts, followed by the
+chat so far. A dictionary of whole prompts, the usual response cache, finds only exact repeats.
+Hashing each block of 16 tokens together with all tokens before it ("blocks") finds the longest
+cached prefix in whole blocks; a radix tree ("radix") finds all of it. Per request the two differ by
+less than one block where both still hold the prefix.
 
-Both arms have room for as many tokens, a sixth of all distinct beginnings, and drop the least
-recently used: the tree its leaves, so that a beginning outlives its ends. Reused tokens are counted
-exactly, and what is reused must be the right thing: each prompt's values are those computed from
-its first token. The gain is that of the trace: prompts that share no beginning gain nothing, and
-where all repeats are exact, neither. What a reused token saves in time is ch16/prefix_cache.
+Both arms of a comparison have room for the same number of tokens and evict the least recently used;
+the tree evicts leaves, so a prefix outlives its continuations. The score counts reused tokens
+exactly, and the reused values must be right: each prompt's values are compared with those computed
+from its first token. The gain depends on the trace: there is none where prompts share no prefix, or
+where all repeats are exact. ch16/prefix_cache measures the time that reused tokens save.
 """
 
 import numpy as np
@@ -23,47 +24,48 @@ RUNGS = {"blocks": lru_prefixes.Blocks, "radix": lru_prefixes.Radix}
 
 
 def chats(bench: Bench) -> tuple[np.ndarray, np.ndarray, int]:
-    """Make prompts, padded with zeros, and their lengths: chats, some turns sent twice."""
+    """Make the turns of chats as zero-padded prompts with lengths; some turns are sent twice."""
     rng = np.random.default_rng(bench.seed)
-    turns, open_chats = bench.size(600, check=40), bench.size(24, check=4)
+    turns, open_count = bench.size(600, check=40), bench.size(24, check=4)
 
-    def said(least, most):
-        return tuple(rng.integers(0, 1000, rng.integers(least, most)).tolist())
+    def message(min_length, max_length):
+        length = rng.integers(min_length, max_length)
+        return tuple(rng.integers(0, 1000, length).tolist())
 
-    systems = [said(100, 300) for _ in range(4)]
-    running, prompts = [], []
+    systems = [message(100, 300) for _ in range(4)]
+    open_chats, prompts = [], []
     while len(prompts) < turns:
-        if len(running) < open_chats:
-            running.append(systems[rng.choice(4, p=[0.4, 0.3, 0.2, 0.1])])
-        chat = rng.integers(len(running))
-        running[chat] += said(10, 60)
-        prompts += [running[chat]] * (1 + (rng.random() < 0.25))
-        running[chat] += said(20, 80)  # the answer
-        if len(running[chat]) > 700:
-            del running[chat]
+        if len(open_chats) < open_count:
+            open_chats.append(systems[rng.choice(4, p=[0.4, 0.3, 0.2, 0.1])])
+        chat = rng.integers(len(open_chats))
+        open_chats[chat] += message(10, 60)
+        prompts += [open_chats[chat]] * (1 + (rng.random() < 0.25))
+        open_chats[chat] += message(20, 80)  # the answer
+        if len(open_chats[chat]) > 700:
+            del open_chats[chat]
     lengths = np.array([len(prompt) for prompt in prompts])
     tokens = np.zeros((len(prompts), 1000), int)
     tokens[np.arange(1000) < lengths[:, None]] = np.concatenate(prompts)
     return tokens, lengths, bench.size(6000, check=1000)
 
 
-def served(kind):
-    def arm(tokens, lengths, room):
-        sums, reused = lru_prefixes.serve(tokens, lengths, kind(room))
+def simulate(cache_class):
+    def arm(tokens, lengths, capacity):
+        sums, reused = lru_prefixes.serve(tokens, lengths, cache_class(capacity))
         return sums, Score(reused, "tokens reused")
 
     return arm
 
 
-def uncached(tokens, lengths, room):
+def uncached(tokens, lengths, capacity):
     prompts = (row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True))
     return np.array([lru_prefixes.prefill(prompt, ()).sum() for prompt in prompts])
 
 
 @pytest.mark.host
 def test_the_rest_of_a_split_run_is_dropped_in_its_turn() -> None:
-    tree = lru_prefixes.Radix(room=5)
-    for prompt in ((1, 2, 3), (4,), (5,), (1, 6)):  # the last one splits the first, and needs room
+    tree = lru_prefixes.Radix(capacity=5)
+    for prompt in ((1, 2, 3), (4,), (5,), (1, 6)):  # (1, 6) splits (1, 2, 3) and evicts its rest
         tree.insert(prompt, lru_prefixes.prefill(prompt, ()))
     assert [len(tree.match(prompt)) for prompt in ((1, 2, 3), (4,), (5,), (1, 6))] == [1, 1, 1, 2]
 
@@ -72,8 +74,8 @@ def test_the_rest_of_a_split_run_is_dropped_in_its_turn() -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_radix_tree_host(compare: Compare, rung: str) -> None:
     compare(
-        baseline=served(lru_prefixes.Exact),
-        optimized=served(RUNGS[rung]),
+        baseline=simulate(lru_prefixes.Exact),
+        optimized=simulate(RUNGS[rung]),
         inputs=chats,
         reference=uncached,
         metric="score",

@@ -1,16 +1,15 @@
-"""Turning away what would be late anyway lets a loaded server keep its promise to the rest.
+"""In a simulation, rejecting late requests lets an overloaded server serve more in time.
 
-At 1.3 times the load it can bear, a server that admits everybody falls behind by 0.3 seconds a
-second. Soon each request waits longer than anyone is willing to, the server is busy with answers
-that come too late, and goes on so long after the rush. A cap on the queue bounds the wait in
-requests ("queue_cap"), a prediction of the wait bounds it in seconds ("predicted_wait"): whoever is
-admitted is served in time, and the server's whole capacity is useful.
+At 1.3 times its capacity, a server that admits all requests falls behind by 0.3 seconds per second.
+Soon every answer comes too late, and the backlog outlives the rush. A cap on the queue bounds the
+wait in requests ("queue_cap"); a prediction of the wait bounds it in seconds ("predicted_wait").
+Most admitted requests are then served in time, and the capacity is used.
 
-The score is the requests that end within the promised time, a second, over a quiet phase, a rush
-and a quiet phase. Those turned away are served when all else is done, so that both arms do the same
-work; and in the first quiet phase, at 0.7 of the capacity, nobody may be turned away. Both are
-checked exactly. The gain grows with the length of the rush. Without overload there is none, and
-where service times cannot be foretold, the cap is what remains.
+The score is goodput: requests per second that end within the promised time, over a quiet phase, a
+rush and a quiet phase. Rejected requests are served after all others, so that both arms do the same
+work. In the first quiet phase, at 0.7 of the capacity, no request may be rejected. Both conditions
+are checked exactly. The gain grows with the length of the rush; without overload there is none. The
+prediction assumes that service times are known; where they are not, the cap remains.
 """
 
 import numpy as np
@@ -24,20 +23,21 @@ LOADS = 0.7, 1.3, 0.7
 
 
 def rush(bench: Bench) -> tuple[np.ndarray, np.ndarray, int]:
-    """Draw arrivals and service times in microseconds, 50 ms each on average; 1 s is promised."""
+    """Draw arrivals and service times (mean 50 ms) and promise 1 s, all in microseconds."""
     rng, count = np.random.default_rng(bench.seed), bench.size(4000, check=300)
     mean, spread = 50_000, 0.5
-    gaps = np.concatenate([rng.gamma(4, mean / load / 4, count) for load in LOADS])
-    services = rng.lognormal(np.log(mean) - spread**2 / 2, spread, len(gaps))
-    return gaps.cumsum().astype(int), services.astype(int), 20 * mean
+    intervals = np.concatenate([rng.gamma(4, mean / load / 4, count) for load in LOADS])
+    services = rng.lognormal(np.log(mean) - spread**2 / 2, spread, len(intervals))
+    return intervals.cumsum().astype(int), services.astype(int), 20 * mean
 
 
-def served(admit):
+def simulate(admit):
     def arm(arrivals, services, promised):
-        ends, away, worked = admission.serve(arrivals, services, promised, admit)
-        quiet = sum(request < len(arrivals) // len(LOADS) for request in away)
+        ends, rejected, total_work = admission.serve(arrivals, services, promised, admit)
+        rejected_in_quiet = sum(request < len(arrivals) // len(LOADS) for request in rejected)
         in_time = int((ends - arrivals <= promised).sum())
-        return worked, quiet, Score(in_time / (arrivals[-1] * 1e-6), "requests/s in time")
+        goodput = Score(in_time / (arrivals[-1] * 1e-6), "requests/s in time")
+        return total_work, rejected_in_quiet, goodput
 
     return arm
 
@@ -46,8 +46,8 @@ def served(admit):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_admission_control_host(compare: Compare, rung: str) -> None:
     compare(
-        baseline=served(admission.admit_all),
-        optimized=served(RUNGS[rung]),
+        baseline=simulate(admission.admit_all),
+        optimized=simulate(RUNGS[rung]),
         inputs=rush,
         reference=lambda arrivals, services, promised: (int(services.sum()), 0),
         metric="score",
