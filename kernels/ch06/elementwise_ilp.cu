@@ -1,19 +1,19 @@
-// A polynomial of each of n floats: how many elements a thread works on at once.
+// Evaluates a polynomial of each of n floats: how many elements each thread works on at once.
 //
-// An element is a chain in which everything waits for what came before: load, eight dependent FMAs
-// (Horner), store. A thread waits for its chain, and only other chains fill the gaps: those of
-// other warps (occupancy), or more elements of the same thread (instruction-level parallelism).
+// One element is a dependent chain: load, eight FMAs (Horner's scheme), store. While a thread waits
+// for its chain, only other chains can use the SM: those of other warps (occupancy) or of other
+// elements of the same thread (instruction-level parallelism, ILP).
 //
-//   one    One element a thread, as one writes it first. A full multiprocessor has 2048 loads of 4
-//          bytes in flight: 8 KiB, too little for fast memory (rate = bytes in flight / latency).
-//   two    Each thread loads all of its elements before the first is needed, then computes, then
-//   four   stores. The elements do not depend on each other, so their loads are in flight together,
-//   eight  and the FMAs of one fill the four clocks that the next FMA of another must wait.
+//   one    One element per thread, the obvious kernel. A fully occupied SM has 2048 4-byte loads in
+//          flight: 8 KiB, too little for fast memory (bandwidth = bytes in flight / latency).
+//   two    Each thread loads all of its elements before it uses the first, then computes, then
+//   four   stores. The elements are independent, so their loads are in flight together, and the
+//   eight  FMAs of one element fill the four clocks of latency between the FMAs of another.
 //
-// An element stays 4 bytes wide and the lanes stay on neighbouring floats: nothing is coalesced
-// better than in "one". (Wider accesses put as many bytes in flight with fewer instructions:
-// ch07/copy.cu.) Loads must come first in the source: no compiler may move a load above a store
-// that could write to the same place.
+// Every access stays 4 bytes wide and neighbouring lanes access neighbouring floats, so coalescing
+// is the same in all rungs. (Wider accesses reach as many bytes in flight with fewer instructions:
+// ch07/copy.cu.) The source issues all loads before the first store, because the compiler may not
+// move a load above a store that could alias it.
 
 #include <cuda_runtime.h>
 
@@ -32,7 +32,7 @@ struct Eight {
     static constexpr int ELEMENTS = 8;
 };
 
-// The first nine terms of exp(x): each step needs the one before it.
+// The first nine terms of exp(x). Each FMA needs the result of the one before it.
 __device__ float polynomial(float x) {
     float y = 1.0f / 40320;
     y = fmaf(y, x, 1.0f / 5040);
@@ -45,11 +45,11 @@ __device__ float polynomial(float x) {
     return fmaf(y, x, 1.0f);
 }
 
-template <typename Thread>
+template <typename Rung>
 __global__ void evaluate(const float* in, float* out, size_t n) {
-    constexpr int ELEMENTS = Thread::ELEMENTS;
+    constexpr int ELEMENTS = Rung::ELEMENTS;
     const size_t begin = size_t(blockIdx.x) * (THREADS * ELEMENTS);
-    if (begin + THREADS * ELEMENTS > n) {  // what is left over after the last whole chunk
+    if (begin + THREADS * ELEMENTS > n) {  // the remainder after the last whole chunk
 #pragma unroll 1
         for (size_t i = begin + threadIdx.x; i < n; i += THREADS) out[i] = polynomial(in[i]);
         return;
@@ -62,10 +62,10 @@ __global__ void evaluate(const float* in, float* out, size_t n) {
     for (int k = 0; k < ELEMENTS; ++k) to[k * THREADS] = x[k];
 }
 
-template <typename Thread>
+template <typename Rung>
 cudaError_t launch(const float* in, float* out, size_t n, cudaStream_t stream) {
-    const size_t blocks = n / (THREADS * Thread::ELEMENTS) + 1;  // the last one has the rest
-    evaluate<Thread><<<blocks, THREADS, 0, stream>>>(in, out, n);
+    const size_t blocks = n / (THREADS * Rung::ELEMENTS) + 1;  // the last block takes the remainder
+    evaluate<Rung><<<blocks, THREADS, 0, stream>>>(in, out, n);
     return cudaGetLastError();
 }
 

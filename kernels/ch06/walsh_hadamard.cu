@@ -1,19 +1,22 @@
-// The Walsh-Hadamard transform of 64 values a thread: registers against resident threads.
+// Walsh-Hadamard transform of 64 values per thread: registers per thread against occupancy.
 //
-// The matrix has 64 rows; each thread transforms a column: six stages of 32 butterflies
-// (a, b) -> (a + b, a - b), after which every output depends on every input. All 64 values are
-// alive all the time, so a thread needs about 80 registers. A multiprocessor has 65536: enough for
-// 768 such threads, a third of the 2048 that it could hold.
+// The matrix has 64 rows, and each thread transforms one column: six stages of 32 butterflies
+// (a, b) -> (a + b, a - b), after which every output depends on every input. All 64 values are live
+// throughout, so a thread needs about 80 registers. An SM has 65536 registers, enough for 768 such
+// threads of the 2048 that it can hold.
 //
-//   full_occupancy  __launch_bounds__(256, 8) asks for all 2048 threads (on GPUs that hold 1536, 6
-//                   blocks are all), so the compiler may use 32 registers (40). What does not fit
-//                   goes to local memory, which is device memory behind the caches: each stage
-//                   stores it there and fetches it again.
-//   unbounded       No bounds: the compiler takes what it needs, and fewer threads are resident.
-//   matched         __launch_bounds__(256, 2): two blocks must fit, 128 registers are allowed. It
-//                   says what the kernel is launched with, and guards against later growth.
+//   full_occupancy  __launch_bounds__(256, 8) asks for all 2048 threads (on GPUs with 1536 threads
+//                   per SM, 6 blocks), which leaves 32 (40) registers per thread. The other values
+//                   spill to local memory, which is device memory behind the L1 and L2: each stage
+//                   stores them there and loads them again.
+//   unbounded       No __launch_bounds__: the compiler takes the registers it needs, and fewer
+//                   threads are resident.
+//   matched         __launch_bounds__(256, 2) requires only two resident blocks and allows 128
+//                   registers. It documents the launch configuration and keeps later changes of the
+//                   kernel from using more registers than two blocks can have.
 //
-// The 64 independent loads of a thread hide the latency that the missing threads would have hidden.
+// Each thread has 64 independent loads in flight. They hide the latency that more resident threads
+// would otherwise have to hide.
 
 #include <cuda_runtime.h>
 
@@ -34,7 +37,7 @@ __device__ __forceinline__ void transform(const float* in, float* out, int colum
 #pragma unroll
     for (int span = 1; span < SIZE; span *= 2) {
 #pragma unroll
-        for (int pair = 0; pair < SIZE / 2; ++pair) {  // every index is known when compiling
+        for (int pair = 0; pair < SIZE / 2; ++pair) {  // compile-time indices keep x in registers
             const int i = pair / span * 2 * span + pair % span;
             const float a = x[i], b = x[i + span];
             x[i] = a + b;

@@ -1,21 +1,22 @@
-// Copying n floats: how near a kernel comes to the speed of device memory.
+// Copies n floats: how close a kernel comes to device-memory bandwidth.
 //
-// Two things decide. Device memory moves sectors of 32 bytes, whether all of one is wanted or 4
-// bytes; and its latency is hidden only by other requests: rate = bytes in flight / latency, which
-// asks for some tens of kilobytes in flight on every multiprocessor.
+// Two things decide. Device memory transfers sectors of 32 bytes, whether a warp uses all of a
+// sector or 4 bytes of it. And only other requests hide its latency: bandwidth = bytes in flight /
+// latency. Full bandwidth takes some tens of kilobytes in flight per SM.
 //
-//   strided            Neighbouring lanes are 32 floats apart, as in walking down the columns of a
-//                      matrix. Each lane takes 4 bytes of a sector of its own, and by the time the
-//                      next column is due the sector has left the caches: 8 times the traffic.
-//   coalesced          Neighbouring lanes take neighbouring floats: the 128 bytes of a warp are 4
-//                      whole sectors. But a thread has 4 bytes in flight, a full multiprocessor
-//                      8 KiB.
-//   vector             16 bytes a thread: 4 times the bytes in flight, a quarter of the
-//                      instructions. On an H200 that is enough.
-//   vector_unrolled    Four 16-byte loads a thread, all under way before the first store needs one.
-//                      Where one was enough, more only wait longer, and blocks get fewer.
+//   strided            Neighbouring lanes are 32 floats apart, as in a walk down the columns of a
+//                      matrix. Each lane uses 4 bytes of its own sector. Walking one column
+//                      touches a sector of every row, and a large array evicts a sector from the L2
+//                      before the next column needs it: at least 8 times the traffic.
+//   coalesced          Neighbouring lanes access neighbouring floats: a warp's 128 bytes are 4
+//                      whole sectors. A thread has 4 bytes in flight, a fully occupied SM 8 KiB.
+//   vector             16 bytes per thread: 4 times the bytes in flight with a quarter of the
+//                      instructions.
+//   vector_unrolled    Four 16-byte loads per thread, all issued before the first store. Once
+//                      memory is saturated, more loads in flight only wait longer, and fewer blocks
+//                      are left to spread over the SMs.
 //
-// cuda_memcpy is the library's own copy.
+// cuda_memcpy calls cudaMemcpyAsync, the library's copy.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -25,7 +26,7 @@ constexpr int STRIDE = 32;
 
 __global__ void copy_strided(const float* in, float* out, size_t n) {
     const size_t row = size_t(blockIdx.x) * THREADS + threadIdx.x;
-    const size_t i = row * STRIDE + blockIdx.y;  // one column after the other
+    const size_t i = row * STRIDE + blockIdx.y;  // blockIdx.y: the column
     if (i < n) out[i] = in[i];
 }
 
@@ -34,31 +35,31 @@ __global__ void copy_coalesced(const float* in, float* out, size_t n) {
     if (i < n) out[i] = in[i];
 }
 
-// The floats that a block copies: IN_FLIGHT vectors of 4 a thread.
+// Floats per block: IN_FLIGHT vectors of 4 floats per thread.
 template <int IN_FLIGHT>
 constexpr size_t CHUNK = size_t(THREADS) * IN_FLIGHT * 4;
 
 template <int IN_FLIGHT>
 __global__ void copy_vectors(const float* in, float* out, size_t n) {
     const size_t begin = blockIdx.x * CHUNK<IN_FLIGHT>;
-    if (begin + CHUNK<IN_FLIGHT> > n) {  // what is left over after the last whole chunk
-#pragma unroll 1  // a tail is seldom walked: keep it small
+    if (begin + CHUNK<IN_FLIGHT> > n) {  // the remainder after the last whole chunk
+#pragma unroll 1  // only the last block runs this loop: keep the code small
         for (size_t i = begin + threadIdx.x; i < n; i += THREADS) out[i] = in[i];
         return;
     }
     const auto* from = reinterpret_cast<const float4*>(in + begin) + threadIdx.x;
     auto* to = reinterpret_cast<float4*>(out + begin) + threadIdx.x;
-    float4 held[IN_FLIGHT];  // lanes on neighbouring vectors each time: 512 bytes a warp
-    for (int k = 0; k < IN_FLIGHT; ++k) held[k] = from[k * THREADS];
-    for (int k = 0; k < IN_FLIGHT; ++k) to[k * THREADS] = held[k];
+    float4 vectors[IN_FLIGHT];  // neighbouring lanes, neighbouring vectors: 512 bytes per warp
+    for (int k = 0; k < IN_FLIGHT; ++k) vectors[k] = from[k * THREADS];
+    for (int k = 0; k < IN_FLIGHT; ++k) to[k * THREADS] = vectors[k];
 }
 
 template <int IN_FLIGHT>
 cudaError_t launch_vectors(const float* in, float* out, size_t n, cudaStream_t stream) {
-    // a 16-byte access needs an address that 16 divides
+    // a 16-byte access needs a 16-byte-aligned address
     if ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) % 16)
         return cudaErrorMisalignedAddress;
-    const size_t blocks = n / CHUNK<IN_FLIGHT> + 1;  // the last one has what is left over
+    const size_t blocks = n / CHUNK<IN_FLIGHT> + 1;  // the last block takes the remainder
     copy_vectors<IN_FLIGHT><<<blocks, THREADS, 0, stream>>>(in, out, n);
     return cudaGetLastError();
 }

@@ -1,52 +1,53 @@
-// The sum of n floats: from a tree in shared memory to the speed at which memory can be read.
+// Sums n floats: from a tree in shared memory to device-memory read bandwidth.
 //
-//   tree         A block takes an element a thread into shared memory and halves the number of
-//                summands nine times, all threads waiting for each other at every step. The sums of
-//                the blocks are summed by the same kernel, until one is left. Most threads idle in
-//                most steps, and 4 bytes a thread are too few to keep memory busy.
-//   shuffle      The same, but lanes hand their values to each other directly: five steps within a
-//                warp, one barrier, five steps over the sums of the 16 warps.
-//   grid_stride  As many blocks as are resident at once, each walking over the whole array: 16-byte
-//                loads, four under way at a time, added up in registers. The shuffles come once in
-//                a thread's life instead of once an element, and one atomic addition a block makes
-//                the second pass unnecessary.
+//   tree         Each thread of a block loads one element into shared memory. Nine steps halve the
+//                number of summands, with a barrier before each. The same kernel then sums the
+//                blocks' sums, until one is left. Most threads idle in most steps, and 4 bytes in
+//                flight per thread are too few to saturate memory.
+//   shuffle      The same passes, but lanes exchange values in registers: five shuffles within a
+//                warp, one barrier, five shuffles over the sums of the 16 warps.
+//   grid_stride  A grid of as many blocks as are resident at once loops over the array (grid-stride
+//                loop): four 16-byte loads in flight per thread, added in registers. Shuffles run
+//                once per thread instead of once per element, and one atomicAdd per block replaces
+//                the second pass.
 //
-// fp32 additions in another order give other roundings. All three add pairwise or nearly so, which
-// keeps the error far below that of one long chain; the order of atomic additions changes from call
-// to call.
+// Adding floats in another order rounds differently. All three add in trees or in short chains, so
+// their error stays far below that of one long chain. The order of the atomic additions varies from
+// call to call.
 
 #include <cstdint>
 #include <cuda_runtime.h>
 
 constexpr int BLOCK = 512;
 constexpr int WARPS = BLOCK / 32;
-constexpr size_t MOST = size_t(BLOCK) << 20;  // summands
+constexpr size_t MAX_SUMMANDS = size_t(BLOCK) << 20;
 
-__device__ float partial[2][MOST / BLOCK];  // the sums of blocks: from one, into the other
+// The blocks' sums. Each pass reads one buffer and writes the other.
+__device__ float partial[2][MAX_SUMMANDS / BLOCK];
 
 __global__ void sum_tree(const float* in, float* out, size_t n) {
-    __shared__ float held[BLOCK];
+    __shared__ float values[BLOCK];
     const size_t i = size_t(blockIdx.x) * BLOCK + threadIdx.x;
-    held[threadIdx.x] = i < n ? in[i] : 0.0f;
+    values[threadIdx.x] = i < n ? in[i] : 0.0f;
     for (int half = BLOCK / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (threadIdx.x < half) held[threadIdx.x] += held[threadIdx.x + half];
+        if (threadIdx.x < half) values[threadIdx.x] += values[threadIdx.x + half];
     }
-    if (threadIdx.x == 0) out[blockIdx.x] = held[0];
+    if (threadIdx.x == 0) out[blockIdx.x] = values[0];
 }
 
 __device__ float warp_sum(float value) {
-    for (int away = 16; away > 0; away /= 2) value += __shfl_down_sync(~0u, value, away);
-    return value;  // in lane 0
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
+    return value;  // valid in lane 0
 }
 
-// The sum of a value of each thread of the block, in thread 0.
+// The sum of `value` over all threads of the block, valid in thread 0.
 __device__ float block_sum(float value) {
-    __shared__ float warps[WARPS];
+    __shared__ float warp_sums[WARPS];
     value = warp_sum(value);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
     __syncthreads();
-    return threadIdx.x < 32 ? warp_sum(threadIdx.x < WARPS ? warps[threadIdx.x] : 0.0f) : 0.0f;
+    return threadIdx.x < 32 ? warp_sum(threadIdx.x < WARPS ? warp_sums[threadIdx.x] : 0.0f) : 0.0f;
 }
 
 __global__ void sum_shuffle(const float* in, float* out, size_t n) {
@@ -77,19 +78,19 @@ __global__ void __launch_bounds__(BLOCK) sum_grid_stride(const float* in, float*
     if (threadIdx.x == 0) atomicAdd(out, value);
 }
 
-// Sums of blocks, sums of those sums, until there is one.
+// Sum each block's elements, then the blocks' sums, until one sum is left.
 template <typename Kernel>
-cudaError_t pass_by_pass(Kernel kernel, const float* in, float* out, size_t n,
-                         cudaStream_t stream) {
-    if (n < 1 || n > MOST) return cudaErrorInvalidValue;
-    void* sums;
-    if (cudaError_t error = cudaGetSymbolAddress(&sums, partial)) return error;
-    auto* into = static_cast<float*>(sums);
-    float* next = into + MOST / BLOCK;
+cudaError_t multi_pass(Kernel kernel, const float* in, float* out, size_t n,
+                       cudaStream_t stream) {
+    if (n < 1 || n > MAX_SUMMANDS) return cudaErrorInvalidValue;
+    void* buffer;
+    if (cudaError_t error = cudaGetSymbolAddress(&buffer, partial)) return error;
+    auto* sums = static_cast<float*>(buffer);
+    float* next = sums + MAX_SUMMANDS / BLOCK;
     for (; n > BLOCK; n = (n + BLOCK - 1) / BLOCK) {
-        kernel<<<(n + BLOCK - 1) / BLOCK, BLOCK, 0, stream>>>(in, into, n);
-        in = into;
-        into = next;
+        kernel<<<(n + BLOCK - 1) / BLOCK, BLOCK, 0, stream>>>(in, sums, n);
+        in = sums;
+        sums = next;
         next = const_cast<float*>(in);
     }
     kernel<<<1, BLOCK, 0, stream>>>(in, out, n);
@@ -97,23 +98,23 @@ cudaError_t pass_by_pass(Kernel kernel, const float* in, float* out, size_t n,
 }
 
 extern "C" cudaError_t tree(const float* in, float* out, int n, cudaStream_t stream) {
-    return pass_by_pass(sum_tree, in, out, n, stream);
+    return multi_pass(sum_tree, in, out, n, stream);
 }
 
 extern "C" cudaError_t shuffle(const float* in, float* out, int n, cudaStream_t stream) {
-    return pass_by_pass(sum_shuffle, in, out, n, stream);
+    return multi_pass(sum_shuffle, in, out, n, stream);
 }
 
 extern "C" cudaError_t grid_stride(const float* in, float* out, int n, cudaStream_t stream) {
     if (reinterpret_cast<uintptr_t>(in) % 16) return cudaErrorMisalignedAddress;
-    int device, multiprocessors, resident;
+    int device, sms, blocks_per_sm;
     const auto count = cudaDevAttrMultiProcessorCount;
     if (cudaError_t error = cudaGetDevice(&device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, count, device)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&sms, count, device)) return error;
     if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &resident, sum_grid_stride, BLOCK, 0))
+            &blocks_per_sm, sum_grid_stride, BLOCK, 0))
         return error;
     if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(float), stream)) return error;
-    sum_grid_stride<<<resident * multiprocessors, BLOCK, 0, stream>>>(in, out, n);
+    sum_grid_stride<<<blocks_per_sm * sms, BLOCK, 0, stream>>>(in, out, n);
     return cudaGetLastError();
 }

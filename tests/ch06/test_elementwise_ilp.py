@@ -1,14 +1,14 @@
-"""Several independent elements a thread hide the latency that one chain a thread leaves open.
+"""Several independent elements per thread hide the latency that one element per thread exposes.
 
-Load, eight dependent FMAs, store: within an element everything waits for what came before. With one
-element a thread a full multiprocessor has 2048 loads of 4 bytes in flight, 8 KiB, and fast memory
-answers such a trickle at three fifths of its speed. With four, a thread has four loads in flight
-before the first is needed, and the FMAs of one element run in the gaps of the others. The accesses
-are as wide and as coalesced as before: only their independence is used.
+Load, eight dependent FMAs, store: within one element every instruction waits for the previous one.
+With one element per thread a fully occupied SM has 2048 loads of 4 bytes in flight, 8 KiB, too
+little to saturate fast memory. With four, a thread has four loads in flight before it needs the
+first, and the FMAs of one element fill the latency of another's. The accesses are as wide and as
+coalesced as before; only their independence is used.
 
-The gain ends at the speed of memory, here near 1.6x; more elements then only cost registers and
-leave fewer, larger pieces of work to spread over the chip. Where one load a thread already
-saturates memory (16-byte loads, slower memory), there is nothing to win.
+The limit is memory bandwidth. Once it is reached, more elements per thread only cost registers and
+leave fewer blocks to spread over the SMs. Where one load per thread already saturates memory
+(16-byte loads, slower memory), there is nothing to gain.
 """
 
 import math
@@ -22,7 +22,7 @@ ELEMENTS = {"two": 2, "four": 4, "eight": 8}
 
 
 def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
-    n = bench.size(2**26 + 1000, check=13_315)  # with a rest, which no chunk holds
+    n = bench.size(2**26 + 1000, check=13_315)  # with a remainder after the last whole chunk
     a = torch.randn(n, device=bench.device)
     return a, torch.empty_like(a), n
 
@@ -42,11 +42,11 @@ def test_elementwise_ilp(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         baseline=evaluate["one"],
         optimized=evaluate[rung],
         inputs=floats,
-        work=lambda a, out, n: Work(bytes=2 * a.nbytes, flops=16 * n, dtype="fp32"),
+        work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes, flops=16 * n, dtype="fp32"),
         reference=power_series,
         evidence=[
-            # the rest after the last whole chunk has a load of its own
-            evidence.opcode("LDG.E", kernel=rung.title(), least=ELEMENTS[rung] + 1),
-            evidence.spills(most=0),
+            # the loop over the remainder contains one more load
+            evidence.opcode("LDG.E", kernel=rung.title(), min=ELEMENTS[rung] + 1),
+            evidence.spills(),
         ],
     )

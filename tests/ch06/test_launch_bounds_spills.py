@@ -1,14 +1,14 @@
-"""A kernel that keeps its registers beats one whose launch bounds make it spill.
+"""A kernel that keeps its values in registers beats one whose launch bounds make it spill.
 
-`__launch_bounds__(256, 8)` promises the compiler eight blocks on each multiprocessor, 2048 threads,
-and leaves 32 of its 65536 registers to each. A thread that holds 64 values needs about 80; what
-does not fit goes to local memory, which is device memory behind the caches: some 300 stores and 300
-loads a thread, more than four times the traffic that the transform itself has. Without the bound,
-or with one that fits, 512 to 768 threads are resident and none spills. They miss nothing: occupancy
-is a means to hide latency, and 64 independent loads a thread hide more of it.
+`__launch_bounds__(256, 8)` requires eight resident blocks per SM, 2048 threads, and so leaves 32 of
+the SM's 65536 registers to each thread. A thread that holds 64 values needs about 80. The rest goes
+to local memory, which is device memory behind the caches: more than a kilobyte of spill stores and
+as much of spill loads per thread, where the transform itself moves 512 bytes. Without a bound, or
+with one that fits, 512 to 768 threads are resident and none spills. They lose nothing: occupancy
+serves to hide latency, and 64 independent loads per thread hide it as well.
 
-Bounds pay the other way round where a kernel misses the next block by a few registers that the
-compiler can save at no cost. The limit is one read and one write at the speed of memory.
+Tight bounds pay off where a kernel misses the next resident block by a few registers that the
+compiler can save at no cost. The limit is one read and one write at memory bandwidth.
 """
 
 import pytest
@@ -37,15 +37,17 @@ def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     compare(
         baseline=transform["full_occupancy"],
         optimized=transform[rung],
-        against="naive",  # no compiler leaves so few registers unless a bound demands it
+        against="naive",  # without the bound no compiler would use so few registers
         inputs=columns,
-        work=lambda a, out, count: Work(bytes=2 * a.nbytes, flops=6 * a.numel(), dtype="fp32"),
+        work=lambda a, out, count: Work(
+            read=a.nbytes, written=out.nbytes, flops=6 * a.numel(), dtype="fp32"
+        ),
         reference=hadamard,
         evidence=[
-            evidence.opcode("STL", kernel="wht_full_occupancy", least=100),
-            evidence.opcode("STL", kernel=f"wht_{rung}", most=0),
-            evidence.spills(most=0, kernel=f"wht_{rung}"),
-            # 512 threads fit, though nothing bounds it ("matched" leaves the compiler no choice)
-            evidence.registers(most=128, kernel="wht_unbounded"),
+            evidence.opcode("STL", kernel="wht_full_occupancy", min=100),
+            evidence.opcode("STL", kernel=f"wht_{rung}", max=0),
+            evidence.spills(kernel=f"wht_{rung}"),
+            # 512 threads fit even without a bound ("matched" guarantees it)
+            evidence.registers(max=128, kernel="wht_unbounded"),
         ],
     )

@@ -1,15 +1,15 @@
-"""A sum that walks the array with wide loads and adds in registers runs at the speed of reading.
+"""A grid-stride sum with wide loads and register accumulation beats a shared-memory tree.
 
-The textbook tree spends nine barriers on 512 elements, with half of the threads idle after the
-first step and 4 bytes a thread in flight. Shuffles hand values from lane to lane without shared
-memory and leave one barrier. What remains is paid for each element that is read, and is taken out
-by turning the loops round: as many blocks as fit walk over the whole array, four 16-byte loads a
-thread under way at a time, and reduce among threads once, at the very end.
+The textbook tree needs nine barriers for 512 elements, with half of the threads idle after the
+first step and 4 bytes in flight per thread. Shuffles exchange values between lanes without shared
+memory and leave one barrier. The remaining cost recurs for every element that is read. A
+grid-stride loop removes it: only as many blocks as are resident loop over the array, with four
+16-byte loads in flight per thread, and the threads combine their sums once at the end.
 
-Each rung is measured against the one before it; torch.sum is the library arm. The limit is the
-array once over memory bandwidth; below a few megabytes launches and the final combination weigh
-more than the bytes. The summands are positive, so that rounding in another order stays near the
-last bit.
+Each rung is measured against the one before it; torch.sum is the library arm. The limit is one read
+of the array at memory bandwidth. Below a few megabytes, launches and the final combination cost
+more than the bytes. The summands are positive, so a different order of additions changes only the
+last bits.
 """
 
 import pytest
@@ -20,13 +20,13 @@ from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 LADDER = ["tree", "shuffle", "grid_stride"]
 PROOF = {
     "shuffle": [
-        evidence.opcode("SHFL", kernel="sum_shuffle", least=10),
-        evidence.opcode("BAR", kernel="sum_shuffle", most=1),
-        evidence.opcode("BAR", kernel="sum_tree", least=9),
+        evidence.opcode("SHFL", kernel="sum_shuffle", min=10),
+        evidence.opcode("BAR", kernel="sum_shuffle", max=1),
+        evidence.opcode("BAR", kernel="sum_tree", min=9),
     ],
     "grid_stride": [
-        evidence.opcode("LDG.E.128", kernel="sum_grid_stride", least=4),
-        evidence.launches(most=2),  # clear the sum, then add to it
+        evidence.opcode("LDG.E.128", kernel="sum_grid_stride", min=4),
+        evidence.launches(max=2),  # a memset of the sum, then the kernel
     ],
 }
 
@@ -45,7 +45,7 @@ def test_reduction_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         library=lambda a, out, n: torch.sum(a, 0, keepdim=True, out=out),
         against="idiomatic" if rung == LADDER[1] else "previous rung",
         inputs=floats,
-        work=lambda a, out, n: Work(bytes=a.nbytes, flops=n, dtype="fp32", written=4),
+        work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes, flops=n, dtype="fp32"),
         reference=lambda a, out, n: a.sum(0, keepdim=True, dtype=torch.float64),
         evidence=PROOF[rung],
     )

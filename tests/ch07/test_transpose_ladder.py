@@ -1,14 +1,14 @@
-"""A tile without bank conflicts transposes a matrix at the speed of a copy.
+"""A transpose whose shared-memory tile has no bank conflicts beats one whose columns share a bank.
 
-Turning tiles in shared memory makes both sides of a transposition coalesced: rows in, rows out. But
-a tile of 32 words a row lies with each of its columns in one bank, so that reading a column takes
-32 clocks instead of one, and shared memory becomes slower than device memory. One unused word a row
-("padded") spreads a column over all banks. "swizzled" gets there without unused words, in tiles of
-64 x 64 that 16-byte accesses fill and empty: a quarter of the instructions, 256 bytes in a row.
+Transposing tiles in shared memory makes both sides coalesced: rows in, rows out. But in a tile with
+32 words per row, each column lies in one bank. Reading a column then takes 32 clocks instead of
+one, and shared memory becomes slower than device memory. One unused word per row ("padded") spreads
+a column over all banks. "swizzled" needs no unused words and uses tiles of 64 x 64 with 16-byte
+accesses: a quarter of the instructions, and 256 contiguous bytes per row.
 
-The limit is the time of a copy. Where the matrix stays in the L2 cache, or is transposed by the
-kernel that needs it anyway, there is less or nothing to win. torch's own transposing copy is the
-library arm; it leaves the rearranging to the caches.
+The limit is the time of a copy. Where the matrix stays in the L2 cache, or the kernel that needs
+the transpose can do it itself, there is less or nothing to gain. The library arm is torch's own
+transposing copy.
 """
 
 import pytest
@@ -33,12 +33,12 @@ def test_transpose_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         baseline=transpose["conflicted"],
         optimized=transpose[rung],
         library=lambda a, out, n: out.copy_(a.T),
-        against="idiomatic",  # both rungs are ways out of the same tile, not steps on each other
+        against="idiomatic",  # both rungs improve the same tile, not each other
         inputs=matrix,
-        work=lambda a, out, n: Work(bytes=2 * a.nbytes),
+        work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes),
         reference=lambda a, out, n: a.T,
         evidence=[
-            evidence.opcode(ACCESSES[rung], kernel=f"transpose_{rung}", least=4),
-            evidence.counter(CONFLICTS, kernel="transpose", most=0.1, per="baseline"),
+            evidence.opcode(ACCESSES[rung], kernel=f"transpose_{rung}", min=4),
+            evidence.counter(CONFLICTS, kernel="transpose", max=0.1, per="baseline"),
         ],
     )
