@@ -1,4 +1,4 @@
-"""How torch computes products of fp32 matrices on a GPU: a switch that is put back."""
+"""A context manager for the precision of fp32 matrix products on the GPU."""
 
 from contextlib import contextmanager
 
@@ -6,15 +6,15 @@ import torch
 
 
 @contextmanager
-def fp32_products(how):
-    """Compute them in full ("ieee") or with operands rounded to 10 bits ("tf32"), here only.
+def fp32_products(precision):
+    """Compute fp32 products in full precision ("ieee") or on the tensor cores in TF32 ("tf32").
 
-    The switch is the process's own, so what it was before is restored: nobody else's products may
-    change. Kernels are chosen when a product is launched; the switch need not outlast that.
+    The switch is global to the process, so the previous value is restored: other products must not
+    change. torch selects the kernel at launch, so the switch need not outlast the launch.
     """
     matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, how
+    previous, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = previous

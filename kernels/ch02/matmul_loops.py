@@ -1,4 +1,4 @@
-"""A matrix product as three loops in C, in two orders, called through ctypes."""
+"""Matrix multiplication as three nested loops in C, in two loop orders, called through ctypes."""
 
 import ctypes
 import os
@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = r"""
-// c (m x n) = a (m x k) * b (k x n), all stored row after row
+// c (m x n) = a (m x k) * b (k x n), all row-major
 
 extern "C" void ijk(const float* a, const float* b, float* c, int m, int k, int n) {
     for (int i = 0; i < m; ++i)
         for (int j = 0; j < n; ++j) {
             float sum = 0;
-            for (int p = 0; p < k; ++p) sum += a[i * k + p] * b[p * n + j];  // b: n floats on
+            for (int p = 0; p < k; ++p) sum += a[i * k + p] * b[p * n + j];  // b: stride n
             c[i * n + j] = sum;
         }
 }
@@ -23,7 +23,7 @@ extern "C" void ikj(const float* a, const float* b, float* c, int m, int k, int 
     for (int i = 0; i < m; ++i) {
         for (int j = 0; j < n; ++j) c[i * n + j] = 0;
         for (int p = 0; p < k; ++p)
-            for (int j = 0; j < n; ++j) c[i * n + j] += a[i * k + p] * b[p * n + j];  // b: 1 on
+            for (int j = 0; j < n; ++j) c[i * n + j] += a[i * k + p] * b[p * n + j];  // b: stride 1
     }
 }
 """
@@ -35,10 +35,10 @@ def _library():
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "loops.cpp"), Path(folder, "loops.so")
         source.write_text(SOURCE)
-        # the pointers may overlap for all that the compiler knows: it cannot swap the loops itself
+        # without restrict the pointers may alias, so the compiler cannot interchange the loops
         command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # stays mapped when its file is gone
+        return ctypes.CDLL(str(library))  # the mapping outlives the file
 
 
 def multiply(order, a, b, out):

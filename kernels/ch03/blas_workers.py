@@ -1,4 +1,4 @@
-"""Worker processes that multiply matrices, each with so many BLAS threads."""
+"""Worker processes that multiply matrices, each with a fixed number of BLAS threads."""
 
 import atexit
 import multiprocessing
@@ -10,17 +10,21 @@ from unittest import mock
 import numpy as np
 
 WORKERS = 4
-PRODUCTS = 8  # a worker's, one after the other: whether a thread has to wait is chance
+"""Worker processes; with default settings each starts one BLAS thread per core."""
+
+PRODUCTS = 8
+"""Consecutive products per worker and call. Delays are random, and a chain averages over them."""
+
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def cores():
+def usable_cores():
     """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def chain(matrix):
-    """Multiply a matrix with itself again and again: small products, as of a model's layers."""
+def matrix_power(matrix):
+    """Multiply a matrix by itself PRODUCTS times: small products, as in a model's layers."""
     result = matrix
     for _ in range(PRODUCTS):
         result = result @ matrix
@@ -28,20 +32,20 @@ def chain(matrix):
 
 
 @cache
-def crew(threads):
-    """Start the workers, once; a BLAS library reads its number of threads when it is loaded."""
-    chosen = dict.fromkeys(_VARIABLES, str(threads))
-    # else threads that have nothing to do spin for 30 ms, on the cores of whose turn is next
-    chosen["OPENBLAS_THREAD_TIMEOUT"] = "4"
-    with mock.patch.dict(os.environ, chosen):
+def worker_pool(threads):
+    """Start the workers once. A BLAS library reads its thread count when it is loaded."""
+    variables = dict.fromkeys(_VARIABLES, str(threads))
+    # OpenBLAS's idle threads spin for about 30 ms by default, on cores that the other arm needs
+    variables["OPENBLAS_THREAD_TIMEOUT"] = "4"
+    with mock.patch.dict(os.environ, variables):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)
-        # so slow that each worker gets one: all have loaded NumPy before the variables change back
+        # sleep long enough that each worker gets one task and loads NumPy with these variables
         pool.map(time.sleep, [0.2] * WORKERS, chunksize=1)
-        pool.map(chain, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
+        pool.map(matrix_power, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
     atexit.register(pool.terminate)
     return pool
 
 
-def chains(threads, matrices):
-    """Give each worker one matrix; return all results."""
-    return np.stack(crew(threads).map(chain, matrices, chunksize=1))
+def matrix_powers(threads, matrices):
+    """Compute one matrix power per worker, with ``threads`` BLAS threads each."""
+    return np.stack(worker_pool(threads).map(matrix_power, matrices, chunksize=1))

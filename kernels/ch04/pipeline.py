@@ -1,109 +1,111 @@
-"""Pipeline schedules on a virtual clock: each stage's order of work, run as dependencies allow.
+"""Pipeline schedules, executed on a virtual clock that honours nothing but dependencies.
 
-A schedule gives every rank its list of steps (kind, chunk, micro-batch). `run` executes them in
-order, rank by rank, as early as each rank is free and the step's inputs are there. A forward takes
-1 unit per chunk of a rank, a backward 2; sending takes no time. Chunk c lies on rank c % ranks, so
-that with two chunks a rank every micro-batch passes over all ranks twice.
+A schedule is a list of steps (kind, chunk, micro-batch) for every rank. `run` executes each rank's
+steps in order, each as soon as the rank is free and the step's inputs exist. A forward takes 1 unit
+per chunk of a rank, a backward 2; sending takes no time. Chunk c is placed on rank c % ranks: with
+two chunks per rank, every micro-batch passes over all ranks twice.
 
-gpipe        all forwards, then all backwards: every micro-batch's activations live until the end.
-one_f_one_b  as many forwards as ranks lie behind, then one backward for each forward: the same
-             bubble, but no more micro-batches alive than there are ranks behind.
-interleaved  one_f_one_b over two chunks a rank, in groups of as many micro-batches as ranks: a
-             rank fills and drains in half the time, for twice the messages and more activations.
+gpipe        All forwards, then all backwards: the activations of all micro-batches are live at
+             once.
+one_f_one_b  Rank r runs ranks - r forwards, then alternates one backward with one forward (1F1B).
+             The bubble is the same, but rank r never holds more than ranks - r micro-batches.
+interleaved  one_f_one_b over two chunks per rank, in groups of as many micro-batches as ranks. The
+             pipeline fills and drains in half the time, for twice the messages and more live
+             activations.
 """
 
 import numpy as np
 
 
-def gpipe(ranks, micro):
-    return [[(kind, r, m) for kind in "FB" for m in range(micro)] for r in range(ranks)]
+def gpipe(ranks, micro_batches):
+    return [[(kind, r, m) for kind in "FB" for m in range(micro_batches)] for r in range(ranks)]
 
 
-def one_f_one_b(ranks, micro):
-    orders = []
+def one_f_one_b(ranks, micro_batches):
+    schedule = []
     for rank in range(ranks):
-        ahead = min(micro, ranks - rank)
-        order = [("F", rank, m) for m in range(ahead)]
-        for m in range(micro):
-            order.append(("B", rank, m))
-            if m + ahead < micro:
-                order.append(("F", rank, m + ahead))
-        orders.append(order)
-    return orders
+        warmup = min(micro_batches, ranks - rank)
+        steps = [("F", rank, m) for m in range(warmup)]
+        for m in range(micro_batches):
+            steps.append(("B", rank, m))
+            if m + warmup < micro_batches:
+                steps.append(("F", rank, m + warmup))
+        schedule.append(steps)
+    return schedule
 
 
-def interleaved(ranks, micro, chunks=2):
+def interleaved(ranks, micro_batches, chunks=2):
     def passes(kind):  # micro-batches in groups of `ranks`, each group through every chunk
         order = range(chunks) if kind == "F" else range(chunks - 1, -1, -1)
         return [
             (kind, chunk, m)
-            for first in range(0, micro, ranks)
+            for first in range(0, micro_batches, ranks)
             for chunk in order
-            for m in range(first, min(first + ranks, micro))
+            for m in range(first, min(first + ranks, micro_batches))
         ]
 
-    orders = []
+    schedule = []
     for rank in range(ranks):
         forwards = [(k, c * ranks + rank, m) for k, c, m in passes("F")]
         backwards = [(k, c * ranks + rank, m) for k, c, m in passes("B")]
-        ahead = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
-        order = forwards[:ahead]
+        warmup = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+        steps = forwards[:warmup]
         for i, step in enumerate(backwards):
-            order.append(step)
-            order += forwards[ahead + i : ahead + i + 1]
-        orders.append(order)
-    return orders
+            steps.append(step)
+            steps += forwards[warmup + i : warmup + i + 1]
+        schedule.append(steps)
+    return schedule
 
 
-def run(orders, weights, batches):
-    """Execute a schedule; return each layer's gradient, the makespan, the most activations alive.
+def run(schedule, weights, batches):
+    """Execute a schedule; return the gradients, the makespan and the peak of live micro-batches.
 
-    ``weights`` (layers, width, width) are split evenly over the chunks, ``batches`` (micro, rows,
-    width) is the input. The network is y = x W for each layer and the loss the sum of the last y.
-    The makespan is in forward passes through all of a rank's layers, and what is alive is counted
-    on the fullest rank, in micro-batches through all of its layers.
+    ``weights`` (layers, width, width) are split evenly over the chunks, ``batches`` (micro-batches,
+    rows, width) are the inputs. The network is y = x W per layer, the loss the sum of the last y.
+    The unit of the makespan is one forward through all layers of a rank. The peak is that of the
+    fullest rank; a micro-batch counts in full while it is live in all layers of the rank.
     """
-    ranks, chunks = len(orders), 1 + max(step[1] for order in orders for step in order)
+    ranks, chunks = len(schedule), 1 + max(step[1] for steps in schedule for step in steps)
     layers = weights.reshape(chunks, -1, *weights.shape[1:])
     gradients = np.zeros_like(layers)
     values = {("F", -1, m): x for m, x in enumerate(batches)}
     values |= {("B", chunks, m): np.ones_like(x) for m, x in enumerate(batches)}
-    ends = dict.fromkeys(values, 0.0)
-    clock, alive, most = [0.0] * ranks, [0] * ranks, 0
-    kept = {}
-    waiting = [list(reversed(order)) for order in orders]
-    while any(waiting):
-        before = sum(map(len, waiting))
-        for rank, order in enumerate(waiting):
-            while order:
-                kind, chunk, m = step = order[-1]
-                needed = (kind, chunk - 1 if kind == "F" else chunk + 1, m)
-                forward = ("F", chunk, m) if kind == "B" else needed
-                if needed not in ends or forward not in ends:
+    end_times = dict.fromkeys(values, 0.0)
+    clock, live, peak = [0.0] * ranks, [0] * ranks, 0
+    activations = {}
+    pending = [list(reversed(steps)) for steps in schedule]
+    while any(pending):
+        count = sum(map(len, pending))
+        for rank, steps in enumerate(pending):
+            while steps:
+                kind, chunk, m = step = steps[-1]
+                source = (kind, chunk - 1 if kind == "F" else chunk + 1, m)
+                forward = ("F", chunk, m) if kind == "B" else source
+                if source not in end_times or forward not in end_times:
                     break
-                order.pop()
-                start = max(clock[rank], ends[needed], ends[forward])
-                clock[rank] = ends[step] = start + (1 if kind == "F" else 2) * ranks / chunks
-                x = values.pop(needed)
+                steps.pop()
+                start = max(clock[rank], end_times[source], end_times[forward])
+                clock[rank] = end_times[step] = start + (1 if kind == "F" else 2) * ranks / chunks
+                x = values.pop(source)
                 if kind == "F":
-                    kept[chunk, m] = list(through(x, layers[chunk]))
-                    values[step] = kept[chunk, m].pop()
-                    alive[rank] += 1
-                    most = max(most, *alive)
+                    activations[chunk, m] = list(forward_chunk(x, layers[chunk]))
+                    values[step] = activations[chunk, m].pop()
+                    live[rank] += 1
+                    peak = max(peak, *live)
                 else:
                     for layer in range(layers.shape[1] - 1, -1, -1):
-                        gradients[chunk, layer] += kept[chunk, m][layer].T @ x
+                        gradients[chunk, layer] += activations[chunk, m][layer].T @ x
                         x = x @ layers[chunk, layer].T
-                    del kept[chunk, m]
+                    del activations[chunk, m]
                     values[step] = x
-                    alive[rank] -= 1
-        if sum(map(len, waiting)) == before:
-            raise RuntimeError(f"the schedule waits for itself at {[o[-1] for o in waiting if o]}")
-    return gradients.reshape(weights.shape), max(clock), most * ranks / chunks
+                    live[rank] -= 1
+        if sum(map(len, pending)) == count:
+            raise RuntimeError(f"deadlock: no rank can run {[s[-1] for s in pending if s]}")
+    return gradients.reshape(weights.shape), max(clock), peak * ranks / chunks
 
 
-def through(x, layers):
-    """Give the input of each layer, and what comes out of the last."""
+def forward_chunk(x, layers):
+    """Yield the input of each layer, then the output of the last."""
     yield x
     for layer in layers:
         x = x @ layer

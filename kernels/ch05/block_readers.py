@@ -1,4 +1,4 @@
-"""A file to the GPU through a ring of pinned blocks, filled by reader threads."""
+"""Loads a file to the GPU through a ring of pinned blocks that reader threads fill."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -6,26 +6,25 @@ from functools import cache
 
 import torch
 
-BLOCK = 2 << 20
-"""Bytes that are read and copied at a time: small enough to stay in the CPU's cache between."""
+BLOCK_BYTES = 2 << 20
+"""Bytes per read and per copy. A block of this size is still in the CPU's cache when it is sent."""
 
-
-_readers = cache(ThreadPoolExecutor)
+_thread_pool = cache(ThreadPoolExecutor)
 
 
 class PinnedRing:
-    """Pinned blocks that take turns: one is read into while others are on their way to the GPU."""
+    """A ring of pinned blocks: readers fill some while others are being copied to the GPU."""
 
     def __init__(self, readers):
         slots = 2 * readers + 2
-        self._readers = _readers(readers)
-        self._blocks = torch.empty(slots, BLOCK, dtype=torch.uint8, pin_memory=True)
+        self._readers = _thread_pool(readers)
+        self._blocks = torch.empty(slots, BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         self._views = [memoryview(block.numpy()) for block in self._blocks]
         self._copied = [torch.cuda.Event() for _ in range(slots)]
 
     def load(self, file, out):
-        """Fill ``out``, bytes on the GPU, from the beginning of ``file``."""
-        parts, slots = out.split(BLOCK), len(self._blocks)
+        """Fill ``out``, a byte tensor on the GPU, from the beginning of ``file``."""
+        parts, slots = out.split(BLOCK_BYTES), len(self._blocks)
         reads = [self._start(file, parts, i) for i in range(min(slots, len(parts)))]
         for i, part in enumerate(parts):
             reads[i].result()
@@ -37,8 +36,8 @@ class PinnedRing:
     def _start(self, file, parts, i):
         return self._readers.submit(self._read, file.fileno(), i, len(parts[i]))
 
-    def _read(self, handle, i, length):
+    def _read(self, fd, i, length):
         slot = i % len(self._views)
-        self._copied[slot].synchronize()  # the block's last content has left
-        if os.preadv(handle, [self._views[slot][:length]], i * BLOCK) != length:
-            raise EOFError(f"block {i} of the file is not whole")
+        self._copied[slot].synchronize()  # the copy of the block's previous content is complete
+        if os.preadv(fd, [self._views[slot][:length]], i * BLOCK_BYTES) != length:
+            raise EOFError(f"the file ends within block {i}")

@@ -1,15 +1,16 @@
 """The loop order that walks along cache lines beats the textbook triple loop.
 
-A cache line holds 16 floats. The textbook's innermost loop (ijk) runs down a column of the second
-matrix: each step lands 4 KiB further on, uses one float of the line it fetches, and by the time the
-neighbouring column is due, the 1024 lines of a column have pushed each other out of the L1 cache.
-With the two inner loops exchanged (ikj) the innermost runs along a row of the second matrix and of
-the result: 4 bytes a step, every float of a line used, and the next line is fetched in advance.
+A cache line holds 16 floats. The textbook's innermost loop (ijk) walks down a column of the second
+matrix with a stride of 4 KiB. Each step fetches a line and uses one float of it. All lines of a
+column map to the same few L1 sets, since 4 KiB is a power of two, so they evict each other before
+the next column needs them; with other row lengths ijk loses less. With the two inner loops
+interchanged (ikj) the innermost loop walks along a row of the second matrix and of the result:
+stride 1, every float of a line is used, and the hardware prefetches the next line.
 
-Both orders do the same multiplications and add them up in the same order. The second gains once
-more because neighbouring results fit a vector register, which the compiler then uses. The order
-itself is the subject, hence the naive baseline: the library arm (BLAS) also blocks for every level
-of the cache, and is what one should call. Matrices that fit the L1 cache show only the vectors.
+Both orders do the same multiplications and add them in the same order. ikj gains further because
+the compiler can vectorize it. The baseline is naive because the loop order is the subject. BLAS,
+the library arm, also blocks for every level of the cache, and is the right choice in practice.
+Matrices that fit the L1 cache gain from vectorization only.
 """
 
 from functools import partial
@@ -36,7 +37,12 @@ def test_cache_loop_order_host(compare: Compare) -> None:
         library=lambda a, b, out: np.matmul(a, b, out=out),
         against="naive",
         inputs=matrices,
-        work=lambda a, b, out: Work(b.nbytes + 2 * a.nbytes, 2 * len(a) * b.size, "fp32"),
+        work=lambda a, b, out: Work(
+            read=a.nbytes + b.nbytes,
+            written=out.nbytes,
+            flops=2 * len(a) * b.size,
+            dtype="fp32",
+        ),
         reference=lambda a, b, out: a.astype(float) @ b.astype(float),
         metric="wall",
         cache="warm",

@@ -1,16 +1,18 @@
-"""Copies from pinned host memory run at the speed of PCIe; from pageable memory they do not.
+"""Copying to the GPU from pinned host memory beats copying from pageable memory.
 
-The GPU's copy engine reads host memory by physical address, so the pages must stay where they are.
-Pageable memory may move: the driver copies it, piece by piece, into a pinned buffer of its own, and
-the engine fetches it from there. A CPU core's memory copy, not PCIe, sets the pace. From pinned
-(page-locked) memory the engine reads directly, and the CPU does nothing.
+The GPU's copy engine reads host memory by physical address, so the pages must not move. Pageable
+memory may move: the driver first copies it, piece by piece, into its own pinned staging buffer, and
+one CPU core's memory copy sets the pace. From pinned (page-locked) memory the engine reads directly
+over PCIe, without the CPU.
 
-"pinned" waits for the copy; "chunks" enqueues 12 copies and could go on with other work, which is
-what overlapping needs (test_pinned_prefetch_stream.py); pieces of 2 MiB still run at nearly full
-speed (8 % less here). What the caller waits (wall) is judged. Pinning itself is slow, a system call
-for every page, so it pays for buffers that are used again; and pinned memory is lost to everyone
-else. Below about 64 KiB the fixed cost of a copy counts for more. The limit is the link: 64 GB/s
-for PCIe 5 x16 on paper, about 55 in practice.
+The data is in pinned memory before the clock starts. A program that must first copy pageable data
+there does the driver's staging copy itself and gains little. Pinning is slow (the system locks
+every page) and leaves less memory to other programs, so it pays for buffers that are reused.
+
+"pinned" waits for one copy. "chunks" enqueues 12 copies of 2 MiB; a caller could do other work
+meanwhile, which is what overlap needs (test_pinned_prefetch_stream.py). Below about 64 KiB the
+fixed cost of a copy dominates. The limit is the link: 64 GB/s for PCIe 5.0 x16, minus protocol
+overhead.
 """
 
 import pytest
@@ -22,7 +24,7 @@ CHUNKS = 12
 
 
 def buffers(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same values in pageable and in pinned memory, and where they are to go."""
+    """Make the same values in pageable and in pinned memory, and their destination on the GPU."""
     values = torch.randn(bench.size(6 << 20, check=1024), device=bench.device)
     pinned = torch.empty(values.shape, pin_memory=True).copy_(values)
     return values.cpu(), pinned, torch.empty_like(values)
@@ -32,16 +34,16 @@ def pageable(source, pinned, out):
     out.copy_(source)
 
 
-def waited_for(source, pinned, out):
+def blocking(source, pinned, out):
     out.copy_(pinned)
 
 
 def in_chunks(source, pinned, out):
-    for part, piece in zip(out.chunk(CHUNKS), pinned.chunk(CHUNKS), strict=True):
-        part.copy_(piece, non_blocking=True)
+    for part, chunk in zip(out.chunk(CHUNKS), pinned.chunk(CHUNKS), strict=True):
+        part.copy_(chunk, non_blocking=True)
 
 
-RUNGS = {"pinned": waited_for, "chunks": in_chunks}
+RUNGS = {"pinned": blocking, "chunks": in_chunks}
 
 
 @pytest.mark.gpu

@@ -1,18 +1,18 @@
-"""Worker processes that share the cores beat workers that each start a thread a core.
+"""Worker processes that share the cores beat workers that each start one BLAS thread per core.
 
-A BLAS library takes the machine for its own and starts a thread a core. In four worker processes
-(a data loader's, a server's) that makes four threads for every core. A product is split among its
-threads, and it is finished when the last of them is: when one of them has no core, the others
-wait, spinning for a while on the cores that it needs. With the cores dealt out among the workers,
-but one that is left to the process that hands out the work, every thread has its own, and a product
-waits for nobody; where there are not so many cores, one thread a worker is the least there is.
+By default a BLAS library starts one thread per core. Four worker processes (a data loader's, a
+server's) then run four threads per core. BLAS splits a product among its threads, and the product
+ends when the last thread does. If one of them has no core, the others wait for it, and spin for a
+while on the cores that it needs. The optimized arm divides the cores among the workers, less one
+core for the process that hands out the work, so that every thread has its own core. A worker gets
+at least one thread.
 
-Each worker multiplies a small matrix with itself, eight times in a row, in a process that stands
-ready before the clock starts. Of single products most are nearly as fast as they would be alone,
-and some take four times as long. The number of threads is read when the library is loaded, hence
-from the environment of the process. OpenBLAS's idle threads sleep at once in both arms; else those
-of one would spin through the other's turn. Large products are hurt less: their threads meet less
-often. Where there is only one worker it should have all cores, of course.
+Each worker multiplies a small matrix by itself eight times in a process that was started before.
+Most single products run nearly undisturbed and some are delayed badly; eight in a row average over
+that. The thread count is read when the library is loaded, hence the environment variables. In both
+arms OpenBLAS's idle threads sleep at once; otherwise those of one arm would spin while the other is
+timed. Large products suffer less, since their threads synchronise less often. A single worker
+should use all cores.
 """
 
 from functools import partial
@@ -20,21 +20,22 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kernels.ch03.blas_workers import PRODUCTS, WORKERS, chains, cores
+from kernels.ch03.blas_workers import PRODUCTS, WORKERS, matrix_powers, usable_cores
 from pytest_aiperf import Bench, Compare
 
 
 def matrices(bench: Bench) -> np.ndarray:
     n = bench.size(256, check=64)
-    drawn = np.random.default_rng(bench.seed).standard_normal((WORKERS, n, n), np.float32)
-    return drawn / np.float32(n**0.5)  # so that products keep their size
+    rng = np.random.default_rng(bench.seed)
+    normal = rng.standard_normal((WORKERS, n, n), np.float32)
+    return normal / np.float32(n**0.5)  # powers keep the magnitude of the entries
 
 
 @pytest.mark.host
 def test_thread_oversubscription_host(compare: Compare) -> None:
     compare(
-        baseline=partial(chains, cores()),
-        optimized=partial(chains, max(1, (cores() - 1) // WORKERS)),
+        baseline=partial(matrix_powers, usable_cores()),
+        optimized=partial(matrix_powers, max(1, (usable_cores() - 1) // WORKERS)),
         inputs=matrices,
         reference=lambda matrices: np.linalg.matrix_power(matrices.astype(float), PRODUCTS + 1),
         metric="wall",

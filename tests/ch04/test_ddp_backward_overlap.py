@@ -1,18 +1,16 @@
-"""Gradients that are reduced while the backward pass still runs hide their communication.
+"""Reducing gradients while the backward pass still runs beats reducing them after it.
 
 The gradient of the last layer is final while all other layers still wait for theirs. Reduced at
-once, on NCCL's own stream, it travels while the GPU computes the next; only the first layer's
-gradient has nothing left to hide behind. Reduced after the backward pass, all of it is waited for.
-"hooks" starts an asynchronous all-reduce from each parameter's hook; "ddp" is
-DistributedDataParallel, which does the same with buckets; the gradients are views of them.
+once, on NCCL's own stream, it travels while the GPU computes the next one. Only the first layer's
+gradient has nothing left to hide behind. Reduced after the backward pass, all communication is
+exposed. "hooks" starts an asynchronous all-reduce in each parameter's hook. "ddp" is
+DistributedDataParallel, which does the same with buckets; the gradients are views of the buckets.
 
-With F, B and C the times of forward pass, backward pass and communication, the limit is (F + B + C)
-/ (F + max(B, C) + one layer's communication): about 1.5x, where C is a third of the whole, as it is
-here at the rate of an all-reduce in results/ceilings-2xh200.json. What was recorded (1.20x with
-"hooks", 1.16x with "ddp") is well under it, so only part of the communication is hidden: its
-kernels take multiprocessors and memory bandwidth from the computation. Where B or C is much shorter
-than the other there is little to hide, and where layers are so small that the GPU waits for Python,
-both arms take as long as that does.
+With F, B and C the times of forward, backward and communication, the limit is
+(F + B + C) / (F + max(B, C) + one layer's communication): about 1.4x for six layers, where C is a
+third of the sum and B = 2 F. NCCL's kernels take SMs and memory bandwidth from the backward pass,
+so overlap itself slows the computation. If B or C is much shorter than the other, there is little
+to hide. If layers are so small that the GPU waits for Python, both arms take as long as Python.
 """
 
 import pytest
@@ -25,10 +23,10 @@ from pytest_aiperf import Bench, Compare, prepared, static
 
 def model(bench: Bench) -> tuple[torch.Tensor, list[torch.Tensor]]:
     layers, width = bench.size(6, check=2), bench.size(8192, check=16)
-    kind = {"device": bench.device, "dtype": torch.bfloat16}
-    weights = [torch.randn(width, width, **kind) * width**-0.5 for _ in range(layers)]
-    torch.manual_seed(bench.seed * 100 + dist.get_rank())  # the same model, a batch of its own
-    return torch.randn(bench.size(1024, check=8), width, **kind), static(weights)
+    options = {"device": bench.device, "dtype": torch.bfloat16}
+    weights = [torch.randn(width, width, **options) * width**-0.5 for _ in range(layers)]
+    torch.manual_seed(bench.seed * 100 + dist.get_rank())  # same model, another batch per rank
+    return torch.randn(bench.size(1024, check=8), width, **options), static(weights)
 
 
 def forward(x, weights):
@@ -37,29 +35,29 @@ def forward(x, weights):
     return x.float().square().mean()
 
 
-def after(x, weights):
-    leaves = [w.detach().requires_grad_() for w in weights]
-    found = torch.autograd.grad(forward(x, leaves), leaves)
-    for gradient in found:
+def reduce_after_backward(x, weights):
+    parameters = [w.detach().requires_grad_() for w in weights]
+    gradients = torch.autograd.grad(forward(x, parameters), parameters)
+    for gradient in gradients:
         gradient.div_(dist.get_world_size())
         dist.all_reduce(gradient)
-    return list(found)
+    return list(gradients)
 
 
 def hooks(x, weights):
-    leaves = [w.detach().requires_grad_() for w in weights]
-    under_way = []
+    parameters = [w.detach().requires_grad_() for w in weights]
+    pending = []
 
-    def send(leaf):
-        leaf.grad.div_(dist.get_world_size())
-        under_way.append(dist.all_reduce(leaf.grad, async_op=True))
+    def start_all_reduce(parameter):
+        parameter.grad.div_(dist.get_world_size())
+        pending.append(dist.all_reduce(parameter.grad, async_op=True))
 
-    for leaf in leaves:
-        leaf.register_post_accumulate_grad_hook(send)
-    forward(x, leaves).backward()
-    for work in under_way:
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(start_all_reduce)
+    forward(x, parameters).backward()
+    for work in pending:
         work.wait()
-    return [leaf.grad for leaf in leaves]
+    return [parameter.grad for parameter in parameters]
 
 
 class Layers(torch.nn.Module):
@@ -80,23 +78,23 @@ def ddp(x, weights):
         model(x).backward()
         return [p.grad for p in model.module.weights]
 
-    step(x, weights)  # the next one rearranges the buckets, once, by when gradients were ready
+    step(x, weights)  # DDP rebuilds its buckets once, in the forward pass after this step
     return step
 
 
 def in_fp64(x, weights):
-    leaves = [w.double().requires_grad_() for w in weights]
-    found = torch.autograd.grad(forward(x.double(), leaves), leaves)
-    for gradient in found:
+    parameters = [w.double().requires_grad_() for w in weights]
+    gradients = torch.autograd.grad(forward(x.double(), parameters), parameters)
+    for gradient in gradients:
         dist.all_reduce(gradient)
-    return [g / dist.get_world_size() for g in found]
+    return [g / dist.get_world_size() for g in gradients]
 
 
 @pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("rung", [hooks, ddp], ids=["hooks", "ddp"])
 def test_ddp_backward_overlap(compare: Compare, rung) -> None:
     compare(
-        baseline=after,
+        baseline=reduce_after_backward,
         optimized=rung,
         inputs=model,
         reference=in_fp64,

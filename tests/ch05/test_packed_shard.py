@@ -1,13 +1,13 @@
-"""One gather from a mapped shard beats a read call per record.
+"""One gather from a memory-mapped shard beats one read call per record.
 
 A batch takes 4000 records of 2 KiB (512 tokens) in random order from one packed file. Reading each
-with its own `pread` crosses from Python to the kernel and back 4000 times. Mapped, the shard is an
-array: one indexing call copies all records straight out of the page cache, and the kernel is
-entered only for pages that are not mapped yet, 16 neighbours at a time.
+with its own `pread` switches from Python to the kernel and back 4000 times. Mapped into memory, the
+shard is an array: one indexing call copies all records straight out of the page cache. The kernel
+runs only for page faults, and each fault maps 16 neighbouring pages.
 
-The page cache is the medium, warm for both arms since the shard was just written; mapping it is
-part of the call. With a cold cache the disk decides, and a mapping reads it page by page, which
-queued or larger reads beat. From about 16 KiB a record, the copy outweighs the calls.
+The page cache is warm for both arms, since the shard was just written. The mapping itself is part
+of the call. With a cold cache the disk decides, and a mapping reads it page by page, which queued
+or larger reads beat. From about 16 KiB per record, the copy outweighs the calls.
 """
 
 import os
@@ -23,35 +23,35 @@ from pytest_aiperf import Bench, Compare, Work
 TOKENS = 512
 
 
-@lru_cache(maxsize=4)  # both arms read the same file, and nobody writes it
-def packed(seed: int, records: int) -> IO[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, (records, TOKENS), dtype=np.int32)
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and goes when nobody has it
+@lru_cache(maxsize=4)  # both arms read the same file; neither writes it
+def packed(seed: int, count: int) -> IO[bytes]:
+    tokens = np.random.default_rng(seed).integers(0, 50_000, (count, TOKENS), dtype=np.int32)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name and is deleted with its last reference
     file.write(tokens.data)
     file.flush()
     return file
 
 
 def shard(bench: Bench) -> tuple[IO[bytes], np.ndarray]:
-    records = bench.size(10_000, check=50)
-    order = np.random.default_rng(bench.seed).permutation(records)
-    return packed(bench.seed, records), order[: bench.size(4_000, check=20)]
+    count = bench.size(10_000, check=50)
+    order = np.random.default_rng(bench.seed).permutation(count)
+    return packed(bench.seed, count), order[: bench.size(4_000, check=20)]
 
 
-def read_each(file, wanted):
-    batch = np.empty((len(wanted), TOKENS), np.int32)
-    for row, record in zip(batch, wanted.tolist(), strict=True):
+def read_each(file, records):
+    batch = np.empty((len(records), TOKENS), np.int32)
+    for row, record in zip(batch, records.tolist(), strict=True):
         os.preadv(file.fileno(), [row], record * row.nbytes)
     return batch
 
 
-def gather(file, wanted):
-    return np.memmap(file, np.int32, "r").reshape(-1, TOKENS)[wanted]
+def gather(file, records):
+    return np.memmap(file, np.int32, "r").reshape(-1, TOKENS)[records]
 
 
-def read_all(file, wanted):
+def read_all(file, records):
     file.seek(0)
-    return np.frombuffer(file.read(), np.int32).reshape(-1, TOKENS)[wanted]
+    return np.frombuffer(file.read(), np.int32).reshape(-1, TOKENS)[records]
 
 
 @pytest.mark.host
@@ -61,7 +61,9 @@ def test_packed_shard(compare: Compare) -> None:
         optimized=gather,
         against="previous rung",
         inputs=shard,
-        work=lambda file, wanted: Work(bytes=2 * 4 * TOKENS * len(wanted)),
+        work=lambda file, records: Work(
+            read=4 * TOKENS * len(records), written=4 * TOKENS * len(records)
+        ),
         reference=read_all,
         metric="wall",
         cache="warm",

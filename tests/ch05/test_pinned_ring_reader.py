@@ -1,15 +1,17 @@
-"""Reading a file straight into pinned blocks beats reading it whole and copying it to the GPU.
+"""Reading a file into a ring of pinned blocks beats reading it whole and copying it to the GPU.
 
-Read into an array of its own, a file is copied by the CPU twice: from the page cache into fresh
-pages, which the kernel must clear first, and from there, since they are pageable, into the driver's
-pinned buffer; and each step waits for the one before. With a ring of pinned blocks the CPU copies
-it once, from the page cache to where the GPU fetches it, and reading a block runs beside the
-transfer of those before it: the slower of the two sets the pace.
+The baseline reads the file into a new array. The CPU copies the data twice: from the page cache
+into fresh pages, which the kernel must zero first, and from those pageable pages into the driver's
+pinned buffer. Each step waits for the one before. With a ring of pinned blocks the CPU copies the
+data once, from the page cache into memory that the GPU reads directly, and reading a block overlaps
+the transfer of earlier ones. The gain is the sum of three effects: no fresh pages, one copy less,
+and overlap.
 
-That is reading. One reader brought 5.6 GB/s to an H200, four brought 12.6: a quarter of PCIe's 55.
-A read must not touch a block before its last transfer is over (an event each). The page cache is
-the medium, warm for both arms, since the file was just written; from a cold disk, the disk decides.
-Small files gain nothing: there is nothing to overlap.
+The slower of the two stages sets the pace. Reading is one CPU core's memory copy and slower than
+PCIe, so four readers ("threaded_ring") are faster than one ("ring"). An event per block keeps a
+read from overwriting a block before its transfer is complete. The page cache is warm for both arms,
+since the file was just written; with a cold cache the disk decides. Small files gain nothing: there
+is nothing to overlap.
 """
 
 import tempfile
@@ -20,24 +22,24 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.ch05.block_readers import BLOCK, PinnedRing
+from kernels.ch05.block_readers import BLOCK_BYTES, PinnedRing
 from pytest_aiperf import Bench, Compare, prepared
 
 BLOCKS = 18
 READERS = {"ring": 1, "threaded_ring": 4}
 
 
-@lru_cache(maxsize=8)  # both arms read the same files, and nobody writes them
+@lru_cache(maxsize=8)  # both arms read the same files; neither writes them
 def random_file(seed: int, size: int, device: str) -> IO[bytes]:
     content = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and goes when nobody has it
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name and is deleted with its last reference
     file.write(content.cpu().numpy())
     file.flush()
     return file
 
 
 def stored(bench: Bench) -> tuple[IO[bytes], torch.Tensor]:
-    size = bench.size(BLOCKS * BLOCK, check=5000)
+    size = bench.size(BLOCKS * BLOCK_BYTES, check=5000)
     out = torch.empty(size, dtype=torch.uint8, device=bench.device)
     return random_file(bench.seed, size, bench.device), out
 

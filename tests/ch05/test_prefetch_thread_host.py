@@ -1,15 +1,15 @@
-"""Threads that read ahead let storage and the CPU work at the same time.
+"""Reading blocks ahead in threads beats waiting for storage before hashing each block.
 
-Fetching an object block by block and checking each (here its BLAKE2 digest) takes turns: the CPU
-waits for storage, storage for the CPU. With four threads that ask for the next blocks while one is
-hashed, the waits run side by side, and beside the hashing. Python's lock is no hindrance: a read
-gives it up while it waits, hashing gives it up for large blocks.
+Fetched and hashed block by block (here with BLAKE2), an object keeps either the CPU or storage
+idle. Four reader threads request the next blocks while one block is hashed: their waits overlap
+each other and the hashing. Python's GIL does not prevent that: a read releases it while it waits,
+and hashing releases it for large blocks.
 
-One block ahead would hide at most one wait behind the hashing of one block; with enough of them the
-limit is the longer of the two stages: hashing all blocks, or waiting for all over the number of
-threads. Storage is simulated: each block comes out of the page cache after a wait of 3 ms, as from
-object storage or a busy disk. Where storage is bound by bandwidth, requests wait for each other,
-and more than one ahead gains nothing.
+Here the waits are longer than the hashing, so most of the gain comes from four waits in parallel; a
+single reader would hide at most the hashing. The limit is the longer of two stages: hashing all
+blocks, or all waits divided by the number of threads. Storage is simulated: each block comes from
+the page cache after a wait of 3 ms, as from object storage or a busy disk. Where bandwidth rather
+than latency limits storage, parallel requests gain nothing beyond the overlap with hashing.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ import pytest
 from pytest_aiperf import Bench, Compare, Work
 
 BLOCKS, READERS = 8, 4
-LATENCY = 3e-3
+LATENCY_S = 3e-3  # simulated wait per block
 
 
-@lru_cache(maxsize=4)  # both arms read the same file, and nobody writes it
+@lru_cache(maxsize=4)  # both arms read the same file; neither writes it
 def random_file(seed: int, size: int) -> IO[bytes]:
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, and goes when nobody has it
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name and is deleted with its last reference
     file.write(np.random.default_rng(seed).bytes(size))
     file.flush()
     return file
@@ -43,7 +43,7 @@ def stored(bench: Bench) -> tuple[IO[bytes], int]:
 
 
 def fetch(file, block, i):
-    time.sleep(LATENCY)
+    time.sleep(LATENCY_S)
     return os.pread(file.fileno(), block, i * block)
 
 
@@ -51,7 +51,7 @@ def digest(data):
     return np.frombuffer(hashlib.blake2b(data).digest(), np.uint8)
 
 
-def in_turn(file, block):
+def one_by_one(file, block):
     return np.stack([digest(fetch(file, block, i)) for i in range(BLOCKS)])
 
 
@@ -61,7 +61,7 @@ def reading_ahead(file, block):
         return np.stack([digest(data) for data in blocks])
 
 
-def of_the_whole(file, block):
+def sequential_digests(file, block):
     file.seek(0)
     return np.stack([digest(file.read(block)) for _ in range(BLOCKS)])
 
@@ -69,11 +69,11 @@ def of_the_whole(file, block):
 @pytest.mark.host
 def test_prefetch_thread_host(compare: Compare) -> None:
     compare(
-        baseline=in_turn,
+        baseline=one_by_one,
         optimized=reading_ahead,
         inputs=stored,
-        work=lambda file, block: Work(bytes=BLOCKS * block, written=0),
-        reference=of_the_whole,
+        work=lambda file, block: Work(read=BLOCKS * block),
+        reference=sequential_digests,
         metric="wall",
         cache="warm",
     )
