@@ -20,8 +20,8 @@ def _route(  # noqa: PLR0917  a Triton launch passes arguments by position
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     inside = row < tokens
-    at = row[:, None] * EXPERTS + expert[None, :]
-    remaining = tl.load(logits + at, mask=inside[:, None], other=0)
+    row_start = logits + row[:, None] * EXPERTS
+    remaining = tl.load(row_start + expert[None, :], mask=inside[:, None], other=0)
     rank = tl.arange(0, TOP)
     selected = tl.zeros((ROWS, TOP), tl.int32)
     values = tl.zeros((ROWS, TOP), tl.float32)
