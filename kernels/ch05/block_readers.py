@@ -1,4 +1,4 @@
-"""Loads a file to the GPU through a ring of pinned blocks that reader threads fill."""
+"""Loading a file to the GPU through a ring of pinned blocks that reader threads fill."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 BLOCK_BYTES = 2 << 20
-"""Bytes per read and per copy. A block of this size is still in the CPU's cache when it is sent."""
+"""Bytes per read and per copy. Small enough for a block to stay in the CPU's cache in between."""
 
 _thread_pool = cache(ThreadPoolExecutor)
 

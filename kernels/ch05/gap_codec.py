@@ -19,7 +19,7 @@ FRAME = 1024
 """Ids per frame, as one GPU block decodes them: 128 threads with eight gaps each."""
 
 SLICE = 1024
-"""Frames per decode and copy on the CPU: 4 MiB of ids, which fit the cores' caches together."""
+"""Frames per decode and copy on the CPU: 4 MiB of ids, to fit the cores' combined caches."""
 
 SOURCE = r"""
 #include <cstdint>
@@ -68,7 +68,7 @@ def _library():
         source.write_text(SOURCE)
         command = [compiler, "-O3", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # the mapping outlives the file
+        return ctypes.CDLL(str(library))  # stays loaded after its file is deleted
 
 
 def _decode_slice(packed, starts, ids, threads):

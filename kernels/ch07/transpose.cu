@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS) transpose_swizzled(const float* in, f
     const int x = blockIdx.x * SIDE, y = blockIdx.y * SIDE;
     const int vector = threadIdx.x % VECTORS, group = threadIdx.x / VECTORS;
 
-    float4 a[4];  // rows 4 * group + i, columns 4 * vector ...
+    float4 a[4];  // rows 4 * group + i, columns 4 * vector to 4 * vector + 3
     const float* from = in + size_t(y + 4 * group) * n + x + 4 * vector;
     for (int i = 0; i < 4; ++i) a[i] = *reinterpret_cast<const float4*>(from + size_t(i) * n);
     tile[swizzled_index(4 * vector + 0, group)] = make_float4(a[0].x, a[1].x, a[2].x, a[3].x);

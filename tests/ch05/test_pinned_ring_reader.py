@@ -1,11 +1,11 @@
 """Reading a file into a ring of pinned blocks beats reading it whole and copying it to the GPU.
 
 The baseline reads the file into a new array. The CPU copies the data twice: from the page cache
-into fresh pages, which the kernel must zero first, and from those pageable pages into the driver's
-pinned buffer. Each step waits for the one before. With a ring of pinned blocks the CPU copies the
-data once, from the page cache into memory that the GPU reads directly, and reading a block overlaps
-the transfer of earlier ones. The gain is the sum of three effects: no fresh pages, one copy less,
-and overlap.
+into fresh pages, which the operating system must zero first, and from those pageable pages into the
+driver's pinned buffer. Each step waits for the one before. With a ring of pinned blocks the CPU
+copies the data once, from the page cache into memory that the GPU reads directly, and reading a
+block overlaps the transfer of earlier ones. The gain combines three effects: no fresh pages, one
+copy less, and overlap.
 
 The slower of the two stages sets the pace. Reading is one CPU core's memory copy and slower than
 PCIe, so four readers ("threaded_ring") are faster than one ("ring"). An event per block keeps a
@@ -32,7 +32,7 @@ READERS = {"ring": 1, "threaded_ring": 4}
 @lru_cache(maxsize=8)  # both arms read the same files; neither writes them
 def random_file(seed: int, size: int, device: str) -> IO[bytes]:
     content = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name and is deleted with its last reference
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - unnamed, deleted with its last reference
     file.write(content.cpu().numpy())
     file.flush()
     return file

@@ -31,7 +31,7 @@ LATENCY_S = 3e-3  # simulated wait per block
 
 @lru_cache(maxsize=4)  # both arms read the same file; neither writes it
 def random_file(seed: int, size: int) -> IO[bytes]:
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name and is deleted with its last reference
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - unnamed, deleted with its last reference
     file.write(np.random.default_rng(seed).bytes(size))
     file.flush()
     return file

@@ -2,7 +2,7 @@
 
 `rows + bias` of large arrays asks the operating system for fresh pages every time and returns them
 when the result is freed. Fresh pages are not mapped yet: the first write to each one faults, and
-the kernel zeroes the page before the addition writes it, so memory is written twice. With `out=`
+the system zeroes the page before the addition writes it, so memory is written twice. With `out=`
 the same pages are reused without page faults, and only the addition remains.
 
 The gain is smaller where huge pages make faults rare, for arrays that the allocator keeps and

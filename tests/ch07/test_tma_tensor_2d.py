@@ -32,7 +32,7 @@ PROOF = {
 
 
 def temperatures(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
-    n = bench.size(8200, check=136)  # no multiple of the tile: the last ones cross the edges
+    n = bench.size(8200, check=136)  # not a multiple of the tile: edge tiles are partial
     u = torch.randn(n, n, device=bench.device, dtype=torch.float16)
     return u, torch.empty_like(u), n
 
