@@ -24,7 +24,7 @@ __device__ float block_sum(float value) {
     return value;
 }
 
-__device__ float normalised_silu(float x, float rstd, float scale, float shift) {
+__device__ float normalized_silu(float x, float rstd, float scale, float shift) {
     const float y = x * rstd * scale + shift;
     return __fdividef(y, 1 + expf(-y));
 }
@@ -53,8 +53,8 @@ extern "C" __global__ void layernorm_silu(const float4* __restrict__ x,
         const float4 v = row[i];
         const float4 a = scale[threadIdx.x + i * THREADS], b = shift[threadIdx.x + i * THREADS];
         out[start + i * THREADS] =
-            make_float4(normalised_silu(v.x, rstd, a.x, b.x), normalised_silu(v.y, rstd, a.y, b.y),
-                        normalised_silu(v.z, rstd, a.z, b.z), normalised_silu(v.w, rstd, a.w, b.w));
+            make_float4(normalized_silu(v.x, rstd, a.x, b.x), normalized_silu(v.y, rstd, a.y, b.y),
+                        normalized_silu(v.z, rstd, a.z, b.z), normalized_silu(v.w, rstd, a.w, b.w));
     }
 }
 """

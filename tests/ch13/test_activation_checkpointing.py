@@ -59,7 +59,7 @@ RUNGS = {"selective": partial(FULL, context_fn=SAVE_FIRST_GEMM), "full": FULL}
 
 
 def in_fp64(x, up, down):
-    """Compute loss and gradients from other operations, with all layers' weights in one tensor."""
+    """Compute loss and gradients independently, with all layers' weights in one tensor."""
     x, up, down = x.double(), up.double().requires_grad_(), down.double().requires_grad_()
     for layer in range(len(up)):
         hidden = x / x.pow(2).mean(-1, keepdim=True).sqrt() @ up[layer]

@@ -1,4 +1,4 @@
-"""Preparing batches in worker processes, or each photo only once, beats the training process.
+"""Preparing batches in workers, or once per photo, beats preparing them in the training process.
 
 By default a DataLoader prepares each batch in the training process while the GPU waits: here
 shrinking and standardizing a photo takes far longer than the model's step. "workers" prepares

@@ -30,7 +30,7 @@ def network(bench: Bench) -> Batch:
 
 
 def in_fp64(x, target, weights, momentum):
-    """Compute the step from other operations, with all layers' weights in one tensor."""
+    """Compute the step independently, with all layers' weights in one tensor."""
     x, target, weights = x.double(), target.double(), weights.double().requires_grad_()
     for layer in range(len(weights)):
         hidden = x / x.pow(2).mean(-1, keepdim=True).sqrt() @ weights[layer]

@@ -1,4 +1,4 @@
-"""In a simulation, a paged KV cache admits several times more sequences than reservation.
+"""In a simulation, a paged KV cache admits several times more sequences than full reservation.
 
 The final length of a sequence is unknown. Reserving the longest possible length for each is simple
 and leaves most of the pool empty: here a sequence may reach 1024 tokens and reaches about 140.
