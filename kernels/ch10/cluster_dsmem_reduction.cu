@@ -1,21 +1,20 @@
-// RMSNorm of rows that are longer than one multiprocessor can hold:
-// out = x * rstd, rstd = 1 / sqrt(mean(x^2) + epsilon), a row at a time.
+// RMSNorm of rows that do not fit in the shared memory of one SM:
+// out = x * rstd, rstd = 1 / sqrt(mean(x^2) + epsilon), per row.
 //
-//   two_kernels   One kernel sums the squares of each row, a second one scales the row. The rows
-//                 do not fit in the L2 cache between the two, so device memory is read twice and
-//                 written once: 3 passes.
-//   one_block     One block walks over its row twice. The rows of the blocks that run at one time
-//                 take about as much as the L2 cache holds, so most of the second walk should find
-//                 its row there.
-//   cluster_4/8   The blocks of a cluster run at the same time on neighbouring multiprocessors and
-//                 may read each other's shared memory (DSMEM). Each block keeps its part of a row
-//                 in shared memory and publishes one sum of squares; after one cluster barrier it
-//                 reads the sums of its peers and scales what it still holds. 2 passes, and no
-//                 second walk.
+//   two_kernels   One kernel computes rstd per row, a second one scales the rows. The rows do not
+//                 stay in the L2 cache in between, so device memory is read twice and written
+//                 once: 3 passes.
+//   one_block     One block per row, which reads the row twice. The second read is served by the L2
+//                 cache as far as the rows in flight fit in it: 264 rows of 256 KiB on an H200,
+//                 66 MiB, exceed its 60 MiB. Between 2 and 3 passes.
+//   cluster_4/8   The blocks of a cluster run at the same time and can read each other's shared
+//                 memory (distributed shared memory, DSMEM). Each block keeps its part of the row
+//                 in shared memory and publishes its sum of squares. After a cluster barrier it
+//                 reads the sums of its peers and scales its part. 2 passes.
 //
-// In clusters of 4 a block needs 64 KiB for its part of a row of 64 Ki floats, so that blocks of
-// several rows take turns on a multiprocessor. With 128 KiB, in clusters of 2, one has it to itself,
-// and nothing is done while it waits.
+// In a cluster of 4, a part of a row of 64 Ki floats takes 64 KiB, so blocks of several rows share
+// an SM. In a cluster of 2 it takes 128 KiB, so a single block fits on an SM, which idles at the
+// barrier.
 
 #include <cooperative_groups.h>
 #include <cstdint>
@@ -27,24 +26,25 @@ constexpr float EPSILON = 1e-5f;
 
 __device__ float squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
-__device__ float4 scaled(float4 v, float by) {
-    return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+__device__ float4 scaled(float4 v, float factor) {
+    return make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
 }
 
-// The sum over a block, in thread 0.
+// The sum over a block, valid in thread 0.
 template <int THREADS>
 __device__ float block_sum(float value) {
-    __shared__ float warps[THREADS / 32];
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_down_sync(~0u, value, lane);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __shared__ float warp_sums[THREADS / 32];
+    for (int offset = 16; offset > 0; offset /= 2)
+        value += __shfl_down_sync(~0u, value, offset);
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int warp = 1; warp < THREADS / 32; ++warp) value += warps[warp];
+        for (int warp = 1; warp < THREADS / 32; ++warp) value += warp_sums[warp];
     return value;
 }
 
-// 1 / the root mean square of a row, for a block of 1024, in thread 0.
-__device__ float rstd_of(const float4* row, int vectors) {
+// 1 / the root mean square of a row, by a block of 1024 threads, valid in thread 0.
+__device__ float block_rstd(const float4* row, int vectors) {
     float sum = 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < vectors; i += 1024) sum += squares(row[i]);
@@ -52,7 +52,7 @@ __device__ float rstd_of(const float4* row, int vectors) {
 }
 
 __global__ void __launch_bounds__(1024) row_rstd(const float4* x, float* rstd, int vectors) {
-    const float scale = rstd_of(x + size_t(blockIdx.x) * vectors, vectors);
+    const float scale = block_rstd(x + size_t(blockIdx.x) * vectors, vectors);
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
 }
 
@@ -65,55 +65,57 @@ scale_rows(const float4* x, const float* rstd, float4* out, int vectors) {
 
 __global__ void __launch_bounds__(1024, 2)
 norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
-    __shared__ float shared;
+    __shared__ float shared_scale;
     const size_t start = size_t(blockIdx.x) * vectors;
-    float scale = rstd_of(x + start, vectors);
-    if (threadIdx.x == 0) rstd[blockIdx.x] = shared = scale;
+    float scale = block_rstd(x + start, vectors);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = shared_scale = scale;
     __syncthreads();
-    scale = shared;
+    scale = shared_scale;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += 1024)  // the last use: both may leave the cache
+    for (int i = threadIdx.x; i < vectors; i += 1024)  // streaming: neither is used again
         __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 
 template <int BLOCKS, int THREADS>
 __global__ void __launch_bounds__(THREADS)
 norm_cluster(const float4* x, float4* out, float* rstd, int vectors) {
-    extern __shared__ float4 held[];
-    __shared__ float mine;
+    extern __shared__ float4 row_part[];
+    __shared__ float part_sum;
     const cg::cluster_group cluster = cg::this_cluster();
-    const int rank = cluster.block_rank(), row = blockIdx.x / BLOCKS, part = vectors / BLOCKS;
-    const size_t start = size_t(row) * vectors + rank * part;
+    const int rank = cluster.block_rank(), row = blockIdx.x / BLOCKS;
+    const int part_vectors = vectors / BLOCKS;
+    const size_t start = size_t(row) * vectors + rank * part_vectors;
 
-    // 16 bytes at a time straight into shared memory: all of the part is under way at once
-    const uint32_t to = __cvta_generic_to_shared(held);
-    for (int i = threadIdx.x; i < part; i += THREADS)
+    // asynchronous copies of 16 bytes to shared memory: the whole part is in flight at once
+    const uint32_t shared = __cvta_generic_to_shared(row_part);
+    for (int i = threadIdx.x; i < part_vectors; i += THREADS)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(to + i * 16), "l"(x + start + i) : "memory");
+                     :: "r"(shared + i * 16), "l"(x + start + i) : "memory");
     asm volatile("cp.async.wait_all;" ::: "memory");
 
-    float sum = 0;  // a thread reads back what it copied itself, so no barrier is needed yet
-    for (int i = threadIdx.x; i < part; i += THREADS) sum += squares(held[i]);
+    float sum = 0;  // each thread reads what it copied itself, so no barrier is needed yet
+    for (int i = threadIdx.x; i < part_vectors; i += THREADS) sum += squares(row_part[i]);
     sum = block_sum<THREADS>(sum);
-    if (threadIdx.x == 0) mine = sum;
-    cluster.sync();  // all sums of this row are published
+    if (threadIdx.x == 0) part_sum = sum;
+    cluster.sync();  // all partial sums of this row are visible
 
     sum = 0;
-    for (int peer = 0; peer < BLOCKS; ++peer) sum += *cluster.map_shared_rank(&mine, peer);
+    for (int peer = 0; peer < BLOCKS; ++peer) sum += *cluster.map_shared_rank(&part_sum, peer);
     const float scale = rsqrtf(sum / (4.0f * vectors) + EPSILON);
-    for (int i = threadIdx.x; i < part; i += THREADS) out[start + i] = scaled(held[i], scale);
+    for (int i = threadIdx.x; i < part_vectors; i += THREADS)
+        out[start + i] = scaled(row_part[i], scale);
     if (rank == 0 && threadIdx.x == 0) rstd[row] = scale;
-    cluster.sync();  // a block stays until its peers have read its sum
+    cluster.sync();  // a block must not exit before its peers have read its sum
 }
 
 extern "C" cudaError_t two_kernels(const float* x, float* out, float* rstd, int rows, int columns,
                                    cudaStream_t stream) {
     if (columns % 4) return cudaErrorInvalidValue;
     const int vectors = columns / 4;
-    const auto* from = reinterpret_cast<const float4*>(x);
-    row_rstd<<<rows, 1024, 0, stream>>>(from, rstd, vectors);
+    const auto* vectors_in = reinterpret_cast<const float4*>(x);
+    row_rstd<<<rows, 1024, 0, stream>>>(vectors_in, rstd, vectors);
     scale_rows<<<dim3((vectors + 1023) / 1024, rows), 1024, 0, stream>>>(
-        from, rstd, reinterpret_cast<float4*>(out), vectors);
+        vectors_in, rstd, reinterpret_cast<float4*>(out), vectors);
     return cudaGetLastError();
 }
 

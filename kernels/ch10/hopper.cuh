@@ -1,4 +1,4 @@
-// Barriers, bulk tensor copies and warpgroup products of Hopper, one short function each.
+// Hopper's mbarriers, TMA loads and wgmma: one short function per PTX instruction.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ using bf16 = __nv_bfloat16;
 
 // --- Tiles -----------------------------------------------------------------------------------
 //
-// A tile has rows of 64 bf16: 128 bytes, which is 8 chunks of 16 bytes and all banks of shared
-// memory once. The 128-byte swizzle puts chunk c of row r at chunk c ^ (r % 8), so that 8 rows of
-// one chunk lie in 8 different bank groups. The copy engine writes this layout, wgmma reads it;
-// both take it from the address bits, so a tile begins at a multiple of 1024 bytes.
+// A tile row has 64 bf16 = 128 bytes: 8 chunks of 16 bytes, which cover each shared-memory bank
+// once. The 128-byte swizzle stores chunk c of row r at position c ^ (r % 8), so that the same
+// chunk of 8 consecutive rows lies in 8 different bank groups. TMA writes this layout and wgmma
+// reads it. Both derive it from address bits, so a tile starts at a multiple of 1024 bytes.
 
-constexpr int TILE_K = 64;            // columns of a tile: elements along k
+constexpr int TILE_K = 64;             // elements along k per tile
 constexpr int ROW_BYTES = 2 * TILE_K;
-constexpr int SWIZZLE_ALIGN = 1024;  // 8 rows
+constexpr int SWIZZLE_ALIGN = 1024;    // the swizzle pattern repeats every 8 rows
 
 constexpr __host__ __device__ uint32_t swizzled_offset(int row, int chunk) {
     return row * ROW_BYTES + (chunk ^ row % 8) * 16;
@@ -29,40 +29,42 @@ __device__ inline uint32_t swizzle_aligned(const void* dynamic_shared) {
     return (shared_address(dynamic_shared) + SWIZZLE_ALIGN - 1) / SWIZZLE_ALIGN * SWIZZLE_ALIGN;
 }
 
-// The tiles of an m x n result, 16 rows of them walked column by column: blocks that run at one
-// time share rows of a and b in the L2 cache.
+// Grouped tile order of an m x n result (L2 swizzle, GROUP_M = 16): tiles are numbered column by
+// column within groups of 16 tile rows, so that concurrent blocks share rows of a and b in the L2.
 struct TileOrigin {
     int row, column;
 };
 
 template <int ROWS, int COLUMNS>
 __device__ TileOrigin grouped_tile_origin(int index, int m, int n) {
-    const int across = n / COLUMNS, first = index / (16 * across) * 16;
-    const int rows = min(16, m / ROWS - first), inside = index - first * across;
-    return {(first + inside % rows) * ROWS, inside / rows * COLUMNS};
+    const int tile_columns = n / COLUMNS, group_begin = index / (16 * tile_columns) * 16;
+    const int group_rows = min(16, m / ROWS - group_begin);
+    const int index_in_group = index - group_begin * tile_columns;
+    return {(group_begin + index_in_group % group_rows) * ROWS,
+            index_in_group / group_rows * COLUMNS};
 }
 
-// Fragments of 16 x 8 sums: a lane has two neighbours in row lane / 4 and two 8 rows below.
+// Store mma accumulator fragments of 16 x 8: a lane holds two adjacent elements of row lane / 4 and
+// two of the row 8 below.
 template <int COUNT>
-__device__ void store_fragments(const float (&sums)[COUNT], bf16* out, int n, int row, int column) {
+__device__ void store_fragments(const float (&acc)[COUNT], bf16* out, int n, int row, int column) {
     const int lane = threadIdx.x % 32;
     bf16* to = out + size_t(row + lane / 4) * n + column + lane % 4 * 2;
     for (int i = 0; i < COUNT / 4; ++i, to += 8) {
-        *reinterpret_cast<__nv_bfloat162*>(to) =
-            __floats2bfloat162_rn(sums[4 * i], sums[4 * i + 1]);
+        *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(acc[4 * i], acc[4 * i + 1]);
         *reinterpret_cast<__nv_bfloat162*>(to + 8 * size_t(n)) =
-            __floats2bfloat162_rn(sums[4 * i + 2], sums[4 * i + 3]);
+            __floats2bfloat162_rn(acc[4 * i + 2], acc[4 * i + 3]);
     }
 }
 
-// --- mbarriers: a phase ends when all have arrived and all announced bytes have landed ---------
+// --- mbarriers: a phase completes when all arrivals and all expected bytes are in --------------
 
 __device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                  :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ inline void fence_mbarrier_init() {  // to the copy engine; the threads then synchronise
+__device__ inline void fence_mbarrier_init() {  // makes the init visible to TMA; then __syncthreads
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -76,7 +78,7 @@ __device__ inline void arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Phases alternate between parity 0 and 1; waiting for parity 1 on a fresh barrier passes.
+// Phases alternate between parity 0 and 1. On a new barrier, waiting for parity 1 returns at once.
 __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -86,7 +88,7 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
         "}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// --- Bulk tensor copies ------------------------------------------------------------------------
+// --- TMA: bulk tensor copies from global to shared memory ---------------------------------------
 
 __device__ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, int column, int row,
                                   uint64_t* barrier) {
@@ -103,46 +105,46 @@ inline int sm_count() {
     return count;
 }
 
-// Describe a row-major matrix of bf16, or of bytes, and the tiles of 128 bytes across that it is
-// fetched in.
+// Encode the TMA descriptor of a row-major matrix of bf16 (or of bytes) that is loaded in tiles of
+// tile_rows x 128 bytes.
 inline cudaError_t make_tensor_map(CUtensorMap* map, const void* matrix, int rows, int columns,
                             int tile_rows, bool bytes = false) {
-    const int size = bytes ? 1 : 2;
-    static const auto encode = [] {  // a driver function: asked for, so that -lcuda is not needed
-        void* found = nullptr;
+    const int element_size = bytes ? 1 : 2;
+    static const auto encode = [] {  // resolved at run time, so that linking needs no -lcuda
+        void* function = nullptr;
         cudaDriverEntryPointQueryResult status;
         const cudaError_t error = cudaGetDriverEntryPointByVersion(
-            "cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(error ? nullptr : found);
+            "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(error ? nullptr : function);
     }();
     if (!encode) return cudaErrorNotSupported;
     const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)};
-    const cuuint64_t pitch[] = {cuuint64_t(columns) * size};  // bytes, from row to row
-    const cuuint32_t box[] = {cuuint32_t(ROW_BYTES / size), cuuint32_t(tile_rows)};
-    const cuuint32_t steps[] = {1, 1};
+    const cuuint64_t pitch[] = {cuuint64_t(columns) * element_size};  // bytes between rows
+    const cuuint32_t box[] = {cuuint32_t(ROW_BYTES / element_size), cuuint32_t(tile_rows)};
+    const cuuint32_t strides[] = {1, 1};
     const CUresult status = encode(
         map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-        const_cast<void*>(matrix), sizes, pitch, box, steps,
+        const_cast<void*>(matrix), sizes, pitch, box, strides,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// --- wgmma (sm_90a): four warps multiply 64 x 16 by 16 x N from shared memory ------------------
+// --- wgmma (sm_90a): a warpgroup (4 warps) multiplies 64 x 16 by 16 x N in shared memory -------
 
-// Where a swizzled tile of rows of 128 bytes lies: 8 rows (the swizzle's period) are 1024 bytes
-// apart. Addresses and distances count in units of 16 bytes; 1 in the top bits says 128 bytes.
+// Matrix descriptor of a K-major tile with 128-byte swizzle. Address and stride are in units of
+// 16 bytes: groups of 8 rows are 1024 bytes apart, and 1 in the top two bits selects the swizzle.
 constexpr __host__ __device__ uint64_t wgmma_descriptor(uint32_t address) {
     return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// What the tensor cores make of such a descriptor: where byte `byte` of row `row` lies.
+// The address at which the tensor cores read byte `byte` of row `row` by such a descriptor.
 constexpr uint32_t descriptor_address(uint32_t start, int row, int byte) {
     const uint32_t address = start + row / 8 * 1024 + row % 8 * ROW_BYTES + byte;
-    return address ^ (address >> 7 & 7) << 4;  // the row within the 8 picks the chunk
+    return address ^ (address >> 7 & 7) << 4;  // XOR with row % 8
 }
 
-// Is that where the copies put it, for all four products of depth 16 of a step?
+// Whether that is where the copies write it, for all four k slices of 16 in a tile.
 constexpr bool layouts_agree(uint32_t tile, int rows) {
     for (int k = 0; k < 4; ++k)
         for (int row = 0; row < rows; ++row)
@@ -153,7 +155,7 @@ constexpr bool layouts_agree(uint32_t tile, int rows) {
     return true;
 }
 
-static_assert(layouts_agree(3 * SWIZZLE_ALIGN, 128), "the layout of copies and products differ");
+static_assert(layouts_agree(3 * SWIZZLE_ALIGN, 128), "TMA and wgmma use different layouts");
 static_assert(wgmma_descriptor(0x12400) == 0x4000004000011240ull);
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -161,7 +163,7 @@ __device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int PENDING>
-__device__ inline void wgmma_wait() {  // until at most so many groups are still under way
+__device__ inline void wgmma_wait() {  // until at most PENDING groups are in flight
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 
@@ -178,7 +180,7 @@ __device__ inline void wgmma_wait() {  // until at most so many groups are still
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d = a * b, or d += a * b where `add` is not 0.
+// d = a * b, or d += a * b if `add` is not 0.
 __device__ inline void wgmma(float (&d)[64], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R0_63 "}, "
@@ -193,8 +195,8 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, int add) {
                  : D64(d, 0), D64(d, 64) : "l"(a), "l"(b), "r"(add));
 }
 
-// One step of 64 along k: four products of depth 16, 32 bytes further along the rows each time.
-// The swizzle is in the address bits, so the descriptor simply moves on inside the 128 bytes.
+// Issue one k tile as a wgmma group: four k slices of 16, 32 bytes apart. The swizzle is a function
+// of the address bits, so adding 32 to the start address selects the next slice.
 template <int N>
 __device__ inline void wgmma_k_tile(float (&d)[N], uint32_t a, uint32_t b, int add) {
     wgmma_fence();

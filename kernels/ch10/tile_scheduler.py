@@ -1,12 +1,13 @@
-"""Which worker multiplies which slices of which tile: three schedules, and a clock to judge them.
+"""Three GEMM tile schedules and a simulation of their makespan.
 
-A product of ``tiles`` output tiles with ``slices`` steps along k is dealt out to ``workers`` as
-segments (tile, first slice, one past the last). Whoever has a tile's first slice finishes it: it
-adds the partial sums of the others, each when it has arrived.
+A GEMM of ``tiles`` output tiles with ``slices`` k slices each is split into segments (tile, first
+slice, one past the last slice), which are assigned to ``workers``. The worker that has a tile's
+first slice owns the tile and adds the partial sums of the other workers when they arrive.
 
-data_parallel  a whole tile at a time: the last wave may be nearly empty, and lasts a tile.
-split_k        each tile cut in 2 parts: a last wave lasts half as long, and every tile needs a sum.
-stream_k       all slices in one row, cut into equal shares: no waves, and a sum only at the cuts.
+data_parallel  Whole tiles: the last wave may be nearly empty and still takes as long as a tile.
+split_k        2 segments per tile: a wave takes half as long, but every tile needs a reduction.
+stream_k       The slices of all tiles in one sequence, cut into equal shares: no waves, and a
+               reduction only for the tiles that are cut.
 """
 
 from __future__ import annotations
@@ -24,52 +25,52 @@ def data_parallel(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
 
 def split_k(tiles: int, slices: int, workers: int, parts: int = 2) -> list[list[Segment]]:
     cuts = [slices * part // parts for part in range(parts + 1)]
-    # the later parts first, so that whoever finishes a tile need not wait for them
+    # the later parts first, so that the owner of a tile does not wait for them
     segments = [(t, cuts[p], cuts[p + 1]) for p in reversed(range(parts)) for t in range(tiles)]
     return [segments[w::workers] for w in range(workers)]
 
 
 def stream_k(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
-    plan = []
+    schedule = []
     for worker in range(workers):
-        at, end = (tiles * slices * w // workers for w in (worker, worker + 1))
-        mine = []
-        while at < end:
-            tile, first = divmod(at, slices)
-            last = min(slices, first + end - at)
-            mine.append((tile, first, last))
-            at += last - first
-        plan.append(mine)  # the part of a tile that another worker began comes first: it is awaited
-    return plan
+        position, end = (tiles * slices * w // workers for w in (worker, worker + 1))
+        segments = []
+        while position < end:
+            tile, first = divmod(position, slices)
+            last = min(slices, first + end - position)
+            segments.append((tile, first, last))
+            position += last - first
+        schedule.append(segments)  # a tile of another worker comes first: its owner waits for it
+    return schedule
 
 
 def run(schedule, a, b, workers):
-    """Carry out a schedule; return out, how often each slice was multiplied, and the makespan.
+    """Execute a schedule; return the product, how often each slice was used, and the makespan.
 
     ``a`` is tiles x slices x rows x depth, ``b`` tiles x slices x depth x columns: the operands of
-    each slice of each tile. On the virtual clock a slice takes 1, and so does handing over, or
-    adding, one partial sum.
+    each slice of each tile. On the virtual clock, a slice takes 1 unit of time, and so does sending
+    or adding one partial sum.
     """
     tiles, slices = a.shape[:2]
     out = np.zeros((tiles, a.shape[2], b.shape[3]), a.dtype)
     covered = np.zeros((tiles, slices), np.int64)
-    partial, owners = {}, {}
+    partial_sums, owners = {}, {}
     clock = np.zeros(workers, np.int64)
     for worker, segments in enumerate(schedule(tiles, slices, workers)):
         for tile, first, last in segments:
-            # of a tile's slices, side by side, the product is the sum over all of them
+            # sum over the segment's slices
             part = np.einsum("srd,sdc->rc", a[tile, first:last], b[tile, first:last])
             covered[tile, first:last] += 1
             clock[worker] += last - first
             if first:
                 clock[worker] += 1
-                partial.setdefault(tile, []).append((clock[worker], part))
+                partial_sums.setdefault(tile, []).append((clock[worker], part))
             else:
                 out[tile] += part
                 owners[tile] = worker
-    # the finisher's slices are done by now; sums are added as they come in
-    for tile, parts in sorted(partial.items()):
-        for arrived, part in sorted(parts, key=lambda p: p[0]):
-            clock[owners[tile]] = max(clock[owners[tile]], arrived) + 1
+    # the owners have finished their slices; partial sums are added in the order of arrival
+    for tile, parts in sorted(partial_sums.items()):
+        for arrival, part in sorted(parts, key=lambda p: p[0]):
+            clock[owners[tile]] = max(clock[owners[tile]], arrival) + 1
             out[tile] += part
     return out, covered, Score(float(clock.max()), "slice times", "lower")

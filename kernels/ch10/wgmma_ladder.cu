@@ -1,86 +1,86 @@
-// out = a * b^T in bf16 with fp32 sums: from the warps of Ampere to the warpgroups of Hopper.
+// out = a * b^T in bf16 with fp32 accumulation: from Ampere's mma.sync to Hopper's wgmma.
 // a is m x k, b is n x k, out is m x n, all row-major: the layout of a linear layer.
 //
-//   mma_sync      The tile program of Ampere: 256 threads copy tiles of 64 columns to shared memory
-//                 (cp.async, three stages), each warp loads fragments into registers (ldmatrix) and
-//                 multiplies 16 x 8 x 16. The tensor cores of an H200 reach 36 % of their rate:
-//                 for 16 columns of both tiles the warps read 24 KiB of fragments, 192 clocks of
-//                 shared memory at 128 bytes a clock, where the products would take 128 clocks.
-//                 Copies come on top, and a warp first loads, then multiplies.
-//   wgmma         The same copies, but four warps together name whole tiles in shared memory
-//                 (descriptors) and 64 x 128 x 16 is one instruction, which runs asynchronously.
-//                 What threads wrote must be fenced for it: it reads through another path. A step
-//                 waits for its product, since the copies that come next overwrite its tiles.
-//   tma           Two changes. The copy engine fetches the tiles: one thread asks for a whole
-//                 tile, and an mbarrier tells when its bytes have landed. No address arithmetic,
-//                 no fence. And the next product is under way while the block waits for the one
-//                 before, in whose place a tile is then fetched.
-//   specialised   One thread only fetches, four stages ahead; two warpgroups only multiply, 64 by
-//                 256 each, with the registers that the producers give up. One block an SM walks
-//                 through the tiles: the next tile's fetches run during the stores of this one.
+//   mma_sync     The Ampere kernel: cp.async in three stages, ldmatrix, mma.sync. Per 16 columns of
+//                k, loading the fragments takes 192 clocks (24 KiB at 128 bytes per clock), and the
+//                tensor cores need 128. That alone limits it to two thirds of their rate; copies
+//                come on top, and each warp alternates between loading and multiplying.
+//   wgmma        A warpgroup (four warps) passes descriptors of tiles in shared memory; one
+//                asynchronous instruction multiplies 64 x 128 x 16. It reads through the async
+//                proxy, so data written by threads need a proxy fence. Each step waits for its
+//                product, because the next copies overwrite its tiles.
+//   tma          Two changes. One thread issues TMA loads, and an mbarrier completes when the bytes
+//                have arrived: no address arithmetic, no fence. And one product stays in flight
+//                while the block waits for the one before and refills its stage.
+//   specialised  Warp specialisation, persistent grid. One producer thread loads four stages ahead;
+//                two consumer warpgroups compute 64 x 256 each with registers that the producer's
+//                warpgroup releases (setmaxnreg). One block per SM loops over the tiles, so the
+//                loads of the next tile overlap the epilogue of this one.
 
 #include "hopper.cuh"
 
-// --- Tiles of 128 x 128, three stages of both operands, two blocks an SM ------------------------
-constexpr int SIDE = 128, TILE_BYTES = SIDE * ROW_BYTES, STAGES = 3, THREADS = 256;
-constexpr int SHARED = STAGES * 2 * TILE_BYTES + SWIZZLE_ALIGN;
+// --- Tiles of 128 x 128, three stages of both operands, two blocks per SM -----------------------
+constexpr int TILE_MN = 128, TILE_BYTES = TILE_MN * ROW_BYTES, STAGES = 3, THREADS = 256;
+constexpr int SMEM_BYTES = STAGES * 2 * TILE_BYTES + SWIZZLE_ALIGN;
 
-__device__ void copy_tile(const bf16* from, int k, uint32_t to) {
-    for (int i = threadIdx.x; i < SIDE * 8; i += THREADS) {
+__device__ void copy_tile(const bf16* source, int k, uint32_t shared) {
+    for (int i = threadIdx.x; i < TILE_MN * 8; i += THREADS) {
         const int row = i / 8, chunk = i % 8;
+        const uint32_t to = shared + swizzled_offset(row, chunk);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(to + swizzled_offset(row, chunk)), "l"(from + size_t(row) * k + chunk * 8));
+                     :: "r"(to), "l"(source + size_t(row) * k + chunk * 8));
     }
 }
 
-// The loop of both cp.async rungs.
-template <typename Product>
-__device__ void copied(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
+// The main loop of both cp.async rungs.
+template <typename Mma>
+__device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
     const uint32_t tiles = swizzle_aligned(memory);
-    const TileOrigin origin = grouped_tile_origin<SIDE, SIDE>(blockIdx.x, m, n);
+    const TileOrigin origin = grouped_tile_origin<TILE_MN, TILE_MN>(blockIdx.x, m, n);
     const int steps = k / TILE_K;
     auto copy = [&](int step) {
-        const uint32_t to = tiles + step % STAGES * 2 * TILE_BYTES;
+        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         if (step < steps) {
-            copy_tile(a + size_t(origin.row) * k + step * TILE_K, k, to);
-            copy_tile(b + size_t(origin.column) * k + step * TILE_K, k, to + TILE_BYTES);
+            copy_tile(a + size_t(origin.row) * k + step * TILE_K, k, stage);
+            copy_tile(b + size_t(origin.column) * k + step * TILE_K, k, stage + TILE_BYTES);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");  // an empty one keeps the count
+        asm volatile("cp.async.commit_group;" ::: "memory");  // empty groups keep the count
     };
-    Product product;
+    Mma mma;
     for (int step = 0; step < STAGES - 1; ++step) copy(step);
     for (int step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-        if (Product::READS_ASYNC) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();  // this step's tiles are there, and those of the last one are used up
+        if (Mma::ASYNC_PROXY) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();  // this stage is full, and the one read last is free
         copy(step + STAGES - 1);
-        const uint32_t at = tiles + step % STAGES * 2 * TILE_BYTES;
-        product.step(at, at + TILE_BYTES);
+        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
+        mma.k_tile(stage, stage + TILE_BYTES);
     }
-    product.finish(out, n, origin.row, origin.column);
+    mma.epilogue(out, n, origin.row, origin.column);
 }
 
-struct WarpProduct {  // 8 warps, 2 x 4, of 64 x 32 each
-    static constexpr bool READS_ASYNC = false;
-    float sums[4][4][4] = {};
+struct WarpMma {  // 2 x 4 warps of 64 x 32 each
+    static constexpr bool ASYNC_PROXY = false;
+    float acc[4][4][4] = {};
     const int lane = threadIdx.x % 32, row = threadIdx.x / 128 * 64;
     const int column = threadIdx.x / 32 % 4 * 32;
-    static __device__ void load(uint32_t (&to)[4], uint32_t at) {
+    static __device__ void ldmatrix(uint32_t (&fragment)[4], uint32_t address) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+                     : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                     : "r"(address) : "memory");
     }
-    __device__ void step(uint32_t a, uint32_t b) {
+    __device__ void k_tile(uint32_t a, uint32_t b) {
         for (int k = 0; k < TILE_K / 16; ++k) {
             uint32_t x[4][4], y[2][4];
             for (int i = 0; i < 4; ++i)
-                load(x[i], a + swizzled_offset(row + i * 16 + lane % 16, 2 * k + lane / 16));
+                ldmatrix(x[i], a + swizzled_offset(row + i * 16 + lane % 16, 2 * k + lane / 16));
             for (int j = 0; j < 2; ++j)
-                load(y[j], b + swizzled_offset(column + j * 16 + lane / 16 * 8 + lane % 8,
-                                        2 * k + lane / 8 % 2));
+                ldmatrix(y[j], b + swizzled_offset(column + j * 16 + lane / 16 * 8 + lane % 8,
+                                                   2 * k + lane / 8 % 2));
             for (int i = 0; i < 4; ++i)
                 for (int j = 0; j < 4; ++j) {
-                    float(&d)[4] = sums[i][j];
+                    float(&d)[4] = acc[i][j];
                     const uint32_t* z = &y[j / 2][j % 2 * 2];
                     asm volatile(
                         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
@@ -90,35 +90,35 @@ struct WarpProduct {  // 8 warps, 2 x 4, of 64 x 32 each
                 }
         }
     }
-    __device__ void finish(bf16* out, int n, int top, int left) {
+    __device__ void epilogue(bf16* out, int n, int top, int left) {
         for (int i = 0; i < 4; ++i)
             for (int j = 0; j < 4; ++j)
-                store_fragments(sums[i][j], out, n, top + row + i * 16, left + column + j * 8);
+                store_fragments(acc[i][j], out, n, top + row + i * 16, left + column + j * 8);
     }
 };
 
-struct WarpgroupProduct {  // 2 warpgroups of 64 x 128 each
-    static constexpr bool READS_ASYNC = true;
-    float sums[64] = {};
+struct WarpgroupMma {  // 2 warpgroups of 64 x 128 each
+    static constexpr bool ASYNC_PROXY = true;
+    float acc[64] = {};
     const int row = threadIdx.x / 128 * 64;
 
-    __device__ void step(uint32_t a, uint32_t b) {
-        wgmma_k_tile(sums, a + row * ROW_BYTES, b, 1);
+    __device__ void k_tile(uint32_t a, uint32_t b) {
+        wgmma_k_tile(acc, a + row * ROW_BYTES, b, 1);
         wgmma_wait<0>();
     }
-    __device__ void finish(bf16* out, int n, int top, int left) {
-        store_fragments(sums, out, n, top + row + threadIdx.x / 32 % 4 * 16, left);
+    __device__ void epilogue(bf16* out, int n, int top, int left) {
+        store_fragments(acc, out, n, top + row + threadIdx.x / 32 % 4 * 16, left);
     }
 };
 
 __global__ void __launch_bounds__(THREADS, 2)
 gemm_mma_sync(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
-    copied<WarpProduct>(a, b, out, m, n, k);
+    cp_async_gemm<WarpMma>(a, b, out, m, n, k);
 }
 
 __global__ void __launch_bounds__(THREADS, 2)
 gemm_wgmma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
-    copied<WarpgroupProduct>(a, b, out, m, n, k);
+    cp_async_gemm<WarpgroupMma>(a, b, out, m, n, k);
 }
 
 __global__ void __launch_bounds__(THREADS, 2)
@@ -127,94 +127,97 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[STAGES];
     const uint32_t tiles = swizzle_aligned(memory);
-    const TileOrigin origin = grouped_tile_origin<SIDE, SIDE>(blockIdx.x, m, n);
-    const int steps = k / TILE_K, mine = threadIdx.x / 128 * 64;
-    auto fetch = [&](int step) {
-        const uint32_t to = tiles + step % STAGES * 2 * TILE_BYTES;
-        uint64_t* landed = &full[step % STAGES];
-        arrive_expect_tx(landed, 2 * TILE_BYTES);
-        tma_load_2d(to, &a, step * TILE_K, origin.row, landed);
-        tma_load_2d(to + TILE_BYTES, &b, step * TILE_K, origin.column, landed);
+    const TileOrigin origin = grouped_tile_origin<TILE_MN, TILE_MN>(blockIdx.x, m, n);
+    const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // of the warpgroup
+    auto load = [&](int step) {
+        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
+        uint64_t* barrier = &full[step % STAGES];
+        arrive_expect_tx(barrier, 2 * TILE_BYTES);
+        tma_load_2d(stage, &a, step * TILE_K, origin.row, barrier);
+        tma_load_2d(stage + TILE_BYTES, &b, step * TILE_K, origin.column, barrier);
     };
     if (threadIdx.x == 0) {
         for (auto& barrier : full) mbarrier_init(&barrier, 1);
         fence_mbarrier_init();
-        for (int step = 0; step < min(STAGES, steps); ++step) fetch(step);
+        for (int step = 0; step < min(STAGES, steps); ++step) load(step);
     }
     __syncthreads();
-    float sums[64] = {};
+    float acc[64] = {};
     for (int step = 0; step < steps; ++step) {
         wait(&full[step % STAGES], step / STAGES % 2);
-        const uint32_t at = tiles + step % STAGES * 2 * TILE_BYTES;
-        wgmma_k_tile(sums, at + mine * ROW_BYTES, at + TILE_BYTES, 1);
-        wgmma_wait<1>();  // the product before this one is done,
-        __syncthreads();  // in both warpgroups: its tiles may be overwritten
+        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
+        wgmma_k_tile(acc, stage + row * ROW_BYTES, stage + TILE_BYTES, 1);
+        wgmma_wait<1>();  // the previous product is complete,
+        __syncthreads();  // in both warpgroups: its stage may be overwritten
         const int next = step - 1 + STAGES;
-        if (threadIdx.x == 0 && step > 0 && next < steps) fetch(next);
+        if (threadIdx.x == 0 && step > 0 && next < steps) load(next);
     }
     wgmma_wait<0>();
-    store_fragments(sums, out, n, origin.row + mine + threadIdx.x / 32 % 4 * 16, origin.column);
+    store_fragments(acc, out, n, origin.row + row + threadIdx.x / 32 % 4 * 16, origin.column);
 }
 
-// --- Tiles of 128 x 256, four stages, one block an SM, a role for each warpgroup -----------------
-constexpr int WIDE = 256, DEEP = 4;
-constexpr int STAGE_BYTES = (SIDE + WIDE) * ROW_BYTES;
-constexpr int SHARED_WIDE = DEEP * STAGE_BYTES + SWIZZLE_ALIGN;
+// --- Warp-specialised (WS): tiles of 128 x 256, four stages, one block per SM --------------------
+constexpr int WS_TILE_N = 256, WS_STAGES = 4;
+constexpr int WS_STAGE_BYTES = (TILE_MN + WS_TILE_N) * ROW_BYTES;
+constexpr int WS_SMEM_BYTES = WS_STAGES * WS_STAGE_BYTES + SWIZZLE_ALIGN;
 
 __global__ void __launch_bounds__(384, 1)
 gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                  bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
-    __shared__ uint64_t full[DEEP], empty[DEEP];
+    __shared__ uint64_t full[WS_STAGES], empty[WS_STAGES];
     const uint32_t tiles = swizzle_aligned(memory);
-    const int steps = k / TILE_K, count = m / SIDE * (n / WIDE), group = threadIdx.x / 128;
+    const int steps = k / TILE_K, tile_count = m / TILE_MN * (n / WS_TILE_N);
+    const int warpgroup = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         for (auto& barrier : full) mbarrier_init(&barrier, 1);
-        for (auto& barrier : empty) mbarrier_init(&barrier, 8);  // the warps that multiply
+        for (auto& barrier : empty) mbarrier_init(&barrier, 8);  // consumer warps
         fence_mbarrier_init();
     }
     __syncthreads();
     int stage = 0, parity = 0;
-    auto advance = [&] { parity ^= (stage = (stage + 1) % DEEP) == 0; };
-    if (group == 0) {
+    auto advance = [&] { parity ^= (stage = (stage + 1) % WS_STAGES) == 0; };
+    if (warpgroup == 0) {  // producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 0) return;
-        for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-            const TileOrigin origin = grouped_tile_origin<SIDE, WIDE>(tile, m, n);
+        for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
+            const TileOrigin origin = grouped_tile_origin<TILE_MN, WS_TILE_N>(tile, m, n);
             for (int step = 0; step < steps; ++step, advance()) {
-                const uint32_t to = tiles + stage * STAGE_BYTES;
+                const uint32_t a_tile = tiles + stage * WS_STAGE_BYTES;
                 wait(&empty[stage], parity ^ 1);
-                arrive_expect_tx(&full[stage], STAGE_BYTES);
-                tma_load_2d(to, &a, step * TILE_K, origin.row, &full[stage]);
-                tma_load_2d(to + TILE_BYTES, &b, step * TILE_K, origin.column, &full[stage]);
+                arrive_expect_tx(&full[stage], WS_STAGE_BYTES);
+                tma_load_2d(a_tile, &a, step * TILE_K, origin.row, &full[stage]);
+                tma_load_2d(a_tile + TILE_BYTES, &b, step * TILE_K, origin.column, &full[stage]);
             }
         }
-    } else {
+    } else {  // consumer
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const int mine = (group - 1) * 64;
-        for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
-            float sums[128];
+        const int row = (warpgroup - 1) * 64;
+        for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
+            float acc[128];
             for (int step = 0; step < steps; ++step, advance()) {
                 wait(&full[stage], parity);
-                const uint32_t at = tiles + stage * STAGE_BYTES;
-                wgmma_k_tile(sums, at + mine * ROW_BYTES, at + TILE_BYTES, step);
+                const uint32_t a_tile = tiles + stage * WS_STAGE_BYTES;
+                wgmma_k_tile(acc, a_tile + row * ROW_BYTES, a_tile + TILE_BYTES, step);
                 wgmma_wait<1>();
-                if (step > 0 && threadIdx.x % 32 == 0) arrive(&empty[(stage + DEEP - 1) % DEEP]);
+                if (step > 0 && threadIdx.x % 32 == 0)
+                    arrive(&empty[(stage + WS_STAGES - 1) % WS_STAGES]);
             }
             wgmma_wait<0>();
-            if (threadIdx.x % 32 == 0) arrive(&empty[(stage + DEEP - 1) % DEEP]);
-            const TileOrigin origin = grouped_tile_origin<SIDE, WIDE>(tile, m, n);
-            store_fragments(sums, out, n, origin.row + mine + threadIdx.x / 32 % 4 * 16, origin.column);
+            if (threadIdx.x % 32 == 0) arrive(&empty[(stage + WS_STAGES - 1) % WS_STAGES]);
+            const TileOrigin origin = grouped_tile_origin<TILE_MN, WS_TILE_N>(tile, m, n);
+            store_fragments(acc, out, n, origin.row + row + threadIdx.x / 32 % 4 * 16,
+                            origin.column);
         }
     }
 }
 
-int tiles_of(int m, int n) { return m / SIDE * (n / SIDE); }
+int blocks_of(int m, int n) { return m / TILE_MN * (n / TILE_MN); }
 
 template <typename Kernel, typename Operand>
 cudaError_t launch(Kernel kernel, Operand a, Operand b, bf16* out, int m, int n, int k, int blocks,
                    int threads, int shared, cudaStream_t stream) {
-    if (m % SIDE || n % WIDE || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles only
+    if (m % TILE_MN || n % WS_TILE_N || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
         return error;
@@ -224,32 +227,31 @@ cudaError_t launch(Kernel kernel, Operand a, Operand b, bf16* out, int m, int n,
 
 extern "C" cudaError_t mma_sync(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                 cudaStream_t stream) {
-    return launch(gemm_mma_sync, a, b, out, m, n, k, tiles_of(m, n), THREADS, SHARED, stream);
+    return launch(gemm_mma_sync, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
 }
 
 extern "C" cudaError_t wgmma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                              cudaStream_t stream) {
-    return launch(gemm_wgmma, a, b, out, m, n, k, tiles_of(m, n), THREADS, SHARED, stream);
+    return launch(gemm_wgmma, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
 }
 
 template <typename Kernel>
-cudaError_t launch_mapped(Kernel kernel, const bf16* a, const bf16* b, bf16* out, int m, int n,
-                          int k, int columns, int blocks, int threads, int shared,
-                          cudaStream_t stream) {
+cudaError_t launch_tma(Kernel kernel, const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                       int columns, int blocks, int threads, int shared, cudaStream_t stream) {
     CUtensorMap maps[2];
-    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, SIDE)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, TILE_MN)) return error;
     if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, columns)) return error;
     return launch(kernel, maps[0], maps[1], out, m, n, k, blocks, threads, shared, stream);
 }
 
 extern "C" cudaError_t tma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                            cudaStream_t stream) {
-    return launch_mapped(gemm_tma, a, b, out, m, n, k, SIDE, tiles_of(m, n), THREADS, SHARED,
-                         stream);
+    return launch_tma(gemm_tma, a, b, out, m, n, k, TILE_MN, blocks_of(m, n), THREADS, SMEM_BYTES,
+                      stream);
 }
 
 extern "C" cudaError_t specialised(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                    cudaStream_t stream) {
-    return launch_mapped(gemm_specialised, a, b, out, m, n, k, WIDE, sm_count(), 384,
-                         SHARED_WIDE, stream);
+    return launch_tma(gemm_specialised, a, b, out, m, n, k, WS_TILE_N, sm_count(), 384,
+                      WS_SMEM_BYTES, stream);
 }

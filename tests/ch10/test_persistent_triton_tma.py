@@ -1,14 +1,14 @@
-"""Tensor descriptors make a Triton product faster than pointers, and persistent programs more so.
+"""Tensor descriptors make a Triton GEMM faster than pointers, and a persistent grid adds to that.
 
-With pointers every thread computes the addresses and masks of what it loads, and keeps them in
-registers that the sums need. A tensor descriptor names the tile instead: the copy engine (TMA) of
-Hopper fetches it, checks the bounds and lays it out for the tensor cores. A persistent program
-walks through many tiles, so that its loads run ahead into the next one while this one is stored,
-and nothing is set up anew for each tile.
+With pointers, every thread computes addresses and masks for its loads and keeps them in registers
+that the accumulators need. With a tensor descriptor, Hopper's Tensor Memory Accelerator (TMA) loads
+the tile, checks the bounds and writes the layout that the tensor cores read. A persistent program
+loops over many tiles, so its loads for the next tile overlap the epilogue of this one, and the
+prologue is paid once per program instead of once per tile.
 
-Each rung is compared with the one below it; cuBLAS is the library arm. Descriptors ask for rows
-that begin at multiples of 16 bytes. The gain shrinks as k grows, because a tile's beginning and end
-weigh less, and ends where the last round of tiles leaves most multiprocessors idle.
+Each rung is compared with the one before; cuBLAS is the library arm. Descriptors need rows that
+start at multiples of 16 bytes. The gain shrinks as k grows, because prologue and epilogue weigh
+less, and ends where the last wave of tiles leaves most SMs idle.
 """
 
 import pytest
@@ -36,8 +36,11 @@ def test_persistent_triton_tma(compare: Compare, rung: str) -> None:
         against="previous rung",
         inputs=matrices,
         work=lambda a, b, out: Work(
-            a.nbytes + b.nbytes + out.nbytes, 2 * a.numel() * len(b), "fp16"
+            read=a.nbytes + b.nbytes,
+            written=out.nbytes,
+            flops=2 * a.numel() * len(b),
+            dtype="fp16",
         ),
         reference=lambda a, b, out: a.double() @ b.double().T,
-        evidence=[evidence.opcode("UTMALDG", kernel=f"_{rung}"), evidence.kernels(most=1)],
+        evidence=[evidence.opcode("UTMALDG", kernel=f"_{rung}"), evidence.kernels(max=1)],
     )

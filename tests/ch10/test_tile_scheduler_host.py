@@ -1,14 +1,15 @@
-"""Stream-K spreads 133 tiles over 132 workers in one wave; whole tiles need two.
+"""Stream-K and split-K finish 133 tiles on 132 workers sooner than a schedule of whole tiles.
 
-One tile more than there are multiprocessors, and a grid of whole tiles takes twice as long, its
-second wave almost empty. Split-K halves the tiles, and so the length of a last wave, but every tile
-must then be summed up. Stream-K lays all slices along k in one row and cuts it into equal shares: a
-worker begins and ends in the middle of tiles, and partial sums pass between neighbours only.
+With one tile more than there are SMs, a grid of whole tiles takes twice as long: its second wave is
+almost empty (wave quantisation). Split-K halves the tiles and thus the length of the last wave, but
+every tile then needs a reduction. Stream-K lines up the k slices of all tiles and cuts the line
+into equal shares, one per worker: only the tiles that are cut need a reduction.
 
-This is a simulation on a virtual clock (a slice takes 1, handing over or adding a partial sum takes
-1), so its figures are exact; both arms also multiply, and every slice must be multiplied once. The
-gain is the wave count over the tiles per worker: 2 / (133 / 132) and 2 / 1.5 for 198 tiles; split-K
-gains 2 / 1.5 for both. At 264 tiles the waves are full, and the partial sums are only a cost.
+This is a simulation on a virtual clock, so the scores are exact: a slice takes 1, sending or adding
+a partial sum takes 1. Both arms also compute the product, and every slice must be used once. The
+limit is the number of waves over the tiles per worker: 2 / (133 / 132) for stream-K with 133 tiles,
+2 / 1.5 with 198, and 2 / 1.5 for split-K; the partial sums cost a little of each. At 264 tiles the
+waves are full: split-K only pays for its partial sums, and stream-K cuts no tile.
 """
 
 import numpy as np

@@ -1,18 +1,17 @@
-"""Each step of Hopper's matrix path beats the one before it, up to the library's speed.
+"""Each step from mma.sync to wgmma, TMA and warp specialisation makes a bf16 GEMM faster.
 
-With mma.sync, a warp carries every fragment through its registers, and 36 % of the tensor cores'
-rate is reached: reading the fragments keeps shared memory busy for longer than the products take.
-wgmma lets four warps name whole tiles in shared memory: one instruction multiplies 64 x 128 x 16.
-Each step still waits for its product, and all threads copy in between. "tma" changes two things:
-the copy engine fetches the tiles, so that no thread computes addresses and an mbarrier says when
-the bytes are there, and the next product is under way while the block waits for the one before. At
-last the warps specialise: one thread fetches ahead, two warpgroups multiply tiles of 128 x 256, and
-the fetches of the next tile run while this one is stored.
+With mma.sync, warps load all fragments into registers, which alone takes 1.5 times as long as the
+products. With wgmma, four warps pass descriptors of tiles in shared memory, and one instruction
+multiplies 64 x 128 x 16; each step still waits for its product, and all threads issue copies.
+"tma" changes two things: TMA loads the tiles, so that no thread computes addresses and an mbarrier
+signals that the bytes have arrived; and one product stays in flight while the block waits for the
+one before. "specialised" adds warp specialisation: a producer thread loads ahead, two consumer
+warpgroups multiply tiles of 128 x 256, and the next tile's loads overlap this tile's epilogue.
 
-Each rung is compared with the one below it, on the same operands (b transposed, as in a linear
-layer); cuBLAS is the library arm. All rungs need whole tiles. The limit is the tensor cores' power:
-at 8192 an H200 lowers its clock, and random data cost more of it than zeros. Small products gain
-less, since their tiles do not fill the multiprocessors.
+Each rung is compared with the one before, on the same operands (b transposed, as in a linear
+layer); cuBLAS is the library arm. All rungs need whole tiles. The limit is power: at n = 8192 an
+H200 lowers its clock, and random data draw more power than zeros. Small products gain less, because
+their tiles do not fill the SMs.
 """
 
 import pytest
@@ -44,7 +43,9 @@ def test_wgmma_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         library=lambda a, b, out, m, n, k: torch.mm(a, b.T, out=out),
         against="previous rung",
         inputs=matrices,
-        work=lambda a, b, out, m, n, k: Work(3 * a.nbytes, 2 * m * n * k, "bf16"),
+        work=lambda a, b, out, m, n, k: Work(
+            read=a.nbytes + b.nbytes, written=out.nbytes, flops=2 * m * n * k, dtype="bf16"
+        ),
         reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
         evidence=[
             *(evidence.opcode(name, kernel=f"gemm_{rung}") for name in OPCODES[rung]),
