@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .building.build import Nvcc
+    from .build.nvcc import Nvcc
     from .model import Bench, Gpu, Interval, Result, Score, Work, prepared, static
     from .rules import evidence
-    from .running.fixtures import Compare, Stopwatch
+    from .session.fixtures import Compare, Stopwatch
 
 __all__ = [
     "Bench",

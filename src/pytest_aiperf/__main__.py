@@ -11,7 +11,7 @@ from typing import Any
 
 from . import commands
 from .errors import AiperfError
-from .profiling import tools
+from .profilers import tools
 from .proving import prove
 
 

@@ -14,22 +14,23 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from .building import build
+from .build import nvcc
+from .device.cuda import CudaMachine
+from .doctor import bundle, clean, doctor, host_facts
 from .errors import InvalidMeasurement, Misuse
-from .machine import gpu
-from .machine.lease import Lease
+from .limits import ceilings as limits
+from .machine import nvml
+from .machine.gpu_lock import Lease
 from .model import Gpu, Outcome, Result
-from .profiling import inside, profile, tools
+from .profilers import capture as captures
+from .profilers import target, tools
 from .proving import prove, truth
-from .records import changes, expectations, journal, nightly, shards
+from .records import comparison, expectations, history, journal, shards
 from .records.results import atomic_write, document, dumps, lines, read_json, read_results
-from .reporting import chapters, page, wording
-from .reporting import report as views
-from .rules import guards
-from .running import session
-from .timing import ceilings as limits
-from .timing.cuda import CudaMachine
-from .upkeep import bundle, clean, doctor, host
+from .report import formatting, markdown, page
+from .report import terminal as views
+from .rules import validity
+from .session import session
 
 DONE, REFUSED, MISUSE = 0, 1, 2
 
@@ -82,10 +83,10 @@ def _measurable() -> Sequence[Gpu]:
     """List this machine's GPUs; refuse to measure where there is none or no time means anything."""
     gpus = CudaMachine().gpus()
     if not gpus:
-        raise Misuse(f"there is no NVIDIA GPU to measure here: {gpu.absence()}")
+        raise Misuse(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
     if find_spec("torch") is None:
         raise Misuse("torch measures: pip install 'pytest-aiperf[gpu]'")
-    if problem := guards.environment_problem(os.environ):
+    if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
     return gpus
 
@@ -126,7 +127,7 @@ def proving(chosen: argparse.Namespace) -> int:
         _say("interrupted: the parts that ended are kept")
         return REFUSED
     finally:
-        sys.stdout.write("".join(f"{wording.clean(line)}\n" for line in prove.lines(done)))
+        sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in prove.lines(done)))
     held = all(row.holds is not False for row in prove.rows(done))
     return DONE if held else REFUSED
 
@@ -140,22 +141,22 @@ def capture(chosen: argparse.Namespace) -> int:
     tool, preset = tools.chosen(chosen.tool)
     path, _, name = chosen.function.partition("::")
     gpus = CudaMachine().gpus()
-    job = inside.job(os.environ)
+    job = target.job(os.environ)
     if job is not None:
         clock = CudaMachine().clock(gpus[0] if gpus else None)
         lease = Lease([g.uuid for g in gpus[:1]])
-        inside.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
+        target.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
-    order = profile.Order(
+    order = captures.Order(
         tool,
         preset,
-        Path(profile.ARTIFACTS, run, profile.safe(name)).absolute(),
+        Path(captures.ARTIFACTS, run, captures.safe(name)).absolute(),
         (sys.executable, "-m", "pytest_aiperf", "capture", chosen.tool, chosen.function),
         chosen.deadline,
         chosen.calls,
     )
-    found, _ = profile.capture(order, "call")
+    found, _ = captures.capture(order, "call")
     sys.stdout.write("".join(f"{line}\n" for line in views.profile(name, [found])))
     return DONE
 
@@ -172,10 +173,10 @@ def report(chosen: argparse.Namespace) -> int:
     if isinstance(said := content.get("machine_info"), dict):
         machine |= said
     if chosen.readme:
-        views.embed(chosen.readme, "results", chapters.tables(results))
+        views.embed(chosen.readme, "results", markdown.tables(results))
         return DONE
     if chosen.format == "md":
-        text = chapters.markdown(results, Path.cwd())
+        text = markdown.markdown(results, Path.cwd())
     else:
         chosen.output = chosen.output or Path("report.html")
         folder = chosen.output.parent
@@ -191,16 +192,16 @@ def report(chosen: argparse.Namespace) -> int:
 def compare(chosen: argparse.Namespace) -> int:
     """Compare two runs claim by claim, on equal kinds of GPU: exit status 1 on a regression."""
     old, new = (_measured(path) for path in (chosen.old, chosen.new))
-    found = changes.changes(old, new)
-    lines = [f"differs: {line}" for line in changes.environment(old, new)]
+    found = comparison.changes(old, new)
+    lines = [f"differs: {line}" for line in comparison.environment(old, new)]
     for change in found:
         ratio = f"  {change.ratio}" if change.ratio else ""
         why = f"  ({change.why})" if change.why else ""
         lines.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
     count = Counter(change.state.value for change in found)
     lines.append(", ".join(f"{n} {state}" for state, n in count.items()) or "no claims")
-    sys.stdout.write("".join(f"{wording.clean(line)}\n" for line in lines))
-    return REFUSED if count[changes.State.REGRESSED] else DONE
+    sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in lines))
+    return REFUSED if count[comparison.State.REGRESSED] else DONE
 
 
 def merge(chosen: argparse.Namespace) -> int:
@@ -237,10 +238,10 @@ def gate(chosen: argparse.Namespace) -> int:
     flagged: set[str] = set()
     fails = False
     for kind in kinds:
-        night = nightly.night_of([r for r in results if r.key == kind])
+        night = history.night_of([r for r in results if r.key == kind])
         path = chosen.history / f"{kind}.jsonl"
-        held = nightly.judge(nightly.read_history(path), night)
-        sure = nightly.confirmed(held.flags, again)
+        held = history.judge(history.read_history(path), night)
+        sure = history.confirmed(held.flags, again)
         lines += [f"void: {held.void}"] * bool(held.void)
         lines += [f"shift: {held.shift}"] * bool(held.shift)
         told = "confirmed" if again else "flagged, to be measured again"
@@ -253,11 +254,11 @@ def gate(chosen: argparse.Namespace) -> int:
         flagged |= {flag.claim for flag in held.flags}
         fails |= bool(sure or (held.shift and again))
         if again or not held.flags:  # a night is added once, when all is known of it
-            nightly.append(path, replace(night, void=held.void))
+            history.append(path, replace(night, void=held.void))
     if chosen.flagged:
         ids = sorted({r.nodeid for r in results if r.claim in flagged})
         atomic_write(chosen.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
-    sys.stdout.write("".join(f"{wording.clean(line)}\n" for line in lines))
+    sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in lines))
     return REFUSED if fails else DONE
 
 
@@ -266,10 +267,10 @@ def drift(chosen: argparse.Namespace) -> int:
 
     The weekly pass: change points by PELT over the nights of the last epoch.
     """
-    history = nightly.read_history(chosen.history)
-    found = nightly.change_points(history) if history else []
+    nights = history.read_history(chosen.history)
+    found = history.change_points(nights) if nights else []
     for claim, night, ratio in found:
-        sys.stdout.write(f"{wording.clean(claim)}: {ratio:.3f}x since {night}\n")
+        sys.stdout.write(f"{formatting.clean(claim)}: {ratio:.3f}x since {night}\n")
     return REFUSED if found else DONE
 
 
@@ -288,7 +289,7 @@ def complete(chosen: argparse.Namespace) -> int:
     count = Counter(str(r.outcome if r else Outcome.NOT_RUN) for r in found.values())
     said = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
     lines.append(f"{len(found)} claims: {said or 'none'}")
-    sys.stdout.write("".join(f"{wording.clean(line)}\n" for line in lines))
+    sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in lines))
     return REFUSED if len(lines) > 1 else DONE
 
 
@@ -300,9 +301,9 @@ def examine(chosen: argparse.Namespace) -> int:
     """
     if chosen.capture and not chosen.bundle:
         raise Misuse("--capture adds to an archive: name one with --bundle FILE.tar.gz")
-    machine = host.Host()
+    machine = host_facts.Host()
     found = doctor.checks(machine)
-    sys.stdout.write("".join(f"{wording.clean(check)}\n" for check in found))
+    sys.stdout.write("".join(f"{formatting.clean(check)}\n" for check in found))
     if chosen.bundle:
         bundle.write(chosen.bundle, bundle.contents(machine, found, capture=chosen.capture))
         sys.stdout.write(f"written: {chosen.bundle}\n")
@@ -315,15 +316,15 @@ def tidy(chosen: argparse.Namespace) -> int:
     Runs and artefacts go below the current folder; accepted results and links stay. Not to be
     called while a session runs.
     """
-    found = clean.ours(Path.cwd(), build.default_cache(), session.RUNS, profile.ARTIFACTS)
+    found = clean.ours(Path.cwd(), nvcc.default_cache(), session.RUNS, captures.ARTIFACTS)
     total = 0
     for path in found:
         total += clean.size(path)
-        sys.stdout.write(f"{wording.clean(path)}\n")
+        sys.stdout.write(f"{formatting.clean(path)}\n")
     if not chosen.dry_run:
         clean.remove(found)
     told = "would go" if chosen.dry_run else "removed"
-    sys.stdout.write(f"{told}: {len(found)}, {wording.amount(float(total), 'B')}\n")
+    sys.stdout.write(f"{told}: {len(found)}, {formatting.amount(float(total), 'B')}\n")
     return DONE
 
 

@@ -112,7 +112,7 @@ def _count(text: str) -> int:
 
 
 def _tool(text: str) -> str:
-    from .profiling.tools import chosen
+    from .profilers.tools import chosen
 
     try:
         tool, preset = chosen(text)

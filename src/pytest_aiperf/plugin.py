@@ -12,15 +12,15 @@ import pytest
 
 from . import options
 from .errors import AiperfError, BuildError, Misuse
-from .machine import needs, peers
+from .machine import distributed, requirements
 
 # Rooms are imported where they are needed: a pytest run without claims must not pay for them.
 if TYPE_CHECKING:
-    from .building.build import Nvcc
+    from .build.nvcc import Nvcc
+    from .device.device import Machine
     from .model import Gpu
-    from .running.fixtures import Capture, Compare, Stopwatch
-    from .running.session import Session
-    from .timing.clock import Machine
+    from .session.fixtures import Capture, Compare, Stopwatch
+    from .session.session import Session
 
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
 SESSION = pytest.StashKey["Session"]()
@@ -45,7 +45,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_aiperf_machine() -> Machine:
-    from .timing.cuda import CudaMachine
+    from .device.cuda import CudaMachine
 
     return CudaMachine()
 
@@ -75,7 +75,7 @@ def pytest_load_initial_conftests(
 def pytest_configure(config: pytest.Config) -> None:
     for n in range(1, 21):
         config.addinivalue_line("markers", f"ch{n:02d}: claims of chapter {n} (from the folder)")
-    for arch in needs.ARCH_MARKS:
+    for arch in requirements.ARCH_MARKS:
         config.addinivalue_line("markers", f"{arch}: runs only on {arch} (several: any of them)")
     config.addinivalue_line(
         "markers",
@@ -85,14 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "host: a claim of the host; measured by --cpu and --gpu")
     measure = _measure(config)
-    if peers.VARIABLE in os.environ:
-        from .machine import ranks
+    if distributed.VARIABLE in os.environ:
+        from .machine import torchrun
 
-        told = ranks.part(os.environ)
+        told = torchrun.part(os.environ)
         assert told is not None
-        config.pluginmanager.register(ranks.Rank(told), "aiperf-rank")
+        config.pluginmanager.register(torchrun.Rank(told), "aiperf-rank")
     if measure is not None:
-        from .running.measuring import Measuring
+        from .session.runner import Measuring
 
         if "TORCH_TRACE" not in os.environ and hasattr(config.option, "logger_disable"):
             # hundreds of lines of what torch compiles, which pytest would show with a failure
@@ -133,7 +133,7 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
 def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
     """Return the session; one that only checks comes to be when the first claim asks for it."""
     if SESSION not in config.stash:
-        from .running.session import open_session
+        from .session.session import open_session
 
         machine = config.hook.pytest_aiperf_machine(config=config)
         config.stash[SESSION] = open_session(config, machine, measure)
@@ -156,7 +156,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    chapter = needs.chapter(item.nodeid)
+    chapter = requirements.chapter(item.nodeid)
     if chapter:
         item.add_marker(chapter)
 
@@ -168,10 +168,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         uses = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
         try:  # marks of items that use nothing of ours may be other people's marks
-            wanted = needs.needs_of(item.iter_markers()) if uses else needs.Needs()
+            wanted = requirements.needs_of(item.iter_markers()) if uses else requirements.Needs()
         except Misuse as why:
             raise pytest.UsageError(f"{item.nodeid}: {why}") from None
-        item.stash[needs.NEEDS] = wanted
+        item.stash[requirements.NEEDS] = wanted
         if ours is not None and not (uses and (ours.settings.measure == "gpu" or wanted.host)):
             dropped.append(item)
             continue
@@ -188,8 +188,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-    mine = [(needs.claim_id(i.nodeid), i.nodeid) for i in items if needs.is_claim(i)]
-    for claim, first, second in needs.twins(mine):
+    mine = [(requirements.claim_id(i.nodeid), i.nodeid) for i in items if requirements.is_claim(i)]
+    for claim, first, second in requirements.twins(mine):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if ours is not None:
         ours.collected(mine)  # in their files' order, as they are shown
@@ -214,7 +214,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """What this GPU is: name, arch, SMs, L2 and memory in bytes."""
-    from .running.fixtures import clock_of
+    from .session.fixtures import clock_of
 
     found = clock_of(request.node, _session(request.config)).gpu
     if found is None:
@@ -225,7 +225,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 @pytest.fixture
 def nvcc(request: pytest.FixtureRequest) -> Nvcc:
     """Build a ``.cu`` file: ``nvcc("ch07/copy.cu")["vector"]`` is a launcher."""
-    from .running.fixtures import nvcc_of
+    from .session.fixtures import nvcc_of
 
     return nvcc_of(request.node, _session(request.config))
 
@@ -233,7 +233,7 @@ def nvcc(request: pytest.FixtureRequest) -> Nvcc:
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    from .running.fixtures import Stopwatch, clock_of, lease_of
+    from .session.fixtures import Stopwatch, clock_of, lease_of
 
     item, session = request.node, _session(request.config)
     return Stopwatch(clock_of(item, session), lease_of(item, session))
@@ -242,7 +242,7 @@ def clock(request: pytest.FixtureRequest) -> Stopwatch:
 @pytest.fixture
 def capture(request: pytest.FixtureRequest) -> Capture:
     """Profile one callable: ``capture(call, *args, tool="ncu").figures["duration"]``."""
-    from .running.fixtures import Capture
+    from .session.fixtures import Capture
 
     return Capture(request.node, _session(request.config))
 
@@ -250,7 +250,7 @@ def capture(request: pytest.FixtureRequest) -> Capture:
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
     """State a claim: optimized beats baseline, on the same work."""
-    from .running.fixtures import Compare
+    from .session.fixtures import Compare
 
     request.node.stash[COMPARE] = found = Compare(request.node, _session(request.config))
     return found

@@ -1,4 +1,4 @@
-"""What a cheat and an honest look-alike are, and how both are put to the plugin."""
+"""Corpus of dishonest and honest arms, and how an entry is measured and judged."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from pytest_aiperf.claim.compare import Case, run
-from pytest_aiperf.claim.plan import Plan
+from pytest_aiperf.claim.measure import Case, run
+from pytest_aiperf.claim.stopping_rule import Plan
+from pytest_aiperf.device.device import HostClock
+from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, Fault, Noise
 from pytest_aiperf.errors import Unproven
-from pytest_aiperf.machine.lease import Lease
+from pytest_aiperf.machine.gpu_lock import Lease
 from pytest_aiperf.model import Expectation, Outcome, Result
-from pytest_aiperf.timing.clock import HostClock
-from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Fault, Noise
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
@@ -24,43 +24,40 @@ BLANK = Result("cheats/x", "t::x", "X", Outcome.ERROR, "fake", "run", "2026-01-0
 
 
 @dataclass(frozen=True, slots=True)
-class Arms:
-    """One entry of the corpus: ``make`` builds the words of its claim anew, with fresh state.
-
-    ``caught`` is part of the sentence that must catch it; an honest arm has none. ``clock`` is
-    what it runs on: the fake device, the real host clock, or a GPU.
-    """
+class Entry:
+    """One dishonest or honest arm."""
 
     name: str
     make: Callable[[], Mapping[str, object]]
+    """Build the arguments of its claim that differ from an ordinary one, with new state."""
     caught: str = ""
+    """Pattern of the message that must catch it; empty for an honest arm."""
     clock: str = "fake"
+    """Device that it runs on: "fake", "host" or "gpu"."""
     faults: tuple[Fault, ...] = ()
+    """Faults that the fake device injects."""
 
 
 @dataclass(slots=True)
 class Corpus:
-    """The entries in the order in which they are written down."""
+    """Entries by name, in the order of their definition."""
 
-    entries: dict[str, Arms] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
 
-    def __call__(self, caught: str = "", **words: object) -> Callable[..., object]:
-        """Enter what a function builds: the words of a claim that differ from an ordinary one."""
+    def __call__(self, caught: str = "", **options: object) -> Callable[..., object]:
+        """Return a decorator that adds an entry under the name of its ``make`` function."""
 
-        def enter(make: Callable[[], Mapping[str, object]]) -> Callable[[], object]:
+        def add(make: Callable[[], Mapping[str, object]]) -> Callable[[], object]:
             assert make.__name__ not in self.entries
-            self.entries[make.__name__] = Arms(make.__name__, make, caught, **words)
+            self.entries[make.__name__] = Entry(make.__name__, make, caught, **options)
             return make
 
-        return enter
-
-    def on(self, *clocks: str) -> list[str]:
-        return [name for name, entry in self.entries.items() if entry.clock in clocks]
+        return add
 
 
 @dataclass(slots=True)
 class _Lease:
-    """All leases at once, for a claim that is alone."""
+    """Stand-in for the GPU lock: a test has the fake device to itself."""
 
     time_device: object = contextlib.nullcontext
     time_host: object = contextlib.nullcontext
@@ -73,16 +70,18 @@ def _nothing() -> Callable[..., None]:
     return lambda *_a, **_k: None
 
 
-def put(entry: Arms, clock: object = None, **more: object) -> tuple[Result, Exception | None]:
-    """Measure and judge an entry's claim as the compare fixture does."""
+def measure_entry(
+    entry: Entry, clock: object = None, **fixtures: object
+) -> tuple[Result, Exception | None]:
+    """Measure and judge the claim of an entry as the compare fixture does."""
     if clock is None:
         fake = FakeClock(FAKE_GPU, STEADY, entry.faults, seed=5)
         clock = HostClock() if entry.clock == "host" else fake
-    claim = a_claim(**entry.make(**more))
+    claim = a_claim(**entry.make(**fixtures))
     case = Case(
         blank=BLANK,
         clock=clock,
-        # others on the GPU may delay what is looked at until a late arm has worked
+        # without the lock, other work could delay the check until a late arm has finished
         lease=Lease([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
         plan=PLAN,
         say=_nothing(),
@@ -94,28 +93,28 @@ def put(entry: Arms, clock: object = None, **more: object) -> tuple[Result, Exce
     return run(claim, case)
 
 
-def assert_caught(entry: Arms, clock: object = None, **more: object) -> None:
-    """A guard refuses the entry, and says what is wrong with it."""
+def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> None:
+    """Assert that a guard refuses the entry with its message."""
     try:
-        result, problem = put(entry, clock, **more)
-    except RuntimeError as crash:  # of CUDA: it ends the claim's process
+        result, problem = measure_entry(entry, clock, **fixtures)
+    except RuntimeError as crash:  # a CUDA error, which would end the process of the claim
         result, problem = replace(BLANK, message=str(crash)), crash
-    said = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
-    assert problem is not None, said
-    assert not isinstance(problem, Unproven), said
-    assert result.outcome in (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR), said
-    assert re.search(entry.caught, result.message), said
+    summary = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
+    assert problem is not None, summary
+    assert not isinstance(problem, Unproven), summary
+    assert result.outcome in (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR), summary
+    assert re.search(entry.caught, result.message), summary
 
 
-def assert_honest(entry: Arms, clock: object = None, **more: object) -> None:
-    """No guard minds the entry; whether a real clock finds it faster is not the question."""
-    result, problem = put(entry, clock, **more)
-    said = f"{entry.name}: {result.outcome} {result.message}"
+def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> None:
+    """Assert that no guard refuses the entry; on a real device it need not be faster."""
+    result, problem = measure_entry(entry, clock, **fixtures)
+    summary = f"{entry.name}: {result.outcome} {result.message}"
     if entry.clock == "fake":
-        assert result.outcome is Outcome.PASSED, said
+        assert result.outcome is Outcome.PASSED, summary
     else:
-        assert problem is None or isinstance(problem, Unproven), said
+        assert problem is None or isinstance(problem, Unproven), summary
 
 
-class Bunch(SimpleNamespace):
-    """A box for what an arm keeps between calls."""
+class State(SimpleNamespace):
+    """Mutable state that an arm keeps between calls."""

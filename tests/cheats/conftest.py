@@ -1,4 +1,4 @@
-"""What an arm changed is put back, and what was proven is counted."""
+"""Restores what an arm changed in the process, and counts the results for the summary."""
 
 import os
 import time
@@ -6,14 +6,14 @@ import time
 import pytest
 import torch
 
-import pytest_aiperf.claim.agree
-import pytest_aiperf.timing.clock
+import pytest_aiperf.claim.correctness
+import pytest_aiperf.device.device
 
-PATCHED = (
+PATCHED = (  # attributes that dishonest arms replace
     (time, "perf_counter_ns"),
     (time, "monotonic"),
-    (pytest_aiperf.timing.clock, "now"),
-    (pytest_aiperf.claim.agree, "verify"),
+    (pytest_aiperf.device.device, "now"),
+    (pytest_aiperf.claim.correctness, "verify"),
     (torch.cuda.Event, "elapsed_time"),
     (torch.cuda, "synchronize"),
     (torch.backends.cudnn, "allow_tf32"),
@@ -21,24 +21,25 @@ PATCHED = (
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cuda.matmul, "allow_tf32"),
 )
-COUNTED = {
+SUMMARY = {  # part of a test id, and the words of its line in the summary
     "test_dishonest.py::test_it_is_caught[": "wrong or dishonest arms caught",
     "test_dishonest_on_gpu.py::test_it_is_caught[": "wrong or dishonest arms caught on the GPU",
-    "test_honest.py::test_it_is_not_flagged[": "honest look-alikes not flagged",
-    "test_honest_on_gpu.py::test_it_is_not_flagged[": "honest look-alikes not flagged on the GPU",
-    "test_guards_off.py::test_off_it_turns_its_test_red[": "guards proven",
+    "test_honest.py::test_it_passes[": "honest arms that look like cheats passed",
+    "test_honest_on_gpu.py::test_it_passes[": "honest arms that look like cheats passed on the GPU",
+    "test_guards_off.py::test_without_the_guard_its_test_fails[": "guards tested",
 }
 
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Undo what an arm does to the process, as the end of its own process does otherwise."""
-    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # of the run that tests us
+    """Undo an arm's changes to the process; in a session, its own process would end instead."""
+    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # set by the run of these tests
         monkeypatch.delenv(name, raising=False)
-    before, kept = dict(os.environ), [(o, name, getattr(o, name)) for o, name in PATCHED]
+    environ = dict(os.environ)
+    originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     yield
-    for owner, name, value in kept:
+    for owner, name, value in originals:
         setattr(owner, name, value)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
@@ -46,12 +47,12 @@ def restored(monkeypatch):
     torch.set_grad_enabled(True)
     torch.set_deterministic_debug_mode("default")
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(environ)
 
 
 def pytest_terminal_summary(terminalreporter):
     for outcome in ("passed", "failed"):
         ids = [report.nodeid for report in terminalreporter.stats.get(outcome, [])]
-        for part, said in COUNTED.items():
+        for part, words in SUMMARY.items():
             if count := sum(part in nodeid for nodeid in ids):
-                terminalreporter.write_line(f"{count} {said}: {outcome}")
+                terminalreporter.write_line(f"{count} {words}: {outcome}")

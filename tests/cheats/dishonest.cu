@@ -1,13 +1,13 @@
-// Doubling n floats: honestly, and in the ways in which C++ can only seem to have done it.
+// Doubles n floats, honestly and in ways that only pretend to.
 //
-//   doubled        The work, on the caller's stream.
-//   joined         The work on a stream of its own, which the caller's stream waits for.
-//   unjoined       The same without the wait: it ends when it likes.
-//   late           A thread launches the work 2 ms later, on a stream of its own.
-//   tail_left      The last tile is not written.
-//   by_address     A call whose pointers are those of the call before does nothing.
-//   every_second   The GPU counts the calls and works at every second one.
-//   carved_out     Sets half of the persisting L2 aside for the caller's own data.
+//   doubled        Honest: the kernel runs on the caller's stream.
+//   joined         Honest: the kernel runs on a side stream, and the caller's stream waits for it.
+//   unjoined       The same without the wait.
+//   late           A thread launches the kernel 2 ms later, on a side stream.
+//   tail_left      Does not write the last tile.
+//   by_address     Skips a call whose pointers it has seen before.
+//   every_second   A counter on the GPU skips every second call.
+//   carved_out     Sets aside half of the maximum persisting L2 carve-out.
 
 #include <chrono>
 #include <cuda_runtime.h>
@@ -21,7 +21,7 @@ __global__ void twice(const float* in, float* out, size_t n, int rounds) {
     const size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= n) return;
     float x = in[i];
-    for (int k = 0; k < rounds; ++k) x = x * 2.f * .5f;  // exact, and the compiler cannot know n
+    for (int k = 0; k < rounds; ++k) x = x * 2.f * .5f;  // exact; the compiler cannot remove the loop
     out[i] = x * 2.f;
 }
 
@@ -34,21 +34,21 @@ __global__ void twice_if_odd(const float* in, float* out, size_t n) {
 
 static unsigned blocks(size_t n) { return unsigned((n + THREADS - 1) / THREADS); }
 
-// Streams of its own, which do not order themselves with any other.
-static cudaStream_t beside() {
+// A non-blocking stream: it does not synchronise with the default stream.
+static cudaStream_t side_stream() {
     static cudaStream_t stream = [] {
-        cudaStream_t made;
-        cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
-        return made;
+        cudaStream_t created;
+        cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking);
+        return created;
     }();
     return stream;
 }
 
 static cudaError_t wait_for(cudaStream_t waiting, cudaStream_t working) {
     static cudaEvent_t event = [] {
-        cudaEvent_t made;
-        cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
-        return made;
+        cudaEvent_t created;
+        cudaEventCreateWithFlags(&created, cudaEventDisableTiming);
+        return created;
     }();
     if (const cudaError_t error = cudaEventRecord(event, working)) return error;
     return cudaStreamWaitEvent(waiting, event);
@@ -62,21 +62,21 @@ cudaError_t doubled(const float* in, float* out, size_t n, int rounds, cudaStrea
 }
 
 cudaError_t joined(const float* in, float* out, size_t n, int rounds, cudaStream_t stream) {
-    if (const cudaError_t error = wait_for(beside(), stream)) return error;
-    twice<<<blocks(n), THREADS, 0, beside()>>>(in, out, n, rounds);
-    return wait_for(stream, beside());
+    if (const cudaError_t error = wait_for(side_stream(), stream)) return error;
+    twice<<<blocks(n), THREADS, 0, side_stream()>>>(in, out, n, rounds);
+    return wait_for(stream, side_stream());
 }
 
 cudaError_t unjoined(const float* in, float* out, size_t n, int rounds, cudaStream_t stream) {
-    if (const cudaError_t error = wait_for(beside(), stream)) return error;
-    twice<<<blocks(n), THREADS, 0, beside()>>>(in, out, n, rounds);
+    if (const cudaError_t error = wait_for(side_stream(), stream)) return error;
+    twice<<<blocks(n), THREADS, 0, side_stream()>>>(in, out, n, rounds);
     return cudaGetLastError();
 }
 
 cudaError_t late(const float* in, float* out, size_t n, int rounds, cudaStream_t) {
     std::thread([=] {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
-        twice<<<blocks(n), THREADS, 0, beside()>>>(in, out, n, rounds);
+        twice<<<blocks(n), THREADS, 0, side_stream()>>>(in, out, n, rounds);
     }).detach();
     return cudaSuccess;
 }
@@ -89,12 +89,12 @@ cudaError_t tail_left(const float* in, float* out, size_t n, int, cudaStream_t s
 cudaError_t by_address(const float* in, float* out, size_t n, int rounds, cudaStream_t stream) {
     static const float* ins[64];
     static float* outs[64];
-    static int known = 0;
-    for (int i = 0; i < known; ++i)
+    static int seen = 0;
+    for (int i = 0; i < seen; ++i)
         if (ins[i] == in && outs[i] == out) return cudaSuccess;
-    ins[known % 64] = in;
-    outs[known % 64] = out;
-    if (known < 64) ++known;
+    ins[seen % 64] = in;
+    outs[seen % 64] = out;
+    if (seen < 64) ++seen;
     return doubled(in, out, n, rounds, stream);
 }
 
@@ -105,11 +105,11 @@ cudaError_t every_second(const float* in, float* out, size_t n, int, cudaStream_
 }
 
 cudaError_t carved_out(const float* in, float* out, size_t n, int rounds, cudaStream_t stream) {
-    int most;
+    int max_bytes;
     if (const cudaError_t error =
-            cudaDeviceGetAttribute(&most, cudaDevAttrMaxPersistingL2CacheSize, 0))
+            cudaDeviceGetAttribute(&max_bytes, cudaDevAttrMaxPersistingL2CacheSize, 0))
         return error;
-    cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, size_t(most) / 2);
+    cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, size_t(max_bytes) / 2);
     return doubled(in, out, n, rounds, stream);
 }
 

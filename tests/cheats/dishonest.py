@@ -1,7 +1,7 @@
-"""Arms that are wrong or dishonest, and the sentence that catches each of them.
+"""Arms that are wrong or dishonest, and the error message that must catch each of them.
 
-An entry says what differs from an ordinary claim: ``doubling`` a vector of 64 numbers, in 200 us
-by the baseline and in 100 us by the optimized arm of the fake device.
+Each entry gives the arguments that differ from an ordinary claim. That claim doubles a vector of 64
+numbers on the fake device: the baseline takes 200 us, the optimized arm 100 us.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import pytest_aiperf.claim.agree
-import pytest_aiperf.timing.clock
+import pytest_aiperf.claim.correctness
+import pytest_aiperf.device.device
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.timing.fake import Allocation, Fault, spend
-from tests.cheats.case import Bunch, Corpus
+from pytest_aiperf.device.fake import Allocation, Fault, spend
+from tests.cheats.case import Corpus, State
 from tests.plugin.claims import doubling
 
 cheat = Corpus()
@@ -28,17 +28,20 @@ CHEATS = cheat.entries
 WRONG = "optimized disagrees with the reference"
 STALE = "on values that were put into the timed inputs|the timed block ran on other values"
 SETTINGS = "an arm changed global settings .*"
-SHORT, LONG = 1e-6, 200e-6
+SHORT = 1e-6
+"""Seconds of a call that skips work: far less than any honest arm takes."""
+LONG = 200e-6
+"""Seconds of a call that does the work: as long as the ordinary baseline takes."""
 
 
-def took(seconds, value):
-    """Spend time on the fake device for a value."""
+def returning(seconds, value):
+    """Spend time on the fake device, then return the value."""
     spend(seconds)
     return value
 
 
-def wrote(seconds, _):
-    """Spend time on the fake device for what an arm wrote."""
+def writing(seconds, _):
+    """Spend time on the fake device and return nothing, as an arm that writes its output."""
     spend(seconds)
 
 
@@ -47,7 +50,7 @@ def tensors(bench):
 
 
 def destinations(bench):
-    # zeros, not what was there before, which another test's poison may be
+    # zeros: uninitialised memory may contain the poison of another test
     return torch.randn(bench.size(64, check=8)), torch.zeros(bench.size(64, check=8))
 
 
@@ -62,42 +65,42 @@ def products(bench):
 DOUBLE = {"inputs": tensors, "baseline": doubling(200), "reference": lambda x: x.double() * 2}
 INTO = {
     "inputs": destinations,
-    "baseline": lambda x, out: wrote(LONG, torch.mul(x, 2, out=out)),
+    "baseline": lambda x, out: writing(LONG, torch.mul(x, 2, out=out)),
     "reference": lambda x, out: x.double() * 2,
 }
 SUMS = {
     "inputs": rows,
-    "baseline": lambda x: took(LONG, x.sum(1)),
+    "baseline": lambda x: returning(LONG, x.sum(1)),
     "reference": lambda x: x.double().sum(1),
 }
 PRODUCTS = {
     "inputs": products,
-    "baseline": lambda a, b: took(LONG, a @ b),
+    "baseline": lambda a, b: returning(LONG, a @ b),
     "reference": lambda a, b: a.double() @ b.double(),
 }
 
 
 def into(write):
-    """A claim with a destination; ``write(x, out)`` is the optimized arm."""
-    return INTO | {"optimized": lambda x, out: wrote(SHORT, write(x, out))}
+    """Return a claim with an output argument; ``write(x, out)`` is the optimized arm."""
+    return INTO | {"optimized": lambda x, out: writing(SHORT, write(x, out))}
 
 
 def remembering(key, size=None):
-    """An arm that computes a result once for each key."""
-    kept = {}
+    """Return an arm that computes a result once per key."""
+    cache = {}
 
     def arm(x):
-        now = key(x)
-        if now not in kept:
-            if size is not None and len(kept) >= size:
-                kept.clear()
-            kept[now] = took(LONG, x * 2)
-        return took(SHORT, kept[now])
+        cache_key = key(x)
+        if cache_key not in cache:
+            if size is not None and len(cache) >= size:
+                cache.clear()
+            cache[cache_key] = returning(LONG, x * 2)
+        return returning(SHORT, cache[cache_key])
 
     return arm
 
 
-# results that are remembered
+# cached results
 
 
 @cheat(f"{STALE}|{WRONG}")
@@ -107,7 +110,7 @@ def by_address():
 
 @cheat(STALE)
 def by_address_of_a_tensor():
-    alive = []  # so that no other input ever has its address
+    alive = []  # keeps every input, so that no address is used twice
     return DOUBLE | {"optimized": remembering(lambda x: alive.append(x) or x.data_ptr())}
 
 
@@ -123,7 +126,7 @@ def by_seed():
 
 @cheat(f"{WRONG}|{STALE}")
 def by_the_state_of_a_generator():
-    return {"optimized": remembering(lambda x: np.random.get_state()[1].tobytes())}  # noqa: NPY002  what an arm may look at
+    return {"optimized": remembering(lambda x: np.random.get_state()[1].tobytes())}  # noqa: NPY002  the arm reads the global state
 
 
 @cheat(WRONG)
@@ -138,24 +141,24 @@ def the_first_result_for_good():
 
 @cheat(WRONG)
 def what_the_baseline_left():
-    left = Bunch(result=np.zeros(64))
+    shared = State(result=np.zeros(64))
 
     def baseline(x):
-        left.result = took(LONG, x * 2)
-        return left.result
+        shared.result = returning(LONG, x * 2)
+        return shared.result
 
-    return {"baseline": baseline, "optimized": lambda x: took(SHORT, left.result.copy())}
+    return {"baseline": baseline, "optimized": lambda x: returning(SHORT, shared.result.copy())}
 
 
 def counted(works):
-    """An arm that works when ``works(calls)`` says so, and else gives what it gave before."""
-    kept = Bunch(calls=0, result=None)
+    """Return an arm that repeats its last result unless ``works(call number)`` is true."""
+    state = State(calls=0, result=None)
 
     def arm(x):
-        kept.calls += 1
-        if works(kept.calls) or kept.result is None:
-            kept.result = took(LONG, x * 2)
-        return took(SHORT, kept.result)
+        state.calls += 1
+        if works(state.calls) or state.result is None:
+            state.result = returning(LONG, x * 2)
+        return returning(SHORT, state.result)
 
     return {"optimized": arm}
 
@@ -177,7 +180,7 @@ def every_fifth_call_once_it_is_timed():
 
 @cheat("after timing")
 def the_first_hundred_calls():
-    return counted(lambda n: n < 100)  # until the first replicate is over
+    return counted(lambda n: n < 100)  # up to the end of the first replicate
 
 
 @cheat(WRONG)
@@ -187,50 +190,53 @@ def the_first_three_calls():
 
 @cheat(WRONG)
 def calls_that_come_slowly():
-    kept = Bunch(at=0.0, result=None)
+    state = State(time=0.0, result=None)
 
     def arm(x):
-        now, kept.at = kept.at, time.thread_time()  # whatever else the machine does
-        if kept.at - now > 2e-3 or kept.result is None:
-            kept.result = took(LONG, x * 2)
-        return took(SHORT, kept.result)
+        # CPU time of this thread: other load on the machine does not count
+        previous, state.time = state.time, time.thread_time()
+        if state.time - previous > 2e-3 or state.result is None:
+            state.result = returning(LONG, x * 2)
+        return returning(SHORT, state.result)
 
     return {"optimized": arm}
 
 
-# results that are not there
+# missing results
 
 
 @cheat(WRONG)
 def constant():
-    return {"optimized": lambda x: took(SHORT, np.zeros(64))}
+    return {"optimized": lambda x: returning(SHORT, np.zeros(64))}
 
 
 @cheat(WRONG)
 def the_mean_everywhere():
-    return SUMS | {"optimized": lambda x: took(SHORT, torch.full((64,), float(x.mean()) * 256))}
+    return SUMS | {
+        "optimized": lambda x: returning(SHORT, torch.full((64,), float(x.mean()) * 256))
+    }
 
 
 @cheat("never written, or computed so")
 def not_a_number():
-    return {"optimized": lambda x: took(SHORT, np.full(64, np.nan))}
+    return {"optimized": lambda x: returning(SHORT, np.full(64, np.nan))}
 
 
 @cheat("never written, or computed so")
 def one_infinity():
     return DOUBLE | {
-        "optimized": lambda x: took(SHORT, (x * 2).index_fill(0, torch.tensor(9), torch.inf))
+        "optimized": lambda x: returning(SHORT, (x * 2).index_fill(0, torch.tensor(9), torch.inf))
     }
 
 
 @cheat("on values that were put into the timed inputs: out.* is nan")
 def every_second_call_into_its_buffer():
-    """What it skips stands in its buffer already, from a call on the same inputs."""
-    calls = Bunch(n=0)
+    """A skipped call leaves the right result of an earlier call on the same inputs in place."""
+    calls = State(n=0)
 
     def write(x, out):
         calls.n += 1
-        if calls.n < 30 or calls.n % 2:  # one look would fall on a call that writes
+        if calls.n < 30 or calls.n % 2:  # a single checked call would be one that writes
             torch.mul(x, 2, out=out)
 
     return into(write)
@@ -261,63 +267,63 @@ def last_row_unwritten():
 
 @cheat(WRONG)
 def freed_memory():
-    return {"optimized": lambda x: took(SHORT, np.empty_like(x))}
+    return {"optimized": lambda x: returning(SHORT, np.empty_like(x))}
 
 
 @cheat(WRONG)
 def freed_memory_of_torch():
-    return DOUBLE | {"optimized": lambda x: took(SHORT, torch.empty_like(x))}
+    return DOUBLE | {"optimized": lambda x: returning(SHORT, torch.empty_like(x))}
 
 
 @cheat(f"{WRONG}.*")
 def freed_memory_once_it_is_timed():
-    calls = Bunch(n=0)
+    calls = State(n=0)
 
     def arm(x):
         calls.n += 1
-        return took(SHORT, x * 2 if calls.n < 30 else np.empty_like(x))
+        return returning(SHORT, x * 2 if calls.n < 30 else np.empty_like(x))
 
     return {"optimized": arm}
 
 
 @cheat(WRONG)
 def one_element_wrong():
-    return {"optimized": lambda x: took(SHORT, np.where(np.arange(64) == 17, x, x * 2))}
+    return {"optimized": lambda x: returning(SHORT, np.where(np.arange(64) == 17, x, x * 2))}
 
 
 @cheat(WRONG)
 def rows_in_another_order():
-    return SUMS | {"optimized": lambda x: took(SHORT, x.sum(1).flip(0))}
+    return SUMS | {"optimized": lambda x: returning(SHORT, x.sum(1).flip(0))}
 
 
 @cheat("float64.* for result, the baseline float64")
 def another_shape():
-    return {"optimized": lambda x: took(SHORT, (x * 2)[:32])}
+    return {"optimized": lambda x: returning(SHORT, (x * 2)[:32])}
 
 
 @cheat("float32.* for result, the baseline float64")
 def another_dtype():
-    return {"optimized": lambda x: took(SHORT, (x * 2).astype(np.float32))}
+    return {"optimized": lambda x: returning(SHORT, (x * 2).astype(np.float32))}
 
 
 @cheat("optimized's result is")
 def fewer_results():
     return {
-        "baseline": lambda x: took(LONG, (x * 2, x * 3)),
-        "optimized": lambda x: took(SHORT, x * 2),
+        "baseline": lambda x: returning(LONG, (x * 2, x * 3)),
+        "optimized": lambda x: returning(SHORT, x * 2),
         "reference": lambda x: (x + x, x + x + x),
     }
 
 
-# results that somebody else has to compute
+# results that are computed later or by the caller
 
 
 @cheat("as a view of its inputs")
 def a_view_for_a_transposition():
     return {
         "inputs": rows,
-        "baseline": lambda x: took(LONG, x.t().contiguous()),
-        "optimized": lambda x: took(SHORT, x.t()),
+        "baseline": lambda x: returning(LONG, x.t().contiguous()),
+        "optimized": lambda x: returning(SHORT, x.t()),
         "reference": lambda x: x.t(),
     }
 
@@ -325,8 +331,8 @@ def a_view_for_a_transposition():
 @cheat("as a view of its inputs")
 def a_view_for_a_copy():
     return {
-        "baseline": lambda x: took(LONG, x.copy()),
-        "optimized": lambda x: took(SHORT, x[:]),
+        "baseline": lambda x: returning(LONG, x.copy()),
+        "optimized": lambda x: returning(SHORT, x[:]),
         "reference": lambda x: x,
     }
 
@@ -335,14 +341,14 @@ def a_view_for_a_copy():
 def one_row_for_many():
     return {
         "inputs": tensors,
-        "baseline": lambda x: took(LONG, x.repeat(8, 1)),
-        "optimized": lambda x: took(SHORT, x.clone().expand(8, -1)),
+        "baseline": lambda x: returning(LONG, x.repeat(8, 1)),
+        "optimized": lambda x: returning(SHORT, x.clone().expand(8, -1)),
         "reference": lambda x: x.repeat(8, 1),
     }
 
 
 class LazyArray(np.ndarray):
-    """Is computed when it is copied."""
+    """An array that is computed when it is copied."""
 
     def copy(self, order="C"):
         return np.asarray(self) * 2
@@ -350,20 +356,20 @@ class LazyArray(np.ndarray):
 
 @cheat("a result of type LazyArray cannot be compared")
 def a_lazy_array():
-    return {"optimized": lambda x: took(SHORT, x.view(LazyArray))}
+    return {"optimized": lambda x: returning(SHORT, x.view(LazyArray))}
 
 
 class LazyTensor(torch.Tensor):
-    """Is computed when anything is asked of it."""
+    """A tensor that is computed on first use."""
 
 
 @cheat("a result of type LazyTensor cannot be compared")
 def a_lazy_tensor():
-    return DOUBLE | {"optimized": lambda x: took(SHORT, (x * 2).as_subclass(LazyTensor))}
+    return DOUBLE | {"optimized": lambda x: returning(SHORT, (x * 2).as_subclass(LazyTensor))}
 
 
 class LazyDict(dict):
-    """Is computed when it is read."""
+    """A dict whose values are computed when they are read."""
 
     def __getitem__(self, key):
         return dict.__getitem__(self, key) * 2
@@ -372,13 +378,13 @@ class LazyDict(dict):
 @cheat(WRONG)
 def a_lazy_dict():
     return {
-        "baseline": lambda x: took(LONG, {"y": x * 2}),
-        "optimized": lambda x: took(SHORT, LazyDict(y=x.copy())),
+        "baseline": lambda x: returning(LONG, {"y": x * 2}),
+        "optimized": lambda x: returning(SHORT, LazyDict(y=x.copy())),
     }
 
 
 class LazyTuple(tuple):
-    """Is computed when it is walked."""
+    """A tuple whose items are computed when it is iterated."""
 
     __slots__ = ()
 
@@ -389,56 +395,56 @@ class LazyTuple(tuple):
 @cheat(WRONG)
 def a_lazy_tuple():
     return {
-        "baseline": lambda x: took(LONG, (x * 2,)),
-        "optimized": lambda x: took(SHORT, LazyTuple((x.copy(),))),
+        "baseline": lambda x: returning(LONG, (x * 2,)),
+        "optimized": lambda x: returning(SHORT, LazyTuple((x.copy(),))),
     }
 
 
 @dataclass
 class LazyFields:
-    """Is computed when its field is read."""
+    """A dataclass that computes its field in ``__getattribute__``."""
 
     y: object
 
     def __getattribute__(self, name):
-        found = object.__getattribute__(self, name)
-        return found * 2 if name == "y" else found
+        value = object.__getattribute__(self, name)
+        return value * 2 if name == "y" else value
 
 
 @cheat("a result of type LazyFields cannot be compared")
 def a_lazy_dataclass():
     return {
-        "baseline": lambda x: took(LONG, [x * 2]),
-        "optimized": lambda x: took(SHORT, LazyFields(x.copy())),
+        "baseline": lambda x: returning(LONG, [x * 2]),
+        "optimized": lambda x: returning(SHORT, LazyFields(x.copy())),
     }
 
 
 @dataclass
 class LazyProperty:
-    """Is computed when its field is read."""
+    """A dataclass that computes its field in a property."""
 
     y: object
 
     @property
     def y(self):
-        return self.kept * 2
+        return self.stored * 2
 
     @y.setter
     def y(self, value):
-        self.kept = value
+        self.stored = value
 
 
 @cheat("a result of type LazyProperty cannot be compared")
 def a_lazy_property():
     return {
-        "baseline": lambda x: took(LONG, [x * 2]),
-        "optimized": lambda x: took(SHORT, LazyProperty(x.copy())),
+        "baseline": lambda x: returning(LONG, [x * 2]),
+        "optimized": lambda x: returning(SHORT, LazyProperty(x.copy())),
     }
 
 
 @cheat("a result of type function cannot be compared")
 def a_promise():
-    return {"optimized": lambda x: took(SHORT, lambda: x * 2)}
+    return {"optimized": lambda x: returning(SHORT, lambda: x * 2)}
 
 
 @cheat("a result of type Future cannot be compared", clock="host")
@@ -459,7 +465,8 @@ LARGE = {
 }
 
 
-LATE = 2.0  # seconds: not over before a result is looked at, however busy the machine is
+LATE = 2.0
+"""Seconds by which a thread is late: the check of the result comes first even on a busy machine."""
 
 
 @cheat("is nan, expected", clock="host")
@@ -477,15 +484,15 @@ def a_thread_that_is_late():
 
 @cheat(r"is \S+, expected", clock="host")
 def a_thread_that_is_late_once_it_is_timed():
-    calls, pool = Bunch(n=0, next=threading.Event()), ThreadPoolExecutor(1)
+    calls, pool = State(n=0, next=threading.Event()), ThreadPoolExecutor(1)
 
-    def late(x, out, turn):
-        turn.wait(LATE)
+    def late(x, out, release):
+        release.wait(LATE)
         np.copyto(out, np.sort(x))
 
     def arm(x, out):
         calls.n += 1
-        calls.next.set()  # each call lets the work of the one before it begin
+        calls.next.set()  # each call releases the work of the call before it
         calls.next = threading.Event()
         work = pool.submit(late, x.copy(), out, calls.next)
         if calls.n < 5:
@@ -495,15 +502,15 @@ def a_thread_that_is_late_once_it_is_timed():
     return LARGE | {"optimized": arm}
 
 
-# inputs that are not left alone
+# inputs that an arm changes, and inputs that are weak test data
 
 
 @cheat("optimized changed argument 'x'")
 def inputs_zeroed():
     def arm(x):
-        done = took(SHORT, x * 2)
+        result = returning(SHORT, x * 2)
         x[:] = 0
-        return done
+        return result
 
     return {"optimized": arm}
 
@@ -512,10 +519,10 @@ def inputs_zeroed():
 def inputs_sorted_for_the_next_call():
     def arm(x):
         x.sort()
-        return took(SHORT, x.copy())
+        return returning(SHORT, x.copy())
 
     return {
-        "baseline": lambda x: took(LONG, np.sort(x)),
+        "baseline": lambda x: returning(LONG, np.sort(x)),
         "optimized": arm,
         "reference": np.sort,
     }
@@ -524,22 +531,22 @@ def inputs_sorted_for_the_next_call():
 @cheat("optimized changed argument 'x'")
 def one_bit_of_an_input():
     def arm(x):
-        done = took(SHORT, x * 2)
+        result = returning(SHORT, x * 2)
         x[5] = np.nextafter(x[5], 2)
-        return done
+        return result
 
     return {"optimized": arm}
 
 
 @cheat(WRONG)
 def inputs_zeroed_once_it_is_timed():
-    calls = Bunch(n=0)
+    calls = State(n=0)
 
     def arm(x):
         calls.n += 1
         if calls.n > 10:
             x[:] = 0
-        return took(SHORT, x * 2)
+        return returning(SHORT, x * 2)
 
     return {"optimized": arm}
 
@@ -556,7 +563,7 @@ def a_gradient_left_behind():
 
     return {
         "inputs": inputs,
-        "baseline": lambda x: took(LONG, x.detach() * 2),
+        "baseline": lambda x: returning(LONG, x.detach() * 2),
         "optimized": arm,
         "reference": lambda x: x.detach().double() * 2,
     }
@@ -566,7 +573,7 @@ def a_gradient_left_behind():
 def inputs_of_ones():
     return {
         "inputs": lambda bench: np.ones(64),
-        "optimized": lambda x: took(SHORT, np.full(64, 2.0)),
+        "optimized": lambda x: returning(SHORT, np.full(64, 2.0)),
     }
 
 
@@ -582,7 +589,7 @@ def inputs_of_no_seed():
 
 @cheat("does not take the 1 values")
 def arms_for_other_inputs():
-    return {"optimized": lambda x, hint: took(SHORT, x * 2)}
+    return {"optimized": lambda x, hint: returning(SHORT, x * 2)}
 
 
 # less work
@@ -591,26 +598,26 @@ def arms_for_other_inputs():
 @cheat(WRONG)
 def half_of_the_batch():
     def arm(x):
-        done = took(SHORT, torch.zeros(64))
-        done[:32] = x[:32].sum(1)
-        return done
+        result = returning(SHORT, torch.zeros(64))
+        result[:32] = x[:32].sum(1)
+        return result
 
     return SUMS | {"optimized": arm}
 
 
 @cheat(WRONG)
 def nine_tenths_of_a_sum():
-    return SUMS | {"optimized": lambda x: took(SHORT, x[:, :230].sum(1) / 0.9)}
+    return SUMS | {"optimized": lambda x: returning(SHORT, x[:, :230].sum(1) / 0.9)}
 
 
 @cheat(WRONG)
 def every_second_term():
-    return PRODUCTS | {"optimized": lambda a, b: took(SHORT, a[:, ::2] @ b[::2] * 2)}
+    return PRODUCTS | {"optimized": lambda a, b: returning(SHORT, a[:, ::2] @ b[::2] * 2)}
 
 
 @cheat(WRONG)
 def small_values_skipped():
-    return SUMS | {"optimized": lambda x: took(SHORT, x.where(x.abs() > 0.05, 0).sum(1))}
+    return SUMS | {"optimized": lambda x: returning(SHORT, x.where(x.abs() > 0.05, 0).sum(1))}
 
 
 @cheat("more than the .* that this GPU reaches")
@@ -628,27 +635,27 @@ def work_counted_for_another_dtype():
     return {"work": lambda x: Work(flops=2e10, dtype="fp32")}
 
 
-# less precision
+# lower precision
 
 
 def rounded(x, bits):
-    """Keep so many bits of a mantissa, as tf32 (10), bf16 (7) and fp8 (3) do."""
+    """Truncate the mantissa to ``bits``: tf32 has 10, bf16 7, fp8 3."""
     return (x.view(torch.int32) & -(1 << 23 - bits)).view(torch.float32)
 
 
 @cheat(WRONG)
 def tf32_products():
-    return PRODUCTS | {"optimized": lambda a, b: took(SHORT, rounded(a, 10) @ rounded(b, 10))}
+    return PRODUCTS | {"optimized": lambda a, b: returning(SHORT, rounded(a, 10) @ rounded(b, 10))}
 
 
 @cheat(WRONG)
 def fp16_products():
-    return PRODUCTS | {"optimized": lambda a, b: took(SHORT, (a.half() @ b.half()).float())}
+    return PRODUCTS | {"optimized": lambda a, b: returning(SHORT, (a.half() @ b.half()).float())}
 
 
 @cheat(WRONG)
 def bf16_sums():
-    return SUMS | {"optimized": lambda x: took(SHORT, x.bfloat16().sum(1).float())}
+    return SUMS | {"optimized": lambda x: returning(SHORT, x.bfloat16().sum(1).float())}
 
 
 @cheat(WRONG)
@@ -661,8 +668,8 @@ def bf16_accumulation_of_bf16():
 
     return {
         "inputs": lambda bench: torch.rand(64, 1024).bfloat16(),
-        "baseline": lambda x: took(LONG, x.float().sum(1).bfloat16()),
-        "optimized": lambda x: took(SHORT, one_by_one(x)),
+        "baseline": lambda x: returning(LONG, x.float().sum(1).bfloat16()),
+        "optimized": lambda x: returning(SHORT, one_by_one(x)),
         "reference": lambda x: x.double().sum(1),
     }
 
@@ -670,8 +677,10 @@ def bf16_accumulation_of_bf16():
 @cheat(WRONG)
 def fp32_for_fp64():
     return {
-        "optimized": lambda x: took(SHORT, (x.astype(np.float32) * np.float32(2.1)).astype(float)),
-        "baseline": lambda x: took(LONG, x * 2.1),
+        "optimized": lambda x: returning(
+            SHORT, (x.astype(np.float32) * np.float32(2.1)).astype(float)
+        ),
+        "baseline": lambda x: returning(LONG, x * 2.1),
         "reference": lambda x: x * 2.1,
     }
 
@@ -679,14 +688,14 @@ def fp32_for_fp64():
 @cheat(WRONG)
 def eight_bit_integers():
     return PRODUCTS | {
-        "optimized": lambda a, b: took(SHORT, ((a * 30).round() @ (b * 30).round()) / 900)
+        "optimized": lambda a, b: returning(SHORT, ((a * 30).round() @ (b * 30).round()) / 900)
     }
 
 
 @cheat(WRONG)
 def fp8_products_beyond_what_is_declared():
     return PRODUCTS | {
-        "optimized": lambda a, b: took(SHORT, rounded(a, 2) @ rounded(b, 2)),
+        "optimized": lambda a, b: returning(SHORT, rounded(a, 2) @ rounded(b, 2)),
         "precision": "bf16",
     }
 
@@ -695,21 +704,21 @@ def fp8_products_beyond_what_is_declared():
 def a_short_series():
     return {
         "inputs": lambda bench: torch.rand(64),
-        "baseline": lambda x: took(LONG, x.exp()),
-        "optimized": lambda x: took(SHORT, 1 + x + x**2 / 2 + x**3 / 6 + x**4 / 24),
+        "baseline": lambda x: returning(LONG, x.exp()),
+        "optimized": lambda x: returning(SHORT, 1 + x + x**2 / 2 + x**3 / 6 + x**4 / 24),
         "reference": lambda x: x.double().exp(),
     }
 
 
 @cheat("baseline and reference disagree")
 def a_baseline_that_is_wrong():
-    return {"baseline": lambda x: took(LONG, x * 2 + 1e-3)}
+    return {"baseline": lambda x: returning(LONG, x * 2 + 1e-3)}
 
 
 @cheat("compute the reference in fp64")
 def a_reference_of_no_more_precision():
     return SUMS | {
-        "optimized": lambda x: took(SHORT, x.sum(1)),
+        "optimized": lambda x: returning(SHORT, x.sum(1)),
         "reference": lambda x: x.half().sum(1),
     }
 
@@ -719,14 +728,14 @@ def a_reference_that_overflows():
     return {"reference": lambda x: x * np.inf}
 
 
-# work that is hidden in preparation
+# work hidden in preparation
 
 
 @cheat(WRONG)
 def done_while_preparing():
     def make(x):
-        done = x * 2
-        return lambda x: took(SHORT, done)
+        result = x * 2
+        return lambda x: returning(SHORT, result)
 
     return {"optimized": prepared(make)}
 
@@ -734,8 +743,8 @@ def done_while_preparing():
 @cheat(WRONG)
 def inputs_kept_while_preparing():
     def make(x):
-        kept = x.copy()
-        return lambda x: took(SHORT, kept * 2)
+        copy = x.copy()
+        return lambda x: returning(SHORT, copy * 2)
 
     return {"optimized": prepared(make)}
 
@@ -744,7 +753,7 @@ def inputs_kept_while_preparing():
 def a_destination_filled_while_preparing():
     def make(x, out):
         torch.mul(x, 2, out=out)
-        return lambda x, out: took(SHORT, None)
+        return lambda x, out: returning(SHORT, None)
 
     return INTO | {"optimized": prepared(make)}
 
@@ -753,7 +762,7 @@ def a_destination_filled_while_preparing():
 def half_done_while_preparing():
     def make(x):
         half = (x * 2)[:32]
-        return lambda x: took(SHORT, np.concatenate([half, x[32:] * 2]))
+        return lambda x: returning(SHORT, np.concatenate([half, x[32:] * 2]))
 
     return {"optimized": prepared(make)}
 
@@ -761,8 +770,8 @@ def half_done_while_preparing():
 @cheat("all inputs are static")
 def everything_static():
     def make(x):
-        done = x * 2
-        return lambda x: took(SHORT, done)
+        result = x * 2
+        return lambda x: returning(SHORT, result)
 
     inputs = lambda bench: static(np.random.default_rng(bench.seed).random(64))
     return {"inputs": inputs, "optimized": prepared(make)}
@@ -771,33 +780,34 @@ def everything_static():
 @cheat(WRONG)
 def a_baseline_prepared_on_old_values():
     def make(x):
-        kept = x.copy()
-        return lambda x: took(LONG, kept * 2)
+        copy = x.copy()
+        return lambda x: returning(LONG, copy * 2)
 
     return {"library": prepared(make)} | {"optimized": prepared(make)}
 
 
-# settings, timers and what measures
+# global settings, timers and the harness
 
 
 def flipping(flip, when=lambda n: True, arm="optimized"):
-    calls = Bunch(n=0)
+    """Return an arm that changes a setting at the calls for which ``when(call number)`` is true."""
+    calls = State(n=0)
 
-    def flips(x):
+    def double(x):
         calls.n += 1
         if when(calls.n):
             flip()
-        return took(SHORT, x * 2)
+        return returning(SHORT, x * 2)
 
-    return {arm: flips}
+    return {arm: double}
 
 
 def setting(name, value):
-    owner, _, attribute = name.rpartition(".")
-    target = torch
-    for part in owner.split(".")[1:]:
-        target = getattr(target, part)
-    return lambda: setattr(target, attribute, value)
+    path, _, attribute = name.rpartition(".")
+    owner = torch
+    for part in path.split(".")[1:]:
+        owner = getattr(owner, part)
+    return lambda: setattr(owner, attribute, value)
 
 
 @cheat(SETTINGS + "OMP_NUM_THREADS")
@@ -874,7 +884,7 @@ def the_budget_timer():
 
 @cheat(SETTINGS + "clock.now")
 def the_clocks_own_timer():
-    return flipping(lambda: setattr(pytest_aiperf.timing.clock, "now", lambda: 0))
+    return flipping(lambda: setattr(pytest_aiperf.device.device, "now", lambda: 0))
 
 
 @cheat(SETTINGS + "elapsed_time")
@@ -889,7 +899,9 @@ def waiting_for_the_device():
 
 @cheat(SETTINGS + "agree.verify")
 def the_oracle():
-    return flipping(lambda: setattr(pytest_aiperf.claim.agree, "verify", lambda *_a, **_k: []))
+    return flipping(
+        lambda: setattr(pytest_aiperf.claim.correctness, "verify", lambda *_a, **_k: [])
+    )
 
 
 @cheat("CUDA_LAUNCH_BLOCKING=1")
@@ -909,27 +921,27 @@ def a_gpu_that_is_never_calm():
     return {}
 
 
-# what is not part of a call
+# compilation
 
 
 @cheat("torch.compile, which compiled meanwhile")
 def compiling_in_the_clock():
-    compiled, calls = torch.compile(lambda x: x * 2, backend="eager"), Bunch(n=0)
+    compiled, calls = torch.compile(lambda x: x * 2, backend="eager"), State(n=0)
 
     def arm(x):
         calls.n += 1
         if calls.n % 8 == 0:
             torch._dynamo.reset()
-        return took(LONG, compiled(x))
+        return returning(LONG, compiled(x))
 
     return DOUBLE | {"baseline": arm, "optimized": doubling(100)}
 
 
-# figures that are not times
+# scores and memory
 
 
-def scoring(figure, result=lambda x: x * 2):
-    return lambda x: (took(SHORT, result(x)), Score(figure, "tokens/s"))
+def scoring(score, result=lambda x: x * 2):
+    return lambda x: (returning(SHORT, result(x)), Score(score, "tokens/s"))
 
 
 SCORES = {"metric": "score", "baseline": scoring(100.0)}
@@ -959,26 +971,26 @@ def two_scores():
 
 @cheat("after measuring")
 def a_score_whose_results_end():
-    calls = Bunch(n=0)
+    calls = State(n=0)
 
-    def ends(x):
+    def result(x):
         calls.n += 1
         return x * 2 if calls.n < 6 else x
 
-    return SCORES | {"optimized": scoring(200.0, ends)}
+    return SCORES | {"optimized": scoring(200.0, result)}
 
 
 @cheat("after measuring")
 def memory_of_an_arm_that_stops_working():
-    calls = Bunch(n=0)
+    calls = State(n=0)
 
     def arm(x):
         calls.n += 1
-        held = Allocation(100 if calls.n > 5 else 3000)
-        return x * 2 if held.size == 3000 else x
+        buffer = Allocation(100 if calls.n > 5 else 3000)
+        return x * 2 if buffer.size == 3000 else x
 
     def baseline(x):
-        held = Allocation(3000)
-        return x * 2 if held else x
+        buffer = Allocation(3000)
+        return x * 2 if buffer else x
 
     return {"metric": "memory", "baseline": baseline, "optimized": arm}

@@ -1,4 +1,4 @@
-"""Arms that look like a cheat and are none: no guard may mind them."""
+"""Honest arms that look like cheats: no guard may refuse them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.timing.fake import Allocation, Fault, spend, synchronise
-from tests.cheats.case import Bunch, Corpus
+from pytest_aiperf.device.fake import Allocation, Fault, spend, synchronise
+from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import (
     DOUBLE,
     INTO,
     LARGE,
     PRODUCTS,
     SUMS,
+    returning,
     rounded,
     scoring,
-    took,
-    wrote,
+    writing,
 )
 from tests.plugin.claims import doubling, vectors
 
@@ -40,21 +40,21 @@ FAST, SLOW = 100e-6, 200e-6
 
 
 def arms(optimized, baseline=None, **words):
-    """A claim whose optimized arm takes half the time."""
+    """Return a claim whose optimized arm takes half the time of the baseline."""
     baseline = baseline or optimized
     return {
-        "baseline": lambda *a: took(SLOW, baseline(*a)),
-        "optimized": lambda *a: took(FAST, optimized(*a)),
+        "baseline": lambda *a: returning(SLOW, baseline(*a)),
+        "optimized": lambda *a: returning(FAST, optimized(*a)),
         **words,
     }
 
 
-def same(base, optimized):
-    """The words of a claim with another optimized arm."""
-    return base | {"optimized": lambda *a: took(FAST, optimized(*a))}
+def same(claim, optimized):
+    """Return the claim with another optimized arm."""
+    return claim | {"optimized": lambda *a: returning(FAST, optimized(*a))}
 
 
-# what may be kept between calls
+# state that may be kept between calls
 
 
 @honest()
@@ -80,26 +80,26 @@ def a_table_that_depends_on_the_size():
 
 @honest()
 def a_handle_made_by_the_first_call():
-    handle = Bunch(made=None)
+    handle = State(factor=None)
 
     def arm(x):
-        if handle.made is None:
+        if handle.factor is None:
             spend(1.0)
-            handle.made = 2
-        return x * handle.made
+            handle.factor = 2
+        return x * handle.factor
 
     return arms(arm)
 
 
 @honest()
 def a_workspace_that_grows():
-    space = Bunch(array=np.empty(0))
+    workspace = State(array=np.empty(0))
 
     def arm(x):
-        if len(space.array) < len(x):
-            space.array = np.empty(len(x))
-        np.copyto(space.array[: len(x)], x)
-        return space.array[: len(x)] * 2
+        if len(workspace.array) < len(x):
+            workspace.array = np.empty(len(x))
+        np.copyto(workspace.array[: len(x)], x)
+        return workspace.array[: len(x)] * 2
 
     return arms(arm)
 
@@ -113,8 +113,8 @@ def a_count_of_calls():
 @honest()
 def what_repeats_within_a_call():
     def arm(x):
-        seen = {}
-        return np.array([seen.setdefault(v, v * 2) for v in x.tolist() * 2][: len(x)])
+        cache = {}
+        return np.array([cache.setdefault(v, v * 2) for v in x.tolist() * 2][: len(x)])
 
     return arms(arm)
 
@@ -127,18 +127,19 @@ def compiled_before_it_is_timed():
 @honest()
 def two_buffers_in_turn():
     def arm(seconds):
-        turn = Bunch(n=0, buffers=(np.empty(64), np.empty(64)))
+        state = State(index=0, buffers=(np.empty(64), np.empty(64)))
 
         def double(x):
-            turn.n ^= 1
-            return took(seconds, np.multiply(x, 2, out=turn.buffers[turn.n][: len(x)]))
+            state.index ^= 1
+            out = state.buffers[state.index][: len(x)]
+            return returning(seconds, np.multiply(x, 2, out=out))
 
         return double
 
     return {"baseline": arm(SLOW), "optimized": arm(FAST)}
 
 
-# what may be prepared
+# work that may be prepared
 
 
 def with_weights(bench):
@@ -148,7 +149,7 @@ def with_weights(bench):
 
 WEIGHED = {
     "inputs": with_weights,
-    "baseline": lambda x, w: took(SLOW, x * (w / 2)),
+    "baseline": lambda x, w: returning(SLOW, x * (w / 2)),
     "reference": lambda x, w: x * w / 2,
 }
 
@@ -157,7 +158,7 @@ WEIGHED = {
 def weights_that_are_quantised_before():
     def make(x, w):
         half = w / 2
-        return lambda x, w: took(FAST, x * half)
+        return lambda x, w: returning(FAST, x * half)
 
     return WEIGHED | {"optimized": prepared(make)}
 
@@ -166,7 +167,7 @@ def weights_that_are_quantised_before():
 def a_graph_of_the_live_inputs():
     def make(x):
         out = np.empty_like(x)
-        return lambda _: took(FAST, np.multiply(x, 2, out=out))
+        return lambda _: returning(FAST, np.multiply(x, 2, out=out))
 
     return {"optimized": prepared(make)}
 
@@ -174,11 +175,11 @@ def a_graph_of_the_live_inputs():
 @honest()
 def static_inputs_of_a_graph_that_copies():
     def make(x):
-        own, out = np.empty_like(x), np.empty_like(x)
+        static_x, out = np.empty_like(x), np.empty_like(x)
 
         def replay(x):
-            np.copyto(own, x)
-            return took(FAST, np.multiply(own, 2, out=out))
+            np.copyto(static_x, x)
+            return returning(FAST, np.multiply(static_x, 2, out=out))
 
         return replay
 
@@ -188,7 +189,7 @@ def static_inputs_of_a_graph_that_copies():
 @honest()
 def both_arms_prepared():
     def make(seconds):
-        return prepared(lambda x, w: lambda x, w: took(seconds, x * w / 2))
+        return prepared(lambda x, w: lambda x, w: returning(seconds, x * w / 2))
 
     return WEIGHED | {"baseline": make(SLOW), "optimized": make(FAST)}
 
@@ -205,14 +206,14 @@ def a_long_preparation():
 @honest()
 def a_destination_of_a_prepared_arm():
     return INTO | {
-        "optimized": prepared(lambda x, out: lambda x, out: wrote(FAST, torch.add(x, x, out=out)))
+        "optimized": prepared(lambda x, out: lambda x, out: writing(FAST, torch.add(x, x, out=out)))
     }
 
 
 @honest()
 def a_file_opened_while_preparing():
     def inputs(bench):
-        file = tempfile.TemporaryFile()  # noqa: SIM115  goes with its inputs
+        file = tempfile.TemporaryFile()  # noqa: SIM115  it is closed when its inputs are freed
         file.write(np.random.default_rng(bench.seed).random(64).tobytes())
         file.flush()
         return file, np.empty(64)
@@ -227,23 +228,23 @@ def a_file_opened_while_preparing():
 
     return {
         "inputs": inputs,
-        "baseline": lambda file, out: wrote(SLOW, read(file, out)),
-        "optimized": prepared(lambda file, out: lambda f, o: wrote(FAST, read(file, o))),
+        "baseline": lambda file, out: writing(SLOW, read(file, out)),
+        "optimized": prepared(lambda file, out: lambda f, o: writing(FAST, read(file, o))),
         "reference": reference,
     }
 
 
-# how results may be given
+# forms in which results may be returned
 
 
 @honest()
 def a_destination():
-    return INTO | {"optimized": lambda x, out: wrote(FAST, torch.add(x, x, out=out))}
+    return INTO | {"optimized": lambda x, out: writing(FAST, torch.add(x, x, out=out))}
 
 
 @honest()
 def a_destination_that_is_returned():
-    return INTO | {"optimized": lambda x, out: took(FAST, torch.add(x, x, out=out))}
+    return INTO | {"optimized": lambda x, out: returning(FAST, torch.add(x, x, out=out))}
 
 
 @honest()
@@ -251,14 +252,14 @@ def a_strided_destination():
     inputs = lambda bench: (torch.randn(8, 4), torch.empty(4, 8).t())
     return INTO | {
         "inputs": inputs,
-        "optimized": lambda x, out: wrote(FAST, out.copy_(x * 2)),
+        "optimized": lambda x, out: writing(FAST, out.copy_(x * 2)),
     }
 
 
 @honest()
 def an_update_in_place():
     def add(seconds):
-        return lambda x: wrote(seconds, np.add(x, 1, out=x))
+        return lambda x: writing(seconds, np.add(x, 1, out=x))
 
     return {"baseline": add(SLOW), "optimized": add(FAST), "reference": lambda x: x + 1}
 
@@ -266,7 +267,7 @@ def an_update_in_place():
 @honest()
 def an_update_in_place_that_is_returned():
     def add(seconds):
-        return lambda x: took(seconds, np.add(x, 1, out=x))
+        return lambda x: returning(seconds, np.add(x, 1, out=x))
 
     return {"baseline": add(SLOW), "optimized": add(FAST), "reference": lambda x: x + 1}
 
@@ -274,7 +275,7 @@ def an_update_in_place_that_is_returned():
 @honest()
 def a_sort_in_place():
     def sort(seconds):
-        return lambda x: wrote(seconds, x.sort())
+        return lambda x: writing(seconds, x.sort())
 
     return {"baseline": sort(SLOW), "optimized": sort(FAST), "reference": np.sort}
 
@@ -383,7 +384,7 @@ def integers():
 def truth_values():
     inputs = lambda bench: (torch.randn(64), torch.empty(64, dtype=torch.bool))
     return arms(
-        lambda x, out: wrote(0, torch.gt(x, 0, out=out)),
+        lambda x, out: writing(0, torch.gt(x, 0, out=out)),
         inputs=inputs,
         reference=lambda x, out: x > 0,
     )
@@ -491,11 +492,11 @@ def lengths_that_belong_to_the_values():
         starts = np.sort(rng.integers(0, 64, 8))
         return rng.random(64), starts, int(np.diff(starts).max())
 
-    def longest(x, starts, most):
-        ends = np.minimum(starts[:-1] + most, starts[1:])
+    def segment_sums(x, starts, longest):
+        ends = np.minimum(starts[:-1] + longest, starts[1:])
         return np.array([x[s:e].sum() for s, e in zip(starts[:-1], ends, strict=True)])
 
-    return arms(longest, inputs=inputs, reference=longest)
+    return arms(segment_sums, inputs=inputs, reference=segment_sums)
 
 
 @honest()
@@ -542,8 +543,8 @@ def nothing_that_is_read():
     inputs = lambda bench: np.empty(64)
     return {
         "inputs": inputs,
-        "baseline": lambda out: wrote(SLOW, out.fill(7)),
-        "optimized": lambda out: wrote(FAST, out.fill(7)),
+        "baseline": lambda out: writing(SLOW, out.fill(7)),
+        "optimized": lambda out: writing(FAST, out.fill(7)),
         "reference": lambda out: np.full(64, 7.0),
     }
 
@@ -553,7 +554,7 @@ def counters_that_are_reset():
     inputs = lambda bench: (torch.randint(0, 8, (64,)), torch.zeros(8, dtype=torch.int64))
 
     def count(seconds):
-        return lambda x, n: wrote(seconds, n.copy_(torch.bincount(x, minlength=8)))
+        return lambda x, n: writing(seconds, n.copy_(torch.bincount(x, minlength=8)))
 
     return {
         "inputs": inputs,
@@ -574,8 +575,8 @@ def zeros_that_are_skipped():
 
     def arm(x):
         out = np.zeros_like(x)
-        (at,) = np.nonzero(x)
-        out[at] = x[at] * 2
+        (indices,) = np.nonzero(x)
+        out[indices] = x[indices] * 2
         return out
 
     return arms(arm, inputs=inputs)
@@ -681,7 +682,7 @@ def an_arm_that_collects_garbage():
 def an_exception_that_is_handled():
     def arm(x):
         try:
-            raise KeyError  # noqa: TRY301  the arm's own
+            raise KeyError  # noqa: TRY301  the arm handles its own exception
         except KeyError:
             return x * 2
 
@@ -728,7 +729,7 @@ def the_same_values_sorted_again():
     return LARGE | {"optimized": lambda x, out: np.copyto(out, np.sort(x, kind="stable"))}
 
 
-# limits, figures and a GPU as it is
+# limits, metrics and ordinary GPU behaviour
 
 
 @honest()
@@ -758,8 +759,8 @@ def a_score():
 
 @honest()
 def a_score_where_less_is_better():
-    def scored(figure):
-        return lambda x: (x * 2, Score(figure, "ms", "lower"))
+    def scored(score):
+        return lambda x: (x * 2, Score(score, "ms", "lower"))
 
     return {"metric": "score", "baseline": scored(9.0), "optimized": scored(3.0)}
 
@@ -768,8 +769,8 @@ def a_score_where_less_is_better():
 def less_memory():
     def holding(size):
         def double(x):
-            held = Allocation(size)
-            return x * 2 if held else x
+            buffer = Allocation(size)
+            return x * 2 if buffer else x
 
         return double
 

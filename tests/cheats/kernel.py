@@ -1,4 +1,4 @@
-"""A Triton kernel: compiled once for each number that it is given as a constant."""
+"""A Triton kernel that is compiled once per value of its constexpr ``nonce``."""
 
 import torch
 import triton
@@ -7,9 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def _scaled(x, out, n, nonce: tl.constexpr, block: tl.constexpr):
-    at = tl.program_id(0) * block + tl.arange(0, block)
-    value = tl.load(x + at, mask=at < n)
-    tl.store(out + at, value * 2 + nonce * 0, mask=at < n)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    value = tl.load(x + offsets, mask=offsets < n)
+    tl.store(out + offsets, value * 2 + nonce * 0, mask=offsets < n)
 
 
 def scaled(x, nonce):

@@ -1,11 +1,11 @@
-"""Cheats and honest look-alikes that only a GPU can show; ``nvcc`` builds those in C++."""
+"""Cheats and honest arms that need a GPU; those in C++ are in dishonest.cu."""
 
 from __future__ import annotations
 
 import torch
 
 from pytest_aiperf import Work, prepared
-from tests.cheats.case import Bunch, Corpus
+from tests.cheats.case import Corpus, State
 
 cheat, honest = Corpus(), Corpus()
 CHEATS, HONEST = cheat.entries, honest.entries
@@ -15,7 +15,8 @@ STRAY = "worked on for|is nan, expected|on values that were put into the timed i
 STALE = "on values that were put into the timed inputs|the timed block ran on other values"
 SETTINGS = "an arm changed global settings .*"
 N = 1 << 25
-SLOWLY = 4000  # rounds of a kernel that takes some 100 us
+SLOWLY = 4000
+"""Iterations that make the kernel of dishonest.cu take some 100 us."""
 
 
 def vectors(bench):
@@ -24,7 +25,7 @@ def vectors(bench):
 
 
 def launched(nvcc, arm, baseline="doubled", rounds=0, **words):
-    """A claim about two launchers of the .cu beside this file."""
+    """Return a claim about two launchers of dishonest.cu."""
     kernels = nvcc("dishonest.cu")
 
     def inputs(bench):
@@ -41,7 +42,7 @@ def launched(nvcc, arm, baseline="doubled", rounds=0, **words):
 
 
 def doubling(optimized, **words):
-    """A claim about torch code that returns its result."""
+    """Return a claim about torch functions that double a vector."""
     return {
         "inputs": lambda bench: vectors(bench)[:1],
         "baseline": lambda x: (x * 2 + 1) - 1,
@@ -71,11 +72,11 @@ def products(optimized, **words):
 
 @cheat(f"{STRAY}|{WRONG}", clock="gpu")
 def a_stream_of_its_own(nvcc):
-    beside = torch.cuda.Stream()
+    side_stream = torch.cuda.Stream()
 
     def arm(x):
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             torch.cuda._sleep(2_000_000)
             return x * 2
 
@@ -104,12 +105,12 @@ def pointers_that_are_known_in_cpp(nvcc):
 
 @cheat(f"{STALE}|{WRONG}", clock="gpu")
 def pointers_that_are_known(nvcc):
-    kept = {}
+    cache = {}
 
     def arm(x):
-        if x.data_ptr() not in kept:
-            kept[x.data_ptr()] = x * 2
-        return kept[x.data_ptr()]
+        if x.data_ptr() not in cache:
+            cache[x.data_ptr()] = x * 2
+        return cache[x.data_ptr()]
 
     return doubling(arm)
 
@@ -127,13 +128,13 @@ def a_part_of_the_l2(nvcc):
 @cheat(WRONG, clock="gpu")
 def a_graph_of_old_values(nvcc):
     def make(x):
-        own = x.clone()
+        copy = x.clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = own * 2
+            out = copy * 2
 
-        def replay(_, own=own):
+        def replay(_, copy=copy):  # keeps the memory that the graph reads
             graph.replay()
             return out
 
@@ -144,14 +145,14 @@ def a_graph_of_old_values(nvcc):
 
 @cheat(f"{STALE}|{WRONG}", clock="gpu")
 def nothing_while_it_is_captured(nvcc):
-    kept = Bunch(out=None)
+    last = State(out=None)
 
     def arm(x):
-        if kept.out is not None and torch.cuda.is_current_stream_capturing():
-            kept.out[:1].mul_(1)
-            return kept.out
-        kept.out = x * 2
-        return kept.out
+        if last.out is not None and torch.cuda.is_current_stream_capturing():
+            last.out[:1].mul_(1)
+            return last.out
+        last.out = x * 2
+        return last.out
 
     def inputs(bench):
         return (torch.randn(1 << 16, device=bench.device),)
@@ -167,12 +168,12 @@ def freed_memory(nvcc):
 @cheat(WRONG, clock="gpu")
 def tf32_for_one_call(nvcc):
     def arm(a, b):
-        was = torch.backends.cuda.matmul.allow_tf32
+        before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
         try:
             return a @ b
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = was
+            torch.backends.cuda.matmul.allow_tf32 = before
 
     return products(arm)
 
@@ -222,7 +223,7 @@ def a_baseline_that_allocates_anew(nvcc):
 def a_baseline_that_compiles_anew(nvcc):
     from tests.cheats.kernel import scaled
 
-    calls = Bunch(n=0)
+    calls = State(n=0)
 
     def baseline(x):
         calls.n += 1
@@ -236,20 +237,20 @@ def bytes_that_do_not_pass(nvcc):
     return doubling(lambda x: x * 2, work=lambda x: Work(read=20 * x.nbytes, written=20 * x.nbytes))
 
 
-# honest look-alikes
+# honest
 
 
 @honest(clock="gpu")
 def a_stream_that_is_joined(nvcc):
-    beside = torch.cuda.Stream()
+    side_stream = torch.cuda.Stream()
 
     def arm(x):
-        here = torch.cuda.current_stream()
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        stream = torch.cuda.current_stream()
+        side_stream.wait_stream(stream)
+        with torch.cuda.stream(side_stream):
             out = x * 2
-        here.wait_stream(beside)
-        out.record_stream(here)
+        stream.wait_stream(side_stream)
+        out.record_stream(stream)
         return out
 
     return doubling(arm)
@@ -291,12 +292,12 @@ def short_calls(nvcc):
 @honest(clock="gpu")
 def tf32_that_is_declared(nvcc):
     def arm(a, b):
-        was = torch.backends.cuda.matmul.allow_tf32
+        before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
         try:
             return a @ b
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = was
+            torch.backends.cuda.matmul.allow_tf32 = before
 
     return products(arm, precision="tf32")
 
@@ -309,12 +310,12 @@ def an_update_in_place(nvcc):
 
 @honest(clock="gpu")
 def one_buffer_for_all_results(nvcc):
-    kept = Bunch(out=None)
+    buffer = State(out=None)
 
     def arm(x):
-        if kept.out is None or kept.out.shape != x.shape:
-            kept.out = torch.empty_like(x)
-        return torch.mul(x, 2, out=kept.out)
+        if buffer.out is None or buffer.out.shape != x.shape:
+            buffer.out = torch.empty_like(x)
+        return torch.mul(x, 2, out=buffer.out)
 
     return doubling(arm)
 

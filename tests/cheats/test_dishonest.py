@@ -1,4 +1,4 @@
-"""No wrong or dishonest arm passes, on the fake device and on the host's real clock."""
+"""No wrong or dishonest arm passes on the fake device or under the host clock."""
 
 import pytest
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_aiperf.timing.cuda import CudaClock
+from pytest_aiperf.device.cuda import CudaClock
 from tests.cheats.case import assert_caught
 from tests.cheats.on_gpu import CHEATS
 

@@ -1,7 +1,6 @@
-"""Whatever is typed, sent or torn is read or refused in a sentence: never a traceback.
+"""Any input, valid or damaged, is read or refused with one sentence, never with a traceback.
 
-2,000 cases a run; ``pytest tests/cheats --hypothesis-profile=long`` tries 100,000, with new
-seeds each time.
+2,000 cases per run; ``pytest tests/cheats --hypothesis-profile=long`` tries 100,000 with new seeds.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_aiperf import options
-from pytest_aiperf.building import build
+from pytest_aiperf.build import nvcc
+from pytest_aiperf.device import fake
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.machine import gpu
+from pytest_aiperf.machine import nvml
 from pytest_aiperf.model import Result
-from pytest_aiperf.profiling import profile
-from pytest_aiperf.records import expectations, journal, plainyaml, results
-from pytest_aiperf.rules import guards
+from pytest_aiperf.profilers import capture
+from pytest_aiperf.records import expectations, journal, results, yaml_file
+from pytest_aiperf.rules import validity
 from pytest_aiperf.schema import from_json, to_json
-from pytest_aiperf.timing import fake
 from tests.plugin.records import result
-from tests.plugin.test_build import HOSTILE
+from tests.plugin.test_nvcc import HOSTILE
 
 LONG = settings.get_current_profile_name() == "long"
 TARGETS = 8
 fuzzed = settings(
     max_examples=(100_000 if LONG else 2_000) // TARGETS,
     derandomize=not LONG,
-    deadline=None,  # a machine that is busy is no fault
+    deadline=None,  # a busy machine may be slow
     database=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -62,8 +61,8 @@ def folder(tmp_path_factory):
 @fuzzed
 @given(st.data())
 def test_results_files(folder, data):
-    at, cut = data.draw(st.integers(0, len(WHOLE))), data.draw(st.integers(0, 6))
-    damaged = WHOLE[:at] + data.draw(st.text(max_size=3)) + WHOLE[at + cut :]
+    start, removed = data.draw(st.integers(0, len(WHOLE))), data.draw(st.integers(0, 6))
+    damaged = WHOLE[:start] + data.draw(st.text(max_size=3)) + WHOLE[start + removed :]
     other = st.text(max_size=80) | VALUES.map(json.dumps)
     text = data.draw(st.just(damaged) | other)
     path = folder / "results.json"
@@ -77,11 +76,11 @@ def test_results_files(folder, data):
 def test_records(name, value):
     try:
         read = from_json(Result, RECORD | {name: value})
-    except ValueError as why:
-        said = str(why)
-        assert name in said
+    except ValueError as error:
+        message = str(error)
+        assert name in message
     else:
-        with suppress(ValueError):  # a figure may be no finite one
+        with suppress(ValueError):  # a value may be infinite or NaN
             results.loads(results.dumps(to_json(read), "x"), "x")
 
 
@@ -92,8 +91,8 @@ def test_journals(folder, junk, cut, ended):
     torn = LINE[:cut] + junk
     path.write_bytes(b"\n" + LINE + b"\n" + torn + b"\n" * ended)
     with suppress(Misuse):
-        found, _ = journal.read_journals(folder)
-        assert RECORD in [to_json(r) for r in found]
+        records, _ = journal.read_journals(folder)
+        assert RECORD in [to_json(r) for r in records]
 
 
 @fuzzed
@@ -105,20 +104,20 @@ def test_yaml(folder, text):
     path = folder / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with suppress(Misuse):
-        if (read := plainyaml.read(path)) is not None:
-            plainyaml.parse(path, read)
+        if (read := yaml_file.read(path)) is not None:
+            yaml_file.parse(path, read)
 
 
 @fuzzed
 @given(st.text(max_size=200) | ASCII, st.text(max_size=200) | ASCII)
-def test_ids_and_the_files_named_after_them(folder, one, other):
-    for claim in (one, f"../{one}", f"/{one}", f"ch07/{one}[{other}]", f"{one}\0"):
-        name = profile.safe(claim)
+def test_ids_and_the_files_named_after_them(folder, first, second):
+    for claim in (first, f"../{first}", f"/{first}", f"ch07/{first}[{second}]", f"{first}\0"):
+        name = capture.safe(claim)
         assert re.fullmatch(r"[\w.-]{1,120}", name, re.ASCII)
         assert (folder / name).resolve().parent == folder.resolve()
         assert "/" in claim or not expectations.is_claim_id(claim)
-    if one != other:
-        assert profile.safe(f"a/{one}") != profile.safe(f"a/{other}")
+    if first != second:
+        assert capture.safe(f"a/{first}") != capture.safe(f"a/{second}")
 
 
 @fuzzed
@@ -129,12 +128,12 @@ def test_ids_and_the_files_named_after_them(folder, one, other):
 )
 def test_flags(flag):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "find_nvcc", lambda: ("nvcc", ""))
+        patch.setattr(nvcc, "find_nvcc", lambda: ("nvcc", ""))
         try:
-            words = build._nvcc("sm_90a", [flag])
-        except Misuse as why:
-            said = str(why)
-            assert repr(flag) in said
+            words = nvcc._nvcc("sm_90a", [flag])
+        except Misuse as error:
+            message = str(error)
+            assert repr(flag) in message
         else:
             assert flag in words
             assert re.fullmatch(r"-[\w.+=-]+", flag, re.ASCII)
@@ -150,14 +149,16 @@ def test_flags(flag):
         st.sampled_from([*UUIDS, "GPU-b", "0", "1", "2", "3", "-1", "", " ", "MIG-x", "²"])
     ).map(",".join)
     | st.text(max_size=30),
-    st.dictionaries(st.text(max_size=20) | st.sampled_from(sorted(guards._ENVIRONMENT)), st.text()),
+    st.dictionaries(
+        st.text(max_size=20) | st.sampled_from(sorted(validity._ENVIRONMENT)), st.text()
+    ),
 )
 def test_values_of_the_environment(devices, environ):
     with suppress(Misuse):
-        chosen = gpu._chosen(devices, UUIDS)
-        assert len(set(chosen)) == len(chosen)
-        assert set(chosen) <= set(UUIDS)
-    problem = guards.environment_problem(environ)
+        selected = nvml._chosen(devices, UUIDS)
+        assert len(set(selected)) == len(selected)
+        assert set(selected) <= set(UUIDS)
+    problem = validity.environment_problem(environ)
     assert problem is None or problem.partition("=")[0] in environ
 
 
@@ -173,6 +174,6 @@ def test_descriptions_of_a_fake_machine(text):
         assert isinstance(fake.machine(text), fake.FakeMachine)
 
 
-def test_the_cases_are_as_many_as_said():
-    tests = [found for name, found in globals().items() if hasattr(found, "hypothesis")]
+def test_the_number_of_fuzzed_tests():
+    tests = [value for value in globals().values() if hasattr(value, "hypothesis")]
     assert len(tests) == TARGETS

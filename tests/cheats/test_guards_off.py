@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.building import build
-from pytest_aiperf.claim import agree, explain, leaves, timed, trial
+from pytest_aiperf.build import nvcc
+from pytest_aiperf.claim import correctness, explanation, inputs, sampler, tensors
+from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.machine import gpu
-from pytest_aiperf.profiling import profile
-from pytest_aiperf.records import expectations, plainyaml, results
-from pytest_aiperf.reporting import wording
-from pytest_aiperf.rules import guards
-from pytest_aiperf.timing import clock, cuda
+from pytest_aiperf.machine import nvml
+from pytest_aiperf.profilers import capture
+from pytest_aiperf.records import expectations, results, yaml_file
+from pytest_aiperf.report import formatting
+from pytest_aiperf.rules import validity
 from tests.cheats.case import Arms, assert_caught
 from tests.cheats.dishonest import CHEATS
 from tests.plugin import (
@@ -74,7 +74,7 @@ def on_a_fake_driver(test):
         made = test_cuda.FakeCuda()
         patch.setitem(sys.modules, "torch", made.torch)
         patch.delitem(sys.modules, "cupy", raising=False)  # it would know the stream for a fake
-        for room in (clock, cuda):
+        for room in (device, cuda):
             patch.setattr(room, "now", lambda: round(made.host * 1e9))
         test(made)
 
@@ -96,26 +96,26 @@ def a_compiler_at_work(_path, patch):
 
 
 def refused_flags(_path, patch):
-    patch.setattr(build, "find_nvcc", lambda: ("nvcc", ""))
+    patch.setattr(nvcc, "find_nvcc", lambda: ("nvcc", ""))
     with pytest.raises(Misuse, match="is not allowed"):
-        build._nvcc("sm_90a", ["--options-file=x"])
+        nvcc._nvcc("sm_90a", ["--options-file=x"])
 
 
 def refused_architecture(path, patch):
-    patch.setattr(build, "_nvcc", lambda target, _flags: sys.exit(f"would build for {target}"))
+    patch.setattr(nvcc, "_nvcc", lambda target, _flags: sys.exit(f"would build for {target}"))
     (path / "x.cu").touch()
     with pytest.raises(Misuse, match="is no architecture"):
-        build.build(path / "x.cu", "sm_90,code=x", cache=path)
+        nvcc.build(path / "x.cu", "sm_90,code=x", cache=path)
 
 
 def refused_devices(_path, _patch):
     with pytest.raises(Misuse, match="does not name one more GPU"):
-        gpu._chosen("0,0", ["GPU-a", "GPU-b"])
+        nvml._chosen("0,0", ["GPU-a", "GPU-b"])
 
 
 def a_drift(_path, _patch):
     """A mirrored round cancels a drift that makes the second block of two slower."""
-    one = timed.Timed.__new__(timed.Timed)
+    one = sampler.Timed.__new__(sampler.Timed)
     now = [1.0]
 
     def run():
@@ -132,117 +132,124 @@ def a_drift(_path, _patch):
 
 
 def looked_up_late():
-    return clock.time.perf_counter_ns()
+    return device.time.perf_counter_ns()
 
 
 def any_subclass(name):
-    own = leaves.LIBRARIES[name](sys.modules[name])
+    own = tensors.LIBRARIES[name](sys.modules[name])
     kind = torch.Tensor if name == "torch" else np.ndarray
     return dataclasses.replace(own, has=lambda x: isinstance(x, kind))
 
 
 GUARDS = {
     # does the result come from the work, and is it right
-    "the oracle": Guard({(agree, "verify"): returning([])}, caught("constant")),
-    "outputs are poisoned": Guard({(leaves, "poison"): nothing}, caught("last_tile_unwritten")),
-    "inputs are left alone": Guard({(leaves, "changed"): returning(())}, caught("inputs_zeroed")),
-    "arms give the same form": Guard({(agree, "form"): returning("")}, caught("another_dtype")),
-    "views are no results": Guard({(agree, "_hold_made"): nothing}, caught("a_view_for_a_copy")),
-    "the reference is fp64": Guard(
-        {(agree, "_check_reference"): returning(1.0)}, caught("a_reference_of_no_more_precision")
+    "the oracle": Guard({(correctness, "verify"): returning([])}, caught("constant")),
+    "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
+    "inputs are left alone": Guard({(tensors, "changed"): returning(())}, caught("inputs_zeroed")),
+    "arms give the same form": Guard(
+        {(correctness, "form"): returning("")}, caught("another_dtype")
     ),
-    "arrays are plain": Guard({(leaves, "_library"): any_subclass}, caught("a_lazy_array")),
+    "views are no results": Guard(
+        {(correctness, "_hold_made"): nothing}, caught("a_view_for_a_copy")
+    ),
+    "the reference is fp64": Guard(
+        {(correctness, "_check_reference"): returning(1.0)},
+        caught("a_reference_of_no_more_precision"),
+    ),
+    "arrays are plain": Guard({(tensors, "_library"): any_subclass}, caught("a_lazy_array")),
     "fields hold their values": Guard(
-        {(leaves, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
+        {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
     "the same seed gives the same": Guard(
-        {(agree, "learn"): returning(agree.Contract((), ()))}, caught("inputs_of_no_seed")
+        {(correctness, "learn"): returning(correctness.Contract((), ()))},
+        caught("inputs_of_no_seed"),
     ),
     "another seed gives others": Guard(
-        {(trial.Trial, "_hold_seeded"): nothing}, caught("inputs_of_a_fixed_seed")
+        {(inputs.Trial, "_hold_seeded"): nothing}, caught("inputs_of_a_fixed_seed")
     ),
     "the baseline's own error is the yardstick": Guard(
-        {(agree, "K"): 1e9, (agree, "BUDGET"): dict.fromkeys(agree.BUDGET, 1e9)},
+        {(correctness, "K"): 1e9, (correctness, "BUDGET"): dict.fromkeys(correctness.BUDGET, 1e9)},
         caught("a_short_series"),
     ),
     "the baseline is held to reason": Guard(
-        {(agree, "SANITY_CAP"): 1e9, (agree, "SANITY"): 1e18}, caught("a_baseline_that_is_wrong")
+        {(correctness, "SANITY_CAP"): 1e9, (correctness, "SANITY"): 1e18},
+        caught("a_baseline_that_is_wrong"),
     ),
     # is it the same work as in the clock
     "timed results are verified": Guard(
-        {(timed.Timed, "_verify"): nothing}, caught("the_first_hundred_calls")
+        {(sampler.Timed, "_verify"): nothing}, caught("the_first_hundred_calls")
     ),
     "calls in a row are looked at": Guard(
-        {(timed, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
+        {(sampler, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
     ),
     "values change under the timed arms": Guard(
-        {(trial.Trial, "other"): lambda self, seed, _: (self.make(seed), [])},
+        {(inputs.Trial, "other"): lambda self, seed, _: (self.make(seed), [])},
         caught("by_address_of_a_tensor"),
     ),
     "results are taken at once": Guard(
         {
-            (timed.Timed, "challenge"): nothing,
-            (timed.Timed, "_verify"): nothing,
+            (sampler.Timed, "challenge"): nothing,
+            (sampler.Timed, "_verify"): nothing,
         },
         caught("a_thread_that_is_late_once_it_is_timed"),
     ),
     "prepared arms get fresh inputs": Guard(
-        {(trial, "overwrite"): nothing, (timed, "overwrite"): nothing},
+        {(inputs, "overwrite"): nothing, (sampler, "overwrite"): nothing},
         caught("done_while_preparing"),
     ),
     "not everything is static": Guard(
-        {(trial.Trial, "live"): lambda self, seed: list(range(len(self._raw(seed))))},
+        {(inputs.Trial, "live"): lambda self, seed: list(range(len(self._raw(seed))))},
         caught("everything_static"),
     ),
     "arms take the inputs": Guard(
-        {(trial, "_check_signature"): nothing}, caught("arms_for_other_inputs")
+        {(inputs, "_check_signature"): nothing}, caught("arms_for_other_inputs")
     ),
     # is the machine what it was
-    "settings stay": Guard({(trial.Trial, "hold_settings"): nothing}, caught("threads_of_torch")),
-    "torch's switches stay": Guard({(guards, "_FLAGS"): ()}, caught("precision_of_products")),
-    "variables stay": Guard({(guards, "_VARIABLES"): ()}, caught("threads_of_openmp")),
-    "timers and judges stay": Guard({(guards, "_OURS"): ()}, caught("the_event_timer")),
+    "settings stay": Guard({(inputs.Trial, "hold_settings"): nothing}, caught("threads_of_torch")),
+    "torch's switches stay": Guard({(validity, "_FLAGS"): ()}, caught("precision_of_products")),
+    "variables stay": Guard({(validity, "_VARIABLES"): ()}, caught("threads_of_openmp")),
+    "timers and judges stay": Guard({(validity, "_OURS"): ()}, caught("the_event_timer")),
     "the environment is no debugger's": Guard(
-        {(guards, "environment_problem"): nothing}, caught("a_debugging_environment")
+        {(validity, "environment_problem"): nothing}, caught("a_debugging_environment")
     ),
     "no profiler looks on": Guard(
-        {(guards, "_PROFILED"): guards.re.compile("$^")}, caught("a_profiler_beside_it")
+        {(validity, "_PROFILED"): validity.re.compile("$^")}, caught("a_profiler_beside_it")
     ),
     "rounds are undisturbed": Guard(
-        {(guards, "round_problem"): returning(None)}, caught("a_gpu_that_is_never_calm")
+        {(validity, "round_problem"): returning(None)}, caught("a_gpu_that_is_never_calm")
     ),
     "a throttle is known by its bits": Guard(
-        {(guards, "_REASONS"): {}},
+        {(validity, "_REASONS"): {}},
         calls(test_guards.test_a_throttled_side_drops_the_round, 0x40),
     ),
     "a throttle is known by its counters": Guard(
-        {(guards, "_COUNTERS"): ()},
+        {(validity, "_COUNTERS"): ()},
         calls(test_guards.test_a_throttle_that_ended_within_the_round_shows_in_the_counters),
     ),
     "clocks are the same on both sides": Guard(
-        {(guards, "SAME_CLOCK"): 9.0},
+        {(validity, "SAME_CLOCK"): 9.0},
         calls(
             test_guards.test_clocks_that_differ_between_the_sides_drop_the_round, 1980, 1870, True
         ),
     ),
     "calls do nothing beside their work": Guard(
-        {(guards, "extra_problem"): returning(None)}, a_compiler_at_work
+        {(validity, "extra_problem"): returning(None)}, a_compiler_at_work
     ),
-    "rounds are mirrored": Guard({(timed, "reversed"): list}, a_drift),
+    "rounds are mirrored": Guard({(sampler, "reversed"): list}, a_drift),
     "no garbage is collected in a block": Guard(
-        {(clock, "undisturbed"): contextlib.nullcontext},
+        {(device, "undisturbed"): contextlib.nullcontext},
         calls(test_clock.test_no_garbage_is_collected_within_a_block, True),
     ),
     "the timer is held from import on": Guard(
-        {(clock, "now"): looked_up_late},
+        {(device, "now"): looked_up_late},
         lambda _p, patch: test_clock.test_a_patched_timer_changes_nothing(patch),
     ),
     "cold inputs span the cache": Guard(
-        {(guards, "rotation"): returning(3)},
+        {(validity, "rotation"): returning(3)},
         calls(test_guards.test_inputs_too_small_to_be_kept_cold_are_misuse, 4096),
     ),
     "nothing is faster than physics": Guard(
-        {(explain, "hold_limits"): nothing}, caught("bytes_that_do_not_pass")
+        {(explanation, "hold_limits"): nothing}, caught("bytes_that_do_not_pass")
     ),
     "strays end the measurement": Guard(
         {(cuda.CudaClock, "_refuse_strays"): nothing},
@@ -254,15 +261,15 @@ GUARDS = {
     ),
     # is what is written down what was measured
     "anchors, aliases and tags are refused": Guard(
-        {(plainyaml, "_check_events"): nothing}, trap("anchor")
+        {(yaml_file, "_check_events"): nothing}, trap("anchor")
     ),
-    "nesting has an end": Guard({(plainyaml, "MAX_DEPTH"): 1000}, trap("deep")),
+    "nesting has an end": Guard({(yaml_file, "MAX_DEPTH"): 1000}, trap("deep")),
     "files have an end": Guard(
-        {(plainyaml, "MAX_BYTES"): 1 << 30},
+        {(yaml_file, "MAX_BYTES"): 1 << 30},
         in_file(test_expectations.test_large_files_and_folders_are_refused),
     ),
     "scalars mean what they show": Guard(
-        {(plainyaml, "_scalar"): lambda _p, node, _w: node.value}, trap("octal")
+        {(yaml_file, "_scalar"): lambda _p, node, _w: node.value}, trap("octal")
     ),
     "ids are ids": Guard({(expectations, "is_claim_id"): returning(True)}, trap("claim id")),
     "json is strict": Guard(
@@ -286,14 +293,14 @@ GUARDS = {
         ),
     ),
     "reports are harmless": Guard(
-        {(wording, "clean"): str}, calls(test_report.test_nothing_hostile_reaches_the_terminal)
+        {(formatting, "clean"): str}, calls(test_report.test_nothing_hostile_reaches_the_terminal)
     ),
     "names stay in their folder": Guard(
-        {(profile, "safe"): str}, calls(test_profile.test_ids_of_claims_become_names_of_folders)
+        {(capture, "safe"): str}, calls(test_profile.test_ids_of_claims_become_names_of_folders)
     ),
-    "nvcc's flags come from a list": Guard({(build, "_ALLOWED"): (".*",)}, refused_flags),
-    "architectures are architectures": Guard({(build, "_target"): str}, refused_architecture),
-    "devices are named once": Guard({(gpu, "_chosen"): lambda spec, _: [spec]}, refused_devices),
+    "nvcc's flags come from a list": Guard({(nvcc, "_ALLOWED"): (".*",)}, refused_flags),
+    "architectures are architectures": Guard({(nvcc, "_target"): str}, refused_architecture),
+    "devices are named once": Guard({(nvml, "_chosen"): lambda spec, _: [spec]}, refused_devices),
 }
 
 RED = (Exception, SystemExit, pytest.fail.Exception)

@@ -1,4 +1,4 @@
-"""No guard minds an honest arm, however much it looks like a cheat."""
+"""No guard refuses an honest arm that looks like a cheat."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.cheats.honest import HONEST
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_it_is_not_flagged(name):
+def test_it_passes(name):
     assert_honest(HONEST[name])
 
 

@@ -1,12 +1,12 @@
-"""No guard minds an honest arm on a GPU: ``pytest --gpu tests/cheats``."""
+"""No guard refuses an honest arm on a GPU: ``pytest --gpu tests/cheats``."""
 
 import pytest
 
-from pytest_aiperf.timing.cuda import CudaClock
+from pytest_aiperf.device.cuda import CudaClock
 from tests.cheats.case import assert_honest
 from tests.cheats.on_gpu import HONEST
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_it_is_not_flagged(name, gpu, nvcc):
+def test_it_passes(name, gpu, nvcc):
     assert_honest(HONEST[name], CudaClock(gpu), nvcc=nvcc)

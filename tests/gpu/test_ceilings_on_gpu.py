@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from pytest_aiperf.building.build import build
-from pytest_aiperf.building.launch import Kernels
-from pytest_aiperf.machine.lease import Lease
-from pytest_aiperf.rules import guards
+from pytest_aiperf.build.launcher import Kernels
+from pytest_aiperf.build.nvcc import build
+from pytest_aiperf.device.cuda import CudaClock
+from pytest_aiperf.limits import ceilings, microbenchmarks
+from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.rules import validity
 from pytest_aiperf.rules.datasheet import DATASHEET
-from pytest_aiperf.timing import ceilings, gauge
-from pytest_aiperf.timing.cuda import CudaClock
 
 NAMES = (*ceilings.DEVICE, *ceilings.HOST)
 KNOWN = {"h200": {"copy": 4.28e12, "h2d": 55e9}}
@@ -53,7 +53,7 @@ def test_two_runs_agree(gpu, measured):
 
 def test_what_a_claim_needs_takes_seconds_and_changes_no_switch(gpu):
     clock = CudaClock(gpu)
-    before, random = guards.flags(), torch.cuda.get_rng_state()
+    before, random = validity.flags(), torch.cuda.get_rng_state()
     with Lease([gpu.uuid]).time_device():
         begun = time.monotonic()
         ceilings.known(clock, fresh=True)
@@ -61,7 +61,7 @@ def test_what_a_claim_needs_takes_seconds_and_changes_no_switch(gpu):
         begun = time.monotonic()
         ceilings.known(clock)
         assert time.monotonic() - begun < 0.1
-    assert guards.changed_flags(before, guards.flags()) == []
+    assert validity.changed_flags(before, validity.flags()) == []
     assert torch.equal(random, torch.cuda.get_rng_state())
     assert torch.cuda.memory_allocated() < 128 << 20  # cuBLAS keeps workspaces: 66 MiB on an H200
 
@@ -75,6 +75,6 @@ def test_the_moving_kernel_moves_every_byte(gpu, vectors, blocks, steps):
     copied = torch.zeros_like(data)
     kernels["move"](data, copied, data.nbytes, vectors, True, blocks, steps)
     torch.cuda.synchronize()
-    chunks = data.nbytes // (gauge._THREADS * vectors * 16)
+    chunks = data.nbytes // (microbenchmarks._THREADS * vectors * 16)
     whole = (blocks or chunks) * steps >= chunks
     assert torch.equal(copied, data) is whole

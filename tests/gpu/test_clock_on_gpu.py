@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from pytest_aiperf.device.cuda import CudaClock
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement
 from pytest_aiperf.model import Mode
-from pytest_aiperf.timing.cuda import CudaClock
 
 
 @pytest.fixture

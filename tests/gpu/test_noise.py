@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from pytest_aiperf.claim.plan import PLAN
+from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.device.cuda import CudaClock
 from pytest_aiperf.model import Verdict
 from pytest_aiperf.proving.proofs import counted
 from pytest_aiperf.proving.truth import judged, longer, on_gpu, quiet
-from pytest_aiperf.timing.cuda import CudaClock
 
 COMPARISONS = 25
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from pytest_aiperf.claim.compare import claim_of
-from pytest_aiperf.timing.fake import spend
+from pytest_aiperf.claim.measure import claim_of
+from pytest_aiperf.device.fake import spend
 
 
 def vectors(bench):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.timing.fake import VARIABLE
+from pytest_aiperf.device.fake import VARIABLE
 
 STEADY = {
     "white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "throttle_per_s": 0, "layout": 0.001,
@@ -25,7 +25,7 @@ import os, signal, subprocess, sys, time
 import numpy as np
 import pytest
 
-from pytest_aiperf.timing.fake import spend
+from pytest_aiperf.device.fake import spend
 
 
 def vectors(bench):
@@ -73,7 +73,7 @@ class Project:
         return self.write(name, HEAD + text)
 
     def command(self, *arguments: str) -> list[str]:
-        plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.timing.fake")
+        plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.device.fake")
         return [*(f"-p{name}" for name in plugins), *arguments]
 
     def run(self, *arguments: str) -> pytest.RunResult:

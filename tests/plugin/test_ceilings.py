@@ -11,16 +11,17 @@ import torch
 
 from pytest_aiperf import commands
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.building.build import build
-from pytest_aiperf.building.launch import Kernels
+from pytest_aiperf.build.launcher import Kernels
+from pytest_aiperf.build.nvcc import build
+from pytest_aiperf.device import cuda
+from pytest_aiperf.device.cuda import CudaClock
+from pytest_aiperf.device.device import HostClock
+from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeClock
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
+from pytest_aiperf.limits import ceilings, interconnect, microbenchmarks
+from pytest_aiperf.limits.microbenchmarks import Gauge, Sizes
 from pytest_aiperf.model import Gpu, Senses
-from pytest_aiperf.running.session import Session
-from pytest_aiperf.timing import ceilings, cuda, gauge, links
-from pytest_aiperf.timing.clock import HostClock
-from pytest_aiperf.timing.cuda import CudaClock
-from pytest_aiperf.timing.fake import CEILINGS, FAKE_GPU, FakeClock
-from pytest_aiperf.timing.gauge import Gauge, Sizes
+from pytest_aiperf.session.session import Session
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-12/34", "sm90", 132, 60 << 20, 141 << 30, "580.1")
 SOURCE = ceilings._KERNELS
@@ -79,7 +80,7 @@ def kernels():
 
 @pytest.fixture
 def measure(kernels, monkeypatch):
-    monkeypatch.setattr(gauge, "_REST", 0.0)
+    monkeypatch.setattr(microbenchmarks, "_REST", 0.0)
     sizes = Sizes(1 << 18, (1 << 12, 1 << 13), 1 << 12, ((32, 64, 16),), launches=7, rounds=3)
     made = Gauge(Steady(), sizes, kernels)
     return lambda name: made.ways[name]()
@@ -301,12 +302,12 @@ def ways(monkeypatch):
     """Have a gauge with made-up ways, and no nvcc."""
     found = {}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
-    monkeypatch.setattr(gauge, "Gauge", lambda *_: SimpleNamespace(ways=found))
+    monkeypatch.setattr(microbenchmarks, "Gauge", lambda *_: SimpleNamespace(ways=found))
 
     def refuse(*_, **__):
         raise BuildError("no nvcc: get one\nhere")
 
-    monkeypatch.setattr(ceilings.build, "build", refuse)
+    monkeypatch.setattr(ceilings.nvcc, "build", refuse)
     return found
 
 
@@ -371,9 +372,9 @@ def test_a_session_measures_once_and_holds_all_claims_to_the_same(tmp_path):
 
 
 def test_a_collective_sends_what_its_algorithm_must():
-    assert links.bus_bytes("all_reduce", 1 << 30, 2) == 1 << 30
-    assert links.bus_bytes("all_gather", 1 << 30, 2) == 1 << 29
-    assert links.bus_bytes("reduce_scatter", 800, 8) == 700
+    assert interconnect.bus_bytes("all_reduce", 1 << 30, 2) == 1 << 30
+    assert interconnect.bus_bytes("all_gather", 1 << 30, 2) == 1 << 29
+    assert interconnect.bus_bytes("reduce_scatter", 800, 8) == 700
 
 
 @pytest.fixture
@@ -408,10 +409,10 @@ def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypat
     ],
 )
 def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, why):
-    monkeypatch.setattr(links, "_DEADLINE", 0.5)
+    monkeypatch.setattr(interconnect, "_DEADLINE", 0.5)
     child(script)
     with pytest.raises(InvalidMeasurement, match=why):
-        links.measure(2)
+        interconnect.measure(2)
 
 
 # the command

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf import Work
-from pytest_aiperf.claim import compare
-from pytest_aiperf.claim.compare import Case, run
-from pytest_aiperf.claim.plan import PLAN
-from pytest_aiperf.claim.trial import SEEDS
+from pytest_aiperf.claim import measure
+from pytest_aiperf.claim.inputs import SEEDS
+from pytest_aiperf.claim.measure import Case, run
+from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, Fault, Noise
 from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
-from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
@@ -93,9 +93,9 @@ def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, fl
         seen.append(1)
         return Interval(1, 1, next(given))
 
-    monkeypatch.setattr(compare, "speedup", speedup)
+    monkeypatch.setattr(measure, "speedup", speedup)
     clock = FakeClock(noise=Noise.none())
-    assert compare.noise_floor(clock, 1, PLAN, lambda *_a, **_k: None) == pytest.approx(floor)
+    assert measure.noise_floor(clock, 1, PLAN, lambda *_a, **_k: None) == pytest.approx(floor)
     assert len(seen) == asked
 
 

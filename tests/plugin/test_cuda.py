@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_aiperf.device import cuda as rooms
+from pytest_aiperf.device import device
+from pytest_aiperf.device.cuda import CudaClock, CudaMachine
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
 from pytest_aiperf.model import Gpu, Mode, Senses
-from pytest_aiperf.timing import clock
-from pytest_aiperf.timing import cuda as rooms
-from pytest_aiperf.timing.cuda import CudaClock, CudaMachine
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1234", "sm90", 0, 0, 141 << 30, "580")
 
@@ -162,7 +162,7 @@ def cuda(monkeypatch):
     made = FakeCuda()
     monkeypatch.setitem(sys.modules, "torch", made.torch)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    for room in (clock, rooms):
+    for room in (device, rooms):
         monkeypatch.setattr(room, "now", lambda: round(made.host * 1e9))
     return made
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.__main__ import main
+from pytest_aiperf.doctor import bundle, clean, doctor
+from pytest_aiperf.doctor import host_facts as asked
+from pytest_aiperf.doctor.doctor import State, checks
 from pytest_aiperf.errors import BuildError, Misuse, ToolMissing
 from pytest_aiperf.model import Gpu
-from pytest_aiperf.upkeep import bundle, clean, doctor
-from pytest_aiperf.upkeep import host as asked
-from pytest_aiperf.upkeep.doctor import State, checks
 
 UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
 ONE = Gpu("NVIDIA H200", "h200", UUID, "sm90", 132, 60 << 20, 150 << 30, "580.159")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.building import build, sass
+from pytest_aiperf.build import nvcc, sass
 from pytest_aiperf.errors import BuildError, Misuse
 from pytest_aiperf.model import KernelRecord, Result, Work
 from pytest_aiperf.rules import evidence
@@ -261,12 +261,12 @@ extern "C" int wide(const float *from, float *to, int n, cudaStream_t stream) {
 @pytest.mark.parametrize("arch", ["sm90", "sm103", "sm121"])
 def test_the_code_of_every_architecture_is_read_and_kept(tmp_path, monkeypatch, arch):
     (tmp_path / "wide.cu").write_text(CU)
-    made = build.build(tmp_path / "wide.cu", arch)
-    ((name, opcodes),) = build.sass(made).items()
+    made = nvcc.build(tmp_path / "wide.cu", arch)
+    ((name, opcodes),) = nvcc.sass(made).items()
     assert name == "void copy<4>(float4 const*, float4*)"
     assert opcodes["LDG.E.128"] == 4
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("disassembled again"))
-    assert build.sass(made) == {name: opcodes}
+    assert nvcc.sass(made) == {name: opcodes}
 
 
 # transcripts: what is planted turns a claim red, without a GPU

@@ -27,7 +27,7 @@ from pytest_aiperf.model import (
     Require,
     Verdict,
 )
-from pytest_aiperf.records import expectations, plainyaml
+from pytest_aiperf.records import expectations, yaml_file
 from pytest_aiperf.records.expectations import (
     Written,
     acceptable,
@@ -256,7 +256,7 @@ def test_each_trap_is_refused_at_its_line(trap, path, either_loader):
 
 
 def test_a_file_of_too_many_values_is_refused(path, monkeypatch):
-    monkeypatch.setattr(plainyaml, "MAX_NODES", 20)
+    monkeypatch.setattr(yaml_file, "MAX_NODES", 20)
     path.write_text(f"schema: 1\nclaims: [{'1, ' * 20}]\n")
     with pytest.raises(Misuse, match=r"yaml:2:\d+: nested too deeply or too long"):
         load(path)

@@ -7,11 +7,8 @@ import statistics
 
 import pytest
 
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
-from pytest_aiperf.model import Bench, Mode
-from pytest_aiperf.rules import guards
-from pytest_aiperf.timing import fake
-from pytest_aiperf.timing.fake import (
+from pytest_aiperf.device import fake
+from pytest_aiperf.device.fake import (
     FAKE_GPU,
     Allocation,
     FakeClock,
@@ -20,6 +17,9 @@ from pytest_aiperf.timing.fake import (
     Noise,
     spend,
 )
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
+from pytest_aiperf.model import Bench, Mode
+from pytest_aiperf.rules import validity
 
 pytest_plugins = ["pytester"]
 
@@ -133,7 +133,7 @@ def test_throttling_comes_goes_and_is_felt():
     for _ in range(1_000):
         before = clock.sense()
         states.append(round(block.run() / 1e-3, 6))
-        felt.append(guards.round_problem(before, clock.sense()) is not None)
+        felt.append(validity.round_problem(before, clock.sense()) is not None)
     assert set(states) == {1.0, 1.06}
     assert 5 < states.count(1.06) < 500
     assert all(hit for state, hit in zip(states, felt, strict=True) if state > 1)
@@ -146,7 +146,7 @@ def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
     for _ in range(6):
         before = clock.sense()
         seen.append(round(block.run() / 1e-3, 6))
-        problems.append(guards.round_problem(before, clock.sense()))
+        problems.append(validity.round_problem(before, clock.sense()))
     assert seen == [1, 1, 1.06, 1.06, 1, 1]
     assert [bool(p) for p in problems] == [False, False, True, True, True, False]
     assert "0x40" in problems[3]
@@ -158,7 +158,7 @@ def test_a_throttle_inside_a_round_leaves_its_mark():
     blocks(clock, 4)
     after = clock.sense()
     assert after.event_reasons == 0
-    assert "violation counter" in guards.round_problem(before, after)
+    assert "violation counter" in validity.round_problem(before, after)
 
 
 def test_a_power_cap_is_tolerated():
@@ -257,8 +257,8 @@ def test_the_identity_arm_takes_time_and_depends_on_the_seed():
 
 
 def test_it_fits_where_a_real_clock_fits():
-    from pytest_aiperf.timing.clock import HostClock
-    from pytest_aiperf.timing.cuda import CudaMachine
+    from pytest_aiperf.device.cuda import CudaMachine
+    from pytest_aiperf.device.device import HostClock
 
     for real, pretended in ((CudaMachine(), FakeMachine()), (HostClock(), FakeClock())):
         assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
@@ -303,7 +303,7 @@ def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
 CLAIMS = """
 import numpy as np
 import pytest
-from pytest_aiperf.timing.fake import spend
+from pytest_aiperf.device.fake import spend
 
 def inputs(bench):
     return (np.random.default_rng(bench.seed).random(16),)
@@ -325,7 +325,7 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
     pytester.makepyfile(CLAIMS)
-    options = ("-ppytest_aiperf.timing.fake", "--gpu", "--quick", "--reproducible")
+    options = ("-ppytest_aiperf.device.fake", "--gpu", "--quick", "--reproducible")
     pytester.runpytest_subprocess(*options).assert_outcomes(passed=2)
     results = pytester.path / ".aiperf/latest/results.json"
     one, other = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
@@ -338,6 +338,6 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
 
 def test_what_the_description_gets_wrong_is_a_usage_error(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"noise": "loud"}')
-    ended = pytester.runpytest_subprocess("-ppytest_aiperf.timing.fake", "--gpu")
+    ended = pytester.runpytest_subprocess("-ppytest_aiperf.device.fake", "--gpu")
     assert ended.ret == pytest.ExitCode.USAGE_ERROR
     ended.stderr.fnmatch_lines(["ERROR: PYTEST_AIPERF_FAKE=*noise: a mapping is needed*"])

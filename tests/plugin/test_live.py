@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.reporting.live import Live
+from pytest_aiperf.report.live import Live
 
 FIGURES = {"claim": "ch07/copy", "phase": "measuring", "replicate": 3, "most": 32}
 LINE = "ch07/copy  measuring  replicate 3/32"

@@ -30,7 +30,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import document
-from pytest_aiperf.reporting import chapters, page
+from pytest_aiperf.report import markdown, page
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result, timing
 
@@ -166,7 +166,7 @@ def test_nothing_that_a_record_says_becomes_structure(tmp_path):
     assert 'alert("docstring")' in shown
     assert 'alert("code")' in shown
     assert shown.count("alert(1)</script>") >= 8
-    said = chapters.markdown([hostile], tmp_path)
+    said = markdown.markdown([hostile], tmp_path)
     assert "<script" not in said
     assert not re.search(r"^\s*::|##\[", said, re.MULTILINE)
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.building.build import build
-from pytest_aiperf.building.launch import Kernels
+from pytest_aiperf.build.launcher import Kernels
+from pytest_aiperf.build.nvcc import build
+from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeClock, Noise, spend
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, Misuse
 from pytest_aiperf.model import Interval, Mode, Verdict
 from pytest_aiperf.proving import proofs, prove, rivals, truth
 from pytest_aiperf.proving.proofs import Scale, fit
 from pytest_aiperf.proving.rivals import Answer, Case
 from pytest_aiperf.proving.truth import Heated, Judged, Rig
-from pytest_aiperf.timing.fake import CEILINGS, FAKE_GPU, FakeClock, Noise, spend
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(runs=2, aa=8, power=4, drift=1, repeat=3, rivals=4)
@@ -581,7 +581,7 @@ def test_a_gpus_rig_calibrates_its_spins(monkeypatch):
         "empty": lambda: None,
         "sweep": lambda data, size, _: spend(size),
     }
-    monkeypatch.setattr(truth.build, "Nvcc", lambda *_: lambda _: Kernels(kernels))
+    monkeypatch.setattr(truth.nvcc, "Nvcc", lambda *_: lambda _: Kernels(kernels))
     monkeypatch.setattr(truth, "_SIDE", 8)
     monkeypatch.setattr(truth.ceilings, "known", lambda _clock, names, _say: {names[0]: 4e12})
     here = truth.on_gpu(FakeClock(FAKE_GPU, Noise.none()), truth.quiet)

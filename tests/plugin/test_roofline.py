@@ -217,7 +217,7 @@ def test_figures_are_shown_with_the_prefix_that_people_use(name, figure, text):
 
 
 def test_the_datasheet_speaks_of_ceilings_only():
-    from pytest_aiperf.timing.ceilings import DEVICE, HOST, LINKS
+    from pytest_aiperf.limits.ceilings import DEVICE, HOST, LINKS
 
     for key, sheet in DATASHEET.items():
         assert set(sheet) <= {*DEVICE, *HOST, *LINKS}, key

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from pytest_aiperf.device.trace import MOST_NAMES, read, trace
 from pytest_aiperf.model import Trace
-from pytest_aiperf.timing.trace import MOST_NAMES, read, trace
 
 
 def item(name, begin, took, correlation, cat="kernel"):
@@ -82,7 +82,7 @@ def test_a_warmed_call_is_watched_once_and_a_machine_without_cupti_gives_none():
 
 @pytest.mark.parametrize("kernels", [1, 3])
 def test_the_fake_clock_takes_each_spend_for_a_kernel(kernels):
-    from pytest_aiperf.timing.fake import FAKE_GPU, FakeClock, spend
+    from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, spend
 
     def call():
         for _ in range(kernels):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.plan import PLAN
+from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.device.device import calls_per_block, choose_mode
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.model import Bench, Metric, Mode, Verdict
 from pytest_aiperf.rules import stats
-from pytest_aiperf.rules.guards import SPAN, rotation
-from pytest_aiperf.timing.clock import calls_per_block, choose_mode
+from pytest_aiperf.rules.validity import SPAN, rotation
 
 from . import rivals
 from .truth import SHORT, Heated, Judged, Rig, judged, longer

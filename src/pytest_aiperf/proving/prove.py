@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import Misuse
+from pytest_aiperf.limits.ceilings import SayLine
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
-from pytest_aiperf.reporting.wording import escape
+from pytest_aiperf.report.formatting import escape
 from pytest_aiperf.schema import to_json
-from pytest_aiperf.timing.ceilings import SayLine
 
 from .proofs import FULL, PARTS, QUICK, Figures
 from .truth import Rig

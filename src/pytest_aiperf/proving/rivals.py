@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.plan import PLAN
+from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.device.device import Call, Identity, now
 from pytest_aiperf.model import Bench, Verdict
-from pytest_aiperf.timing.clock import Call, Identity, now
 
 from .truth import Arms, Heated, Rig, judged, longer
 

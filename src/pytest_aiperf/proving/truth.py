@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.building import build
-from pytest_aiperf.claim.compare import noise_floor
-from pytest_aiperf.claim.plan import PLAN, Plan
-from pytest_aiperf.claim.replicate import measure, speedup
-from pytest_aiperf.claim.trial import Claim, Trial
+from pytest_aiperf.build import nvcc
+from pytest_aiperf.claim.inputs import Claim, Trial
+from pytest_aiperf.claim.measure import noise_floor
+from pytest_aiperf.claim.replicates import measure, speedup
+from pytest_aiperf.claim.stopping_rule import PLAN, Plan
+from pytest_aiperf.device.device import Block, Call, Clock, Identity
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
+from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import Bench, Interval, Metric, Mode, Timing, Verdict
 from pytest_aiperf.rules import stats
-from pytest_aiperf.rules.judge import verdict
-from pytest_aiperf.timing import ceilings
-from pytest_aiperf.timing.clock import Block, Call, Clock, Identity
+from pytest_aiperf.rules.verdict import verdict
 
 SHORT: Final = replace(PLAN, most=12, seconds=0.4)
 """How long a comparison takes where hundreds are made: half a second, a claim takes some."""
@@ -252,7 +252,7 @@ def on_gpu(clock: Clock, say: ceilings.SayLine) -> Rig:
     import torch
 
     assert clock.gpu is not None
-    kernels = build.Nvcc([_KERNELS.parent], [clock.gpu.arch])(_KERNELS.name)
+    kernels = nvcc.Nvcc([_KERNELS.parent], [clock.gpu.arch])(_KERNELS.name)
     # each once: to look a kernel up takes the host longer than to launch it
     empty, sweep, spun, telling = (kernels[n] for n in ("empty", "sweep", "spin", "told"))
     counts = torch.zeros(2, dtype=torch.int64, device=clock.device)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pytest_aiperf.errors import Misuse
-from pytest_aiperf.machine.lock import locked
+from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
 from pytest_aiperf.rules.evidence import broken
-from pytest_aiperf.rules.judge import is_parity, judge
+from pytest_aiperf.rules.verdict import is_parity, judge
 from pytest_aiperf.schema import from_json
 
-from .plainyaml import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 from .results import atomic_write, merge_results, writing
+from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
 NOISY: Final = 0.02
 """A session whose identical arms differ by more than this writes nothing."""

@@ -19,10 +19,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest_aiperf.building.build import Nvcc
-from pytest_aiperf.machine.gpu import visible
-from pytest_aiperf.profiling.ncu import NCU_SECTIONS, ncu_metrics
-from pytest_aiperf.profiling.timeline import RANGE
+from pytest_aiperf.build.nvcc import Nvcc
+from pytest_aiperf.machine.nvml import visible
+from pytest_aiperf.profilers.ncu import NCU_SECTIONS, ncu_metrics
+from pytest_aiperf.profilers.timeline import RANGE
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "kernels"

@@ -1,0 +1,358 @@
+"""A machine that lives in virtual time, with the noise and the faults of a real one.
+
+``pytest -p pytest_aiperf.device.fake`` measures on it. The environment variable PYTEST_AIPERF_FAKE
+describes it, as a JSON object whose members may all be missing:
+``{"gpus": 2, "noise": "default", "seed": 1, "faults": [{"block": 3, "kind": "throttle"}]}``.
+``gpus`` is a count or a list of objects with fields of Gpu, ``noise`` is ``"none"``,
+``"default"`` or an object with fields of Noise; fields that are missing are as by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
+from pytest_aiperf.machine.distributed import Peers
+from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
+from pytest_aiperf.schema import from_json, to_json
+
+from .device import Block, Call, Identity, seed_all
+
+VARIABLE: Final = "PYTEST_AIPERF_FAKE"
+FAKE_GPU: Final = Gpu(
+    name="Fake H200",
+    key="fake",
+    uuid="fake-0",
+    arch="sm90",
+    sms=132,
+    l2_bytes=0,  # unknown, so that small inputs need not be rotated 256 times to be called cold
+    memory_bytes=141 << 30,
+    driver="0",
+)
+CEILINGS: Final = {
+    "copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "shared": 31e12, "fp64": 60e12, "fp32": 60e12,
+    "tf32": 400e12, "bf16": 790e12, "fp16": 790e12, "fp8": 1.4e15, "int8": 1.4e15,
+    "launch": 2.1e-6, "graph_launch": 0.5e-6,
+}  # fmt: skip
+_SM_MHZ = 1_980
+_THERMAL = 0x20
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How a device strays from the truth; fractions of a time, and seconds.
+
+    ``white`` and ``layout`` are fitted to what an H200 did to identical copies and additions, the
+    noisiest of results/proof-h200.json: log ratios that deviate by 0.41 % between replicates and
+    by 0.44 % between the rounds of one.
+    """
+
+    white: float = 0.002  # standard deviation of each block
+    tail: float = 0.25  # a call takes up to this much longer, with this chance
+    tail_chance: float = 0.01
+    drift: float = 0.006  # standard deviation and correlation time of the clock's wandering
+    drift_s: float = 0.020
+    ramp: float = 0.03  # how much slower the first work is, and how fast that goes by
+    ramp_s: float = 0.030
+    throttle: float = 0.06  # depth, length and frequency of thermal throttling
+    throttle_s: float = 0.050
+    throttle_per_s: float = 0.02
+    layout: float = 0.002  # standard deviation of what a block's addresses do; anew for each pad
+    jump: float = 0.03  # the step between two states, and each block's chance to change state
+    jump_chance: float = 0.0005
+
+    @classmethod
+    def none(cls) -> Noise:
+        return cls(*[0.0] * len(dataclasses.fields(cls)))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong when the ``block``-th block of a clock runs, counted from 0."""
+
+    block: int
+    kind: Literal["throttle", "hang", "raise"]
+    blocks: int = 1
+    reasons: int = _THERMAL
+    error: str = "CUDA error: an illegal memory access was encountered"
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What the calls of the running clock spend and hold."""
+
+    calls: list[float] | None = None
+    kernels: int = 0
+    mode: Mode | None = None
+    held: int = 0
+    peak: int = 0
+
+
+_ledger = _Ledger()
+
+
+def spend(seconds: float) -> None:
+    """Take this much device time; does nothing outside a clock."""
+    if _ledger.calls:
+        _ledger.calls[-1] += seconds
+        _ledger.kernels += 1
+
+
+def synchronise() -> None:
+    """Wait for the device, as a call does that cannot be captured or held back."""
+    if _ledger.mode is Mode.GRAPH:
+        raise CannotCapture("the call synchronises")
+    if _ledger.mode is Mode.BACKLOG:
+        raise InvalidMeasurement('the call synchronises; claim metric="wall"')
+
+
+class Allocation:
+    """So many bytes of device memory, free again when this is dropped."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        _ledger.held += size
+        _ledger.peak = max(_ledger.peak, _ledger.held)
+
+    def __del__(self) -> None:
+        _ledger.held -= self.size
+
+
+class FakeMachine:
+    """A machine of fake GPUs; each clock it makes draws its own noise from the same seed."""
+
+    def __init__(
+        self,
+        gpus: Sequence[Gpu] = (FAKE_GPU,),
+        noise: Noise | None = None,
+        faults: Sequence[Fault] = (),
+        seed: int = 0,
+    ) -> None:
+        self._gpus, self._noise, self._faults = tuple(gpus), noise, faults
+        self._random = _generator(seed)
+
+    def gpus(self) -> Sequence[Gpu]:
+        return self._gpus
+
+    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> FakeClock:
+        seed = self._random.getrandbits(64)
+        return FakeClock(gpu, self._noise, self._faults, seed, peers)
+
+
+class FakeClock:
+    """Times calls by what they :func:`spend`, and adds noise; ``now`` is the virtual time."""
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        gpu: Gpu | None = FAKE_GPU,
+        noise: Noise | None = None,
+        faults: Sequence[Fault] = (),
+        seed: int = 0,
+        peers: Peers | None = None,
+    ) -> None:
+        self.peers = peers or Peers()
+        self.gpu = gpu
+        self.now = 0.0
+        self._blocks = 0
+        self._noise = noise or Noise()
+        self._faults = faults
+        self._random = _generator(seed)
+        self._layout = _generator(seed + 1)
+        self._wander = self._random.gauss() * self._noise.drift
+        self._jumped = False
+        self._throttled_until = -1.0
+        self._slower = self._noise.ramp + self._wander
+        self._reasons = 0
+        self._violation_ns = 0
+
+    def seed(self, seed: int) -> None:
+        seed_all(seed)
+        # mixed in, not set: claims forked from one parent differ, and no noise comes a second time
+        self._random.seed(self._random.getrandbits(64) ^ seed)
+
+    def pad(self, rng: random.Random) -> object:
+        self._layout = _generator(self._random.getrandbits(64) ^ rng.getrandbits(64))
+        return None
+
+    def block(self, calls: Sequence[Call], mode: Mode) -> FakeBlock:
+        if mode is Mode.GRAPH:
+            self._execute(calls, mode)  # captured; from now on nothing keeps the calls from running
+            mode = Mode.PLAIN
+        return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
+
+    def once(self, call: Call) -> float:
+        return self.peers.most(self._read(self._execute([call], Mode.PLAIN)[0]))
+
+    def settle(self, call: Call) -> None:
+        call()
+        self._pass(max(0.3, 10 * self._noise.ramp_s))
+
+    def wake(self, blocks: Sequence[Block]) -> None:
+        pass
+
+    def sense(self) -> Senses:
+        return Senses(
+            sm_mhz=round(_SM_MHZ / (1 + max(0.0, self._slower))),
+            temperature_c=85 if self._reasons else 55,
+            event_reasons=self._reasons,
+            violations={"thermal": self._violation_ns},
+        )
+
+    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
+        if self.gpu is None:
+            return {}
+        say("measuring this GPU's ceilings")
+        return CEILINGS
+
+    def peak(self, call: Call) -> int:
+        before = _ledger.peak = _ledger.held
+        call()
+        return _ledger.peak - before
+
+    def trace(self, call: Call) -> Trace | None:
+        """Take each :func:`spend` for a kernel, and the time between them for none."""
+        before = _ledger.kernels
+        (seconds,), _ = self._execute([call], Mode.PLAIN)
+        kernels = _ledger.kernels - before
+        return Trace(kernels, kernels, 0, seconds, seconds) if self.gpu and kernels else None
+
+    def synchronize(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def free(self) -> int:
+        return self.gpu.memory_bytes - _ledger.held if self.gpu else 0
+
+    def identity(self) -> Identity:
+        import numpy as np
+
+        def inputs(bench: Bench) -> tuple[Any, ...]:
+            return (np.random.default_rng(bench.seed).random(64),)
+
+        def negate(x: Any) -> Any:
+            spend(100e-6)
+            return -x
+
+        return inputs, negate
+
+    def run(self, calls: Sequence[Call], mode: Mode, layout: float) -> tuple[float, object]:
+        """Run the calls of the next block, and meet the faults that are due in it."""
+        number, self._blocks = self._blocks, self._blocks + 1
+        self._reasons = 0
+        for fault in self._faults:
+            if not fault.block <= number < fault.block + fault.blocks:
+                continue
+            if fault.kind == "raise":
+                raise RuntimeError(fault.error)
+            while fault.kind == "hang":
+                time.sleep(3_600)
+            self._reasons = fault.reasons
+        seconds, last = self._execute(calls, mode)
+        return self.peers.most(self._read(seconds, layout)), last
+
+    def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
+        last: object = None
+        seconds: list[float] = []
+        _ledger.calls, _ledger.mode = seconds, mode
+        try:
+            for call in calls:
+                seconds.append(0.0)
+                last = call()
+        finally:
+            _ledger.calls = _ledger.mode = None
+        return seconds, last
+
+    def _read(self, seconds: Sequence[float], layout: float = 0.0) -> float:
+        """Return what the clock reads where calls truly took ``seconds``, and let that pass."""
+        noise, draw = self._noise, self._random
+        truth = sum(seconds)
+        if noise.throttle_per_s and draw.random() < noise.throttle_per_s * truth:
+            self._throttled_until = self.now + noise.throttle_s
+        if self.now <= self._throttled_until:
+            self._reasons |= _THERMAL
+        if draw.random() < noise.jump_chance:
+            self._jumped = not self._jumped
+        self._pass(truth)
+        self._slower = self._wander
+        if self._reasons:
+            self._slower += noise.throttle or 0.06
+            self._violation_ns += int(truth * 1e9)
+        if noise.ramp_s:
+            self._slower += noise.ramp * math.exp(-self.now / noise.ramp_s)
+        step = noise.jump if self._jumped else 0.0
+        late = [
+            s * noise.tail * draw.random() for s in seconds if draw.random() < noise.tail_chance
+        ]
+        strayed = math.exp(layout + noise.white * draw.gauss())
+        return (truth * (1 + self._slower + step) + sum(late)) * strayed
+
+    def _pass(self, seconds: float) -> None:
+        noise = self._noise
+        self.now += seconds
+        if noise.drift_s:  # an Ornstein-Uhlenbeck process, exact for a step of any length
+            kept = math.exp(-seconds / noise.drift_s)
+            self._wander *= kept
+            self._wander += noise.drift * math.sqrt(1 - kept * kept) * self._random.gauss()
+
+
+@dataclass(slots=True)
+class FakeBlock:
+    """Calls whose layout effect stays the same however often they run."""
+
+    clock: FakeClock
+    calls: Sequence[Call]
+    mode: Mode
+    layout: float
+    last: object = None
+
+    def run(self) -> float:
+        seconds, self.last = self.clock.run(self.calls, self.mode, self.layout)
+        return seconds
+
+    def again(self) -> None:
+        self.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    gpus: Any = 1
+    noise: Any = "default"
+    seed: int = 0
+    faults: tuple[Fault, ...] = ()
+
+
+def machine(text: str) -> FakeMachine:
+    """Make the machine that a JSON text describes."""
+    try:
+        said = from_json(_Description, json.loads(text), VARIABLE)
+        gpus = [
+            from_json(Gpu, {**to_json(FAKE_GPU), "uuid": f"fake-{i}", **gpu}, f"gpus[{i}]")
+            for i, gpu in enumerate([{}] * said.gpus if type(said.gpus) is int else said.gpus)
+        ]
+        noise = {"none": Noise.none(), "default": Noise()}.get(str(said.noise)) or from_json(
+            Noise, said.noise, "noise"
+        )
+    except (TypeError, ValueError) as why:
+        raise Misuse(f"{VARIABLE}={text}: {why} (see pytest_aiperf.device.fake)") from why
+    return FakeMachine(gpus, noise, said.faults, said.seed)
+
+
+def pytest_aiperf_machine() -> FakeMachine:
+    """Tell the plugin to measure here."""
+    return machine(os.environ.get(VARIABLE, "{}"))
+
+
+def _generator(seed: int) -> random.Random:
+    return random.Random(seed)  # noqa: S311  noise, not secrets

@@ -1,0 +1,1 @@
+"""What this GPU can do: its limits, measured once and cached."""

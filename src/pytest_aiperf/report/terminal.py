@@ -1,0 +1,238 @@
+"""Results as people and other tools read them: pure views of one list."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import Against, Outcome, Profile, Result, Verdict
+from pytest_aiperf.records.results import atomic_write, benchmark, figures
+
+from . import aggregate
+from .aggregate import JUDGED
+from .formatting import COLUMNS, amount, cells, clean, escape, notes, reasons, verdict
+
+PROGRESS: Final = (
+    "{claim}",
+    "{phase}",
+    "{done}/{total}",
+    "replicate {replicate}/{most}",
+    "{ratio:.2f}x",
+    "+-{half_width:.2%}",
+    "{sm_mhz} MHz",
+    "{temperature_c} C",
+)
+"""The parts of the live line; one that is not known is left out."""
+
+SHORTEST: Final = 24
+"""A claim's name is not clipped below this many characters."""
+
+
+def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
+    """Lay out the summary, a line each: claims by chapter, notes, totals.
+
+    ``verbose`` adds why: what binds each arm, and what became of the evidence.
+    """
+    shown = [r for r in results if _has_row(r)]
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for result in shown:
+        chapter, _, name = result.claim.rpartition("/")
+        row = [f"  {name}{_mark(result)}", *cells(result)]
+        groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
+    rows = [row for group in groups.values() for row in group]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    spare = width - sum(widths) - 2 * (len(widths) - 1)
+    if spare < 0:  # only the names give way: a clipped figure would be another figure
+        widths[0] = max(widths[0] + spare, min(SHORTEST, widths[0]))
+    lines = [_line(list(COLUMNS), widths)] if rows else []
+    for key, chapter in sorted(groups):
+        lines += [clean(f"{chapter or '.'} ({key})")]
+        lines += [_line(row, widths) for row in groups[key, chapter]]
+    lines += [_fit(note, width) for note in notes(shown)]
+    if verbose:
+        lines += [line for result in shown for line in reasons(result)]
+    lines += _not_run(results, width)
+    return [*lines, totals(results)] if results else lines
+
+
+def _has_row(result: Result) -> bool:
+    broken = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
+    return bool(figures(result)) or result.outcome in broken
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    fitted = [_fit(cells[0], widths[0]), *cells[1:]]
+    aligned = zip(fitted, COLUMNS.values(), widths, strict=True)
+    return "  ".join(f"{cell:{side}{room}}" for cell, side, room in aligned).rstrip()
+
+
+def _fit(text: str, width: int) -> str:
+    """Clip in the middle: both the function and its parameter tell claims apart."""
+    if len(text) <= width:
+        return text
+    tail = (width - 3) // 2
+    return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def _not_run(results: Iterable[Result], width: int) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.outcome is Outcome.NOT_RUN:
+            reasons.setdefault(clean(result.message), []).append(clean(result.claim))
+    lines: list[str] = []
+    for reason, claims in reasons.items():
+        text = f"not run: {', '.join(claims)} ({reason})"
+        lines += textwrap.wrap(text, max(width, 40), subsequent_indent="  ", break_long_words=False)
+    return lines
+
+
+def totals(results: Sequence[Result]) -> str:
+    """Say how the claims ended, in one line; what did not run is counted, never averaged."""
+    known = aggregate.summarise(results)
+    ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
+    counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
+    parts = [f"{known.claims} claim{'' if known.claims == 1 else 's'}{counts and ': '}{counts}"]
+    if known.skipped:
+        why = ", ".join(f"{reason}: {n}" for reason, n in known.skipped.items())
+        parts.append(f"{sum(known.skipped.values())} skipped ({why})")
+    if known.not_run:
+        parts.append(f"{known.not_run} not run")
+    if known.mean is not None:
+        share = f"{known.averaged}/{known.claims}"
+        parts.append(f"geometric mean {known.mean:.2f}x against non-naive baselines ({share})")
+    if known.share is not None:
+        parts.append(f"median share of the limit {known.share:.0%} ({known.shares})")
+    return clean("; ".join(parts))
+
+
+def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
+    """Say in one line what is going on, from the figures that PROGRESS names."""
+    known = {name: value for name, value in progress.items() if value is not None}
+    parts: list[str] = []
+    for part in PROGRESS:
+        with suppress(KeyError, ValueError):  # not known, or no figure
+            parts.append(part.format_map(known))
+    return _fit(clean("  ".join(parts)), width)
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """Write the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
+    shown = [r for r in results if _has_row(r)]
+    blocks: list[str] = []
+    for key in sorted({r.key for r in shown}):
+        mine = sorted((r for r in shown if r.key == key), key=lambda r: r.claim)
+        blocks.append(f"**{escape(key)}**\n\n{grid(mine, lambda r: r.claim)}")
+    asides = [*notes(shown), *_not_run(results, 10**6)]
+    if asides:
+        blocks.append("\n".join(f"- {escape(note)}" for note in asides))
+    return "\n\n".join([*blocks, escape(totals(results))]) + "\n"
+
+
+def grid(
+    results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
+) -> str:
+    """Lay results out as a Markdown table of all columns but some."""
+    kept = [i for i, column in enumerate(COLUMNS) if column not in without]
+    sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
+    lines = [
+        f"| {' | '.join([*COLUMNS][i] for i in kept)} |",
+        f"|{'|'.join(sides[i] for i in kept)}|",
+    ]
+    for result in results:
+        row = [f"{name(result)}{_mark(result)}", *cells(result)]
+        lines.append(f"| {' | '.join(escape(row[i]) for i in kept)} |")
+    return "\n".join(lines)
+
+
+def _mark(result: Result) -> str:
+    return " *" if result.against is Against.NAIVE else ""
+
+
+def embed(path: Path, mark: str, content: str) -> None:
+    """Bring up to date what stands between a document's marks; Misuse where it has none."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    try:
+        before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
+    except (OSError, ValueError) as error:
+        raise Misuse(f"cannot read {path}: {error}; name a Markdown file") from error
+    _, ended, after = rest.partition(end)
+    if not begun or not ended or begin in after:
+        raise Misuse(
+            f"{path} has no place for it: put a line {begin} and a line {end} around it, once each"
+        )
+    atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
+
+
+def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
+    """Put valid, conclusive results into pytest-benchmark's session, before that finishes.
+
+    ``session`` is what its plugin registers as "pytest-benchmark", None where it is off. Called on
+    the controller it serves --benchmark-json, -save, -autosave, -compare and -histogram, with
+    workers too. Its table is left out where it would only repeat ours.
+    """
+    if session is None:
+        return
+    asked = session.compare or session.compare_fail or session.histogram or session.verbose
+    if not session.benchmarks and not asked:
+        session.quiet = True
+    unsettled = (None, Verdict.INCONCLUSIVE)
+    session.benchmarks += [
+        benchmark(r)
+        for r in results
+        if r.outcome in JUDGED and r.verdict not in unsettled and figures(r)
+    ]
+
+
+def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
+    """Lay out what profilers saw: a table a claim, and what binds its arms."""
+    lines = []
+    for r in results:
+        if r.profiles:
+            lines += profile(r.claim, r.profiles, width)
+            # whole: what helps stands last
+            lines += [f"  {arm}: {clean(said)}" for arm, said in r.diagnosis.items()]
+    return lines
+
+
+def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
+    """Lay out each figure by arm, then notes and artefacts."""
+    by_arm = {arm.arm: arm for arm in arms}
+    pair = "baseline" in by_arm and "optimized" in by_arm
+    rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
+    for name, values in seen(arms):
+        rows.append([f"  {name}", *values])
+        if pair:
+            was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
+            rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title]
+    for first, *rest in rows:
+        cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    for arm in arms:
+        lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
+        lines.append(f"  {arm.arm}: {arm.artefact}")
+    return [clean(line) for line in lines]
+
+
+def seen(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each figure's name, and what each arm has of it."""
+    for name in dict.fromkeys(name for arm in arms for name in arm.figures):
+        yield (
+            name,
+            [
+                _seen(arm.figures[name], arm.units.get(name, "")) if name in arm.figures else "-"
+                for arm in arms
+            ],
+        )
+
+
+def _seen(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:.0f}" if not unit and value.is_integer() else amount(value, unit)

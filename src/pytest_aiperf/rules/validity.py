@@ -1,0 +1,238 @@
+"""Is this measurement valid: a table of pure questions, each answered by a sentence or None."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import Senses
+
+SPAN = 3
+"""Input sets of a cold measurement span the L2 this many times, and are at least this many."""
+MOST_SETS = 256
+SAME_CLOCK = 0.05
+"""The SM clock may differ by this much between the two sides of a round,"""
+SAME_CAPPED_CLOCK = 0.15
+"""and by this much under the power cap, which has it wander: a mirrored round sees both arms so."""
+POWER_CAP = 0x04
+
+# Power cap (0x4), idle (0x1) and a chosen clock (0x2, 0x100) are ordinary; these are not.
+_REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+SLOWED = sum(_REASONS)
+"""What slows a clock down that did not ask for it."""
+_COUNTERS = ("thermal", "board_limit")
+
+_ENVIRONMENT = {
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for its kernel",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation goes to the driver",
+    "TORCH_SHOW_DISPATCH_TRACE": "every operator is printed",
+    "TRITON_INTERPRET": "Triton kernels run in its interpreter",
+    "PYTHONDEVMODE": "Python checks itself while it runs",
+    "PYTHONTRACEMALLOC": "Python traces every allocation",
+}
+_EVEN_ZERO = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch asks only whether it is there
+_PROFILED = re.compile(
+    r"(CUDA|NVTX)_INJECTION64_PATH|(NV_(COMPUTE_)?SANITIZER|NV_NSIGHT|NSYS_PROFILING)_.+"
+)
+_PROFILES = re.compile("sanitizer|asan|injection|nsight", re.IGNORECASE)
+
+_FLAGS = (
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cuda.flash_sdp_enabled",
+    "backends.cuda.mem_efficient_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled",
+    "backends.cuda.math_sdp_enabled",
+    "backends.cuda.preferred_blas_library",
+    "backends.cudnn.enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.allow_tf32",
+    "backends.cudnn.conv.fp32_precision",
+    "get_float32_matmul_precision",
+    "get_default_dtype",
+    "get_num_threads",
+    "get_num_interop_threads",
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+    "are_deterministic_algorithms_enabled",
+)
+# What measures and judges: an arm that puts something else in its place is found out.
+_OURS = (
+    *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
+    *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
+    *("torch.cuda.synchronize", "torch.cuda.stream", "torch.cuda.CUDAGraph.replay"),
+    *("pytest_aiperf.device.device.now", "pytest_aiperf.device.device.WallBlock.run"),
+    *("pytest_aiperf.device.cuda.now", "pytest_aiperf.device.cuda.CudaClock.timed"),
+    *(
+        "pytest_aiperf.claim.correctness.verify",
+        "pytest_aiperf.claim.tensors.changed",
+        "pytest_aiperf.rules.stats.comparison",
+    ),
+)
+_PERSISTING_L2 = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_INTERPRET",
+)
+
+
+def round_problem(before: Senses, after: Senses) -> str | None:
+    """Name what disturbed a round, given what the GPU felt at its two sides."""
+    reasons = (before.event_reasons or 0) | (after.event_reasons or 0)
+    for bit, name in _REASONS.items():
+        if reasons & bit:
+            return f"clock event reason {bit:#x} ({name})"
+    for counter in _COUNTERS:
+        if after.violations.get(counter, 0) > before.violations.get(counter, math.inf):
+            return f"the {counter.replace('_', ' ')} violation counter, which grew meanwhile"
+    if before.sm_mhz and after.sm_mhz:
+        apart = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
+        if apart > (SAME_CAPPED_CLOCK if reasons & POWER_CAP else SAME_CLOCK):
+            return f"the SM clock, which went from {before.sm_mhz} to {after.sm_mhz} MHz"
+    return None
+
+
+def environment_problem(environ: Mapping[str, str]) -> str | None:
+    """Name the environment variable under which no time means anything."""
+    for name, value in sorted(environ.items()):
+        if name in _ENVIRONMENT and (name == _EVEN_ZERO or value not in ("", "0")):
+            return f"{name}={value}: {_ENVIRONMENT[name]}; unset it to measure"
+        preloaded = name == "LD_PRELOAD" and _PROFILES.search(value)
+        if preloaded or (value and _PROFILED.fullmatch(name)):
+            return f"{name}={value}: a profiler is attached; measure without it"
+    return None
+
+
+def rotation(set_bytes: int, l2_bytes: int) -> int:
+    """Count the input sets that a cold measurement rotates through."""
+    if not l2_bytes:
+        return SPAN
+    sets = math.ceil(SPAN * l2_bytes / set_bytes) if set_bytes > 0 else MOST_SETS + 1
+    if sets > MOST_SETS:
+        raise Misuse(
+            f"an input set of {set_bytes:,} bytes cannot be kept cold: {SPAN} times the L2 "
+            f"({l2_bytes:,} bytes) would take more than {MOST_SETS} sets; "
+            'declare cache="warm" or enlarge the inputs'
+        )
+    return max(SPAN, sets)
+
+
+def flags() -> dict[str, str]:
+    """Read the global switches that no arm may flip; torch's only where torch is loaded."""
+    now = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates some of these names as they are read
+            now |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
+    return now | {name: repr(found) for name in _OURS if (found := _find(name))}
+
+
+def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """List each switch that differs, as ``name: before -> after``."""
+    return [
+        f"{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+        # what was loaded in between starts with no change
+        and not ("." in name and (name not in before or name not in after))
+    ]
+
+
+def extras() -> dict[str, int]:
+    """Count what calls do beside their work, while they are timed at the latest: never."""
+    counts = {"Triton, which loaded kernels": _triton_loads()[0]}
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        frames = dynamo.counters["frames"]["total"]
+        counts["torch.compile, which compiled"] = frames
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda and cuda.is_initialized():
+        grown = cuda.memory_stats().get("num_device_alloc", 0)
+        counts["torch's allocator, which asked the driver for memory"] = grown
+    return counts
+
+
+def extra_problem(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """Name what the calls of a round did beside their work."""
+    grown = [name for name, count in after.items() if count > before.get(name, count)]
+    return f"{grown[0]} meanwhile (warmed calls of one shape do not)" if grown else None
+
+
+@functools.cache
+def _triton_loads() -> list[int]:
+    """Count the kernels that Triton loads from now on."""
+    count = [0]
+
+    def loaded(*_: object, **__: object) -> None:
+        count[0] += 1
+
+    hooks = getattr(sys.modules.get("triton.knobs"), "runtime", None)
+    chain = getattr(hooks, "kernel_load_end_hook", None)
+    if chain is not None:
+        chain.add(loaded)
+    return count
+
+
+def _find(name: str) -> object:
+    module, *parts = name.split(".")
+    while module in sys.modules and parts and f"{module}.{parts[0]}" in sys.modules:
+        module = f"{module}.{parts.pop(0)}"
+    found: Any = sys.modules.get(module)
+    for part in parts:
+        found = getattr(found, part, None)
+    return found
+
+
+def _carve_out(torch: Any) -> dict[str, str]:
+    """Read how much of the L2 this context sets aside for what is to persist in it."""
+    import ctypes  # late: no other pytest run should load it
+
+    cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return {}
+    failed = driver.cuCtxGetLimit(ctypes.byref(size), _PERSISTING_L2)
+    return {} if failed else {"torch.cuda.persisting_l2_bytes": str(size.value)}
+
+
+def _flag(torch: Any, name: str) -> str:
+    value = torch
+    try:
+        for part in name.split("."):
+            value = getattr(value, part)
+        found = str(value() if callable(value) else value)
+    except (AttributeError, RuntimeError) as error:
+        # not in this version, or torch refuses because an arm mixed its old and new switches
+        return f"unreadable ({type(error).__name__})"
+    if found == "none" and name.endswith("fp32_precision"):  # what the switch above it says
+        above = str(getattr(torch.backends, "fp32_precision", "none"))
+        return "ieee" if above == "none" else above
+    return found

@@ -1,0 +1,588 @@
+"""A claim is captured arm by arm; a tool that cannot work is no fault of the claim."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf.device.fake import FAKE_GPU, FakeClock
+from pytest_aiperf.errors import CaptureFailed, ToolMissing, Unproven
+from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.model import Evidence, EvidenceKind, Outcome, Profile, Work, prepared
+from pytest_aiperf.profilers import capture as captures
+from pytest_aiperf.profilers import parsers, target, tools
+from pytest_aiperf.profilers.target import Answer, Job
+from pytest_aiperf.records import expectations
+from pytest_aiperf.report import terminal
+from pytest_aiperf.rules import evidence
+from pytest_aiperf.schema import from_json
+from tests.plugin.claims import a_claim, doubling
+from tests.plugin.records import result
+
+SAMPLES = Path(__file__).parent / "samples"
+DURATION = "gpu__time_duration.sum"
+
+TOOL = f"""\
+#!{sys.executable}
+# A profiler that runs what it is given and leaves a sample. $FAKE_TOOL says how it goes wrong.
+import gzip, os, pathlib, subprocess, sys
+words, samples, mode = sys.argv[1:], pathlib.Path({str(SAMPLES)!r}), os.environ.get("FAKE_TOOL", "")
+name = pathlib.Path(sys.argv[0]).name
+if words == ["--version"]:
+    print("Version " + ("2019.5" if mode == "old" else "2025.3"))
+    sys.exit()
+if words[0] == "export":
+    [to] = [w.partition("=")[2] for w in words if w.startswith("--output=")]
+    pathlib.Path(to).write_bytes((samples / "nsys.sqlite").read_bytes())
+    sys.exit()
+print("words:", *words)
+if mode == "denied" or (mode == "no metrics" and any("gpu-metrics" in w for w in words)):
+    print("==ERROR== ERR_NVGPUCTRPERM - no permission", flush=True)
+    sys.exit(1)
+rc = subprocess.call(words[words.index(sys.executable):])
+def after(option):
+    return words[words.index(option) + 1]
+if mode == "empty":
+    print("==WARNING== No kernels were profiled.")
+elif name == "ncu":
+    report = gzip.decompress((samples / "ncu.ncu-rep.gz").read_bytes())
+    pathlib.Path(after("--export") + ".ncu-rep").write_bytes(report)
+elif name == "nsys":
+    [stem] = [w.partition("=")[2] for w in words if w.startswith("--output=")]
+    pathlib.Path(stem + ".nsys-rep").write_text("a report")
+else:
+    record = "<record><kind>Invalid __global__ read</kind><level>Error</level></record>"
+    found = record if mode == after("--tool") else ""
+    text = f"<ComputeSanitizerOutput>{{found}}</ComputeSanitizerOutput>"
+    pathlib.Path(after("--save")).write_text(text)
+sys.exit(rc)
+"""
+
+CHILD = f"""\
+import json, os, pathlib, sys
+job = json.loads(os.environ[{target.VARIABLE!r}])
+print("this is", job["arm"], "with", os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
+if sys.argv[1:] == ["hang"]:
+    import subprocess, time
+    sleeps = subprocess.Popen(["sleep", "1000"])
+    pathlib.Path(job["stem"]).with_name("started").write_text(str(sleeps.pid))
+    time.sleep(1000)
+said = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
+pathlib.Path(job["scratch"], "answer").write_text(json.dumps(said))
+"""
+
+
+@pytest.fixture(autouse=True)
+def fakes(tmp_path, monkeypatch):
+    """Put fake profilers before the real ones; what is found is not remembered from before."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    for name in ("ncu", "nsys", "compute-sanitizer"):
+        (folder / name).write_text(TOOL)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    caches = (tools.find, tools.program)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def order(tmp_path):
+    """Order a capture whose child does nothing but answer."""
+
+    def make(spec, *words, deadline=30.0):
+        tool, preset = tools.chosen(spec)
+        child = tmp_path / "child.py"
+        child.write_text(CHILD)
+        target = (sys.executable, str(child), *words)
+        return captures.Order(tool, preset, tmp_path / "artifacts", target, deadline)
+
+    return make
+
+
+def capture(order, arm="baseline", **sought):
+    return captures.capture(order, arm, captures.Sought(**sought))[0]
+
+
+def run(order, **words):
+    said = []
+    blank = result(verdict=None, speedup=None, timing=None)
+    done, problem = captures.run(a_claim(**words), order, blank, ["copy_"], said.append)
+    return done, problem, said
+
+
+# the table
+
+
+def test_a_tool_and_its_preset_are_chosen_by_name():
+    assert tools.chosen("ncu") == (tools.TOOLS["ncu"], "minimal")
+    assert tools.chosen("nsys:deep_dive")[1] == "deep_dive"
+
+
+@pytest.mark.parametrize("name", tools.TOOLS)
+def test_every_command_names_its_artefact(name):
+    tool = tools.TOOLS[name]
+    assert "minimal" in tool.presets
+    assert bool(tool.program) == bool(tool.command)
+    if tool.command:
+        assert "{stem}" in " ".join(tool.command)
+
+
+def test_a_tool_that_is_too_old_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "old")
+    with pytest.raises(ToolMissing, match=r"ncu 2019.5 is too old, 2022.3 is needed: install"):
+        tools.find("ncu")
+
+
+def test_a_tool_that_is_absent_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(tools, "program", lambda _: None)
+    with pytest.raises(ToolMissing, match="nsys is not here: install NVIDIA Nsight Systems"):
+        tools.find("nsys")
+
+
+def test_a_program_is_looked_for_beside_ncu(tmp_path, monkeypatch):
+    nsight = tmp_path / "toolkit" / "nsight-compute-2025.3"
+    nsys = nsight / "host" / "target-linux-x64" / "nsys"
+    for file in (tmp_path / "toolkit" / "bin" / "ncu", nsys):
+        file.parent.mkdir(parents=True)
+        file.write_text("#!/bin/sh\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "toolkit" / "bin"))
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
+    assert tools.program("nsys") == str(nsys)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user", "NVreg_RestrictProfilingToAdminUsers=0"),
+        ("nsys: error while loading shared libraries: libdw.so.1: cannot", "it needs libdw.so.1"),
+        ("Profiling failed because a driver resource was unavailable.", "another tool holds"),
+    ],
+)
+def test_a_refusal_is_told_in_one_sentence(said, why):
+    with pytest.raises(ToolMissing, match=re.escape(why)):
+        tools.refuse(tools.TOOLS["nsys"], said)
+    tools.refuse(tools.TOOLS["nsys"], "all went well")
+
+
+# one child
+
+
+def test_ncu_is_given_what_the_readers_and_the_evidence_need(order, tmp_path):
+    found = capture(order("ncu"), counters=(("l1tex__x.sum", "copy"),), cache="warm")
+    words = (tmp_path / "artifacts" / "baseline.log").read_text()
+    for said in (
+        "--clock-control none",
+        "--nvtx --nvtx-include aiperf/",
+        "--section WarpStateStats",
+        f"{DURATION},",
+        "l1tex__x.sum ",
+        "--cache-control none",
+    ):
+        assert said in words
+    assert found.figures["duration"] > 0
+    assert (tmp_path / "artifacts" / "baseline.ncu-rep").stat().st_size
+    assert Path(found.artefact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
+
+
+@pytest.mark.parametrize(("arch", "asked"), [("sm90", False), ("sm100", True), ("sm103", True)])
+def test_ncu_is_asked_for_the_tensor_pipes_of_its_gpu(order, tmp_path, monkeypatch, arch, asked):
+    monkeypatch.setattr(tools, "visible", lambda: [replace(FAKE_GPU, arch=arch), FAKE_GPU])
+    capture(order("ncu"))
+    words = (tmp_path / "artifacts" / "baseline.log").read_text()
+    assert ("sm__pipe_tc_cycles_active" in words) is asked
+
+
+def test_nsys_falls_back_where_gpu_metrics_are_not_permitted(order, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "no metrics")
+    found = capture(order("nsys:deep_dive"))
+    assert found.notes[-1] == "without GPU metrics: not permitted here"
+    words = (tmp_path / "artifacts" / "baseline.log").read_text()
+    assert "--python-backtrace=cuda" in words
+    assert "--capture-range=cudaProfilerApi" in words
+
+
+def test_a_tool_that_is_not_permitted_is_no_fault_of_the_claim(order, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "denied")
+    with pytest.raises(ToolMissing, match=r"ncu cannot work here: .*ERR_NVGPUCTRPERM"):
+        capture(order("ncu"))
+    with pytest.raises(ToolMissing):
+        run(order("ncu"))
+
+
+def test_a_capture_of_nothing_is_refused(order, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "empty")
+    with pytest.raises(CaptureFailed, match=r"captured nothing .*No kernels were profiled"):
+        capture(order("nsys"))
+
+
+def test_a_capture_of_other_kernels_is_refused(order):
+    with pytest.raises(CaptureFailed, match="lacks the kernel transpose"):
+        capture(order("ncu"), expected=("transpose",))
+    with pytest.raises(CaptureFailed, match="none of the arm's own kernels"):
+        capture(order("ncu"), own=("transpose", "gather"))
+
+
+def test_an_arm_that_only_copies_runs_no_kernel(order, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "empty")
+    found = capture(order("ncu"))
+    assert found.figures == {"kernels": 0.0}
+    assert "ran no kernel" in found.notes[0]
+    assert Path(found.artefact).read_text()
+    for sought in ({"expected": ("copy_vectors",)}, {"own": ("copy_",)}):
+        with pytest.raises(CaptureFailed, match=r"ran no kernel, and copy_\w* was expected"):
+            capture(order("ncu"), **sought)
+
+
+def test_what_goes_wrong_in_the_child_is_told(order):
+    with pytest.raises(CaptureFailed, match="the baseline arm under ncu: out of memory"):
+        capture(order("ncu", "out", "of", "memory"))
+
+
+def test_a_child_that_hangs_is_ended_with_all_that_it_started(order, tmp_path):
+    before = time.monotonic()
+    with pytest.raises(CaptureFailed, match="exceeded its deadline of 6 s"):
+        capture(order("ncu", "hang", deadline=6.0))
+    assert time.monotonic() - before < 60
+    started = int((tmp_path / "artifacts" / "started").read_text())
+    stat = Path(f"/proc/{started}/stat")
+    patience = time.monotonic() + 60  # SIGKILL is sent, and dying takes its time
+    while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > patience:
+            break
+        time.sleep(0.05)
+    assert not alive
+
+
+def test_ids_of_claims_become_names_of_folders():
+    assert captures.safe("ch07/copy[vector]") == "ch07.copy.vector"
+    names = {captures.safe(f"ch07/copy[{p}]") for p in ("a/b", "a b", "a%b", "..", "x" * 300)}
+    assert len(names) == 5
+    assert all(re.fullmatch(r"[\w.-]{1,120}", name) for name in names)
+
+
+# a claim
+
+
+def test_each_arm_is_captured(order):
+    done, problem, said = run(order("nsys"), library=doubling(50))
+    assert problem is None
+    assert said == ["nsys: baseline", "nsys: optimized", "nsys: library"]
+    assert [p.arm for p in done.profiles] == ["baseline", "optimized", "library"]
+    assert (done.outcome, done.verdict, done.work) == (
+        Outcome.PASSED,
+        None,
+        Work(read=50, written=50),
+    )
+    assert "under a profiler" in expectations.acceptable(done)
+
+
+def test_counters_are_held_to_the_evidence(order):
+    same = evidence.counter(DURATION, "copy_vectors", per="baseline", max=1.01)
+    less = evidence.counter(DURATION, per="baseline", max=0.5)
+    done, problem, _ = run(order("ncu"), evidence=[less])
+    assert isinstance(problem, Unproven)
+    assert done.outcome is Outcome.FAILED
+    assert "at most 0.5 is claimed" in done.message
+    assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
+
+    done, problem, _ = run(order("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)])
+    assert problem is None
+    assert [f.value for f in done.evidence] == [1.0, None]
+
+
+def test_a_counter_that_ncu_does_not_give_is_no_proof(order):
+    done, problem, _ = run(order("ncu"), evidence=[evidence.counter("no__such.sum", min=1)])
+    assert isinstance(problem, CaptureFailed)
+    assert (done.outcome, "has no no__such.sum" in done.message) == (Outcome.ERROR, True)
+
+
+def test_the_kernel_that_evidence_names_must_run_in_the_optimized_arm(order):
+    piece = evidence.counter(DURATION, kernel="transpose", min=1)
+    _, problem, _ = run(order("nsys"), evidence=[piece])
+    assert "lacks the kernel transpose: the optimized arm" in str(problem)
+
+
+def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(order):
+    piece = evidence.opcode("BAR", kernel="sum_tree", min=9)
+    _, problem, _ = run(order("nsys"), evidence=[piece])
+    assert problem is None
+
+
+@pytest.mark.parametrize("check", ["memcheck", "initcheck"])
+def test_a_finding_of_the_sanitizer_fails_the_claim(order, monkeypatch, check, tmp_path):
+    monkeypatch.setenv("FAKE_TOOL", check)
+    done, problem, _ = run(order("sanitizer"))
+    assert isinstance(problem, Unproven)
+    assert done.outcome is Outcome.FAILED
+    assert re.match(r"baseline: 1 findings .*first: \w+: Invalid __global__ read", done.message)
+    assert "with 1" in (tmp_path / "artifacts/baseline.sanitizer" / f"{check}.log").read_text()
+
+
+def test_a_claim_without_findings_passes(order):
+    done, problem, _ = run(order("sanitizer"))
+    assert (done.outcome, problem) == (Outcome.PASSED, None)
+    assert done.profiles[0].figures["findings"] == 0
+
+
+def test_an_arm_that_fails_of_what_was_found_is_told_by_the_finding(order, monkeypatch):
+    monkeypatch.setenv("FAKE_TOOL", "memcheck")
+    order = order("sanitizer", "illegal", "access")
+    order = replace(order, tool=replace(order.tool, steps={"memcheck": ()}))
+    assert "first: memcheck" in run(order)[0].message
+
+
+# in the child
+
+
+def perform(tmp_path, tool, make=None, calls=1, **claim):
+    job = Job(tool, "minimal", "optimized", calls, 7, str(tmp_path / "optimized"), str(tmp_path))
+    if make:
+        target.perform(job, FakeClock(), Lease([], tmp_path / "locks"), make)
+    else:
+        target.perform_arm(job, a_claim(**claim), FakeClock(), Lease([], tmp_path / "locks"))
+    return from_json(Answer, json.loads((tmp_path / "answer").read_text()))
+
+
+def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
+    sizes = []
+    answer = perform(
+        tmp_path,
+        "ncu",
+        calls=2,
+        optimized=prepared(lambda x: lambda y: sizes.append(y.size)),
+        work=lambda x: Work(read=x.nbytes / 2, written=x.nbytes / 2),
+    )
+    assert sizes == [64] * (target.WARM + 2)
+    assert (answer.work, answer.error) == (Work(read=256, written=256), "")
+
+
+def test_a_tool_that_checks_sees_every_call(tmp_path):
+    calls = []
+    perform(tmp_path, "sanitizer", lambda: (lambda: calls.append(1), None))
+    assert len(calls) == 1
+
+
+def test_an_error_is_answered(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        perform(tmp_path, "ncu", lambda: (lambda: 1 / 0, None))
+    assert "ZeroDivisionError: division by zero" in (tmp_path / "answer").read_text()
+
+
+def test_a_torch_trace_holds_the_calls_of_the_range(tmp_path):
+    torch = pytest.importorskip("torch")
+    x = torch.ones(8)
+    perform(tmp_path, "torch", lambda: (lambda: torch.add(x, x), None), calls=3)
+    found = parsers.read("torch", tmp_path / "optimized.json", "optimized")
+    assert found.figures["operators"] == 3
+    assert found.figures["graph breaks"] == 0
+
+
+def test_perf_looks_on_between_two_orders_only(tmp_path, monkeypatch):
+    for name in ("control", "answered"):
+        os.mkfifo(tmp_path / name)
+    heard = []
+
+    def perf():
+        with (
+            os.fdopen(os.open(tmp_path / "control", os.O_RDWR)) as control,
+            os.fdopen(os.open(tmp_path / "answered", os.O_RDWR), "w") as answered,
+        ):
+            for _ in range(2):
+                heard.append((control.readline(), len(calls)))
+                print("ack", file=answered, flush=True)
+
+    calls = []
+    took = target.SAMPLED / 4  # of a call, by a clock that stands still in between
+    monkeypatch.setattr(target, "time", SimpleNamespace(monotonic=lambda: took * len(calls)))
+    thread = threading.Thread(target=perf, daemon=True)
+    thread.start()
+    perform(tmp_path, "perf", lambda: (lambda: calls.append(None), None))
+    thread.join(60)
+    assert heard == [("enable\n", target.WARM), ("disable\n", len(calls))]
+    assert len(calls) == target.WARM + 4
+
+
+# the report
+
+
+def test_figures_stand_side_by_side_with_their_ratio():
+    def arm(name, seconds, rate):
+        return Profile(
+            "ncu",
+            name,
+            f"artifacts/{name}.ncu-rep",
+            {"duration": seconds, "l2 hit rate": rate, "registers": 16.0},
+            {"duration": "s", "l2 hit rate": "share", "registers": ""},
+            notes=("a note",),
+        )
+
+    lines = terminal.profile(
+        "ch07/copy", [arm("baseline", 2e-6, 0.5), arm("optimized", 1e-6, 0.75)]
+    )
+    text = "\n".join(re.sub(" +", " ", line) for line in lines)
+    assert text.splitlines()[:5] == [
+        "ch07/copy",
+        "ncu baseline optimized ratio",
+        " duration 2.000 us 1.000 us 0.5x",
+        " l2 hit rate 50.0% 75.0% 1.5x",
+        " registers 16 16 1x",
+    ]
+    assert "optimized: artifacts/optimized.ncu-rep" in text
+    assert "baseline: a note" in text
+
+
+# whole runs
+
+
+def command(*words):
+    argv = [sys.executable, "-m", "pytest_aiperf", *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+CLAIM = """
+from pytest_aiperf import evidence
+
+def test_it(compare):
+    compare(**usual, evidence=[evidence.counter("gpu__time_duration.sum", min=1)])
+"""
+
+
+def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
+    project.tests(CLAIM)
+    done = project.run("--profile=ncu")
+    done.assert_outcomes(passed=1)
+    done.stdout.fnmatch_lines(
+        [
+            "*capturing with ncu:minimal on Fake H200*",
+            "1 claim: 1 PASSED",
+            "ch07/it",
+            "ncu * baseline * optimized * ratio",
+            "  duration * us * us * 1x",
+            "  optimized: artifacts/*/ch07.it/optimized.ncu-rep",
+            "  optimized: latency-bound: no unit is busy; warps wait for device memory: *",
+        ]
+    )
+    record = project.results()["ch07/it"]
+    assert [p["arm"] for p in record["profiles"]] == ["baseline", "optimized"]
+    assert record["evidence"][0]["value"] > 1
+    said = "latency-bound: no unit is busy; warps wait for device memory: *"
+    assert fnmatch(record["diagnosis"]["optimized"], said)
+    assert (record["timing"], record["speedup"]) == (None, None)
+    for arm in record["profiles"]:
+        assert (project.path / arm["artefact"]).stat().st_size
+    log = next(project.path.glob("artifacts/*/ch07.it/optimized.log")).read_text()
+    assert "-m pytest" in log
+    accepted = command("accept", ".aiperf/latest/results.json")
+    assert accepted.returncode == 1
+    assert "it was captured under a profiler" in accepted.stdout
+    assert not (project.path / "expectations.yaml").exists()
+    assert not project.processes()
+
+
+def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
+    figures = {"duration": 1e-3, "dram share": 0.91, "dram bytes": 4e9}
+    profiles = {
+        "baseline": Profile("ncu", "baseline", "", figures),
+        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
+    }
+    answer = Answer(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
+    monkeypatch.setattr(captures.ceilings, "remembered", lambda gpu: {"copy": 4.28e12})
+    found = captures._diagnosis(profiles, answer, "cold")
+    assert list(found) == ["baseline"]
+    assert "busy with 8.0 times the bytes that work= counts" in found["baseline"]
+
+
+@pytest.mark.parametrize("mode", ["old", "denied"])
+def test_a_tool_that_cannot_work_is_a_skip(project, monkeypatch, mode):
+    monkeypatch.setenv("FAKE_TOOL", mode)
+    project.tests("def test_it(compare): compare(**usual)")
+    done = project.run("--profile=ncu", "-rs")
+    done.assert_outcomes(skipped=1)
+    why = {"old": "too old", "denied": "ERR_NVGPUCTRPERM"}[mode]
+    done.stdout.fnmatch_lines([f"SKIPPED * *{why}*"])
+    assert why in project.results()["ch07/it"]["message"]
+
+
+def test_host_claims_are_for_tools_that_see_the_host(project):
+    project.tests("@pytest.mark.host\ndef test_it(compare): compare(**usual)")
+    done = project.run("--profile=nsys", "-rs")
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["*a claim of the host: nsys captures what a GPU does, try perf"])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--profile=ncu", "--update-expectations"], "*times nothing that could be accepted*"),
+        (["--profile=nope"], "*no profiler 'nope': known are nsys, ncu, torch*"),
+        (["--profile=ncu:deep"], "*no preset 'deep': known are minimal, deep_dive, roofline*"),
+        (["--profile=ncu", "--profile-calls=0"], "*--profile-calls*invalid*"),
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(project, words, why):
+    project.tests("def test_it(compare): compare(**usual)")
+    done = project.run(*words)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([why])
+
+
+def test_profile_gives_way_to_pytest_profiling(project, monkeypatch):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.write(
+        "site/profiling.py",
+        "def pytest_addoption(parser):\n"
+        "    parser.getgroup('Profiling').addoption('--profile', action='store_true')\n",
+    )
+    project.write("site/p-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: p\nVersion: 1\n")
+    project.write("site/p-1.dist-info/entry_points.txt", "[pytest11]\nprofiling = profiling\n")
+    path = f"{project.path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = project.run("--profile=ncu")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*owns --profile: leave it out with -p no:profiling*"])
+    assert project.run("--profile", "--collect-only").ret == 0
+    done = project.run("--aiperf-profile=ncu", "--collect-only")
+    done.stdout.fnmatch_lines(["*capturing with ncu:minimal*"])
+
+
+def test_a_test_captures_callables_of_its_own(project):
+    project.tests(
+        "def test_it(capture):\n"
+        "    first = capture(slow, np.ones(3))\n"
+        "    assert first.figures['duration'] > 0\n"
+        "    second = capture(fast, np.ones(3), tool='nsys')\n"
+        "    assert (second.tool, second.figures['kernels']) == ('nsys', 5)\n"
+    )
+    project.run("--gpu").assert_outcomes(passed=1)
+    left = sorted(p.name for p in project.path.glob("artifacts/*/ch07.it/*.*"))
+    assert left == [
+        "call-0.log", "call-0.ncu-rep", "call-1.log", "call-1.nsys-rep", "call-1.sqlite",
+    ]  # fmt: skip
+    project.run().assert_outcomes(skipped=1)
+
+
+def test_a_function_is_captured_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
+    Path("mine.py").write_text("def told():\n    print('at work')\n")
+    done = command("capture", "ncu", "mine.py::told")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"duration +\d", done.stdout)
+    [log] = tmp_path.glob("artifacts/*/told/call.log")
+    assert log.read_text().count("at work") == target.WARM + 1
+    done = command("capture", "ncu", "mine.py::nothing")
+    assert (done.returncode, "has no function 'nothing'" in done.stderr) == (2, True)

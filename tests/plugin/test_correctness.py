@@ -1,0 +1,502 @@
+"""Do two results agree, and where not."""
+
+import gc
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pytest_aiperf.claim import correctness
+from pytest_aiperf.claim.correctness import Contract
+from pytest_aiperf.errors import Disagreement, Misuse
+from pytest_aiperf.model import prepared
+
+
+def vector(dtype=torch.float32, n=64):
+    """Inputs of most tests: a source and an uninitialised destination."""
+
+    def make():
+        torch.manual_seed(7)
+        return torch.randn(n, dtype=torch.float64).to(dtype), torch.empty(n, dtype=dtype)
+
+    return make
+
+
+def double(a, out):
+    torch.mul(a, 2, out=out)
+
+
+def judge(optimized, baseline=double, *, make=None, reference=None, **words):
+    make = make or vector()
+    contract = correctness.learn(baseline, make, ("a", "out"))
+    reference = reference or (lambda a, out: a.double() * 2)
+    arms = {"baseline": baseline, "optimized": optimized}
+    return correctness.agree(arms, make, reference, contract, **words)
+
+
+def wrong(message, error=Disagreement):
+    return pytest.raises(error, match=re.escape(message))
+
+
+def test_no_garbage_is_collected_while_an_arm_prepares_or_runs():
+    seen = []
+
+    def make(a, out):
+        seen.append(gc.isenabled())
+        return lambda a, out: seen.append(gc.isenabled()) or double(a, out)
+
+    judge(prepared(make))
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+# what the baseline does
+
+
+def test_a_destination_is_pure_and_an_update_is_not():
+    def make():
+        torch.manual_seed(0)
+        return torch.randn(8), torch.randn(8), torch.empty(8)
+
+    def call(a, total, out):
+        total += a
+        torch.neg(a, out=out)
+
+    contract = correctness.learn(call, make, ["a", "total", "out"])
+    assert contract == Contract(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
+
+
+def test_integers_that_inputs_set_are_not_poisoned():
+    def make():
+        return torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+
+    def call(a, counters, out):
+        seen.extend(counters.tolist())
+        counters.copy_(a)
+        out.copy_(a)
+
+    seen = []
+    contract = correctness.learn(call, make)
+    assert contract == Contract(("args[1]", "args[2]"), ("args[2]",))
+    assert not any(seen), "a kernel would hang"
+
+
+def test_numpy_does_not_show_that_nobody_set_an_integer(monkeypatch):
+    monkeypatch.setattr(np, "empty_like", np.zeros_like)  # as freed memory may well be
+
+    def call(a, counters):
+        counters[...] = a
+
+    assert correctness.learn(call, lambda: (np.arange(4), np.zeros(4, int))).pure == ()
+
+
+def test_learning_leaves_the_session_as_it_was():
+    correctness.learn(double, vector())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_destination_is_seen_although_the_right_answer_lies_there_already():
+    for _ in range(3):
+        a, out = vector(n=1000)()
+        double(a, out)
+        del a, out
+    assert correctness.learn(double, vector(n=1000)).written == ("args[1]",)
+
+
+def test_what_inputs_keep_is_left_alone(tmp_path):
+    weights = np.ones(8)
+    table = np.memmap(tmp_path / "table", np.float64, "w+", shape=8)
+    correctness.learn(
+        lambda w, t: w + t, lambda: (weights, np.memmap(table.filename, np.float64, "r+"))
+    )
+    assert weights.tolist() == [1] * 8
+    assert not table.any()
+
+
+def test_inputs_must_follow_the_seed():
+    with wrong("inputs() gives different values for the same seed: a (", Misuse):
+        correctness.learn(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
+
+
+def test_an_updated_input_must_follow_the_seed():
+    with wrong("different values for the same seed: a", Misuse):
+        correctness.learn(lambda a: a.mul_(2), lambda: (torch.rand(4),), ("a",))
+
+
+def test_a_call_must_do_something():
+    with wrong("returns nothing and changes none", Misuse):
+        correctness.learn(lambda a, out: None, vector())
+
+
+def test_names_come_from_a_signature():
+    assert correctness.names(lambda a, out, *rest, key=1: a) == ("a", "out")
+    assert correctness.names("".join) == ()
+    assert correctness.names(Contract((), ()).say) == ("path",)
+
+
+# agreement
+
+
+def test_equal_work_agrees():
+    errors = judge(lambda a, out: torch.add(a, a, out=out))
+    assert [(e.arm, e.output, e.error) for e in errors] == [
+        ("baseline", "out", 0.0),
+        ("optimized", "out", 0.0),
+    ]
+
+
+def test_a_kernel_that_does_nothing_fails_over_the_right_answer():
+    out = torch.zeros(64)  # the same buffer again and again, full of right answers
+
+    def make():
+        return vector()()[0], out
+
+    with wrong("optimized disagrees with the reference: out[0] is nan, expected"):
+        judge(lambda a, out: None, make=make)
+
+
+def test_an_arm_is_not_repaired_by_a_later_one():
+    kept = torch.zeros(64)
+
+    def baseline(a, out):
+        kept.copy_(a * 2)
+        return kept
+
+    with wrong("optimized disagrees with the reference: result[27] is 0, expected"):
+        judge(lambda a, out: kept.zero_(), baseline)
+
+
+def test_the_baseline_runs_after_the_others_and_the_reference_last():
+    ran = []
+
+    def arm(name):
+        return lambda a, out: ran.append(name) or a * 2
+
+    def reference(a, out):
+        ran.append("reference")
+        return a.double() * 2
+
+    arms = {name: arm(name) for name in ("baseline", "library", "optimized")}
+    correctness.agree(arms, vector(), reference, Contract((), ()))
+    assert ran == ["optimized", "library", "baseline", "reference"]
+
+
+def test_an_unwritten_tail_fails():
+    with wrong("out[63] is nan, expected"):
+        judge(lambda a, out: double(a[:-1], out[:-1]))
+
+
+def test_an_unwritten_tail_of_a_strided_destination_fails():
+    def make():
+        torch.manual_seed(1)
+        return torch.randn(8, 4), torch.empty(4, 8).t()
+
+    def baseline(a, out):
+        out.copy_(a * 2)
+
+    def optimized(a, out):
+        out[:7].copy_(a[:7] * 2)
+        out[7, :3].copy_(a[7, :3] * 2)
+
+    assert judge(baseline, baseline, make=make)
+    with wrong("out[7, 3] is nan"):
+        judge(optimized, baseline, make=make)
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_an_update_in_place_counts_once_returned_or_not(returned):
+    def make():
+        return vector()()[:1]
+
+    def optimized(a):
+        a.mul_(2)
+        return a if returned else None
+
+    def wide(a):
+        return a.double() * 2
+
+    assert len(judge(optimized, lambda a: a.add_(a), make=make, reference=wide)) == 2
+    with wrong("optimized disagrees with the reference: a[27] is"):
+        judge(lambda a: None, lambda a: a.add_(a), make=make, reference=wide)
+
+
+def test_an_arm_must_not_touch_its_inputs():
+    def optimized(a, out):
+        double(a, out)
+        a.zero_()
+
+    with wrong("optimized changed argument 'a', which the baseline", Misuse):
+        judge(optimized)
+
+
+def rows():
+    torch.manual_seed(3)
+    return (torch.rand(32, 4096),)
+
+
+def row_sums(a):
+    return a.double().sum(1)
+
+
+def test_a_sum_in_another_order_agrees():
+    errors = judge(
+        lambda a: a.flip(1).cumsum(1)[:, -1], lambda a: a.sum(1), make=rows, reference=row_sums
+    )
+    assert 0 < errors[1].error <= errors[1].allowed
+
+
+def test_a_sum_in_bf16_is_caught_unless_declared():
+    def optimized(a):
+        return a.bfloat16().sum(1).float()
+
+    with wrong("optimized disagrees with the reference: result["):
+        judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums)
+    assert judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="bf16")
+    with wrong("precision='half': known are fp64, fp32", Misuse):
+        judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="half")
+
+
+def test_fp16_has_a_budget_of_its_own():
+    make = vector(torch.float16)
+    assert judge(lambda a, out: out.copy_(a.float() * 2.001), make=make)
+    with wrong("optimized disagrees"):
+        judge(lambda a, out: out.copy_(a.float() * 2.02), make=make)
+
+
+def test_fp8_results():
+    make = vector(torch.float8_e4m3fn)
+
+    def arm(factor):
+        return lambda a, out: out.copy_(a.float() * factor)
+
+    assert judge(arm(2.05), arm(2.0), make=make)
+    with wrong("optimized disagrees"):
+        judge(arm(4.0), arm(2.0), make=make)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_results_must_be_finite(bad):
+    def optimized(a, out):
+        double(a, out)
+        out[5] = bad
+
+    with wrong(f"out[5] is {bad}, expected"):
+        judge(optimized)
+    with wrong(f"the reference is {bad} at out[3]: choose inputs", Misuse):
+        judge(
+            double,
+            reference=lambda a, out: (
+                torch.full((64,), 1.0).index_fill(0, torch.tensor([3]), bad).double()
+            ),
+        )
+
+
+def test_the_message_names_the_worst_element():
+    def make():
+        return torch.full((4, 32), 1.25), torch.empty(4, 32)
+
+    def optimized(a, out):
+        double(a, out)
+        out[1, 2] = 2.49
+        out[3, 17] = 1.25
+
+    with wrong(
+        "optimized disagrees with the reference: out[3, 17] is 1.25, expected 2.5 "
+        "(error 0.25; baseline's 0; allowed 7.6e-06)"
+    ):
+        judge(optimized, make=make)
+
+
+def test_a_wrong_baseline_is_noticed():
+    with wrong("baseline and reference disagree, one of them is wrong: out["):
+        judge(double, reference=lambda a, out: a.double() * 2.01)
+    with wrong("baseline and reference disagree"):
+        judge(
+            lambda a, out: out.zero_(),
+            lambda a, out: out.zero_(),
+            make=vector(torch.bfloat16),
+        )
+
+
+def test_forms_must_be_the_same():
+    with wrong("optimized gives float32[64, 1] on cpu for result, the baseline float32[64] on cpu"):
+        judge(lambda a, out: (a * 2)[:, None], lambda a, out: a * 2)
+    with wrong("optimized gives float64[64] on cpu for result"):
+        judge(lambda a, out: a.double() * 2, lambda a, out: a * 2)
+    with wrong("optimized's result is (), the baseline's (result)"):
+        judge(lambda a, out: None, lambda a, out: a * 2)
+
+
+def test_the_reference_gives_what_the_call_gives():
+    with wrong(
+        "the reference gives (reference[0], reference[1]), but the baseline's result is (out)",
+        Misuse,
+    ):
+        judge(double, reference=lambda a, out: (a, a))
+    with wrong(
+        "the reference gives float64[1, 64] on cpu for out, the baseline float32[64]", Misuse
+    ):
+        judge(double, reference=lambda a, out: a.double()[None] * 2)
+
+
+def test_the_reference_is_fp64_or_exact():
+    assert judge(double, reference=lambda a, out: a * 2)
+    with wrong("compute the reference in fp64: for out it gives float32", Misuse):
+        judge(double, reference=lambda a, out: a * 2.0000005)
+    with wrong("compute the reference in fp64", Misuse):
+        judge(double, reference=lambda a, out: (a * 2).half())
+
+
+def test_integers_are_exact():
+    big = 2**60
+
+    def make():
+        return torch.arange(5) + big, torch.empty(5, dtype=torch.int64)
+
+    def baseline(a, out):
+        torch.add(a, 1, out=out)
+
+    assert judge(baseline, baseline, make=make, reference=lambda a, out: a + 1)
+    with wrong(f"out[0] is {big}, expected {big + 1} (error 1; baseline's 0; allowed 0)"):
+        judge(lambda a, out: out.copy_(a), baseline, make=make, reference=lambda a, out: a + 1)
+
+
+def test_numbers_of_python_are_numbers():
+    def baseline(n):
+        return 0.1 + 0.2 + n
+
+    assert judge(lambda n: 0.3 + n, baseline, make=lambda: (3,), reference=lambda n: 3.3)
+    with wrong("result is nan, expected 3.3"):
+        judge(lambda n: float("nan"), baseline, make=lambda: (3,), reference=lambda n: 3.3)
+
+
+def test_complex_results():
+    def make():
+        torch.manual_seed(2)
+        return torch.randn(8, dtype=torch.complex64), torch.empty(8, dtype=torch.complex64)
+
+    def optimized(a, out):
+        double(a, out)
+        out[6] += 1j
+
+    def reference(a, out):
+        return a.to(torch.complex128) * 2
+
+    assert judge(double, make=make, reference=reference)
+    with wrong("out[6, 1] is"):
+        judge(optimized, make=make, reference=reference)
+
+
+def test_numpy_arms_and_a_torch_reference():
+    def make():
+        return np.random.default_rng(0).random(100, dtype=np.float32), np.empty(100, np.float32)
+
+    def baseline(a, out):
+        np.multiply(a, 2, out=out)
+
+    def reference(a, out):
+        return torch.from_numpy(a).double() * 2
+
+    for _ in range(3):  # numpy hands out small arrays again as they were, right answers included
+        assert correctness.learn(baseline, make).pure == ("args[1]",)
+    assert judge(baseline, make=make, baseline=baseline, reference=reference)
+    with wrong("out[0] is nan"):
+        judge(lambda a, out: None, make=make, baseline=baseline, reference=reference)
+
+
+def test_a_numpy_reference_of_torch_arms():
+    assert judge(double, reference=lambda a, out: a.double().numpy()[::-1][::-1] * 2)
+
+
+def test_modules_and_dicts_are_arguments():
+    def make():
+        torch.manual_seed(4)
+        return torch.nn.Linear(4, 4), {"x": torch.randn(2, 4), "out": torch.empty(2, 4)}
+
+    @torch.no_grad()
+    def baseline(model, io):
+        io["out"].copy_(model(io["x"]))
+
+    def optimized(model, io):
+        baseline(model, io)
+        with torch.no_grad():
+            model.bias.zero_()
+
+    def reference(model, io):
+        return model.double()(io["x"].double())
+
+    words = {"baseline": baseline, "make": make, "reference": reference}
+    assert correctness.learn(baseline, make).pure == ("args[1]['out']",)
+    assert judge(baseline, **words)[1].output == "out['out']"
+    with wrong("optimized changed argument 'a.bias'", Misuse):
+        judge(optimized, **words)
+
+
+def test_gradients_are_part_of_the_result():
+    def make():
+        torch.manual_seed(5)
+        return (torch.randn(6, requires_grad=True),)
+
+    def baseline(a):
+        (a * a).sum().backward()
+
+    def reference(a):
+        return 2 * a.double()
+
+    words = {"baseline": baseline, "make": make, "reference": reference}
+    assert judge(lambda a: (a**2).sum().backward(), **words)[0].output == "a.grad"
+    with wrong("optimized disagrees with the reference: a.grad["):
+        judge(lambda a: (a**3).sum().backward(), **words)
+
+
+def test_a_prepared_arm_prepares_before_the_poison():
+    def make(a, out):
+        double(a, out)
+        return lambda a, out: None  # did its work while preparing
+
+    with wrong("out[0] is nan"):
+        judge(prepared(make))
+    assert judge(prepared(lambda a, out: double))
+
+
+@pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
+def test_what_cannot_be_compared_is_named(odd):
+    with wrong(f"a result of type {type(odd).__name__}", Misuse):
+        correctness.verify({"baseline": correctness.result(odd, (), Contract((), ()))}, odd)
+
+
+def test_large_leaves_are_compared_in_chunks(monkeypatch):
+    monkeypatch.setattr(correctness, "CACHED", 10)
+
+    def optimized(a, out):
+        double(a, out)
+        out[47] = 100
+
+    assert judge(double)
+    with wrong("out[47] is 100"):
+        judge(optimized)
+    array = SimpleNamespace(device="cuda:0")
+    assert [correctness._chunk(x) for x in (np.ones(1), torch.ones(1), array)] == [
+        10,
+        10,
+        correctness.CHUNK,
+    ]
+
+
+def test_empty_results_agree():
+    assert judge(lambda a, out: a[:0], lambda a, out: a[:0], reference=lambda a, out: a[:0])
+
+
+def test_results_are_verified_after_timing():
+    a, _ = vector()()
+    good, bad = (correctness.result(a * f, (), Contract((), ())) for f in (2, 3))
+    truth = a.double() * 2
+    assert correctness.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
+    (error,) = correctness.verify({"baseline": good}, truth, located=False)
+    assert (error.index, error.error) == ((), 0)
+    with wrong("the reference: result["):  # what is refused has its place
+        correctness.verify({"baseline": good, "optimized": bad}, truth, located=False)
+    with wrong("optimized disagrees with the reference after timing: result["):
+        correctness.verify({"baseline": good, "optimized": bad}, truth, when="after timing")

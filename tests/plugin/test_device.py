@@ -1,0 +1,176 @@
+"""Modes and call counts by figures; the host clock."""
+
+import gc
+import random
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf.device import device as rooms
+from pytest_aiperf.device.device import HostClock, calls_per_block, choose_mode
+from pytest_aiperf.model import Bench, Metric, Mode
+
+# ---- choosing
+
+
+@pytest.mark.parametrize(
+    ("metric", "fastest", "mode"),
+    [
+        (Metric.DEVICE, 1e-6, Mode.GRAPH),
+        (Metric.DEVICE, 49e-6, Mode.GRAPH),
+        (Metric.DEVICE, 51e-6, Mode.BACKLOG),
+        (Metric.DEVICE, 19e-3, Mode.BACKLOG),
+        (Metric.DEVICE, 21e-3, Mode.PLAIN),
+        (Metric.WALL, 1e-6, Mode.WALL),
+        (Metric.SCORE, 1e-6, Mode.WALL),
+    ],
+)
+def test_the_mode_follows_from_the_fastest_arm(metric, fastest, mode):
+    assert choose_mode(metric, fastest) is mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "fast", "slow", "calls"),
+    [
+        (Mode.GRAPH, 10e-6, 12e-6, 50),  # half a millisecond
+        (Mode.GRAPH, 0.1e-6, 0.2e-6, 1_000),  # at most
+        (Mode.GRAPH, 10e-6, 5e-3, 4),  # the slower arm's block stays within 20 ms
+        (Mode.GRAPH, 10e-6, 1.0, 1),
+        (Mode.GRAPH, 0.0, 0.0, 1_000),
+        (Mode.BACKLOG, 60e-6, 70e-6, 17),
+        (Mode.BACKLOG, 1e-6, 1e-6, 200),  # a launch queue holds no more
+        (Mode.PLAIN, 6e-3, 7e-3, 1),
+        (Mode.PLAIN, 1e-3, 6e-3, 3),
+        (Mode.WALL, 100e-6, 200e-6, 20),  # two milliseconds
+        (Mode.WALL, 1.0, 2.0, 1),
+    ],
+)
+def test_the_call_count_suits_both_arms(mode, fast, slow, calls):
+    assert calls_per_block(mode, fast, slow) == calls
+
+
+# ---- the host
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A host clock that only moves when a call says so."""
+    now = SimpleNamespace(ns=0)
+    monkeypatch.setattr(rooms, "now", lambda: now.ns)
+    return now
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_host_clock_times_all_calls_and_keeps_the_last(ticks, mode):
+    def call(ns):
+        ticks.ns += ns
+        return ns
+
+    block = HostClock().block([lambda: call(2_000), lambda: call(3_000)], mode)
+    assert block.run() == pytest.approx(5e-6)
+    assert block.last == 3_000
+
+
+def test_once_repeats_what_is_too_short_to_read(ticks):
+    seen = []
+
+    def call(ns):
+        seen.append(ns)
+        ticks.ns += ns
+
+    assert HostClock().once(lambda: call(500)) == pytest.approx(500e-9)
+    assert len(seen) == 11
+    assert HostClock().once(lambda: call(2_000_000)) == pytest.approx(2e-3)
+    assert len(seen) == 12
+
+
+def test_host_settling_is_a_few_calls_and_never_long(ticks):
+    seen = []
+
+    def call(ns):
+        seen.append(ns)
+        ticks.ns += ns
+
+    HostClock().settle(lambda: call(1_000))
+    assert len(seen) == 10
+    HostClock().settle(lambda: call(150_000_000))
+    assert len(seen) == 12
+
+
+def test_a_patched_timer_changes_nothing(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
+    assert HostClock().once(lambda: sum(range(1_000))) > 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_within_a_block(enabled):
+    seen = []
+
+    def failing():
+        seen.append(gc.isenabled())
+        raise KeyError
+
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        HostClock().block([lambda: seen.append(gc.isenabled())], Mode.WALL).run()
+        with pytest.raises(KeyError):
+            HostClock().block([failing], Mode.WALL).run()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [False, False]
+
+
+def test_the_peak_of_the_host_is_what_a_call_held_at_once():
+    kept = bytearray(1 << 20)
+
+    def call():
+        first = bytearray(3 << 20)
+        del first
+        return bytearray(2 << 20)
+
+    assert HostClock().peak(call) == pytest.approx(3 << 20, abs=64 << 10)
+    assert HostClock().peak(lambda: None) < 64 << 10
+    assert len(kept) == 1 << 20
+
+
+def test_pads_differ_and_follow_their_generator():
+    def sizes(rng):
+        return [len(piece) for piece in HostClock().pad(rng)]
+
+    rng = random.Random(1)
+    first, second = sizes(rng), sizes(rng)
+    assert first != second
+    assert sizes(random.Random(1)) == first
+
+
+def test_seeding_reaches_every_loaded_generator():
+    import numpy as np
+    import torch
+
+    def draw():
+        return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - theirs too
+
+    HostClock().seed(2**40 + 3)
+    first = draw()
+    HostClock().seed(2**40 + 3)
+    assert draw() == first
+    HostClock().seed(4)
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_seeding_loads_nothing(monkeypatch):
+    for name in ("numpy", "torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    HostClock().seed(1)
+    assert not {"numpy", "torch"} & sys.modules.keys()
+
+
+def test_the_hosts_identity_arm_can_be_compared_with_itself():
+    inputs, arm = HostClock().identity()
+    (full,), (small,) = (inputs(Bench("cpu", 1, full=f)) for f in (True, False))
+    assert (len(full), len(small)) == (100_000, 100)
+    assert (arm(small)[1:] >= arm(small)[:-1]).all()

@@ -1,0 +1,232 @@
+"""After its timing a claim says how near its arms come to the limit, what binds them, and why."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pytest_aiperf import Score, Work, prepared
+from pytest_aiperf.claim import explanation
+from pytest_aiperf.claim.measure import check, run
+from pytest_aiperf.device.fake import FAKE_GPU, Allocation, FakeClock, Noise, spend
+from pytest_aiperf.errors import BuildError, InvalidMeasurement, Misuse, Unproven
+from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
+from pytest_aiperf.rules import evidence
+from tests.plugin.claims import a_claim, doubling
+from tests.plugin.records import result
+from tests.plugin.test_compare import a_case
+
+WORK = Work(read=2e08, written=2e08)  # in 100 us 4 TB/s, in 200 us 2 TB/s
+CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 9e12}
+
+
+@pytest.fixture(autouse=True)
+def not_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+
+
+def explained(**words):
+    changes = {name: words.pop(name) for name in ("expected", "clock") if name in words}
+    case = a_case(ceilings=lambda clock: CEILINGS, **changes)
+    return run(a_claim(**{"work": lambda x: WORK} | words), case)
+
+
+def twice(x):
+    doubling(50)(x)
+    return doubling(50)(x)
+
+
+def test_both_arms_have_a_limit_a_trace_and_a_diagnosis():
+    said, problem = explained()
+    assert problem is None
+    assert said.limits["optimized"].ceiling == "copy"
+    assert said.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
+    assert said.limits["baseline"].share == pytest.approx(2 / 4.28, rel=0.02)
+    assert said.traces["optimized"].kernels == 1
+    assert said.diagnosis["optimized"].startswith("memory-bound: 9")
+    assert said.notes == ()
+
+
+def test_a_claim_without_work_has_traces_and_no_limit():
+    said, _ = explained(work=None)
+    assert (set(said.traces), said.limits) == ({"baseline", "optimized"}, {})
+
+
+def test_faster_than_the_measured_limit_is_invalid_and_keeps_its_figures():
+    said, problem = explained(work=lambda x: Work(read=2.3e08, written=2.3e08))
+    assert isinstance(problem, InvalidMeasurement)
+    assert said.outcome is Outcome.INVALID
+    assert said.message.startswith("optimized: 4.")
+    assert said.timing is not None
+
+
+def test_the_share_that_is_required_is_held_with_its_lower_end():
+    low = explanation.least_share(explained()[0])
+    typical = explained()[0].limits["optimized"].share
+    assert 0.9 * typical < low < typical
+
+    def requiring(share):
+        return explained(expected=lambda code: Expectation(Require(share=share)))[0]
+
+    assert requiring(0.9).outcome is Outcome.PASSED
+    lost = requiring(0.99)
+    assert lost.outcome is Outcome.FAILED
+    assert "share of the limit 93% is below the required 99%" in lost.message
+
+
+def test_one_replicate_has_no_lower_end():
+    one = explained()[0]
+    timing = replace(one.timing, replicates=one.timing.replicates[:1])
+    assert explanation.least_share(replace(one, timing=timing)) == 0.0
+    assert explanation.least_share(result()) is None
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (
+            evidence.launches(max=1),
+            "the optimized arm has 2 launches a call, and at most 1 is claimed",
+        ),
+        (evidence.kernels(max=1, per="baseline"), "has 2 kernels a call to each of the baseline's"),
+    ],
+)
+def test_an_extra_launch_fails_a_claim_that_is_faster(piece, said):
+    lost, problem = explained(optimized=twice, evidence=[piece])
+    assert isinstance(problem, Unproven)
+    assert (lost.outcome, lost.verdict) == (Outcome.FAILED, "FASTER")
+    assert said in lost.message
+    assert lost.evidence[0].value == 2
+    held, problem = explained(evidence=[piece])
+    assert problem is None
+    assert held.evidence[0].held
+
+
+def holding(size):
+    def double(x):
+        held = Allocation(size)
+        spend(size * 1e-9)
+        del held
+        return x * 2
+
+    return double
+
+
+def test_peak_memory_is_that_of_each_arm():
+    arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
+    held, problem = explained(**arms, evidence=[evidence.peak_memory(max=0.5, per="baseline")])
+    assert problem is None
+    assert held.evidence[0].value == 0.5
+    _, problem = explained(**arms, evidence=[evidence.peak_memory(max=99_000)])
+    assert "has 100000 bytes at its peak, and at most 99000 is claimed" in str(problem)
+
+
+def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
+    class Blind(FakeClock):
+        def trace(self, call):
+            raise RuntimeError("CUPTI is taken\nby somebody")
+
+    clock = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
+    said, problem = explained(clock=clock, evidence=[evidence.launches(max=1)])
+    assert problem is None
+    assert said.notes[0] == "baseline was not looked into: RuntimeError: CUPTI is taken"
+    assert said.evidence[0].value is None
+
+
+def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks():
+    calls = []
+
+    def scored(value):
+        def arm(x):
+            calls.append(value)
+            spend(1e-4)
+            return x * 2, Score(value, "req/s")
+
+        return arm
+
+    words = {
+        "baseline": scored(1.0), "optimized": scored(2.0), "metric": "score", "work": None,
+    }  # fmt: skip
+    said, _ = explained(**words)
+    assert (said.traces, said.limits, said.diagnosis) == ({}, {}, {})
+    said, _ = explained(**words, evidence=[evidence.launches(max=1)])
+    assert said.evidence[0].value == 1
+
+
+def test_a_metric_that_is_only_shown_cannot_take_the_judged_one_with_it():
+    class Unsteady(FakeClock):
+        def sense(self):
+            return replace(super().sense(), event_reasons=0x20)
+
+    clock = Unsteady(FAKE_GPU, replace(Noise.none(), white=0.001))
+    arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
+    said, problem = explained(**arms, metric=("memory", "wall"), clock=clock)
+    assert problem is None
+    assert (said.timing.metric, said.also) == (Metric.MEMORY, ())
+    assert said.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
+    _, problem = explained(**arms, metric=("wall", "memory"), clock=clock)
+    assert isinstance(problem, InvalidMeasurement)
+
+
+def test_limits_come_from_the_first_metric_that_counts_seconds():
+    arms = {"baseline": holding(200_000), "optimized": holding(100_000)}
+    said, _ = explained(**arms, metric=("memory", "wall"))
+    assert said.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
+
+
+# without a GPU
+
+
+def test_prepared_arms_are_not_counted():
+    """What a graph replays, the CPU cannot count; and preparing is no part of the call."""
+    arm = prepared(lambda x: lambda x: x * 1 * 2)
+    words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
+    words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
+    clock = FakeClock(None)
+    check(a_claim(optimized=arm, **words), clock)
+    with pytest.raises(Unproven, match="has 2 launches a call"):
+        check(a_claim(optimized=lambda x: x * 1 * 2, **words), clock)
+
+
+def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
+    def arm(x):
+        offsets = torch.arange(4).cumsum(0) * 2
+        return x.view(2, 2).T.reshape(4) * offsets[0].add(2)
+
+    from pytest_aiperf.claim.triton_launches import count
+
+    found = count(arm, (torch.ones(4),))
+    assert (found.launches, found.kernels) == (2, 1)  # the reshape copies
+    assert count(np.negative, (np.ones(3),)).launches == 0
+
+
+def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypatch):
+    def refuse(*_):
+        raise BuildError("no compiler")
+
+    counted = explanation.triton_launches.Count(1, 1, [(None, (), {})])
+    monkeypatch.setattr(explanation.triton_launches, "count", lambda *_: counted)
+    monkeypatch.setattr(explanation.triton_build, "compile_apart", refuse)
+    words = {"inputs": lambda bench: torch.randn(4), "evidence": [evidence.opcode("HGMMA", "k")]}
+    check(a_claim(**words), FakeClock(None))
+
+
+def test_evidence_for_each_byte_needs_the_bytes():
+    with pytest.raises(Misuse, match=r"dram__bytes\.sum for each byte needs work="):
+        a_claim(evidence=[evidence.counter("dram__bytes.sum", max=1, per="work")])
+
+
+def test_the_fake_limits_show_in_the_table():
+    from pytest_aiperf.report import terminal
+
+    said, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
+    quiet, loud = (terminal.table([said], 140, verbose=v) for v in (False, True))
+    assert "93 % copy" in quiet[2]
+    assert "median share of the limit 93% (1)" in quiet[-1]
+    assert not any("bound" in line for line in quiet)
+    told = "\n".join(loud)
+    assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in told
+    assert "ch07/x: evidence: launches <= 1: 1, holds" in told
+    assert "ch07/x: evidence: registers <= 32: not looked at" in told
+    assert isinstance(said.speedup, Interval)

@@ -1,0 +1,602 @@
+"""A claim on the fake clock: what is agreed on, prepared, timed, verified and stopped."""
+
+import gc
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pytest_aiperf import Score, prepared, static
+from pytest_aiperf.claim import replicates
+from pytest_aiperf.claim import sampler as room
+from pytest_aiperf.claim.inputs import Trial
+from pytest_aiperf.claim.measure import noise_floor
+from pytest_aiperf.claim.replicates import measure, speedup
+from pytest_aiperf.claim.stopping_rule import PLAN, Plan
+from pytest_aiperf.device.fake import (
+    FAKE_GPU,
+    Allocation,
+    FakeClock,
+    Fault,
+    Noise,
+    spend,
+    synchronise,
+)
+from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
+from pytest_aiperf.machine.distributed import Peers
+from pytest_aiperf.model import Metric, Mode, Verdict
+from pytest_aiperf.rules import validity
+from pytest_aiperf.rules.stats import half_width, t_quantile
+from pytest_aiperf.rules.verdict import verdict
+from tests.plugin.claims import a_claim, doubling, vectors
+
+WHITE = replace(Noise.none(), white=0.002)
+
+
+def a_trial(clock=None, said=None, **words):
+    clock = clock or FakeClock(noise=WHITE, seed=1)
+    said = [] if said is None else said
+    say = lambda phase, **figures: said.append((phase, figures))
+    return Trial(a_claim(**words), clock, 1, full=True, say=say)
+
+
+def measured(trial, plan=PLAN, metric=Metric.DEVICE):
+    trial.agreement()
+    timing = measure(trial, metric, plan)
+    trial.verify()
+    return timing
+
+
+def a_timed(trial, metric=Metric.DEVICE, ahead=(1001,)):
+    timed = room.Timed(trial, metric, PLAN)
+    timed.prepare(ahead)
+    timed.begin()
+    return timed
+
+
+# what an arm may prepare
+
+
+def test_a_prepared_arm_is_timed_without_its_preparation():
+    def make(x):
+        spend(1.0)
+        return doubling(100)
+
+    ratio = speedup(measured(a_trial(optimized=prepared(make))))
+    assert ratio.value == pytest.approx(2, rel=0.005)
+
+
+def test_work_done_while_preparing_is_a_wrong_answer():
+    def make(x):
+        done = x * 2
+        return lambda x: done
+
+    with pytest.raises(Disagreement, match="optimized disagrees"):
+        a_trial(optimized=prepared(make)).agreement()
+
+
+def test_static_inputs_may_be_consumed_while_preparing():
+    def inputs(bench):
+        rng = np.random.default_rng(bench.seed)
+        return rng.random(8), static(rng.random(8))
+
+    def make(x, weights):
+        halved = weights / 2
+        return lambda x, weights: x * halved
+
+    words = {
+        "inputs": inputs,
+        "baseline": lambda x, w: x * (w / 2),
+        "optimized": prepared(make),
+        "reference": lambda x, w: x * w / 2,
+    }
+    assert {e.arm for e in a_trial(**words).agreement()} == {"baseline", "optimized"}
+    words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
+    with pytest.raises(Disagreement):
+        a_trial(**words).agreement()
+
+
+def test_no_garbage_is_collected_while_an_arm_prepares():
+    seen = []
+    arm = prepared(lambda x: seen.append(gc.isenabled()) or doubling(100))
+    trial = a_trial(optimized=arm)
+    trial.agreement()
+    trial.prepare("optimized", 1, trial.make(1))
+    assert set(seen) == {False}
+    assert gc.isenabled()
+
+
+def test_a_prepared_arm_must_return_what_is_timed():
+    with pytest.raises(Misuse, match="must return what is timed"):
+        a_trial(optimized=prepared(lambda x: x * 2)).agreement()
+
+
+def test_arms_must_take_the_inputs():
+    with pytest.raises(Misuse, match=r"optimized=.* does not take the 1 values"):
+        a_trial(optimized=lambda x, y: x).agreement()
+
+
+@pytest.mark.parametrize("arm", ["baseline", "optimized"])  # the first is what others see first
+def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+
+    def flips(x):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        return x * 2
+
+    with pytest.raises(InvalidMeasurement, match="OMP_NUM_THREADS: 4 -> 1"):
+        a_trial(**{arm: flips}).agreement()
+
+
+# how it is timed
+
+
+def test_rounds_are_mirrored_and_their_order_is_drawn():
+    timing = measured(a_trial(library=doubling(150)), replace(PLAN, least=8, most=8))
+    orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
+    assert all(order == order[::-1] and sorted(order) == sorted("BOLBOL") for order in orders)
+    assert len(set(orders)) > 1
+
+
+def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
+    seeds = []
+
+    def inputs(bench):
+        seeds.append(bench.seed)
+        return vectors(bench)
+
+    timing = measured(a_trial(inputs=inputs))
+    own = [r.seed for r in timing.replicates]
+    assert len(set(own)) == len(own)
+    assert set(own) <= set(seeds)
+
+
+def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
+    gpu = replace(FAKE_GPU, l2_bytes=64 * 8 * 10)
+    timing = measured(a_trial(FakeClock(gpu, WHITE)))
+    assert timing.sets == 30  # three times the L2, in sets of a tenth of it
+    assert timing.calls >= timing.sets
+    assert timing.cache == "cold"
+
+
+def test_inputs_too_small_to_be_kept_cold_are_refused():
+    gpu = replace(FAKE_GPU, l2_bytes=64 << 20)
+    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
+        measured(a_trial(FakeClock(gpu, WHITE)))
+    assert measured(a_trial(FakeClock(gpu, WHITE), cache="warm")).cache == "warm"
+
+
+def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
+    short = {"baseline": doubling(20), "optimized": doubling(10)}
+    assert measured(a_trial(**short)).mode is Mode.GRAPH
+
+    def waits(x):
+        spend(10e-6)
+        synchronise()
+        return x * 2
+
+    timing = measured(a_trial(**short | {"optimized": waits}))
+    assert timing.mode is Mode.PLAIN
+    assert [note.partition(":")[0] for note in timing.notes] == [
+        "not timed by graph",
+        "not timed by backlog",
+    ]
+
+
+def test_a_disturbed_round_is_measured_again_and_counted():
+    clean = measured(a_trial(FakeClock(noise=Noise.none())))
+    assert sum(r.redone for r in clean.replicates) == 0
+    faults = [Fault(42, "throttle")]  # in the middle of a round
+    timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
+    assert sum(r.redone for r in timing.replicates) == 1
+    assert speedup(timing).value == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("rounds", "settled"), [(1, 0), (2, 1), (3, 2)])
+def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, settled):
+    class Counting(FakeClock):
+        settlings = 0
+
+        def settle(self, call):
+            self.settlings += 1
+            super().settle(call)
+
+    clock = Counting(noise=Noise.none())
+    trial = a_trial(clock)
+    trial.agreement()
+    timed = a_timed(trial)
+    before, faults, undisturbed = clock.settlings, ["a fault"] * rounds, timed._round
+
+    def disturbed(*about):
+        done, _, senses = undisturbed(*about)
+        return done, faults.pop() if faults else None, senses
+
+    timed._round = disturbed
+    assert timed.replicate(2).redone == rounds
+    assert clock.settlings - before == settled
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.009, 2), (0.015, 1)])
+def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
+    now = [0.0]
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(FakeClock):
+        def block(self, calls, mode):
+            made = super().block(calls, mode)
+
+            class Block:
+                last = None
+
+                def run(self):
+                    now[0] += seconds
+                    return made.run()
+
+                again = run
+
+            return Block()
+
+    class Two(Peers):
+        def most(self, figure):
+            asked.append(figure)
+            return figure
+
+    asked = []
+    trial = a_trial(Slow(noise=Noise.none(), peers=Two()))
+    trial.agreement()
+    timed = a_timed(trial)
+    assert timed.mode is Mode.BACKLOG
+    assert timed.rounds == rounds
+    assert asked[-1] == pytest.approx(2 * seconds)  # ranks agree on it
+
+
+def test_a_gpu_that_is_never_calm_is_invalid():
+    clock = FakeClock(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
+    with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
+        measured(a_trial(clock))
+
+
+def test_what_timed_calls_left_is_verified():
+    calls = []
+
+    def tires(x):
+        calls.append(1)
+        spend(100e-6)
+        return x * 2 if len(calls) < 50 else x
+
+    with pytest.raises(Disagreement, match=r"optimized disagrees.*after timing"):
+        measured(a_trial(optimized=tires))
+
+
+@pytest.mark.parametrize(("memory", "asked"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
+def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, asked):
+    """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
+    calls = []
+    trial = a_trial(
+        FakeClock(replace(FAKE_GPU, memory_bytes=memory), WHITE),
+        reference=lambda x: calls.append(1) or x + x,
+    )
+
+    def left(seed):
+        results = {n: [("0", trial.make(seed)[0] * 2)] for n in ("baseline", "optimized")}
+        trial.verify_later([results], seed, "then")
+
+    for seed in range(5):
+        left(seed)
+    assert len(calls) == 0
+    left(5)
+    assert len(calls) == asked
+    trial.verify()
+    assert len(calls) == 6
+
+
+def test_the_oracle_is_asked_once_for_the_same_inputs():
+    calls = []
+    trial = a_trial(reference=lambda x: calls.append(1) or x + x)
+    for seed, other in ((1, None), (1, None), (1, 2), (1, 2), (1, None)):
+        values = trial.make(seed if other is None else other)[0]
+        results = {name: [("0", values * 2)] for name in ("baseline", "optimized")}
+        trial.verify_later([results], seed, "then", other)
+    trial.verify()
+    assert len(calls) == 3
+
+
+def test_arms_that_update_in_place_are_verified_from_restored_inputs():
+    def adding(microseconds):
+        def add(x):
+            spend(microseconds * 1e-6)
+            x += 1
+
+        return add
+
+    words = {"baseline": adding(200), "optimized": adding(100), "reference": lambda x: x + 1}
+    ratio = speedup(measured(a_trial(**words)))
+    assert ratio.low < 2 < ratio.high
+
+
+def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
+    """Or what a call copies to pinned memory would be looked at before it is there."""
+    seen = []
+
+    class Watched(FakeClock):
+        def synchronize(self):
+            seen.append("wait")
+
+    def add(x):
+        seen.append("call")
+        spend(100e-6)
+        x += 1
+
+    trial = a_trial(Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1)
+    trial.agreement()
+    kept = room.correctness.kept
+    monkeypatch.setattr(room.correctness, "kept", lambda found: seen.append("kept") or kept(found))
+    monkeypatch.setattr(room.Timed, "challenge", lambda *_: None)  # it takes without a wait
+    measure(trial, Metric.DEVICE, PLAN)
+    before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
+    assert set(before) == {"wait"}
+
+
+# when it stops
+
+
+def test_it_stops_when_the_interval_is_narrow():
+    timing = measured(a_trial())
+    assert (timing.stopped, len(timing.replicates)) == ("width", PLAN.least)
+    assert half_width(speedup(timing)) <= PLAN.half_width
+
+
+@pytest.mark.parametrize("sd", [0.002, 0.005, 0.008])  # nearly all stop at once; some; most late
+def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
+    rng, runs, missed = np.random.default_rng(1), 20_000, 0
+    drawn, open_ = rng.normal(0, sd, (runs, PLAN.most)), np.ones(runs, bool)
+    for n in range(PLAN.least, PLAN.most + 1):
+        mean, spread = drawn[:, :n].mean(1), drawn[:, :n].std(1, ddof=1)
+        half = t_quantile(0.995, n - 1) * spread / n**0.5
+        ends = open_ & ((half <= PLAN.half_width) | (n == PLAN.most))
+        missed += int((ends & (abs(mean) > half)).sum())
+        open_ &= ~ends
+    assert missed / runs < 0.021  # 0.01 is what the interval says
+
+
+def test_it_never_stops_for_a_good_ratio_alone():
+    noisy = replace(Noise.none(), layout=0.05)
+    timing = measured(a_trial(FakeClock(noise=noisy)), replace(PLAN, seconds=1e9))
+    assert timing.stopped == "replicates"
+    assert verdict(speedup(timing), 0.0) is Verdict.FASTER
+
+
+def test_it_stops_when_its_seconds_are_spent():
+    noisy = replace(Noise.none(), layout=0.05)
+    plan = Plan(least=3, seconds=1e-9)
+    timing = measured(a_trial(FakeClock(noise=noisy)), plan)
+    assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
+        "seconds",
+        5,  # two more than the least, as it is wide
+        (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("each", "layout", "replicates"),
+    [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 8), (0.11, 0.1, 10)],
+)
+def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replicates):
+    now = [0.0]
+    monkeypatch.setattr(replicates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(FakeClock):
+        def release(self):
+            now[0] += each
+
+    noisy = replace(Noise.none(), layout=layout)
+    timing = measured(a_trial(Slow(noise=noisy)), replace(PLAN, seconds=0.999))
+    assert (timing.stopped, len(timing.replicates)) == ("seconds", replicates)
+
+
+# what stands ready before the device is had alone
+
+
+def made_in_the_turn(clock, **words):
+    """Count the replicates whose inputs are made while a trial is timed."""
+    made, usual = [], a_claim().inputs
+    trial = a_trial(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
+    trial.agreement()
+    measurement = replicates.Measurement(trial, Metric.DEVICE, PLAN)
+    measurement.prepare()
+    made.clear()
+    timing = measurement.measure()
+    in_the_turn = len(made) / (2 * measurement.way.sets)
+    measurement.challenge()
+    trial.verify()
+    assert len(timing.replicates) == PLAN.least
+    return in_the_turn
+
+
+@pytest.mark.parametrize(
+    ("stands", "made"), [(PLAN.least, 0), (PLAN.least - 2, 2), (0.5, PLAN.least - 1)]
+)
+def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
+    size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
+    monkeypatch.setattr(room, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
+    assert made_in_the_turn(FakeClock(noise=Noise.none())) == made
+
+
+def test_half_of_the_memory_is_left_to_others():
+    class Full(FakeClock):
+        asked = 0
+
+        def free(self):
+            self.asked += 1
+            return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
+
+    assert made_in_the_turn(Full(noise=Noise.none())) == PLAN.least - 3
+
+
+def test_what_finds_no_memory_is_made_when_it_is_timed():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    class Small(FakeClock):
+        blocks = 0
+
+        def block(self, calls, mode):
+            self.blocks += mode is Mode.WALL
+            if mode is Mode.WALL and self.blocks == 8:  # in the middle of what is made ahead
+                raise OutOfMemoryError
+            return super().block(calls, mode)
+
+    assert made_in_the_turn(Small(noise=Noise.none())) == PLAN.least - 2
+
+
+def test_ranks_and_the_host_make_nothing_ahead():
+    class Two(Peers):
+        count = property(lambda _: 2)
+
+    assert made_in_the_turn(FakeClock(None, Noise.none())) == PLAN.least - 1
+    assert made_in_the_turn(FakeClock(noise=Noise.none(), peers=Two())) == PLAN.least - 1
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "ahead", "released"), [(20, [2], 0), (20, [1], 1), (100, [2], 1)]
+)
+def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahead, released):
+    class Watched(FakeClock):
+        released = 0
+
+        def release(self):
+            self.released += 1
+
+    arms = {"baseline": doubling(2 * microseconds), "optimized": doubling(microseconds)}
+    trial = a_trial(Watched(noise=Noise.none()), **arms)
+    trial.agreement()
+    timed = a_timed(trial, ahead=ahead)
+    before = trial.clock.released
+    timed.replicate(2)
+    assert trial.clock.released - before == released
+
+
+@pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.SPAN)])
+def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
+    clock = FakeClock(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
+    trial = a_trial(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
+    trial.agreement()
+    timed = a_timed(trial, ahead=[1001, 2001])
+    assert (timed.sets, len(timed._ahead[2001][0].calls)) == (sets, sets)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ahead", "warmed"),
+    [
+        (Mode.BACKLOG, [1], False),  # waking warms
+        (Mode.PLAIN, [1], False),
+        (Mode.GRAPH, [1], True),  # capturing must not be a call's first run
+        (Mode.GRAPH, [2], False),
+        (Mode.WALL, [2], True),  # it may have stood ready for long
+    ],
+)
+def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
+    ran = []
+    monkeypatch.setattr(room.Timed, "_run_each", lambda _, stand: ran.append(stand.name))
+    trial = a_trial()
+    trial.agreement()
+    timed = a_timed(trial, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
+    timed.mode = mode
+    ran.clear()
+    timed.replicate(2)
+    assert sorted(ran) == (["baseline", "optimized"] if warmed else [])
+
+
+@pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
+def test_the_device_is_awake_before_the_first_round(metric):
+    done = []
+
+    class Clock(FakeClock):
+        def wake(self, blocks):
+            done.append(len(blocks))
+
+    trial = a_trial(Clock(noise=Noise.none()))
+    trial.agreement()
+    timed = a_timed(trial, metric)
+    once = timed._round
+    timed._round = lambda *about: done.append("round") or once(*about)
+    timed.replicate(2)
+    awake = [2] if metric is Metric.DEVICE else []  # what a caller waits is full of pauses
+    assert done == [*awake, "round", "round"]
+
+
+def test_progress_says_how_far_it_is():
+    said = []
+    measured(a_trial(said=said))
+    phases = [phase for phase, _ in said]
+    assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
+    last = said[-1][1]
+    assert (last["replicate"], last["most"]) == (PLAN.least, PLAN.most)
+    assert last["ratio"] == pytest.approx(2, rel=0.01)
+
+
+# what is claimed instead of time
+
+
+def test_peak_memory():
+    def holding(size):
+        def double(x):
+            held = Allocation(size)
+            return x * 2 if held else x
+
+        return double
+
+    trial = a_trial(baseline=holding(3000), optimized=holding(1000), metric="memory")
+    timing = measured(trial, metric=Metric.MEMORY)
+    ratio = speedup(timing)
+    assert (timing.unit, ratio.low, ratio.value, ratio.high) == ("B", *[pytest.approx(3)] * 3)
+
+
+@pytest.mark.parametrize(("better", "ratio"), [("higher", 1.5), ("lower", 1 / 1.5)])
+def test_scores(better, ratio):
+    def scoring(figure):
+        return lambda x: (x * 2, Score(figure, "tokens/s", better))
+
+    trial = a_trial(baseline=scoring(100.0), optimized=scoring(150.0), metric="score")
+    timing = measured(trial, metric=Metric.SCORE)
+    assert timing.unit == "tokens/s"
+    assert speedup(timing).value == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("arm", "says"),
+    [
+        (lambda x: x * 2, "exactly one Score"),
+        (lambda x: (x * 2, Score(0.0, "hits")), "a ratio needs more than 0"),
+    ],
+)
+def test_a_score_must_be_there_and_positive(arm, says):
+    with pytest.raises(Misuse, match=says):
+        measured(a_trial(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
+
+
+# what its verdicts are worth, on a device with all the noise of a real one
+
+
+def verdicts(slower, comparisons=40):
+    found = []
+    for seed in range(comparisons):
+        clock = FakeClock(seed=seed)
+        floor = noise_floor(clock, seed, PLAN, lambda *_a, **_k: None)
+        trial = a_trial(clock, baseline=doubling(200), optimized=doubling(200 * slower))
+        trial.random = random.Random(seed)
+        trial.agreement()
+        found.append(verdict(speedup(measure(trial, Metric.DEVICE, PLAN)), floor))
+    return found
+
+
+def test_identical_arms_are_not_told_apart():
+    found = verdicts(1.0)
+    assert found.count(Verdict.FASTER) + found.count(Verdict.SLOWER) == 0
+
+
+def test_an_arm_slowed_by_two_percent_is_slower():
+    # the default noise is that of the noisiest kernel: on a GPU it is 100 of 100 (tests/gpu)
+    assert verdicts(1.02).count(Verdict.SLOWER) >= 36

@@ -1,0 +1,502 @@
+"""Whatever a claim does, it costs that claim only, and no process is left behind.
+
+Once a run; ``--hypothesis-profile=long`` does each 20 times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import isolation
+from pytest_aiperf.machine.isolation import Channel, Ended, describe, supervise
+
+SIGNALS = ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGTERM"]
+
+if settings.get_current_profile_name() == "long":
+
+    @pytest.fixture(autouse=True, params=range(20))
+    def again():
+        """Have each test so often."""
+
+
+def gone(*pids: int, within: float = 60) -> bool:
+    """Whether no such process runs, at the latest after some seconds (a zombie does not run)."""
+    end = time.monotonic() + within
+    while any(map(runs, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def sleeper() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
+
+
+def daemon() -> int:
+    """A process that leaves the claim's group and session, and whose parent ends."""
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            time.sleep(300)
+        os.write(theirs, str(pid).encode())
+        os._exit(0)
+    os.wait()
+    return int(os.read(ours, 20))
+
+
+def run(work, *, deadline=30.0, on_message=lambda _: None, grace=0.2) -> Ended:
+    try:
+        return supervise(work, deadline=deadline, on_message=on_message, grace=grace)
+    finally:
+        with pytest.raises(ChildProcessError):  # reaped: no child of ours is left, nor a zombie
+            os.waitpid(-1, os.WNOHANG)
+
+
+# How a claim ends
+
+
+def test_messages_come_in_order_and_the_transient_ones_are_not_kept():
+    def work(channel):
+        channel.send("working", phase="build")
+        channel.send("progress", ratio=1.5)
+        channel.send("report", pid=os.getpid())
+        channel.send("result", values=[1.0, None, "ü\n"], nested={"a": True})
+
+    heard: list[dict] = []
+    ended = run(work, on_message=heard.append)
+    assert [m["kind"] for m in heard] == ["working", "progress", "report", "result"]
+    assert list(ended.messages) == heard[2:]
+    assert heard[2]["pid"] != os.getpid()
+    assert heard[3] == {"kind": "result", "values": [1.0, None, "ü\n"], "nested": {"a": True}}
+    assert (ended.status, ended.code) == ("exited", 0)
+    assert ended.peak_rss_bytes > 2**20
+    assert ended.seconds > 0
+
+
+def test_an_exception_comes_back_with_its_traceback():
+    def work(channel):
+        raise ZeroDivisionError("of all things")
+
+    ended = run(work)
+    (crash,) = ended.messages
+    assert crash["kind"] == "crash"
+    assert "in work" in crash["text"]
+    assert (ended.status, ended.code) == ("exited", 1)
+    assert describe(ended).endswith("ZeroDivisionError: of all things")
+
+
+def test_sys_exit_is_a_crash_as_any_exception():
+    assert describe(run(lambda channel: sys.exit(0))).endswith("SystemExit: 0")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_leaving_early_is_not_a_result(code):
+    ended = run(lambda channel: os._exit(code))
+    assert (ended.messages, ended.status, ended.code) == ((), "exited", code)
+    assert f"exit code {code} without a result" in describe(ended)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_costs_that_claim_only(name):
+    def work(channel):
+        channel.send("report", before=True)
+        os.kill(os.getpid(), signal.Signals[name])
+        time.sleep(30)
+
+    ended = run(work)
+    assert (ended.status, ended.code) == ("signalled", signal.Signals[name])
+    assert ended.messages == ({"kind": "report", "before": True},)
+    assert f"killed by {name}" in describe(ended)
+    assert run(lambda channel: channel.send("result")).messages == ({"kind": "result"},)
+
+
+def test_ctrl_c_is_for_the_parent_to_decide():
+    def work(channel):
+        os.killpg(0, signal.SIGINT)
+        channel.send("result")
+
+    assert run(work).messages == ({"kind": "result"},)
+
+
+# The deadline
+
+
+def test_a_claim_that_ignores_sigterm_is_killed_after_the_grace():
+    def work(channel):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        channel.send("report", pids=[os.getpid(), sleeper()])
+        time.sleep(300)
+
+    ended = run(work, deadline=1, grace=0.2)
+    assert (ended.status, ended.code) == ("timeout", signal.SIGKILL)
+    assert gone(*ended.messages[0]["pids"], within=0)
+    assert describe(ended).startswith("exceeded its deadline of 1 s")
+
+
+def test_a_claim_may_end_politely_within_the_grace():
+    def work(channel):
+        signal.signal(signal.SIGTERM, lambda *_: channel.send("report", polite=True) or os._exit(7))
+        time.sleep(300)
+
+    ended = run(work, deadline=1, grace=30)
+    assert (ended.status, ended.code) == ("timeout", 7)
+    assert ended.messages == ({"kind": "report", "polite": True},)
+    assert ended.seconds < 60
+
+
+def test_where_a_claim_crashed_or_hung_is_in_its_own_stderr(capfd):
+    def hung(channel):
+        time.sleep(300)
+
+    def crashed(channel):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    assert run(hung, deadline=1, grace=30).code == signal.SIGTERM
+    assert "in hung" in capfd.readouterr().err
+    assert run(crashed).code == signal.SIGSEGV
+    assert "in crashed" in capfd.readouterr().err
+
+
+def test_waiting_does_not_count():
+    def work(channel):
+        channel.send("waiting")
+        channel.send("waiting")
+        time.sleep(1.5)
+        channel.send("working")
+        channel.send("result")
+
+    ended = run(work, deadline=1)
+    assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
+
+
+def test_the_deadline_is_what_is_left_of_the_time_at_work(monkeypatch):
+    now = 100.0
+    with monkeypatch.context() as patch:
+        patch.setattr(isolation.time, "monotonic", lambda: now)
+        deadline = isolation._Deadline(60.0, grace=2.0)
+        now = 120.0
+        deadline.heed("waiting")
+        assert deadline.left() is None
+        now = 1000.0
+        deadline.heed("working")
+        now = 1030.0
+        deadline.heed("working")  # is not a second start
+        deadline.heed("result")
+        left = [deadline.left()]
+        now = 1041.0
+        left.append(deadline.left())
+        orders = [deadline.order()]
+        deadline.heed("waiting")  # too late
+        left.append(deadline.left())
+        orders += [deadline.order(), deadline.order()]
+    assert left == [10.0, 0.0, 2.0]
+    assert orders == [b"T", b"K", b""]
+    assert deadline.exceeded
+    assert deadline.stuck
+
+
+def test_a_claim_that_works_again_meets_its_deadline():
+    def work(channel):
+        channel.send("waiting")
+        channel.send("working")
+        time.sleep(300)
+
+    assert run(work, deadline=1).status == "timeout"
+
+
+def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(isolation, "PATIENCE", 0.2)
+
+    def work(channel):
+        channel.send("report", pid=os.getpid())
+        os.kill(os.getppid(), signal.SIGSTOP)  # the keeper can no longer report an end
+        time.sleep(300)
+
+    ended = run(work, deadline=1, grace=0.1)
+    assert ended.status == "stuck"
+    assert gone(ended.messages[0]["pid"])
+    assert "did not die of SIGKILL" in describe(ended)
+
+
+def test_a_claim_does_not_outlive_its_keeper():
+    def work(channel):
+        channel.send("report", pid=os.getpid())
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(300)
+
+    ended = run(work)
+    assert ended.status == "interrupted"
+    assert gone(ended.messages[0]["pid"])
+    assert "killed from outside" in describe(ended)
+
+
+# What a claim starts
+
+
+@pytest.mark.parametrize("start", [sleeper, daemon])
+def test_what_a_claim_leaves_behind_is_killed(start):
+    ended = run(lambda channel: channel.send("report", pid=start()))
+    assert gone(ended.messages[0]["pid"], within=0)
+    assert (ended.status, ended.code) == ("exited", 0)
+
+
+def test_processes_that_replace_each_other_do_not_escape():
+    def relay():
+        end = time.monotonic() + 120  # should this test fail
+        while time.monotonic() < end:
+            if os.fork():
+                os._exit(0)
+
+    def work(channel):
+        if os.fork() == 0:
+            relay()
+        channel.send("result")
+
+    assert run(work).seconds < 60
+
+
+def test_a_thread_does_not_keep_a_claim_alive():
+    def work(channel):
+        threading.Thread(target=time.sleep, args=(300,)).start()
+        channel.send("result")
+
+    assert run(work).seconds < 60
+
+
+def test_processes_of_others_are_left_alone():
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        supervise(lambda channel: daemon(), deadline=30, on_message=lambda _: None)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
+    def work(channel):
+        for fails in (True, False):
+            if (pid := os.fork()) == 0:
+                if fails:
+                    raise ValueError("in the fork")
+                return  # into _run, as the claim itself does
+            os.waitpid(pid, 0)
+        if (pid := os.fork()) == 0:
+            try:
+                channel.send("result", forged=True)
+            except Misuse:
+                os._exit(42)
+        _, status = os.waitpid(pid, 0)
+        channel.send("result", refused=os.waitstatus_to_exitcode(status) == 42)
+
+    ended = run(work)
+    assert ended.messages == ({"kind": "result", "refused": True},)
+    assert ended.code == 0
+
+
+# The channel
+
+
+def test_a_big_message_arrives_whole():
+    ended = run(lambda channel: channel.send("result", text="x" * 4 * 2**20))
+    assert len(ended.messages[0]["text"]) == 4 * 2**20
+
+
+def test_a_message_over_the_limit_is_refused_where_it_is_sent(monkeypatch):
+    monkeypatch.setattr(isolation, "LIMIT", 2**17)
+    ended = run(lambda channel: channel.send("result", text="x" * 2**17))
+    assert "Misuse: a message 'result' of 131" in describe(ended)
+
+
+@pytest.mark.parametrize(
+    "text", [b"1\n", b"{}\n", b'{"kind": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b"x" * 2**20]
+)
+def test_what_is_no_message_fails_the_claim(monkeypatch, text):
+    monkeypatch.setattr(isolation, "LIMIT", 2**17)
+
+    def work(channel):
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+            os.write(channel._fd, text)
+
+    ended = run(work)
+    assert [m["kind"] for m in ended.messages] == ["crash"]
+    assert "no message" in describe(ended)
+
+
+def test_a_torn_message_is_dropped():
+    def work(channel):
+        channel.send("report")
+        os.write(channel._fd, b'{"kind": "resu')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(work).messages == ({"kind": "report"},)
+
+
+def test_a_claim_may_close_the_channel():
+    ended = run(lambda channel: (os.close(channel._fd), time.sleep(0.1)))
+    assert (ended.messages, ended.code) == ((), 0)
+
+
+PRINTER = """
+import ctypes, sys
+from pytest_aiperf.machine.child import supervise
+printf = ctypes.CDLL(None).printf
+
+def work(channel):
+    print("child", end=" ")
+    printf(b"child-in-C ")
+
+print("parent", end=" ")
+printf(b"parent-in-C ")
+supervise(work, deadline=30, on_message=print)
+"""
+
+
+def test_buffered_output_is_written_once():
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path)}  # not PYTHONUNBUFFERED
+    out = subprocess.check_output([sys.executable, "-c", PRINTER], env=environ, text=True)
+    assert sorted(out.split()) == ["child", "child-in-C", "parent", "parent-in-C"]
+
+
+def test_a_parent_with_threads_is_not_warned_of_forking():
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert run(lambda channel: channel.send("result")).messages
+    finally:
+        stop.set()
+        thread.join()
+
+
+# When the pytest process is interrupted or dies
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_in_the_parent_leaves_nothing(stop):
+    pids = []
+
+    def work(channel):
+        channel.send("report", pids=[os.getpid(), os.getppid(), sleeper(), daemon()])
+        time.sleep(300)
+
+    def heard(message):
+        pids.extend(message["pids"])
+        if stop is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        raise stop
+
+    with pytest.raises(stop):
+        run(work, on_message=heard)
+    assert len(pids) == 4
+    assert gone(*pids, within=0)
+
+
+SUPERVISOR = """
+import os, sys, time
+sys.path[:0] = {path!r}
+from test_child import daemon, sleeper
+from pytest_aiperf.machine.child import supervise
+
+def work(channel):
+    pids = [os.getpid(), os.getppid(), sleeper(), daemon()]
+    print(*pids, flush=True)
+    time.sleep(300)
+
+supervise(work, deadline=300, on_message=print)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_parent_leaves_nothing(signum):
+    path = [str(Path(__file__).parent), *sys.path]
+    script = SUPERVISOR.format(path=path)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 4
+        assert all(map(runs, pids))
+        parent.send_signal(signum)
+        assert gone(*pids)
+        assert parent.stdout.read() == b""  # the reader of its output sees the end
+
+
+def test_arm_parent_death():
+    ours, theirs = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        if os.fork() == 0:
+            isolation.arm_parent_death(signal.SIGTERM)
+            os.write(theirs, str(os.getpid()).encode())
+        time.sleep(300)
+        os._exit(0)
+    pid = int(os.read(ours, 20))
+    assert runs(pid)
+    os.kill(middle, signal.SIGKILL)
+    os.waitpid(middle, 0)
+    assert gone(pid)
+
+
+def test_arm_parent_death_when_the_parent_is_dead_already():
+    pid = os.fork()
+    if pid == 0:
+        isolation.arm_parent_death(signal.SIGTERM, parent=os.getpid())  # which is not its parent
+        time.sleep(300)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+# In words
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        ("signalled", signal.SIGSEGV, "killed by SIGSEGV (segmentation fault) after 1.2 s"),
+        ("signalled", 40, "killed by signal 40 (real-time signal 6) after 1.2 s"),
+        (
+            "signalled",
+            signal.SIGKILL,
+            "killed by SIGKILL after 1.2 s: out of host memory? peak RSS 3.1 GiB",
+        ),
+        (
+            "timeout",
+            signal.SIGTERM,
+            "exceeded its deadline of 120 s (a kernel that never ends, or raise aiperf_deadline)",
+        ),
+        (
+            "exited",
+            0,
+            "ended with exit code 0 without a result (os._exit or sys.exit in the claim?)",
+        ),
+    ],
+)
+def test_describe(status, code, says):
+    assert describe(Ended((), status, code, 1.234, int(3.1 * 2**30), 120.0)) == says
+
+
+def test_a_channel_takes_plain_builtins_only():
+    with pytest.raises(TypeError, match="Path"):
+        Channel(-1).send("result", path=Path())

@@ -1,0 +1,443 @@
+"""Builds are keyed by content and published whole, however many ask for them at once."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf.build import nvcc as room
+from pytest_aiperf.build.nvcc import Nvcc, Want, build, build_all, nvcc_names
+from pytest_aiperf.errors import BuildError, Misuse
+
+SCALE = """
+#include "factor.h"
+__global__ void scale_kernel(const float* a, float* out, int n) {
+  __shared__ float tile[64];
+  int i = blockIdx.x * 64 + threadIdx.x;
+  tile[threadIdx.x] = i < n ? a[i] : 0;
+  __syncthreads();
+  if (i < n) out[i] = FACTOR * tile[63 - threadIdx.x];
+}
+extern "C" cudaError_t scale(const float* a, float* out, int n, cudaStream_t stream) {
+  scale_kernel<<<(n + 63) / 64, 64, 0, stream>>>(a, out, n);
+  return cudaGetLastError();
+}
+"""
+ARCHS = ("sm90", "sm100", "sm103", "sm121")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A kernel with a header of its own, in a folder with a space in its name."""
+    folder = tmp_path / "my kernels"
+    folder.mkdir()
+    (folder / "factor.h").write_text("#define FACTOR 2.0f\n")
+    (folder / "scale.cu").write_text(SCALE)
+    return folder / "scale.cu"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where builds are kept, also of those who are told no folder."""
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path, monkeypatch):
+    """A compiler that counts its compilations and does what the test's shell lines say."""
+
+    def make(lines, release="99.9"):
+        script = tmp_path / "nvcc"
+        script.write_text(
+            "#!/bin/sh\n"
+            f'if [ "$1" = --version ]; then echo "release {release}"; exit; fi\n'
+            f"echo run >> {tmp_path}/runs\n{lines}\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("CUDACXX", str(script))
+        room.find_nvcc.cache_clear()
+        return lambda: len((tmp_path / "runs").read_text().split())
+
+    yield make
+    room.find_nvcc.cache_clear()
+
+
+def published(cache):
+    return [p for p in cache.iterdir() if p.is_dir()]
+
+
+# the real compiler
+
+
+def test_a_build_has_its_launcher_and_what_ptxas_said(source, cache):
+    made = build(source, "sm90", cache=cache)
+    assert ctypes.CDLL(str(made.path)).scale
+    assert made.arch == "sm_90a"
+    assert made.source == source
+    (kernel,) = made.kernels
+    assert kernel.function == "scale_kernel(float const*, float*, int)"
+    assert kernel.registers >= 8
+    assert (kernel.spill_bytes, kernel.shared_bytes) == (0, 256)
+    assert kernel.source == str(source)
+    assert "sm_90a" in made.log
+    assert (cache.stat().st_mode & 0o777, len(published(cache))) == (0o700, 1)
+
+
+def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cache):
+    bad = source.with_name("-bad.cu")
+    bad.write_text('extern "C" int f(cudaStream_t stream) {\n  return nonsense;\n}\n')
+    wants = [Want(source, arch) for arch in ARCHS] + [Want(bad, "sm90"), Want(bad, "sm90", ("-x",))]
+    seen = []
+    *four, broken, refused = build_all(wants, progress=lambda *step: seen.append(step))
+    assert [b.arch for b in four] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
+    assert len({b.path for b in four}) == 4
+    assert [(done, total) for done, total, _ in seen] == [(i, 6) for i in range(1, 7)]
+    assert isinstance(refused, Misuse)
+
+    assert isinstance(broken, BuildError)
+    head, why, command = str(broken).splitlines()
+    assert head == f"nvcc could not build {bad} for sm_90a"
+    assert why == f'{bad}(2): error: identifier "nonsense" is undefined'
+    assert shlex.split(command)[-1] == str(bad)
+    assert len(published(cache)) == 4
+
+
+def test_racing_processes_publish_one_build(source, cache):
+    script = (
+        "import sys; from pathlib import Path; from pytest_aiperf.building.build import build\n"
+        "print(build(sys.argv[1], 'sm90', cache=Path(sys.argv[2])).path)"
+    )
+    command = [sys.executable, "-c", script, str(source), str(cache)]
+    env = {**os.environ, "PYTHONPATH": str(Path(room.__file__).parents[2])}
+    racers = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = {racer.communicate()[0] for racer in racers}
+    assert said == {f"{published(cache)[0] / 'library.so'}\n"}
+    assert len(published(cache)) == 1
+
+
+# the cache
+
+WRITES = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+
+
+def test_what_the_cache_has_is_not_compiled_again(source, cache, fake_nvcc):
+    runs = fake_nvcc(WRITES)
+    first = build(source, "sm90", cache=cache)
+    copy = source.with_name("copy.cu")
+    copy.write_bytes(source.read_bytes())
+    assert build(source, "sm90", cache=cache) == first
+    assert build(copy, "sm90", cache=cache).path == first.path
+    assert runs() == 1
+
+
+@pytest.mark.parametrize("how", ["header", "deep header", "source", "flags", "arch", "nvcc", "env"])
+def test_what_decides_the_build_decides_the_entry(how, source, cache, fake_nvcc, monkeypatch):
+    runs = fake_nvcc(WRITES)
+    include = source.parent / "include"
+    (include / "deep").mkdir(parents=True)
+    (include / "deep" / "er.h").write_text("")
+    source.with_name("factor.h").write_text("#include <deep/er.h>\n#include <vector>\n")
+    first = build(source, "sm90", include=[include], cache=cache)
+    arch, flags = "sm90", ()
+    if how == "header":
+        source.with_name("factor.h").write_text("#include <deep/er.h>\n#define FACTOR 3.0f\n")
+    elif how == "deep header":
+        (include / "deep" / "er.h").write_text("#define DEEPER\n")
+    elif how == "source":
+        source.write_text(SCALE + "// more\n")
+    elif how == "flags":
+        flags = ("-DN=4",)
+    elif how == "nvcc":
+        fake_nvcc(WRITES, release="99.10")
+    elif how == "env":
+        monkeypatch.setenv("NVCC_APPEND_FLAGS", "-DN=5")
+    else:
+        arch = "sm100"
+    second = build(source, arch, include=[include], flags=flags, cache=cache)
+    assert second.path != first.path
+    assert runs() == 2
+
+
+@pytest.mark.parametrize("torn", ["record.json", "library.so", "missing record", "missing library"])
+def test_a_torn_entry_is_built_anew(torn, source, cache, fake_nvcc):
+    runs = fake_nvcc(WRITES)
+    first = build(source, "sm90", cache=cache)
+    if torn.startswith("missing"):
+        name = "record.json" if torn.endswith("record") else "library.so"
+        first.path.with_name(name).unlink()
+    else:
+        whole = first.path.with_name(torn)
+        whole.write_bytes(whole.read_bytes()[:4])
+    assert build(source, "sm90", cache=cache) == first
+    assert first.path.read_text() == "library\n"
+    assert json.loads(first.path.with_name("record.json").read_text())["size"] == 8
+    assert runs() == 2
+    assert len(published(cache)) == 1
+
+
+def test_threads_of_one_process_compile_once(source, cache, fake_nvcc, monkeypatch):
+    runs = fake_nvcc(f"sleep 0.2; {WRITES}")
+    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(4))
+    made = build_all([Want(source, "sm90")] * 4)
+    assert len(set(made)) == 1
+    assert runs() == 1
+
+
+def test_what_a_killed_run_left_is_cleared(source, cache, fake_nvcc):
+    fake_nvcc(WRITES)
+    made = build(source, "sm90", cache=cache)
+    key = made.path.parent.name
+    made.path.unlink()
+    (cache / f"{key}.new" / "tmp").mkdir(parents=True)
+    build(source, "sm90", cache=cache)
+    assert [p.name for p in published(cache)] == [key]
+
+
+def test_a_source_edited_while_it_compiles_is_compiled_again(source, cache, fake_nvcc):
+    edit = f'echo "// $(wc -l < {source.parent.parent}/runs)" >> "{source}"'
+    runs = fake_nvcc(f"[ $(wc -l < {source.parent.parent}/runs) = 1 ] && {edit}\n{WRITES}")
+    made = build(source, "sm90", cache=cache)
+    assert runs() == 2
+    assert build(source, "sm90", cache=cache) == made
+    assert runs() == 2
+    assert len(published(cache)) == 1
+
+
+def test_a_cache_that_cannot_be_written_says_so(source, tmp_path, fake_nvcc):
+    fake_nvcc(WRITES)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"cannot build .*PYTEST_AIPERF_CACHE moves it"):
+        build(source, "sm90", cache=tmp_path / "file" / "cache")
+
+
+def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
+    assert room.default_cache() == tmp_path
+    monkeypatch.delenv("PYTEST_AIPERF_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert room.default_cache() == Path("/somewhere/pytest-aiperf")
+
+
+# compilers that fail
+
+
+def alive(pid):
+    """Whether a process still runs; one that was killed may take a moment to be gone."""
+    for _ in range(500):
+        try:
+            if "(zombie)" in Path(f"/proc/{pid}/status").read_text():
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_compiler_that_hangs_is_killed_with_its_children(
+    source, cache, fake_nvcc, tmp_path, monkeypatch
+):
+    fake_nvcc(f"sleep 60 & : > {tmp_path}/child.$!; wait")
+    asked = []
+
+    def monotonic():  # the deadline comes as soon as there is a child to kill
+        asked.append(None)
+        return 1000.0 if len(asked) > 1 and any(tmp_path.glob("child.*")) else 0.0
+
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(room, "DEADLINE", 0.1)
+    with pytest.raises(BuildError, match=r"did not build .* within 0.1 s\n.*-gencode"):
+        build(source, "sm90", cache=cache)
+    assert published(cache) == []
+    (child,) = tmp_path.glob("child.*")
+    assert not alive(child.suffix[1:])
+
+
+def test_a_compiler_that_dies_halfway_publishes_nothing(source, cache, fake_nvcc):
+    fake_nvcc(f"echo compiling\n{WRITES}\nkill -SEGV $$")
+    with pytest.raises(BuildError, match=r"compiling\nnvcc ended with status -11\n"):
+        build(source, "sm90", cache=cache)
+    assert published(cache) == []
+
+
+def test_the_first_five_errors_are_shown(source, cache, fake_nvcc):
+    fake_nvcc(
+        'for i in 1 2 3 4 5 6 7; do echo "note $i"; echo "x.cu($i): error: e$i"; done; exit 2'
+    )
+    with pytest.raises(BuildError) as caught:
+        build(source, "sm90", cache=cache)
+    assert str(caught.value).splitlines()[1:-1] == [f"x.cu({i}): error: e{i}" for i in range(1, 6)]
+
+
+def test_a_build_can_be_stopped(source, cache, fake_nvcc):
+    fake_nvcc("sleep 60")
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(BuildError, match="the build was stopped"):
+        build(source, "sm90", cache=cache, stop=stop)
+    assert published(cache) == []
+
+
+def test_ctrl_c_ends_every_compiler(source, cache, fake_nvcc, tmp_path, monkeypatch):
+    fake_nvcc(f'case "$*" in *sm_90a*) {WRITES};; *) : > {tmp_path}/slow.$$; exec sleep 60;; esac')
+
+    def interrupted(*_):
+        while not any(tmp_path.glob("slow.*")):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(2))
+    wants = [Want(source, "sm90"), Want(source, "sm100"), Want(source, "sm103")]
+    with pytest.raises(KeyboardInterrupt):
+        build_all(wants, progress=interrupted)
+    assert not any(alive(slow.suffix[1:]) for slow in tmp_path.glob("slow.*"))
+    assert len(published(cache)) == 1
+
+
+# the toolchain
+
+
+def test_no_nvcc_says_how_to_get_one(monkeypatch):
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
+    room.find_nvcc.cache_clear()
+    with pytest.raises(BuildError, match=r"no nvcc: pip install 'pytest-aiperf\[toolchain\]', or"):
+        room.find_nvcc()
+
+
+def test_cudacxx_comes_first_and_must_be_there(fake_nvcc, tmp_path, monkeypatch):
+    fake_nvcc("")
+    assert room.find_nvcc() == (str(tmp_path / "nvcc"), "release 99.9\n")
+    monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
+    room.find_nvcc.cache_clear()
+    with pytest.raises(BuildError, match="CUDACXX is '/nowhere/nvcc'"):
+        room.find_nvcc()
+
+
+def test_the_toolkit_that_the_environment_names_comes_before_the_path(
+    fake_nvcc, tmp_path, monkeypatch
+):
+    fake_nvcc("")
+    (tmp_path / "toolkit" / "bin").mkdir(parents=True)
+    named = (tmp_path / "nvcc").rename(tmp_path / "toolkit" / "bin" / "nvcc")
+    monkeypatch.delenv("CUDACXX")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert room.find_nvcc()[0] == str(named)
+
+
+def test_a_pip_nvcc_is_told_where_its_libraries_are(
+    source, cache, fake_nvcc, tmp_path, monkeypatch
+):
+    fake_nvcc(f"echo $*\n{WRITES}")
+    root = tmp_path / "site-packages" / "nvidia" / "cu13"
+    (root / "bin").mkdir(parents=True)
+    nvcc = (tmp_path / "nvcc").rename(root / "bin" / "nvcc")
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    which = room.shutil.which
+    monkeypatch.setattr(room.shutil, "which", lambda name, **k: which(name) if not k else None)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: str(nvcc))
+    assert f"-L{root / 'lib'}" in build(source, "sm90", cache=cache).log.split()
+
+
+# flags and architectures
+
+HOSTILE = [
+    "-ccbin=/tmp/x", "--compiler-bindir=x", "-Xcompiler=-fplugin=x", "-Xlinker=x", "-Xptxas=-v",
+    "--run", "-run", "-o", "-o=x", "--options-file=x", "-optf", "@flags", "-include=x", "-include",
+    "-isystem=x", "-I/etc", "-L/tmp", "-lfoo", "-lm", "-keep", "--keep-dir=/tmp", "-dryrun",
+    "--dryrun", "-D", "-DA=;id", "-DA=$(id)", "-DA=`id`", '-DA="x"', "-DA=b,c", "-DA=b\u00a0c",
+    "-std=c++11", "-O4", "-O", "-maxrregcount=", "-maxrregcount=a", "-rdc=false", "-rdc",
+    "-gencode=x", "-arch=sm_80", "x.cu", "-lcuda;id", "-M", "-MF=x", "-E", "-c", "-ptx", "-x=cu",
+    "--version", "-Wno-x", "-UFOO", "-odir=/", "-time=x", "-G", "-pg", "-DA=../x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", [*HOSTILE, "", " -O2", "-O2\n", "-DA=1\n", "-O2 -o x"])
+def test_a_flag_outside_the_list_is_refused_and_nothing_is_created(flag, source, cache):
+    with pytest.raises(Misuse, match=r"is not allowed \(allowed: -O\[0-3\], "):
+        build(source, "sm90", flags=[flag], cache=cache)
+    assert not cache.exists()
+
+
+def test_allowed_flags_reach_nvcc_and_replace_the_defaults(source, cache, fake_nvcc):
+    fake_nvcc(f"echo $*\n{WRITES}")
+    flags = ["-O1", "-std=c++20", "-DA", "-DB=1.5", "--use_fast_math", "-maxrregcount=32", "-lcuda"]
+    flags += ["-rdc=true", "-lineinfo", "--extended-lambda", "--expt-relaxed-constexpr"]
+    words = build(source, "sm_100f", flags=flags, cache=cache).log.split()
+    assert set(flags) <= set(words)
+    assert "-gencode=arch=compute_100f,code=sm_100f" in words
+    assert not {"-O3", "-std=c++17"} & set(words)
+    assert words.count("-lineinfo") == 1
+
+
+def test_flags_are_a_list(source, cache):
+    with pytest.raises(Misuse, match=r"flags= takes a list: \['-O2'\]"):
+        Nvcc([source.parent], ["sm90"])("scale.cu", flags="-O2")
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm_90a,code=x", "compute_90", "sm90 ", ""])
+def test_an_unknown_architecture_is_refused(arch, source):
+    with pytest.raises(Misuse, match="is no architecture"):
+        build(source, arch)
+
+
+# the fixture's value
+
+
+def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
+    fake_nvcc(WRITES)
+    nvcc = Nvcc([tmp_path / "none", source.parent], ARCHS, load=False)
+    kernels = nvcc("scale.cu")
+    assert [b.arch for b in nvcc.used] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
+    nvcc("scale.cu")
+    assert len(nvcc.used) == 4
+    assert nvcc.sources == [source, source.with_name("factor.h")]
+    with pytest.raises(Misuse, match=r"scale\(\) is built, but its agreement needs a GPU"):
+        kernels["scale"](1, 2, 3)
+
+
+def test_nvcc_names_the_folders_it_tried(tmp_path):
+    with pytest.raises(Misuse, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
+        Nvcc([tmp_path / "a", tmp_path / "b"], ["sm90"])("ch99/x.cu")
+
+
+def test_nvcc_raises_what_the_build_says(source, cache, fake_nvcc):
+    fake_nvcc("exit 1")
+    nvcc = Nvcc([source.parent], ["sm90"])
+    with pytest.raises(BuildError, match="could not build"):
+        nvcc("scale.cu")
+    assert nvcc.used == []
+
+
+def test_names_are_read_from_a_test_module_without_running_it():
+    text = textwrap.dedent("""
+        raise SystemExit
+        def test_a(nvcc, rung):
+            a = nvcc("ch07/copy.cu")["vector"]
+            b = nvcc("ch07/copy.cu", flags=["-DN=4"])
+            c = nvcc("ch06/x.cu", ("-O2",)), nvcc("ch07/copy.cu")
+            d = nvcc(f"{rung}.cu"), nvcc("y.cu", flags=rung), other("z.cu"), nvcc.used, nvcc()
+            e = nvcc("y.cu", None), nvcc("y.cu", flags=[rung])
+            # nvcc("no.cu")
+    """)
+    assert sorted(nvcc_names(text)) == [
+        ("ch06/x.cu", ("-O2",)),
+        ("ch07/copy.cu", ()),
+        ("ch07/copy.cu", ("-DN=4",)),
+    ]

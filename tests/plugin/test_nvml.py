@@ -1,0 +1,211 @@
+"""What a GPU is and feels, told by a made-up NVML."""
+
+# ruff: noqa: N802 - the names are those of NVML
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.machine import nvml
+from pytest_aiperf.model import Gpu, Senses
+
+UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-1", "GPU-bbbb3333-2")
+
+
+class FakeNvml:
+    """Three boards, of which the last one refuses every figure that is not its identity."""
+
+    NVML_CLOCK_SM = 1
+    NVML_TEMPERATURE_GPU = 0
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_PERF_POLICY_THERMAL = 75
+    NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT = 77
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self):
+        self.names = ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GB10"]
+        self.capabilities = [(9, 0), (8, 0), (12, 1)]
+        self.cores = [16896, 6912, 6144]
+        self.broken = False
+        self.lost = set()
+
+    def _ask(self, handle, answer):
+        if handle == 2:
+            raise self.NVMLError("Not Supported")
+        return answer
+
+    def nvmlInit(self):
+        if self.broken:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetCount(self):
+        return len(self.names)
+
+    def nvmlDeviceGetHandleByIndex(self, i):
+        if i in self.lost:
+            raise self.NVMLError("GPU is lost")
+        return SimpleNamespace(index=i)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid not in UUIDS:
+            raise self.NVMLError("Not Found")
+        return SimpleNamespace(index=UUIDS.index(uuid))
+
+    def nvmlDeviceGetUUID(self, h):
+        return UUIDS[h.index]
+
+    def nvmlDeviceGetName(self, h):
+        return self.names[h.index]
+
+    def nvmlDeviceGetCudaComputeCapability(self, h):
+        return self.capabilities[h.index]
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+    def nvmlDeviceGetNumGpuCores(self, h):
+        return self.cores[h.index]
+
+    def nvmlDeviceGetMemoryInfo(self, h):
+        return self._ask(h.index, SimpleNamespace(total=141 << 30))
+
+    def nvmlDeviceGetClockInfo(self, h, clock):
+        assert clock == self.NVML_CLOCK_SM
+        return self._ask(h.index, 1575)
+
+    def nvmlDeviceGetTemperature(self, h, sensor):
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return self._ask(h.index, 61)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, h):
+        return self._ask(h.index, 0x4)
+
+    def nvmlDeviceGetFieldValues(self, h, fields):
+        assert fields == [
+            self.NVML_FI_DEV_PERF_POLICY_THERMAL,
+            self.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,
+        ]
+        known, unknown = SimpleNamespace(ullVal=11), SimpleNamespace(ullVal=0)
+        return self._ask(
+            h.index,
+            [
+                SimpleNamespace(nvmlReturn=self.NVML_SUCCESS, value=known),
+                SimpleNamespace(nvmlReturn=3, value=unknown),  # not supported
+            ],
+        )
+
+    def nvmlDeviceGetComputeRunningProcesses(self, h):
+        return self._ask(h.index, [SimpleNamespace(pid=7), SimpleNamespace(pid=3)])
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def seen(spec):
+    return [g.uuid for g in nvml.visible({} if spec is None else {"CUDA_VISIBLE_DEVICES": spec})]
+
+
+def test_a_gpu_is_described_without_cuda(driver):
+    first, second, third = nvml.visible({})
+    assert first == Gpu("NVIDIA H200", "h200", UUIDS[0], "sm90", 132, 0, 141 << 30, "580.1")
+    assert (second.arch, second.sms) == ("sm80", 108)
+    assert (third.arch, third.sms, third.memory_bytes) == ("sm121", 48, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, [0, 1, 2]),
+        ("2,0", [2, 0]),
+        ("GPU-bbbb", [2]),
+        (" GPU-aaaa2222-1 , 0 ", [1, 0]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,0", [1]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_choose_and_order(driver, spec, expected):
+    assert seen(spec) == [UUIDS[i] for i in expected]
+
+
+@pytest.mark.parametrize("spec", ["3", "0,0", "0,,1", "GPU-aaaa", "MIG-aaaa", "gpu0", "²", "GPU-x"])
+def test_a_value_that_names_no_gpu_is_refused(driver, spec):
+    with pytest.raises(Misuse, match=r"(?s)CUDA_VISIBLE_DEVICES.*index from 0 to 2.*GPU-bbbb3333"):
+        seen(spec)
+
+
+def test_a_lost_gpu_is_not_there(driver):
+    driver.lost = {1}
+    assert seen(None) == [UUIDS[0], UUIDS[2]]
+
+
+def test_without_a_driver_there_are_no_gpus(driver, monkeypatch):
+    driver.broken = True
+    assert nvml.visible({"CUDA_VISIBLE_DEVICES": "0"}) == []
+    assert nvml.sense(UUIDS[0]) == Senses()
+    assert nvml.absence({}) == "the NVIDIA driver does not answer (Driver Not Loaded)"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.visible({}) == []
+    assert nvml.absence({}) == "nvidia-ml-py is not installed"
+
+
+def test_hidden_gpus_are_said_to_be_hidden(driver):
+    assert "'-1' hides all 3" in nvml.absence({"CUDA_VISIBLE_DEVICES": "-1"})
+    driver.names = []
+    assert nvml.absence({}) == "the NVIDIA driver lists none"
+    assert seen("0") == []
+
+
+def test_senses_are_read_and_what_cannot_be_read_is_absent(driver):
+    assert nvml.sense(UUIDS[0]) == Senses(1575, 61, 0x4, {"thermal": 11})
+    assert nvml.sense(UUIDS[2]) == Senses()
+    assert nvml.sense("GPU-none") == Senses()
+    assert [nvml.sm_mhz(uuid) for uuid in (UUIDS[0], UUIDS[2], "GPU-none")] == [1575, None, None]
+
+
+def test_a_figure_that_this_nvml_no_longer_has_is_absent(driver, monkeypatch):
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetFieldValues")
+    assert nvml.sense(UUIDS[0]).violations == {}
+    assert nvml.sense(UUIDS[0]).sm_mhz == 1575
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA H200 NVL", "h200nvl"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090laptop"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA", "gpu"),
+    ],
+)
+def test_keys_keep_what_changes_the_speed(name, key):
+    assert nvml.key(name) == key
+
+
+def test_nvcc_names_of_architectures():
+    assert [nvml.nvcc_arch(a) for a in ("sm80", "sm89", "sm90", "sm100", "sm103", "sm121")] == [
+        "sm_80",
+        "sm_89",
+        "sm_90a",
+        "sm_100a",
+        "sm_103a",
+        "sm_121a",
+    ]

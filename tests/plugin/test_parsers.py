@@ -1,0 +1,595 @@
+"""What the readers make of the samples (see samples/record.py), and what they refuse."""
+
+import gzip
+import json
+import sqlite3
+import sys
+import types
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf.errors import CaptureFailed
+from pytest_aiperf.profilers import ncu, parsers
+from pytest_aiperf.profilers.ncu import Kernel, fold, ncu_metrics, python_folders
+from pytest_aiperf.profilers.parsers import read
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ncu") / "baseline.ncu-rep"
+    path.write_bytes(gzip.decompress((SAMPLES / "ncu.ncu-rep.gz").read_bytes()))
+    return path
+
+
+def counted(report, metric, part):
+    figures = read("ncu", report, "baseline", counters=[(metric, part)]).figures
+    return figures[ncu.counter(metric, part)]
+
+
+def test_an_ncu_report_gives_its_figures_in_base_units(report):
+    profile = read("ncu", report, "baseline", ["copy_strided", "copy_vectors"])
+    figures, units = profile.figures, profile.units
+
+    assert (profile.tool, profile.arm, profile.artefact) == ("ncu", "baseline", str(report))
+    assert 20e-6 < figures["duration"] < 1e-3
+    assert units["duration"] == "s"
+    for name in ("dram share", "l2 share", "l1 share", "sm share", "occupancy", "l2 hit rate"):
+        assert 0 < figures[name] < 1, name
+        assert units[name] == "share"
+    assert figures["tensor share"] < 0.01  # there is no product of matrices among them
+    assert figures["registers"] >= 32
+    assert figures["dram bytes"] > 3 * 4 * 2**22  # each kernel reads an array of 2**22 floats
+    assert units["dram bytes"] == "B"
+
+
+def test_the_top_stalls_are_named_the_longest_first(report):
+    profile = read("ncu", report, "baseline")
+    stalls = {name: v for name, v in profile.figures.items() if name.startswith("stall ")}
+
+    assert len(stalls) == 3
+    assert next(iter(stalls)) == "stall long scoreboard"  # kernels that wait for device memory
+    assert list(stalls.values()) == sorted(stalls.values(), reverse=True)
+    assert "stall selected" not in stalls
+
+
+def test_ncu_counters_are_folded_over_the_kernels_that_are_meant(report):
+    sectors, requests = ncu.NCU_METRICS["sectors per load"]
+
+    strided = counted(report, sectors, "copy_strided") / counted(report, requests, "copy_strided")
+    vectors = counted(report, sectors, "copy_vectors") / counted(report, requests, "copy_vectors")
+    assert strided == 32  # a sector a lane
+    assert vectors == 16  # 16 bytes a lane
+    assert counted(report, sectors, "") >= counted(report, sectors, "copy_") == 4194304 + 524288
+
+
+def test_a_raw_counter_keeps_the_units_of_ncu(report):
+    metric = "sm__warps_active.avg.pct_of_peak_sustained_active"
+    profile = read("ncu", report, "baseline", counters=[(metric, ""), ("no__such.sum", "")])
+
+    assert profile.figures[metric] == pytest.approx(100 * profile.figures["occupancy"])
+    assert profile.units[metric] == "%"
+    assert "no__such.sum" not in profile.figures
+
+
+def test_every_named_figure_is_read_from_an_ncu_report(report):
+    profile = read("ncu", report, "baseline", ["copy_strided", "copy_vectors", "turn", "softmax"])
+    conflicts = ncu.NCU_METRICS["bank conflicts"][0]
+    first, second = sorted({k for k in profile.kernels if "turn<" in k})
+
+    assert set(ncu.NCU_METRICS) <= set(profile.figures)
+    apart = sorted(counted(report, conflicts, tile) for tile in (first, second))
+    assert apart[1] > 10 * apart[0]  # the tile with conflicts against the padded one
+
+
+def test_sums_are_added_and_shares_weighted_with_time():
+    kernels = [
+        Kernel("a", 3.0, {"x.sum": 1, "y.pct": 10, "launch__z": 16}),
+        Kernel("b", 1.0, {"x.sum": 2, "y.pct": 50, "launch__z": 8}),
+        Kernel("c", 9.0, {}),
+    ]
+    assert fold("x.sum", kernels) == 3
+    assert fold("y.pct", kernels) == 20
+    assert fold("launch__z", kernels) == 16
+    assert fold("absent", kernels) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "plain"),
+    [
+        ("void copy<(int)4>(const float *)", "void copy<4>(const float *)"),
+        ("turn<(bool)1, (unsigned long)2>(int)", "turn<1, 2>(int)"),
+        ("void cast<int>((anonymous namespace)::x)", "void cast<int>((anonymous namespace)::x)"),
+    ],
+)
+def test_kernels_are_called_as_compilers_call_them(said, plain):
+    assert ncu.plain(said) == plain
+
+
+def test_only_the_chips_with_a_second_tensor_pipe_are_asked_for_it():
+    assert not any("pipe_tc_" in metric for metric in ncu_metrics("sm90"))
+    assert any("pipe_tc_" in metric for metric in ncu_metrics("sm100"))
+    assert ncu_metrics("sm90", ["extra.sum", "dram__bytes.sum"]).count("dram__bytes.sum") == 1
+    assert ncu_metrics("sm90", ["extra.sum"])[-1] == "extra.sum"
+
+
+def test_a_report_without_kernels_proves_nothing(tmp_path):
+    empty = tmp_path / "baseline.ncu-rep"
+    empty.write_bytes(b"NVR\0")
+    with pytest.raises(CaptureFailed, match=r"holds no kernels.*older than the ncu"):
+        read("ncu", empty, "baseline")
+    with pytest.raises(CaptureFailed, match="ncu wrote no"):
+        read("ncu", tmp_path / "absent.ncu-rep", "baseline")
+
+
+def test_an_expected_kernel_must_be_in_the_capture(report):
+    with pytest.raises(CaptureFailed, match=r"lacks the kernel copy_unrolled: the optimized arm"):
+        read("ncu", report, "optimized", ["copy_vectors", "copy_unrolled"])
+    with pytest.raises(CaptureFailed, match="lacks the kernel copy_unrolled"):
+        read("nsys", SAMPLES / "nsys.sqlite", "optimized", ["copy_unrolled"])
+
+
+@pytest.mark.parametrize(
+    "layout", ["extras", "nsight-compute-2025.3.1/extras", "nsight-compute/9/extras"]
+)
+def test_ncu_report_is_found_beside_the_binary(tmp_path, monkeypatch, layout):
+    binary = tmp_path / "toolkit" / "bin" / "ncu"
+    module = tmp_path / "toolkit" / layout / "python" / "ncu_report.py"
+    for file in (binary, module):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    binary.touch()
+    module.write_text("def load_report(path): raise LookupError('the found one')")
+
+    assert module.parent in python_folders(str(binary))
+    # as where the pip package is missing
+    monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
+    with pytest.raises(LookupError, match="the found one"):
+        ncu._ncu_report(str(binary)).load_report("")
+    monkeypatch.delitem(sys.modules, "ncu_report")
+
+
+def test_no_ncu_report_anywhere_is_a_sentence(report, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ncu_report", None)
+    with pytest.raises(SystemExit, match="pip install ncu-report"):
+        ncu._ncu_report("/nowhere/at/all/ncu")
+
+
+def test_what_crashes_the_reader_costs_that_capture_only(report, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CaptureFailed, match=r"cannot be read: its reader died \(1\)"):
+        read("ncu", report, "baseline")
+
+
+def test_an_nsys_export_gives_launches_gaps_and_the_range():
+    profile = read("nsys", SAMPLES / "nsys.sqlite", "baseline", ["copy_strided", "softmax"])
+    figures = profile.figures
+
+    assert figures["kernels"] == figures["launches"] == len(profile.kernels) >= 3
+    assert figures["busy"] + figures["gaps"] == pytest.approx(figures["span"])
+    assert 0 < figures["gap share"] == pytest.approx(figures["gaps"] / figures["span"])
+    assert 0 < figures["api time"] < figures["range"] < 1
+    assert profile.kernels[0].startswith("copy_strided")  # takes many times as long as the others
+    assert profile.notes[0].startswith("copy_strided(const float *, float *, unsigned long): ")
+
+
+def test_ncu_and_nsys_saw_the_same_call(report):
+    seen = {
+        tool: read(tool, path, "baseline")
+        for tool, path in (("ncu", report), ("nsys", SAMPLES / "nsys.sqlite"))
+    }
+    assert set(seen["ncu"].kernels) == set(seen["nsys"].kernels)
+    assert seen["ncu"].figures["kernels"] == seen["nsys"].figures["kernels"]
+
+
+def exported(path, *, copies=(), ranged=True):
+    """Write an nsys export: a kernel before the range, one in it, one that ends after it."""
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(
+            """
+            CREATE TABLE StringIds (id INTEGER, value TEXT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL
+                (start INTEGER, end INTEGER, correlationId INTEGER, demangledName INTEGER);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME
+                (start INTEGER, end INTEGER, correlationId INTEGER, nameId INTEGER);
+            CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, text TEXT, textId INTEGER);
+            INSERT INTO StringIds VALUES (1, 'cudaLaunchKernel_v7000'), (2, 'early(int)'),
+                (3, 'late(int)'), (4, 'cudaMemcpyAsync_v3020'), (5, 'cudaLaunchHostFunc_v10000');
+            INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (0, 10, 1, 1), (1000, 1100, 2, 1),
+                (1200, 1300, 3, 1), (1300, 1350, 4, 4), (1350, 1360, 5, 5);
+            INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (5, 900, 1, 2), (1500, 1600, 2, 2),
+                (1900, 9000, 3, 3);
+            """
+        )
+        if ranged:
+            db.execute("INSERT INTO NVTX_EVENTS VALUES (950, 2000, 'aiperf', NULL)")
+        if copies:
+            db.execute(
+                "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER,"
+                " correlationId INTEGER, copyKind INTEGER, bytes INTEGER)"
+            )
+            db.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?)", copies)
+        db.commit()
+    return path
+
+
+def test_what_the_range_launched_counts_also_when_it_runs_later(tmp_path):
+    copies = [(1550, 1700, 4, 1, 4096), (10, 20, 1, 2, 77)]
+    profile = read("nsys", exported(tmp_path / "b.sqlite", copies=copies), "baseline")
+    figures = profile.figures
+
+    assert (figures["kernels"], figures["launches"], figures["copies"]) == (2, 2, 1)
+    assert profile.kernels == ("late(int)", "early(int)")
+    assert figures["host to device bytes"] == 4096
+    assert "device to host bytes" not in figures
+    # busy from 1500 to 1700 (kernel and copy overlap) and from 1900 to 9000
+    assert figures["span"] == pytest.approx(7500e-9)
+    assert figures["busy"] == pytest.approx(7300e-9)
+    assert figures["gaps"] == pytest.approx(200e-9)
+    assert figures["api time"] == pytest.approx(260e-9)
+    assert figures["range"] == pytest.approx(1050e-9)
+
+
+def test_without_a_range_the_whole_capture_counts(tmp_path):
+    figures = read("nsys", exported(tmp_path / "b.sqlite", ranged=False), "baseline").figures
+    assert figures["kernels"] == 3
+    assert "range" not in figures
+
+
+def test_a_range_that_launched_nothing_proves_nothing(tmp_path):
+    path = exported(tmp_path / "b.sqlite")
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE NVTX_EVENTS SET start = 5000, end = 6000")
+        db.commit()
+    with pytest.raises(CaptureFailed, match="nothing that ran on a GPU inside the range 'aiperf'"):
+        read("nsys", path, "baseline")
+
+
+def fake_nsys(tmp_path, body):
+    tool = tmp_path / "nsys"
+    tool.write_text(f"#!{sys.executable}\nimport sys, shutil\n{body}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+def test_a_report_of_nsys_is_exported_once(tmp_path):
+    made = exported(tmp_path / "made.sqlite")
+    body = f"to = sys.argv[4].partition('=')[2]\nshutil.copy({str(made)!r}, to)"
+    tool = fake_nsys(tmp_path, body)
+    (report := tmp_path / "baseline.nsys-rep").touch()
+
+    assert read("nsys", report, "baseline", binary=tool).figures["kernels"] == 2
+    broken = fake_nsys(tmp_path, "sys.exit('called again')")
+    assert read("nsys", report, "baseline", binary=broken).figures["kernels"] == 2
+
+
+def test_what_nsys_cannot_export_is_a_sentence(tmp_path):
+    (report := tmp_path / "baseline.nsys-rep").touch()
+    tool = fake_nsys(tmp_path, "sys.exit('unknown version')")
+    with pytest.raises(CaptureFailed, match=r"could not export .*\(unknown version\)"):
+        read("nsys", report, "baseline", binary=tool)
+    with pytest.raises(CaptureFailed, match="cannot be read without nsys"):
+        read("nsys", report, "baseline")
+    with pytest.raises(CaptureFailed, match="nsys wrote no"):
+        read("nsys", tmp_path / "absent.nsys-rep", "baseline", binary=tool)
+    (broken := tmp_path / "broken.sqlite").write_text("not a database, and long enough to tell")
+    with pytest.raises(CaptureFailed, match="is no export of an nsys report"):
+        read("nsys", broken, "baseline")
+
+
+def event(cat, name, ts, dur, external, **more):
+    args = {"External id": external, "correlation": external, **more}
+    where = {"pid": 0, "tid": 7} if cat in ("kernel", "gpu_memcpy") else {"pid": 9, "tid": 9}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **where}
+
+
+def trace(*events, **metadata):
+    return json.dumps({"schemaVersion": 1, **metadata, "traceEvents": list(events)})
+
+
+CALL = (
+    event("user_annotation", "aiperf", 100, 100, 90),
+    event("cuda_runtime", "cudaLaunchKernel", 50, 5, 1),
+    event("kernel", "warm_up", 60, 50, 1),
+    event("cpu_op", "aten::linear", 110, 60, 2),
+    event("cpu_op", "aten::addmm", 120, 40, 3),
+    event("cuda_runtime", "cudaLaunchKernelExC", 130, 10, 3),
+    event("kernel", "gemm<bf16>", 300, 50, 3),
+    event("cpu_op", "aten::copy_", 180, 10, 4),
+    event("cuda_runtime", "cudaMemcpyAsync", 181, 5, 4),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 360, 30, 4, bytes=512),
+)
+
+
+def test_a_torch_trace_gives_launches_gaps_and_operators(tmp_path):
+    path = tmp_path / "baseline.json"
+    path.write_text(trace({"ph": "M", "name": "process_name"}, *CALL, graph_breaks=2))
+    profile = read("torch", path, "baseline", ["gemm"])
+    figures = profile.figures
+
+    assert profile.kernels == ("gemm<bf16>",)
+    assert (figures["kernels"], figures["launches"], figures["copies"]) == (1, 1, 1)
+    assert figures["device to host bytes"] == 512
+    assert figures["gaps"] == pytest.approx(10e-6)
+    assert figures["busy"] == pytest.approx(80e-6)
+    assert figures["range"] == pytest.approx(100e-6)
+    assert figures["api time"] == pytest.approx(15e-6)
+    assert figures["operators"] == 3
+    assert figures["graph breaks"] == 2
+    assert profile.notes[:3] == (
+        "aten::addmm: 50.0 us on the GPU, 40.0 us on the host, 1 calls",
+        "aten::copy_: 30.0 us on the GPU, 10.0 us on the host, 1 calls",
+        "aten::linear: 0.0 us on the GPU, 20.0 us on the host, 1 calls",
+    )
+
+
+def test_a_real_torch_trace_of_the_host_is_read():
+    profile = read("torch", SAMPLES / "torch_host.json.gz", "baseline", [])
+
+    assert profile.figures["graph breaks"] == 1
+    assert profile.figures["kernels"] == profile.figures["launches"] == 0
+    assert 0 < profile.figures["operators"] < 20
+    assert any(note.startswith("aten::mm: 0.0 us on the GPU, ") for note in profile.notes)
+    assert not any("aten::sin" in note for note in profile.notes)  # before the range
+
+
+@pytest.mark.skipif(
+    not (SAMPLES / "torch_cuda.json.gz").exists(), reason="samples/record.py has not recorded it"
+)
+def test_a_real_torch_trace_of_a_gpu_is_read():
+    figures = read("torch", SAMPLES / "torch_cuda.json.gz", "baseline", ["copy_strided"]).figures
+
+    assert figures["kernels"] == figures["launches"] == 5
+    assert figures["copies"] == 1
+    assert figures["host to device bytes"] == 4 * 2**22
+    assert 0 < figures["busy"] < figures["span"] < figures["range"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (trace(), "no operators and no kernels"),
+        (trace(*CALL[:3]), "no operators and no kernels inside the range"),
+        ("{", "is no trace of torch.profiler"),
+        ("[]", "is no trace of torch.profiler"),
+    ],
+)
+def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    with pytest.raises(CaptureFailed, match=why):
+        read("torch", path, "baseline")
+
+
+class Frame(list):
+    """As much of a pandas frame as is looked at."""
+
+    def to_dict(self, orient):
+        assert orient == "records"
+        return list(self)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Two ranks' traces, and an HTA that answers as the real one does."""
+    for rank in (0, 1):
+        (tmp_path / f"{rank}.json").write_text(trace(*CALL))
+    (tmp_path / "notes.json").write_text("not a rank")
+
+    class TraceAnalysis:
+        kinds = Frame(
+            [
+                {"kernel_type": "COMPUTATION", "sum": 300, "percentage": 75.0},
+                {"kernel_type": "COMMUNICATION", "sum": 100, "percentage": 25.0},
+            ]
+        )
+
+        def __init__(self, traces):
+            assert sorted(traces) == [0, 1]
+            assert all(Path(path).is_absolute() for path in traces.values())
+
+        def get_temporal_breakdown(self, visualize):
+            return Frame(
+                {"rank": r, "idle_time_pctg": 10.0 * r, "compute_time(us)": 100 + 100 * r,
+                 "compute_time_pctg": 60.0, "non_compute_time_pctg": 40.0 - 10 * r}
+                for r in (0, 1)
+            )  # fmt: skip
+
+        def get_gpu_kernel_breakdown(self, visualize):
+            return self.kinds, None
+
+        def get_comm_comp_overlap(self, visualize):
+            return Frame([{"rank": r, "comp_comm_overlap_pctg": 70.0 + 20 * r} for r in (0, 1)])
+
+    monkeypatch.setitem(sys.modules, "hta", types.ModuleType("hta"))
+    module = types.ModuleType("hta.trace_analysis")
+    module.TraceAnalysis = TraceAnalysis
+    monkeypatch.setitem(sys.modules, "hta.trace_analysis", module)
+    return tmp_path
+
+
+def test_hta_tells_of_all_ranks(ranks):
+    profile = read("hta", ranks, "optimized", ["gemm"])
+    assert profile.figures == pytest.approx(
+        {
+            "ranks": 2,
+            "idle share": 0.05,
+            "compute share": 0.6,
+            "imbalance": 200 / 150,
+            "computation time": 300e-6,
+            "communication time": 100e-6,
+            "hidden communication": 0.8,
+        }
+    )
+    assert "rank 1: 60.0 % compute, 30.0 % communication and copies, 10.0 % idle" in profile.notes
+
+
+def test_hta_is_not_asked_about_communication_that_is_not_there(ranks, monkeypatch):
+    kind = sys.modules["hta.trace_analysis"].TraceAnalysis
+    monkeypatch.setattr(kind, "kinds", kind.kinds.__class__(kind.kinds[:1]))
+    assert "hidden communication" not in read("hta", ranks, "optimized").figures
+
+
+def test_hta_that_is_missing_or_fails_is_a_sentence(ranks, monkeypatch):
+    kind = sys.modules["hta.trace_analysis"].TraceAnalysis
+    monkeypatch.delattr(kind, "get_temporal_breakdown")
+    with pytest.raises(CaptureFailed, match="HTA could not analyse"):
+        read("hta", ranks, "optimized")
+    monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
+    with pytest.raises(CaptureFailed, match=r"pip install 'pytest-aiperf\[hta\]'"):
+        read("hta", ranks, "optimized")
+    for path in ranks.glob("[01].json"):
+        path.unlink()
+    with pytest.raises(CaptureFailed, match="has no traces"):
+        read("hta", ranks, "optimized")
+
+
+def test_a_tree_of_proton_counts_from_the_scope_down():
+    profile = read("proton", SAMPLES / "proton.hatchet", "baseline", ["softmax_warp_forward"])
+
+    assert profile.figures["kernels"] >= 2
+    assert 0 < profile.figures["duration"] < 1e-3
+    assert not any("distribution" in kernel for kernel in profile.kernels)  # before the scope
+    assert profile.notes[0].endswith(" us aiperf")
+    assert any(note.startswith("  ") and "softmax" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[{"frame": {"name": "ROOT"}, "metrics": {}, "children": []}, {}]', "holds no kernels"),
+        ("[]", "holds no kernels"),
+        ('[{"frame": {}}]', "is no hatchet tree"),
+        ("", "is no hatchet tree"),
+    ],
+)
+def test_a_tree_of_proton_without_kernels_proves_nothing(tmp_path, text, why):
+    path = tmp_path / "baseline.hatchet"
+    path.write_text(text)
+    with pytest.raises(CaptureFailed, match=why):
+        read("proton", path, "baseline")
+
+
+def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
+    path = tmp_path / "baseline.json"
+    told = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21, "version": 1}
+    path.write_text(json.dumps(told))
+    profile = read("memory", path, "baseline", ["kernels are none of its business"])
+
+    assert dict(profile.figures) == {
+        "peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21,
+    }  # fmt: skip
+    assert profile.units["peak"] == "B"
+    assert not profile.units["allocations"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0}', "nothing was allocated"),
+        ('{"peak": 1}', "no record of PyTorch's allocator"),
+        ("", "no record of PyTorch's allocator"),
+    ],
+)
+def test_memory_that_says_nothing_proves_nothing(tmp_path, text, why):
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    with pytest.raises(CaptureFailed, match=why):
+        read("memory", path, "baseline")
+
+
+FINDING = """
+<record><kind>Precise</kind><level>{level}</level>
+  <what><text>Invalid __global__ write of size 4 bytes</text><size>4</size></what>
+  <where><func>write_beyond(float *, int)</func><path>faulty.cu</path><line>6</line></where>
+</record>"""
+SAVED = (
+    '<?xml version="1.0" encoding="utf-8"?>\n<ComputeSanitizerOutput>{}</ComputeSanitizerOutput>'
+)
+
+
+def test_a_clean_run_under_the_sanitizer_has_no_findings():
+    profile = read("sanitizer", SAMPLES / "ranged.memcheck.xml", "baseline", ["any"])
+    assert dict(profile.figures) == {"findings": 0, "memcheck findings": 0}
+
+
+def test_findings_of_the_sanitizer_are_counted_for_each_tool(tmp_path):
+    (tmp_path / "memcheck.xml").write_text(SAVED.format(2 * FINDING.format(level="Error")))
+    hints = FINDING.format(level="Info") + FINDING.format(level="Warning")
+    (tmp_path / "racecheck.xml").write_text(SAVED.format(hints))
+    (tmp_path / "synccheck.xml").write_text(SAVED.format(""))
+    profile = read("sanitizer", tmp_path, "optimized")
+
+    assert dict(profile.figures) == {
+        "findings": 3, "memcheck findings": 2, "racecheck findings": 1, "synccheck findings": 0,
+    }  # fmt: skip
+    assert profile.notes[0] == (
+        "memcheck: Invalid __global__ write of size 4 bytes in write_beyond(float *, int) "
+        "at faulty.cu:6"
+    )
+
+
+def test_a_recorded_finding_names_the_kernel_and_the_line():
+    profile = read("sanitizer", SAMPLES / "faulty.memcheck.xml", "optimized")
+    assert profile.figures["memcheck findings"] >= 1
+    assert "write_beyond" in profile.notes[0]
+    assert "faulty.cu:" in profile.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "did not end well"),
+        (SAVED.format(FINDING)[:-9], "did not end well"),
+        ("<Other/>", "has a <Other>"),
+        (SAVED.format("<hazard/>"), "has a <hazard>"),
+    ],
+)
+def test_what_the_sanitizer_did_not_finish_is_not_clean(tmp_path, text, why):
+    path = tmp_path / "memcheck.xml"
+    path.write_text(text)
+    with pytest.raises(CaptureFailed, match=why):
+        read("sanitizer", path, "baseline")
+    with pytest.raises(CaptureFailed, match="nothing that compute-sanitizer saved"):
+        (tmp_path / "empty").mkdir()
+        read("sanitizer", tmp_path / "empty", "baseline")
+
+
+PERF = """\
+# To display the perf.data header info, please use --header/--header-only options.
+#
+# Samples: 2K of event 'cycles:Pu'
+# Event count (approx.): 3412345678
+#
+{heading}
+    {first}61.20%  python   libtorch_cpu.so       [.] at::native::softmax_kernel(float const*)
+    {second}20.05%  python   [kernel.kallsyms]     [k] clear_page_erms
+     {third}3.00%  pt_main  libc.so.6             [.] __memmove_avx512_unaligned_erms
+"""
+
+
+@pytest.mark.parametrize("inherited", [False, True], ids=["self", "children and self"])
+def test_the_hot_spots_of_a_host_claim_are_read(tmp_path, inherited):
+    more = ("99.00%   ", "30.00%   ", " 3.00%  ") if inherited else ("", "", "")
+    path = tmp_path / "baseline.txt"
+    path.write_text(PERF.format(heading="# Overhead", first=more[0], second=more[1], third=more[2]))
+    profile = read("perf", path, "baseline")
+
+    assert profile.figures == pytest.approx({"symbols": 3, "samples": 2000, "top symbol": 0.612})
+    assert profile.notes[0] == "61.20 % at::native::softmax_kernel(float const*)"
+    assert profile.notes[1] == "20.05 % clear_page_erms"
+
+
+def test_perf_without_samples_proves_nothing(tmp_path):
+    (empty := tmp_path / "baseline.txt").write_text("# Samples: 0 of event 'cycles'\n")
+    with pytest.raises(CaptureFailed, match="has no symbols"):
+        read("perf", empty, "baseline")
+    with pytest.raises(CaptureFailed, match="perf wrote no"):
+        read("perf", tmp_path / "absent.txt", "baseline")
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    assert not {"torch", "hta", "ncu_report"} & set(vars(parsers)) & set(vars(ncu))

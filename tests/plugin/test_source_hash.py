@@ -1,0 +1,88 @@
+"""One hash stands for what a claim is made of, and not for the words about it."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from pytest_aiperf.claim import source_hash
+
+PYTHON = '''"""A lesson."""
+
+def arm(x):  # doubles
+    """Return
+    its double."""
+    return f"# {x}" + "//" + """kept"""
+'''
+CUDA = """// A lesson, long.
+extern "C" void copy(const float* a) { /* all
+of it */ const char* s = "// kept"; char c = '"'; int n = 1'000; }  // the end
+"""
+
+
+def identity(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    return source_hash.identity([tmp_path / name])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "was", "now"),
+    [
+        ("a.py", PYTHON, '"""A lesson."""\n', '"""Another,\nlonger."""\n# and a remark\n\n'),
+        ("a.py", PYTHON, "  # doubles", ""),
+        ("a.py", PYTHON, '"""Return\n    its double."""', '"""Ä"""'),
+        ("a.cu", CUDA, "// A lesson, long.\n", ""),
+        ("a.cu", CUDA, "/* all\nof it */", "/* no */"),
+        ("a.cu", CUDA, "  // the end", "\n\n"),
+    ],
+)
+def test_words_are_not_code(tmp_path, name, text, was, now):
+    assert was in text
+    assert identity(tmp_path, name, text) == identity(tmp_path, name, text.replace(was, now))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "was", "now"),
+    [
+        ("a.py", PYTHON, "# {x}", "#{x}"),
+        ("a.py", PYTHON, '"//"', '"/"'),
+        ("a.py", PYTHON, '"""kept"""', '"""lost"""'),
+        ("a.py", PYTHON, "    return", "    yield"),
+        ("a.cu", CUDA, '"// kept"', '"// lost"'),
+        ("a.cu", CUDA, "1'000", "2'000"),
+        ("a.cu", CUDA, "const float", "float"),
+    ],
+)
+def test_code_is(tmp_path, name, text, was, now):
+    assert was in text
+    assert identity(tmp_path, name, text) != identity(tmp_path, name, text.replace(was, now))
+
+
+def test_a_files_name_counts_and_their_order_does_not(tmp_path):
+    assert identity(tmp_path, "a.h", "int a;") != identity(tmp_path, "b.h", "int a;")
+    paths = [tmp_path / "a.h", tmp_path / "b.h"]
+    assert source_hash.identity(paths) == source_hash.identity(paths[::-1])
+
+
+def test_the_bytes_of_no_text_are_code(tmp_path):
+    (tmp_path / "a.h").write_bytes(b"\xe9")
+    assert source_hash.identity([tmp_path / "a.h"])
+
+
+def test_what_an_imported_module_imports_is_followed(tmp_path, monkeypatch):
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path / f"{name}.py"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    ring = write("ring_of_code", "import link_of_code\n")
+    link = write("link_of_code", "def arm(): pass\nimport ring_of_code\n")
+    test = write("test_of_code", "import json, pytest_aiperf, ring_of_code\n")
+    spec = importlib.util.spec_from_file_location("test_of_code", test)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("ring_of_code", "link_of_code"):  # to be forgotten after this test
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
+    assert set(source_hash.files(module, tmp_path)) == {test, ring, link}
+    assert source_hash.files(module, tmp_path / "elsewhere") == []
+    assert source_hash.files(None, tmp_path) == []

@@ -1,0 +1,270 @@
+"""A claim of several GPUs runs in as many ranks, whose endings are one."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pytest_aiperf.machine import isolation, torchrun
+from pytest_aiperf.model import Outcome, Result, Verdict
+from pytest_aiperf.schema import to_json
+
+BLANK = Result("ch04/sum", "n", "", Outcome.ERROR, "2xfake", "run", "now", 1)
+
+CLAIMS = """
+import torch
+import torch.distributed as dist
+
+RANK = int(os.environ.get("RANK", 0))
+
+def shares(bench):
+    torch.manual_seed(10 * bench.seed + dist.get_rank())
+    return (torch.randn(bench.size(64, check=8)),)
+
+def total(x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+def gathered(x):
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x)
+    return sum(every)
+
+def truth(x):
+    return gathered(x.double())
+
+sums = {"baseline": gathered, "optimized": total, "inputs": shares, "reference": truth}
+in_two = pytest.mark.gpu(count=2)
+
+"""
+
+
+@pytest.fixture
+def two(project):
+    def write(text):
+        project.tests(CLAIMS + text, "ch04/test_sum.py")
+
+    project.fake(gpus=2, noise="none")
+    project.two = write
+    project.monkeypatch.delenv("RANK", raising=False)
+    return project
+
+
+def test_ranks_agree_and_a_time_is_the_slowest_one_s(two):
+    two.write(
+        "conftest.py",
+        """
+from pytest_aiperf.device.cuda import CudaMachine
+
+def pytest_aiperf_machine():
+    return CudaMachine()  # whose host clock is real
+""",
+    )
+    two.two("""
+@in_two
+def test_sum(compare, clock):
+    took = clock(lambda: time.sleep(0.02 * RANK))
+    compare(**sums)
+    assert "RANK" not in os.environ or took.low >= 0.02, took
+
+@pytest.mark.gpu(count=2, cpu=False)
+def test_cuda(compare): compare(**sums)
+""")
+    done = two.run("-rs")
+    done.assert_outcomes(passed=1, skipped=1)
+    done.stdout.fnmatch_lines(["*its agreement needs a GPU*"])
+
+
+def test_one_rank_that_goes_wrong_is_named_and_costs_its_claim_only(two):
+    two.two("""
+def halves(x):
+    y = total(x)
+    return y / 2 if RANK == 1 else y
+
+def leaves(x):
+    if RANK == 1:
+        print("gone for good", flush=True)
+        os._exit(0)
+    return total(x)
+
+@in_two
+def test_wrong(compare): compare(**sums | {"optimized": halves})
+
+@in_two
+def test_gone(compare): compare(**sums | {"optimized": leaves})
+
+def test_next(compare): compare(**usual)
+""")
+    done = two.run()
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines([
+        "*rank 1: optimized disagrees with the reference*",
+        "*rank 1: its process ended without a result*",
+        "*gone for good*",
+    ])  # fmt: skip
+    assert not two.processes()
+
+
+def test_ranks_measure_and_rank_0_s_record_is_the_claim_s(two):
+    two.two("""
+from pytest_aiperf.claim.timed import Timed
+
+settle = Timed._settle_mode  # the host of rank 1 is a slow one
+Timed._settle_mode = lambda *timed: settle(*timed) + 0.2 * RANK
+
+def spending(call, microseconds):
+    def arm(x):
+        spend(microseconds[RANK] * 1e-6)
+        return call(x)
+    return arm
+
+arms = {"baseline": spending(gathered, (100, 400)), "optimized": spending(total, (200, 100))}
+
+@in_two
+def test_sum(compare): compare(**sums | arms)
+
+@pytest.mark.gpu(count=3)
+def test_three(compare): compare(**sums)
+""")
+    two.fake(gpus=2)
+    done = two.run("--gpu", "--quick")
+    done.assert_outcomes(passed=1, skipped=1)
+    found = two.results()["ch04/sum"]
+    assert (found["key"], found["verdict"]) == ("2xfake", "FASTER")
+    # 400 us of rank 1 against 200 us of rank 0
+    assert found["speedup"]["value"] == pytest.approx(2, rel=0.02)
+    floor = two.path / ".aiperf/latest/floor-fake-0-fake-1.json"
+    assert json.loads(floor.read_text()) == found["floor"]
+
+
+def test_a_rank_that_cannot_leave_costs_no_deadline(two):
+    two.two("""
+from pytest_aiperf.machine import ranks
+
+ranks.LEAVING = 0.1
+dist.destroy_process_group = lambda: time.sleep(600)
+
+def spending(call, microseconds):
+    def arm(x):
+        spend(microseconds * 1e-6)
+        return call(x)
+    return arm
+
+arms = {"baseline": spending(gathered, 400), "optimized": spending(total, 200)}
+
+@in_two
+def test_sum(compare): compare(**sums | arms)
+""")
+    two.fake(gpus=2)
+    done = two.run("--gpu", "--quick")
+    done.assert_outcomes(passed=1)
+    assert two.results()["ch04/sum"]["verdict"] == "FASTER"
+
+
+def test_every_rank_is_captured_by_a_tool_that_knows_ranks(two):
+    two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
+    done = two.run("--profile=torch")
+    done.assert_outcomes(passed=1)
+    [folder] = two.path.glob("artifacts/*/ch04*")
+    names = {"baseline.json", "baseline.rank1.json", "optimized.json", "optimized.rank1.json"}
+    assert names <= {p.name for p in folder.iterdir()}
+    first, second = two.results()["ch04/sum"]["profiles"]
+    assert second["figures"]["operators"] > 0, (first, second)
+
+
+def test_a_tool_that_looks_at_one_process_leaves_ranks_alone(two):
+    two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
+    done = two.run("--profile=proton", "-rs")
+    done.assert_outcomes(skipped=1)
+    done.stdout.fnmatch_lines(["*proton looks at one process: try nsys, torch, hta*"])
+
+
+def test_ranks_that_wait_for_ever_meet_the_deadline(project, monkeypatch, capsys):
+    monkeypatch.chdir(project.path)
+    code = """
+import subprocess, time
+print("so far", subprocess.Popen(["sleep", "600"], start_new_session=True) and "", flush=True)
+time.sleep(600)
+"""
+    monkeypatch.setattr(torchrun, "command", lambda *_: (sys.executable, "-c", code))
+    found = torchrun.run(torchrun.Part(str(project.path), BLANK), 2, (), 1.0, {})
+    assert found.why.startswith("exceeded its deadline of 1 s")
+    assert found.result.outcome is Outcome.ERROR
+    assert "so far" in capsys.readouterr().out
+    assert not project.processes()
+
+
+# what becomes of several endings
+
+TOLD = replace(BLANK, outcome=Outcome.PASSED)
+SLOWER = replace(BLANK, outcome=Outcome.FAILED, verdict=Verdict.SLOWER, message="SLOWER: 0.5x")
+
+
+def an_end(status="exited", code=1):
+    return isolation.Ended((), status, code, 1.0, 0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("endings", "ended", "why"),
+    [
+        ([torchrun.Ending(TOLD), torchrun.Ending(TOLD)], an_end(code=0), ""),
+        ([torchrun.Ending(SLOWER, SLOWER.message, ours=True)] * 2, an_end(), "SLOWER: 0.5x"),
+        (
+            [torchrun.Ending(TOLD), torchrun.Ending(why="wrong", ours=True, at=2.0)],
+            an_end(),
+            "rank 1: wrong",
+        ),
+        (
+            [
+                torchrun.Ending(why="b", ours=True, at=3.0),
+                torchrun.Ending(why="a", ours=True, at=2.0),
+            ],
+            an_end(),
+            "rank 1: a",
+        ),
+        (
+            [torchrun.Ending(why="Connection closed by peer", at=1.0), "lost"],
+            an_end(),
+            "rank 1: its process ended without a result (os._exit, or a crash?)",
+        ),
+        (
+            [
+                torchrun.Ending(why="Connection closed by peer", at=3.0),
+                torchrun.Ending(why="e", at=2.0),
+            ],
+            an_end(),
+            "rank 1: e",
+        ),
+        (
+            [torchrun.Ending(why="ValueError: 1", at=1.0), "stopped"],
+            an_end(),
+            "rank 0: ValueError: 1",
+        ),
+        (["stopped", "stopped"], an_end("timeout"), "exceeded its deadline of 30 s"),
+        (["never", "never"], an_end(), "ended with exit code 1 without a result"),
+    ],
+)
+def test_the_first_rank_that_cannot_go_on_says_why(tmp_path, endings, ended, why):
+    told = torchrun.Part(str(tmp_path), BLANK)
+    for rank, ending in enumerate(endings):
+        if isinstance(ending, torchrun.Ending):
+            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
+        if ending != "never":
+            trace = "Current thread" if ending == "stopped" else ""
+            (tmp_path / f"rank-{rank}.trace").write_text(trace)
+    found = torchrun._ending(told, len(endings), ended)
+    assert found.why.startswith(why)
+    assert bool(found.why) == bool(why)
+    assert found.result is not None
+    assert found.result.message == found.why
+
+
+def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
+    for rank in (0, 1):
+        ending = torchrun.Ending(why="no such library", ours=True, skipped=True)
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
+    found = torchrun._ending(torchrun.Part(str(tmp_path), BLANK), 2, an_end(code=0))
+    assert found.skipped
+    assert found.why == "no such library"

@@ -1,0 +1,185 @@
+"""Each guard catches what it is for, and lets ordinary measurements through."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_aiperf.errors import Misuse
+from pytest_aiperf.model import Senses
+from pytest_aiperf.rules import validity
+
+
+def senses(mhz=1980, reasons=0, **violations):
+    return Senses(sm_mhz=mhz, event_reasons=reasons, violations=violations)
+
+
+@pytest.mark.parametrize("bit", [0x08, 0x20, 0x40, 0x80])
+def test_a_throttled_side_drops_the_round(bit):
+    for sides in ((senses(reasons=bit), senses()), (senses(), senses(reasons=bit | 0x1))):
+        assert f"{bit:#x}" in validity.round_problem(*sides)
+
+
+@pytest.mark.parametrize("bits", [0x0, 0x1, 0x2, 0x4, 0x5, 0x10, 0x100, None])
+def test_power_cap_idle_and_chosen_clocks_are_ordinary(bits):
+    assert validity.round_problem(senses(reasons=bits), senses(reasons=bits)) is None
+
+
+def test_a_throttle_that_ended_within_the_round_shows_in_the_counters():
+    before = senses(power=1, thermal=5, board_limit=0)
+    assert "thermal" in validity.round_problem(before, senses(power=1, thermal=6, board_limit=0))
+    assert "board limit" in validity.round_problem(
+        before, senses(power=1, thermal=5, board_limit=9)
+    )
+    assert validity.round_problem(before, senses(power=9, thermal=5, board_limit=0)) is None
+    assert validity.round_problem(senses(), senses(thermal=7)) is None  # unread before: unknown
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dropped"),
+    [(1980, 1890, False), (1980, 1870, True), (1870, 1980, True), (None, 345, False)],
+)
+def test_clocks_that_differ_between_the_sides_drop_the_round(before, after, dropped):
+    problem = validity.round_problem(senses(before), senses(after))
+    assert (problem is not None) is dropped
+    if problem:
+        assert f"from {before} to {after} MHz" in problem
+
+
+@pytest.mark.parametrize(("after", "dropped"), [(1445, False), (1425, True)])
+def test_under_the_power_cap_the_clock_may_wander_so_far(after, dropped):
+    sides = senses(1680), senses(after, reasons=0x4)
+    assert (validity.round_problem(*sides) is not None) is dropped
+    assert validity.round_problem(senses(1680), senses(1575, reasons=0x1)) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0"),  # torch asks only whether it is there
+        ("TORCH_SHOW_DISPATCH_TRACE", "1"),
+        ("TRITON_INTERPRET", "1"),
+        ("PYTHONDEVMODE", "1"),
+        ("PYTHONTRACEMALLOC", "5"),
+        ("CUDA_INJECTION64_PATH", "/x/libprofiler.so"),
+        ("NVTX_INJECTION64_PATH", "/x/libprofiler.so"),
+        ("NV_SANITIZER_INJECTION_PORT_BASE", "49152"),
+        ("NV_NSIGHT_INJECTION_PORT_BASE", "49152"),
+        ("NSYS_PROFILING_SESSION_ID", "3"),
+        ("LD_PRELOAD", "/x/libsanitizer-public.so"),
+    ],
+)
+def test_an_environment_that_changes_times_is_named(name, value):
+    assert validity.environment_problem({"PATH": "/bin", name: value}).startswith(name)
+
+
+def test_an_ordinary_environment_is_no_problem():
+    ordinary = {"CUDA_LAUNCH_BLOCKING": "0", "TRITON_INTERPRET": "", "LD_PRELOAD": "libjemalloc.so"}
+    assert validity.environment_problem(ordinary) is None
+
+
+@pytest.mark.parametrize(
+    ("set_bytes", "l2_bytes", "sets"),
+    [
+        (8 << 30, 60 << 20, 3),
+        (60 << 20, 60 << 20, 3),
+        (50 << 20, 60 << 20, 4),
+        (1 << 20, 50 << 20, 150),
+        (1 << 20, 0, 3),
+        (0, 0, 3),
+    ],
+)
+def test_rotation_spans_the_l2_three_times(set_bytes, l2_bytes, sets):
+    assert validity.rotation(set_bytes, l2_bytes) == sets
+    assert sets * set_bytes >= 3 * l2_bytes
+
+
+@pytest.mark.parametrize("set_bytes", [0, 4096, (3 * (50 << 20) - 1) // 256])
+def test_inputs_too_small_to_be_kept_cold_are_misuse(set_bytes):
+    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
+        validity.rotation(set_bytes, 50 << 20)
+
+
+def fake_torch(**changes):
+    matmul = SimpleNamespace(
+        allow_tf32=changes.get("tf32", False), fp32_precision=changes.get("precision", "ieee")
+    )
+    return SimpleNamespace(
+        backends=SimpleNamespace(cuda=SimpleNamespace(matmul=matmul), cudnn=SimpleNamespace()),
+        get_default_dtype=lambda: changes.get("dtype", "torch.float32"),
+        get_num_threads=lambda: changes.get("threads", 8),
+        is_grad_enabled=lambda: changes.get("grad", True),
+    )
+
+
+def flags_of(monkeypatch, **changes):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(**changes))
+    return validity.flags()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tf32": True}, "torch.backends.cuda.matmul.allow_tf32: False -> True"),
+        ({"precision": "tf32"}, "torch.backends.cuda.matmul.fp32_precision: ieee -> tf32"),
+        ({"dtype": "torch.half"}, "torch.get_default_dtype: torch.float32 -> torch.half"),
+        ({"threads": 1}, "torch.get_num_threads: 8 -> 1"),
+        ({"grad": False}, "torch.is_grad_enabled: True -> False"),
+    ],
+)
+def test_a_flipped_switch_is_listed_once(monkeypatch, change, said):
+    before = flags_of(monkeypatch)
+    assert validity.changed_flags(before, flags_of(monkeypatch)) == []
+    assert validity.changed_flags(before, flags_of(monkeypatch, **change)) == [said]
+
+
+def test_the_environment_of_libraries_is_a_switch_too(monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    before = flags_of(monkeypatch)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert validity.changed_flags(before, validity.flags()) == ["NVIDIA_TF32_OVERRIDE: unset -> 1"]
+
+
+def test_loading_torch_flips_nothing_and_flags_load_nothing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    before = validity.flags()
+    assert "torch" not in sys.modules
+    assert not any(name.startswith("torch.") for name in before)
+    assert validity.changed_flags(before, flags_of(monkeypatch)) == []
+
+
+def test_a_switch_that_warns_or_fails_when_read_does_neither_here(monkeypatch):
+    class Matmul:
+        @property
+        def allow_tf32(self):
+            warnings.warn("use the new name", UserWarning, stacklevel=1)
+            return True
+
+        @property
+        def fp32_precision(self):
+            raise RuntimeError("old and new names are mixed")
+
+    torch = fake_torch()
+    torch.backends.cuda.matmul = Matmul()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = validity.flags()
+    assert now["torch.backends.cuda.matmul.allow_tf32"] == "True"
+    assert now["torch.backends.cuda.matmul.fp32_precision"] == "unreadable (RuntimeError)"
+
+
+def test_torch_itself_has_the_switches():
+    import torch
+
+    before = validity.flags()
+    missing = [name for name, value in before.items() if value.startswith("unreadable")]
+    assert missing == []
+    torch.set_float32_matmul_precision("high")
+    try:
+        changed = validity.changed_flags(before, validity.flags())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "torch.get_float32_matmul_precision: highest -> high" in changed
