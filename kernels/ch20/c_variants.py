@@ -1,9 +1,10 @@
-"""Variants of a small matrix product in C, and two searches for the fastest of them.
+"""Variants of a small matrix product in C, and a search for the fastest of them.
 
-A variant is a loop order, a number of rows that are computed together, and a tile of the inner
-dimension. Two more are wrong (they leave out the rows that do not fill a group), which an oracle
-must find. `exhaustive` times every variant often; `halving` times all of them once, and gives four
-times the calls to the better quarter, again and again: bad variants are cheap to recognise.
+A variant is a loop order, a number of rows that are computed together (register blocking), and a
+tile of the inner dimension (cache blocking). Two more variants are wrong: they skip the rows that
+do not fill a group, and the oracle must reject them. `halving` is successive halving: it times
+all variants once, keeps the better quarter and times these four times as often, and so on. An
+exhaustive search would time every variant CALLS times.
 """
 
 import ctypes
@@ -18,59 +19,82 @@ from pathlib import Path
 
 import numpy as np
 
-CALLS = 16  # of a variant, in the end
+CALLS = 16
+"""Timed calls per variant in the exhaustive search that halving is compared with."""
+
+UNTILED = 1 << 20
+"""A tile larger than any matrix here."""
+
+FUNCTION = """
+void {name}(const float* restrict a, const float* restrict b, float* restrict c, int n) {{
+    for (int i = 0; i < n * n; ++i) c[i] = 0;
+    for (int first = 0; first < n; first += {tile}) {{
+        const int last = first + {tile} < n ? first + {tile} : n;
+        for (int i = 0; i + {rows} <= n; i += {rows}) {{{body}}}
+        {remainder}
+    }}
+}}
+"""
+
+# jk: the sums of one column stay in registers, and b is read with a stride of n
+JK = """for (int j = 0; j < n; ++j) {{
+            {load}
+            for (int p = first; p < last; ++p) {{ {multiply} }}
+            {store}
+        }}"""
+
+# kj: the inner loop runs along rows of b and c and vectorizes
+KJ = """for (int p = first; p < last; ++p) {{
+            {load}
+            for (int j = 0; j < n; ++j) {{ {multiply} }}
+        }}"""
+
+REMAINDER = """for (int i = n / {rows} * {rows}; i < n; ++i)
+            for (int p = first; p < last; ++p)
+                for (int j = 0; j < n; ++j) c[i * n + j] += a[i * n + p] * b[p * n + j];"""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    order: str  # of the two inner loops
+    """One C function: how it orders and blocks the loops over i, j and p."""
+
+    order: str
+    """Of the two inner loops: "jk" or "kj"."""
     rows: int
+    """Rows of the result that are computed together."""
     tile: int
-    tail: bool = True  # whether the last rows are computed, if they do not fill a group
+    """Steps of the inner dimension between two passes over the result."""
+    tail: bool = True
+    """Whether the last rows are computed if they do not fill a group; without, it is wrong."""
 
     @property
     def name(self):
         return f"{self.order}_{self.rows}_{self.tile}_{'tail' if self.tail else 'wrong'}"
 
     @property
-    def text(self):
-        rows = range(self.rows)
-        lines = {
-            "jk": "for (int j = 0; j < n; ++j) {"
-            + "".join(f"float s{r} = c[(i + {r}) * n + j];" for r in rows)
-            + "for (int p = first; p < last; ++p) {"
-            + "".join(f"s{r} += a[(i + {r}) * n + p] * b[p * n + j];" for r in rows)
-            + "}"
-            + "".join(f"c[(i + {r}) * n + j] = s{r};" for r in rows)
-            + "}",
-            "kj": "for (int p = first; p < last; ++p) {"
-            + "".join(f"const float f{r} = a[(i + {r}) * n + p];" for r in rows)
-            + "for (int j = 0; j < n; ++j) {"
-            + "".join(f"c[(i + {r}) * n + j] += f{r} * b[p * n + j];" for r in rows)
-            + "}}",
-        }
-        single = (
-            f"for (int i = n / {self.rows} * {self.rows}; i < n; ++i) for (int p = first; p < last;"
-            " ++p) for (int j = 0; j < n; ++j) c[i * n + j] += a[i * n + p] * b[p * n + j];"
-        )
-        return f"""
-void {self.name}(const float* restrict a, const float* restrict b, float* restrict c, int n) {{
-    for (int i = 0; i < n * n; ++i) c[i] = 0;
-    for (int first = 0; first < n; first += {self.tile}) {{
-        const int last = first + {self.tile} < n ? first + {self.tile} : n;
-        for (int i = 0; i + {self.rows} <= n; i += {self.rows}) {self.lines(lines)}
-        {single if self.tail else ""}
-    }}
-}}
-"""
+    def source(self):
+        if self.order == "jk":
+            body = JK.format(
+                load=self.for_each_row("float s{r} = c[(i + {r}) * n + j];"),
+                multiply=self.for_each_row("s{r} += a[(i + {r}) * n + p] * b[p * n + j];"),
+                store=self.for_each_row("c[(i + {r}) * n + j] = s{r};"),
+            )
+        else:
+            body = KJ.format(
+                load=self.for_each_row("const float f{r} = a[(i + {r}) * n + p];"),
+                multiply=self.for_each_row("c[(i + {r}) * n + j] += f{r} * b[p * n + j];"),
+            )
+        remainder = REMAINDER.format(rows=self.rows) if self.tail else ""
+        shape = {"name": self.name, "tile": self.tile, "rows": self.rows}
+        return FUNCTION.format(**shape, body=body, remainder=remainder)
 
-    def lines(self, lines):
-        return "{" + lines[self.order] + "}"
+    def for_each_row(self, statement):
+        return " ".join(statement.format(r=r) for r in range(self.rows))
 
 
-START = Variant("jk", 1, 1 << 20)
+START = Variant("jk", 1, UNTILED)
 VARIANTS = [
-    *(Variant(*knobs) for knobs in product(("jk", "kj"), (1, 4), (32, 64, 128, 1 << 20))),
+    *(Variant(*knobs) for knobs in product(("jk", "kj"), (1, 4), (32, 64, 128, UNTILED))),
     *(Variant(order, 4, 64, tail=False) for order in ("jk", "kj")),
 ]
 
@@ -80,10 +104,10 @@ def _library():
     compiler = os.environ.get("CC", "cc")
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "variants.c"), Path(folder, "variants.so")
-        source.write_text("".join(v.text for v in {START, *VARIANTS}))
+        source.write_text("".join(v.source for v in {START, *VARIANTS}))
         command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # stays mapped when its file is gone
+        return ctypes.CDLL(str(library))  # the mapping outlives the file
 
 
 def arm(variant):
@@ -96,36 +120,36 @@ def arm(variant):
     return run
 
 
-def right(variants, a, b):
-    """Leave out the variants whose product is not the oracle's."""
-    want = a.astype(float) @ b.astype(float)
-    kept = []
+def correct(variants, a, b):
+    """Return the variants whose product agrees with the oracle's."""
+    expected = a.astype(float) @ b.astype(float)
+    accepted = []
     for variant in variants:
         out = np.full_like(a, np.nan)
         arm(variant)(a, b, out)
-        if np.allclose(out, want, rtol=1e-4, atol=1e-4 * np.abs(want).max()):
-            kept.append(variant)
-    return kept
+        if np.allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()):
+            accepted.append(variant)
+    return accepted
 
 
-def _fastest_of(variant, calls, a, b, out):
+def _best_time(variant, calls, a, b, out):
     best = float("inf")
     for _ in range(calls):
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         arm(variant)(a, b, out)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - begin)
     return best
 
 
 def halving(variants, a, b):
-    """Return the fastest variant, and how many timed calls it took to find it."""
-    out, calls, spent = np.empty_like(a), 1, 0
+    """Return the fastest variant and the number of timed calls that the search took."""
+    out, calls, total_calls = np.empty_like(a), 1, 0
     while len(variants) > 1:
-        times = {v: _fastest_of(v, calls, a, b, out) for v in variants}
-        spent += calls * len(variants)
+        times = {v: _best_time(v, calls, a, b, out) for v in variants}
+        total_calls += calls * len(variants)
         variants = sorted(variants, key=times.get)[: max(1, len(variants) // 4)]
         calls *= 4
-    return variants[0], spent
+    return variants[0], total_calls
 
 
 def exhaustive_calls(variants):

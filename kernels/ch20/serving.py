@@ -1,12 +1,12 @@
-"""A small service that answers prompts with greedy tokens, in three stages of its life.
+"""A small service that answers prompts with greedy tokens, in three stages.
 
-one_by_one  a request after the other; keys and values are appended to those so far.
-batched     all requests together, the same way.
-graph       the step of a token is a captured CUDA graph: token and position lie in tensors, and
-            keys and values are written into arrays as long as the text will become.
+one_by_one  One request after the other; new keys and values are concatenated to the KV cache.
+batched     All requests in one batch, with the same KV cache.
+graph       The decode step is a captured CUDA graph. Tokens and position live in tensors, and keys
+            and values are written into preallocated slabs.
 
-Each returns the tokens (requests x count) and the last hidden states. The prompts are processed
-in the clock, eagerly, by all of them.
+Each returns the tokens (requests x count) and the last hidden states. All of them run prefill
+eagerly, inside the timed region.
 """
 
 import torch
@@ -14,24 +14,24 @@ import torch
 from kernels.ch15.decoder import HEAD_DIM, attention, block, captured, causal, forward, norm
 
 
-def prefill(model, prompts, keep):
-    """Process the prompts; ``keep`` gets keys and values of each layer, in order."""
+def prefill(model, prompts, store):
+    """Process the prompts; ``store`` receives the keys and values of each layer, in order."""
 
     def attend(q, k, v):
-        keep(k, v)
+        store(k, v)
         return causal(q, k, v)
 
     return forward(model, prompts, attend)[:, -1]
 
 
-def choose(model, x):
+def greedy_token(model, x):
     return (norm(x) @ model.lm_head.T).argmax(1)
 
 
 def batched(model, prompts, count):
     caches = []
     x = prefill(model, prompts, lambda *pair: caches.append(pair))
-    tokens = [choose(model, x)]
+    tokens = [greedy_token(model, x)]
     for _ in range(count - 1):
         x = model.embedding[tokens[-1][:, None]]
         for i, layer in enumerate(model.layers()):
@@ -43,7 +43,7 @@ def batched(model, prompts, count):
 
             x = block(x, layer, attend)
         x = x[:, 0]
-        tokens.append(choose(model, x))
+        tokens.append(greedy_token(model, x))
     return torch.stack(tokens, 1), x
 
 
@@ -53,60 +53,61 @@ def one_by_one(model, prompts, count):
 
 
 class Slabs:
-    """Keys and values of each layer (requests x room x heads x HEAD_DIM), filled by the prompts.
+    """A preallocated KV cache: per layer, 2 x requests x capacity x heads x HEAD_DIM.
 
-    What a graph reads must live as long as the graph, which knows addresses only: so the numbers
-    of all places are kept here, too.
+    A captured graph refers to tensors by address, so every tensor that it reads must outlive it.
+    That is why the positions are stored here as well.
     """
 
     def __init__(self, model, prompts, count):
-        requests, self.length = prompts.shape
-        width = model.embedding.shape[1]
-        shape = 2, requests, self.length + count, width // HEAD_DIM, HEAD_DIM
+        requests, self.prompt_length = prompts.shape
+        width, capacity = model.embedding.shape[1], self.prompt_length + count
+        shape = 2, requests, capacity, width // HEAD_DIM, HEAD_DIM
         self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
-        self.places = torch.arange(self.length + count, device=prompts.device)
+        self.positions = torch.arange(capacity, device=prompts.device)
 
-    def fill(self, model, prompts):
-        waiting = iter(self.layers)
+    def prefill(self, model, prompts):
+        remaining = iter(self.layers)
 
-        def keep(*pair):
-            for kept, new in zip(next(waiting), pair, strict=True):
-                kept[:, : self.length] = new
+        def store(*pair):
+            for cached, new in zip(next(remaining), pair, strict=True):
+                cached[:, : self.prompt_length] = new
 
-        return prefill(model, prompts, keep)
+        return prefill(model, prompts, store)
 
 
 def graph(model, prompts, count):
     slabs, device = Slabs(model, prompts, count), prompts.device
-    token, at = prompts[:, 0].clone(), torch.full((1,), slabs.length, device=device)
-    tokens = torch.zeros(len(prompts), slabs.length + count, dtype=torch.long, device=device)
+    length = slabs.prompt_length
+    token, position = prompts[:, 0].clone(), torch.full((1,), length, device=device)
+    tokens = torch.zeros(len(prompts), length + count, dtype=torch.long, device=device)
     last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
 
     def step():
-        seen = (slabs.places <= at)[None, None, None]
+        mask = (slabs.positions <= position)[None, None, None]
         x = model.embedding[token][:, None]
         for layer, slab in zip(model.layers(), slabs.layers, strict=True):
 
             def attend(q, k, v, slab=slab):
-                for kept, new in zip(slab, (k, v), strict=True):
-                    kept.index_copy_(1, at, new)
-                return attention(q, *slab, attn_mask=seen)
+                for cached, new in zip(slab, (k, v), strict=True):
+                    cached.index_copy_(1, position, new)
+                return attention(q, *slab, attn_mask=mask)
 
             x = block(x, layer, attend)
         last.copy_(x[:, 0])
-        token.copy_(choose(model, last))
-        tokens.index_copy_(1, at, token[:, None])
-        at.add_(1)
+        token.copy_(greedy_token(model, last))
+        tokens.index_copy_(1, position, token[:, None])
+        position.add_(1)
 
     replay = captured(step, device)
 
     def run(model, prompts, count):
-        last.copy_(slabs.fill(model, prompts))
-        token.copy_(choose(model, last))
-        tokens[:, slabs.length - 1] = token
-        at.fill_(slabs.length)
+        last.copy_(slabs.prefill(model, prompts))
+        token.copy_(greedy_token(model, last))
+        tokens[:, length - 1] = token
+        position.fill_(length)
         for _ in range(count - 1):
             replay()
-        return tokens[:, slabs.length - 1 : -1].clone(), last.clone()
+        return tokens[:, length - 1 : -1].clone(), last.clone()
 
     return run

@@ -1,12 +1,12 @@
 """A training step of a small language model with AdamW, in four stages.
 
-eager     PyTorch as it comes: bf16 products with fp32 weights behind them, foreach AdamW.
+eager     PyTorch's defaults: bf16 products, fp32 master weights, foreach AdamW.
 fused     AdamW in one kernel.
-compiled  forward and backward pass compiled, too.
-graph     all of it in one CUDA graph.
+compiled  Also the forward and backward pass compiled.
+graph     The whole step in one CUDA graph.
 
-Weights and both moments are updated in place; the loss is returned. They are given as three tuples
-(embedding, lm_head, and the layers' kinds of weights, as in ch15's decoder).
+The step updates weights and both moments in place and returns the loss. Each of the three is a
+Decoder (embedding, lm_head and one tensor per kind of weight, see kernels/ch15/decoder.py).
 """
 
 import torch
@@ -17,21 +17,22 @@ from kernels.ch15.decoder import Decoder, captured, forward, norm
 
 RATE, BETA1, BETA2, DECAY, EPSILON = 1e-3, 0.9, 0.99, 0.01, 1e-6
 STEP = 10
+"""Number of this step: it sets AdamW's bias corrections."""
 
 
-class _Layered(Decoder):
-    """A decoder whose kinds are tuples of matrices: a gradient for each, no array of all."""
+class _PerLayer(Decoder):
+    """A decoder with one tensor per layer and kind, so that each has a gradient of its own."""
 
     __slots__ = ()
 
 
-def loss_of(x, target, weights, layers, kind):
-    """Give the loss of a batch; ``weights`` is flat: both tables, then each kind's matrices."""
+def loss_of(x, target, weights, layers, dtype):
+    """Return the loss of a batch; ``weights`` are as `flat` orders them."""
     tables, rest = weights[:2], weights[2:]
-    kinds = [[w.to(kind) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
-    model = _Layered(*(table.to(kind) for table in tables), *kinds)
+    kinds = [[w.to(dtype) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
+    model = _PerLayer(*(table.to(dtype) for table in tables), *kinds)
     logits = norm(forward(model, x)).flatten(0, 1) @ model.lm_head.T
-    # summed up over a text: gradients of a handy size
+    # summed over a sequence, not averaged: gradients of a convenient magnitude
     return cross_entropy(logits.to(weights[0].dtype), target.flatten(), reduction="sum") / len(x)
 
 
@@ -39,27 +40,28 @@ COMPILED = torch.compile(loss_of, dynamic=False)
 
 
 def flat(model):
+    """List embedding, lm_head and the matrices of each kind, layer by layer."""
     return [model[0], model[1], *(w for kind in model[2:] for w in kind.unbind())]
 
 
-def gradients(x, target, model, loss, kind):
+def gradients(x, target, model, loss, dtype):
     leaves = [w.detach().requires_grad_() for w in flat(model)]
-    value = loss(x, target, leaves, len(model[2]), kind)
+    value = loss(x, target, leaves, len(model[2]), dtype)
     return value.detach(), torch.autograd.grad(value, leaves)
 
 
-def update(model, means, squares, grads, **how):
+def update(model, means, squares, grads, **options):
     lists = [flat(model), list(grads), flat(means), flat(squares)]
-    # the fused kernel reads the count of steps on the GPU, foreach on the CPU
-    device = grads[0].device if "fused" in how else "cpu"
+    # the fused kernel reads the step count on the GPU, foreach reads it on the CPU
+    device = grads[0].device if "fused" in options else "cpu"
     steps = list(torch.full((len(grads),), STEP - 1.0, device=device).unbind())
     rates = {"lr": RATE, "beta1": BETA1, "beta2": BETA2, "weight_decay": DECAY, "eps": EPSILON}
-    adamw(*lists, [], steps, **how, **rates, amsgrad=False, maximize=False)
+    adamw(*lists, [], steps, **options, **rates, amsgrad=False, maximize=False)
 
 
-def step(x, target, model, means, squares, *, loss=loss_of, **how):
+def step(x, target, model, means, squares, *, loss=loss_of, **options):
     value, grads = gradients(x, target, model, loss, torch.bfloat16)
-    update(model, means, squares, grads, **how)
+    update(model, means, squares, grads, **options)
     return value
 
 
@@ -76,16 +78,16 @@ def compiled(*state):
 
 
 def graph(*state):
-    kept = {}
+    outputs = {}
 
-    def whole():
-        kept["loss"] = compiled(*state)
+    def whole_step():
+        outputs["loss"] = compiled(*state)
 
-    compiled(*state)  # compiles, which a capture forbids
-    replay = captured(whole, state[0].device)
+    compiled(*state)  # compile first: a capture forbids it
+    replay = captured(whole_step, state[0].device)
 
-    def run(*_):  # the graph knows their addresses
+    def run(*_):  # the graph holds the addresses of the state
         replay()
-        return kept["loss"]
+        return outputs["loss"]
 
     return run
