@@ -1,17 +1,17 @@
-// Scratch memory for each step of a computation: what allocating it costs.
+// Scratch memory for each step of a computation, from cudaMalloc or from a stream-ordered pool.
 //
-// Each row is smoothed twice, by way of scratch memory that lives for that row alone, as in a
-// library that cannot know what its caller will ask for next. At the end the caller gets an answer:
-// the launcher waits for the stream.
+// Each row is smoothed twice through a scratch buffer that is allocated and freed per row, as in a
+// library that does not know its caller's next request. The launcher waits for the stream at the
+// end, because the caller needs the result.
 //
-//   malloc_free  cudaMalloc maps physical memory, cudaFree unmaps it, and first waits until the
-//                whole GPU is idle: nothing can be enqueued ahead.
-//   pool         cudaMallocFromPoolAsync and cudaFreeAsync are entries in the stream like a kernel:
-//                memory freed by one row is taken by the next, in order, without waiting. But a
-//                pool's release threshold is 0: at each synchronisation it gives unused memory back
-//                to the system, and the next call maps it anew.
-//   retained     The same with the threshold raised: the pool keeps what it once had, and after the
-//                first call nothing is ever mapped.
+//   malloc_free  cudaMalloc maps physical memory. cudaFree waits until the whole GPU is idle and
+//                unmaps it, so the host cannot launch ahead.
+//   pool         cudaMallocFromPoolAsync and cudaFreeAsync are stream-ordered: a row reuses the
+//                memory that the row before freed, without waiting. The default release threshold
+//                is 0, so each synchronisation returns unused memory to the system, and the next
+//                call maps it again.
+//   retained     The same pool with the maximum release threshold: it keeps its memory, and nothing
+//                is mapped after the first call.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -42,7 +42,7 @@ cudaError_t smooth_rows(const float* in, float* out, int rows, int n, cudaStream
     return cudaStreamSynchronize(stream);
 }
 
-// A pool of the current device that keeps up to `threshold` bytes through a synchronisation.
+// A memory pool of the current device that keeps up to `threshold` bytes at a synchronisation.
 struct Pool {
     cudaMemPool_t handle = nullptr;
     cudaError_t status;
@@ -78,12 +78,12 @@ extern "C" cudaError_t malloc_free(const float* in, float* out, int rows, int n,
 }
 
 extern "C" cudaError_t pool(const float* in, float* out, int rows, int n, cudaStream_t stream) {
-    static const Pool forgetful(0);
-    return smooth_rows_from(forgetful, in, out, rows, n, stream);
+    static const Pool releasing(0);
+    return smooth_rows_from(releasing, in, out, rows, n, stream);
 }
 
 extern "C" cudaError_t retained(const float* in, float* out, int rows, int n,
                                 cudaStream_t stream) {
-    static const Pool keeping(UINT64_MAX);
-    return smooth_rows_from(keeping, in, out, rows, n, stream);
+    static const Pool retaining(UINT64_MAX);
+    return smooth_rows_from(retaining, in, out, rows, n, stream);
 }

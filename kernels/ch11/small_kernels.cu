@@ -1,31 +1,31 @@
-// Sixteen small simulations that know nothing of each other: running them side by side.
+// Sixteen small independent simulations, run one after the other or at the same time.
 //
-// Each lets 2048 pendulums swing down for a number of steps, 8 blocks of 256 threads. A step needs
-// the one before, so that a simulation takes its time however large the GPU is, and 8 blocks leave
-// all but 8 of its multiprocessors idle.
+// Each simulates 2048 pendulums for a number of time steps with 8 blocks of 256 threads. A step
+// depends on the one before, so the steps cannot run in parallel, and 8 blocks occupy only 8 SMs.
 //
-//   one_stream  16 kernels one after the other: a stream keeps their order, needed or not.
-//   streams     A stream for each. Events tie them to the caller's stream: all wait for what it did
-//               before (fork), and it waits for all of them (join). Launches come first and the
-//               joins' events last: streams share a few hardware queues, and an event in one of
-//               them holds up whatever is queued behind it. When the caller captures a graph, fork
-//               and join become its edges, and the kernels 16 branches.
-//   one_grid    Where the kernels are the same, a second dimension of one grid does it all: no
-//               streams, no events, one launch.
+//   one_stream  16 kernels in one stream, which runs them in order.
+//   streams     One stream per simulation. Events fork them from the caller's stream (each waits
+//               for the caller's earlier work) and join them (the caller's stream waits for all).
+//               All launches come before the join events: streams share a few hardware queues (8 by
+//               default, CUDA_DEVICE_MAX_CONNECTIONS), and a waiting event blocks the work queued
+//               behind it. Captured as a CUDA graph, fork and join become edges, and the kernels
+//               become 16 branches.
+//   one_grid    The kernels are identical, so the y dimension of one grid replaces the streams: one
+//               launch, no events.
 
 #include <cuda_runtime.h>
 
 constexpr int TASKS = 16;
-constexpr int BLOCKS = 8;  // of a task
+constexpr int BLOCKS = 8;  // per task
 constexpr int THREADS = 256;
 constexpr int PENDULUMS = BLOCKS * THREADS;
-constexpr float STEP = 5e-4f;
+constexpr float TIME_STEP = 5e-4f;
 
 __global__ void swing(const float* in, float* out, int steps) {
     const int i = (blockIdx.y * BLOCKS + blockIdx.x) * THREADS + threadIdx.x;
     float angle = in[i];
 #pragma unroll 1
-    for (int k = 0; k < steps; ++k) angle -= STEP * sinf(angle);
+    for (int k = 0; k < steps; ++k) angle -= TIME_STEP * sinf(angle);
     out[i] = angle;
 }
 
@@ -34,15 +34,15 @@ void launch(int task, const float* in, float* out, int steps, cudaStream_t strea
     swing<<<BLOCKS, THREADS, 0, stream>>>(in + first, out + first, steps);
 }
 
-// Streams and events that stay: to create them costs more than to use them.
-struct Lanes {
-    cudaStream_t lane[TASKS];
+// Streams and events are created once: creating them costs more than using them.
+struct TaskStreams {
+    cudaStream_t stream[TASKS];
     cudaEvent_t fork, join[TASKS];
 
-    Lanes() {
+    TaskStreams() {
         cudaEventCreateWithFlags(&fork, cudaEventDisableTiming);
         for (int task = 0; task < TASKS; ++task) {
-            cudaStreamCreateWithFlags(&lane[task], cudaStreamNonBlocking);
+            cudaStreamCreateWithFlags(&stream[task], cudaStreamNonBlocking);
             cudaEventCreateWithFlags(&join[task], cudaEventDisableTiming);
         }
     }
@@ -54,14 +54,14 @@ extern "C" cudaError_t one_stream(const float* in, float* out, int steps, cudaSt
 }
 
 extern "C" cudaError_t streams(const float* in, float* out, int steps, cudaStream_t stream) {
-    static const Lanes lanes;
-    cudaEventRecord(lanes.fork, stream);
+    static const TaskStreams tasks;
+    cudaEventRecord(tasks.fork, stream);
     for (int task = 0; task < TASKS; ++task) {
-        cudaStreamWaitEvent(lanes.lane[task], lanes.fork);
-        launch(task, in, out, steps, lanes.lane[task]);
+        cudaStreamWaitEvent(tasks.stream[task], tasks.fork);
+        launch(task, in, out, steps, tasks.stream[task]);
     }
-    for (int task = 0; task < TASKS; ++task) cudaEventRecord(lanes.join[task], lanes.lane[task]);
-    for (int task = 0; task < TASKS; ++task) cudaStreamWaitEvent(stream, lanes.join[task]);
+    for (int task = 0; task < TASKS; ++task) cudaEventRecord(tasks.join[task], tasks.stream[task]);
+    for (int task = 0; task < TASKS; ++task) cudaStreamWaitEvent(stream, tasks.join[task]);
     return cudaGetLastError();
 }
 

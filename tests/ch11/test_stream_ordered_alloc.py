@@ -1,16 +1,15 @@
-"""Scratch memory from a pool, in the order of the stream, beats cudaMalloc and cudaFree.
+"""Stream-ordered allocation from a memory pool beats cudaMalloc and cudaFree for scratch memory.
 
-cudaMalloc maps physical memory and cudaFree unmaps it, a matter of tens to hundreds of microseconds
-each; and cudaFree waits until the GPU is idle, so that the launches behind it come late as well. A
-stream-ordered allocation is an entry in the stream: what one step frees the next one takes, neither
-mapped nor waited for. "pool" gives its memory back to the system at every synchronisation, hence
-pays for one mapping a call; "retained" keeps it.
+cudaMalloc maps physical memory and cudaFree unmaps it, which takes tens of microseconds or more;
+cudaFree also waits until the GPU is idle, which delays the launches after it. A stream-ordered
+allocation (cudaMallocAsync) is an operation in the stream: a step reuses the memory that the step
+before freed, without mapping and without waiting. "pool" returns its memory to the system at every
+synchronisation and maps it again once per call; "retained" keeps it.
 
-Both arms launch the same kernels, so the time saved is the allocator's. What the caller waits
-(wall) is judged; each call ends with a wait for its answer. Where sizes are known in advance,
-allocating once outside the loop is as good, and a framework's own caching allocator does what the
-pool does. The gain shrinks as the kernels between two allocations grow longer; memory that a pool
-retains is lost to other processes.
+Both arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
+time, including a synchronisation per call. Where sizes are known in advance, allocating once
+outside the loop is as good; the caching allocator of a framework does what the pool does. The gain
+shrinks as the kernels between allocations grow, and other processes cannot use retained memory.
 """
 
 import pytest
@@ -39,7 +38,7 @@ def test_stream_ordered_alloc(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         baseline=smooth["malloc_free"],
         optimized=smooth[rung],
         inputs=rows,
-        work=lambda a, out, count, n: Work(bytes=2 * a.nbytes),
+        work=lambda a, out, count, n: Work(read=a.nbytes, written=a.nbytes),
         reference=smoothed_twice,
         metric="wall",
     )

@@ -1,14 +1,14 @@
-"""Two stages in two threads run at the same time where both let go of Python's lock.
+"""A pipeline of two threads beats a serial loop where both stages release the GIL.
 
-Only one thread runs Python at a time, but zlib and NumPy work on large buffers outside of the lock.
-So while one thread unpacks recording i + 1, another can take the spectrum of recording i: two
-cores, one pipeline. A queue of two recordings joins the stages: without a bound a fast first stage
-would fill the memory, and with it the slower stage sets the pace.
+Only one thread executes Python code at a time, but zlib and NumPy release the global interpreter
+lock (GIL) while they process large buffers. So one thread can decompress recording i + 1 while
+another computes the spectrum of recording i, on a second core. A bounded queue of two recordings
+connects the stages: the slower stage sets the pace, and a fast first stage cannot fill the memory.
 
-The limit is sum over maximum of the stages' times, 2x where they take equally long, as about here.
-It takes two free cores, and stages that are one at a time: NumPy's BLAS functions start threads of
-their own, and with those the serial arm would use all cores already. Stages in Python itself gain
-nothing (they hold the lock), nor do items of microseconds, which a queue costs as well.
+The limit is the sum over the maximum of the stage times, 2x where they are equal, as they nearly
+are here. It needs two free cores and single-threaded stages: with NumPy's multi-threaded BLAS
+functions the serial arm would already use all cores. Stages in pure Python gain nothing, because
+they hold the GIL; nor do items of a few microseconds, which is what a queue operation costs.
 """
 
 import threading
@@ -25,54 +25,54 @@ from pytest_aiperf import Bench, Compare
 RECORDINGS, CHANNELS = 6, 16
 
 
-@lru_cache(maxsize=4)  # packing takes longer than both arms, and bytes cannot be changed
-def packed_walks(seed: int, samples: int) -> tuple[bytes, ...]:
+@lru_cache(maxsize=4)  # compression takes longer than both arms; bytes are immutable
+def compressed_walks(seed: int, samples: int) -> tuple[bytes, ...]:
     steps = np.random.default_rng(seed).integers(-2, 3, (RECORDINGS, CHANNELS, samples))
     return tuple(zlib.compress(walk.cumsum(1).astype(np.int16), 1) for walk in steps)
 
 
 def recordings(bench: Bench) -> tuple[bytes, ...]:
-    return packed_walks(bench.seed, bench.size(1 << 14, check=128))
+    return compressed_walks(bench.seed, bench.size(1 << 14, check=128))
 
 
-def unpack(packed):
-    return np.frombuffer(zlib.decompress(packed), np.int16).reshape(CHANNELS, -1)
+def decompress(compressed):
+    return np.frombuffer(zlib.decompress(compressed), np.int16).reshape(CHANNELS, -1)
 
 
 def spectrum(recording):
     return np.abs(np.fft.rfft(recording)).mean(0)
 
 
-def in_turn(*packed):
-    return np.stack([spectrum(unpack(each)) for each in packed])
+def serial(*compressed):
+    return np.stack([spectrum(decompress(recording)) for recording in compressed])
 
 
-def pipelined(*packed):
+def pipelined(*compressed):
     queue = Queue(maxsize=2)
 
     def first_stage():
-        for each in packed:
-            queue.put(unpack(each))
+        for recording in compressed:
+            queue.put(decompress(recording))
 
     thread = threading.Thread(target=first_stage)
     thread.start()
-    spectra = [spectrum(queue.get()) for _ in packed]
+    spectra = [spectrum(queue.get()) for _ in compressed]
     thread.join()
     return np.stack(spectra)
 
 
-def all_at_once(*packed):
-    waves = np.stack([unpack(each) for each in packed]).astype(float)
+def by_scipy(*compressed):
+    waves = np.stack([decompress(recording) for recording in compressed]).astype(float)
     return np.abs(scipy.fft.fft(waves)).mean(1)[:, : waves.shape[-1] // 2 + 1]
 
 
 @pytest.mark.host
 def test_thread_pipeline_host(compare: Compare) -> None:
     compare(
-        baseline=in_turn,
+        baseline=serial,
         optimized=pipelined,
         inputs=recordings,
-        reference=all_at_once,
+        reference=by_scipy,
         metric="wall",
         cache="warm",
     )
