@@ -17,10 +17,10 @@ from typing import Any
 from .build import nvcc
 from .device.cuda import CudaMachine
 from .doctor import bundle, clean, doctor, host_facts
-from .errors import InvalidMeasurement, Misuse
+from .errors import InvalidMeasurement, UsageError
 from .limits import ceilings as limits
 from .machine import nvml
-from .machine.gpu_lock import Lease
+from .machine.gpu_lock import GpuLock
 from .model import Gpu, Outcome, Result
 from .profilers import capture as captures
 from .profilers import target, tools
@@ -44,7 +44,7 @@ def accept(chosen: argparse.Namespace) -> int:
     """
     results = read_results(chosen.measured)
     machine = read_json(chosen.measured).get("machine_info", {})
-    update = expectations.plan(chosen.expectations, results, datetime.now(UTC).date())
+    update = expectations.propose_update(chosen.expectations, results, datetime.now(UTC).date())
     if not chosen.dry_run:
         update = update.write(chosen.results, machine)
     ends = "unchanged" if chosen.dry_run or not update.accepted else "written"
@@ -63,7 +63,7 @@ def ceilings(chosen: argparse.Namespace) -> int:
     between all.
     """
     gpus, say = _measurable(), _say
-    with Lease([g.uuid for g in gpus], on_wait=say).time_host():
+    with GpuLock([g.uuid for g in gpus], on_wait=say).exclusive_host():
         clock = CudaMachine().clock(gpus[0])
         found = limits.known(clock, (*limits.DEVICE, *limits.HOST), say, fresh=chosen.fresh)
         if len(gpus) > 1:
@@ -83,9 +83,9 @@ def _measurable() -> Sequence[Gpu]:
     """List this machine's GPUs; refuse to measure where there is none or no time means anything."""
     gpus = CudaMachine().gpus()
     if not gpus:
-        raise Misuse(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
+        raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
     if find_spec("torch") is None:
-        raise Misuse("torch measures: pip install 'pytest-aiperf[gpu]'")
+        raise UsageError("torch measures: pip install 'pytest-aiperf[gpu]'")
     if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
     return gpus
@@ -105,7 +105,7 @@ def proving(chosen: argparse.Namespace) -> int:
     `<!-- /proof -->`.
     """
     if (chosen.readme is None) != (chosen.record is None):
-        raise Misuse("--readme FILE goes with a record: prove --readme README.md PROOF.json")
+        raise UsageError("--readme FILE goes with a record: prove --readme README.md PROOF.json")
     if chosen.readme:
         views.embed(chosen.readme, "proof", prove.section(prove.read(chosen.record)))
         return DONE
@@ -120,9 +120,9 @@ def proving(chosen: argparse.Namespace) -> int:
     def keep(name: str, figures: dict[str, Any]) -> None:
         done[name] = record.keep(name, figures)
 
-    lease = Lease([g.uuid for g in gpus], on_wait=_say)
+    lease = GpuLock([g.uuid for g in gpus], on_wait=_say)
     try:
-        prove.run(names, make, lease.time_host, keep, _say, quick=chosen.quick)
+        prove.run(names, make, lease.exclusive_host, keep, _say, quick=chosen.quick)
     except KeyboardInterrupt:
         _say("interrupted: the parts that ended are kept")
         return REFUSED
@@ -144,11 +144,11 @@ def capture(chosen: argparse.Namespace) -> int:
     job = target.job(os.environ)
     if job is not None:
         clock = CudaMachine().clock(gpus[0] if gpus else None)
-        lease = Lease([g.uuid for g in gpus[:1]])
+        lease = GpuLock([g.uuid for g in gpus[:1]])
         target.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
-    order = captures.Order(
+    order = captures.CaptureRequest(
         tool,
         preset,
         Path(captures.ARTIFACTS, run, captures.safe(name)).absolute(),
@@ -212,9 +212,9 @@ def merge(chosen: argparse.Namespace) -> int:
     merged = {(r.claim, r.key): r for path in chosen.parts for r in read_results(path)}
     for claim, key in merged:
         if not claim.isprintable():
-            raise Misuse(f"{claim!r} is no claim's name: it has a line break or the like")
+            raise UsageError(f"{claim!r} is no claim's name: it has a line break or the like")
         if not re.fullmatch(r"[a-z0-9]*", key):  # files are named after it
-            raise Misuse(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
+            raise UsageError(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
     machine = read_json(chosen.parts[0]).get("machine_info", {})
     content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
     atomic_write(chosen.output, lines(content))
@@ -233,7 +233,7 @@ def gate(chosen: argparse.Namespace) -> int:
     again = [read_results(path) for path in chosen.again]
     kinds = sorted({r.key for r in results if r.speedup})
     if not kinds:
-        raise Misuse(f"{chosen.measured} holds no figure of a GPU: there is nothing to hold")
+        raise UsageError(f"{chosen.measured} holds no figure of a GPU: there is nothing to hold")
     lines: list[str] = []
     flagged: set[str] = set()
     fails = False
@@ -300,7 +300,7 @@ def examine(chosen: argparse.Namespace) -> int:
     `--bundle` writes names neither the machine nor its user, and no secret of the environment.
     """
     if chosen.capture and not chosen.bundle:
-        raise Misuse("--capture adds to an archive: name one with --bundle FILE.tar.gz")
+        raise UsageError("--capture adds to an archive: name one with --bundle FILE.tar.gz")
     machine = host_facts.Host()
     found = doctor.checks(machine)
     sys.stdout.write("".join(f"{formatting.clean(check)}\n" for check in found))
@@ -316,7 +316,7 @@ def tidy(chosen: argparse.Namespace) -> int:
     Runs and artefacts go below the current folder; accepted results and links stay. Not to be
     called while a session runs.
     """
-    found = clean.ours(Path.cwd(), nvcc.default_cache(), session.RUNS, captures.ARTIFACTS)
+    found = clean.find_artifacts(Path.cwd(), nvcc.default_cache(), session.RUNS, captures.ARTIFACTS)
     total = 0
     for path in found:
         total += clean.size(path)
@@ -338,11 +338,11 @@ def _measured(path: Path) -> list[Result]:
 def _function(path: Path, name: str) -> Callable[[], object]:
     spec = spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise Misuse(f"{path} is no Python file: name FILE.py::FUNCTION")
+        raise UsageError(f"{path} is no Python file: name FILE.py::FUNCTION")
     sys.path.insert(0, str(path.parent))  # as if it were run as a script
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     found: Callable[[], object] | None = getattr(module, name, None)
     if not callable(found):
-        raise Misuse(f"{path} has no function {name!r}")
+        raise UsageError(f"{path} has no function {name!r}")
     return found

@@ -7,7 +7,7 @@ class AiperfError(Exception):
     """Anything this plugin refuses."""
 
 
-class Misuse(AiperfError):
+class UsageError(AiperfError):
     """A claim, a flag or a file is written wrong."""
 
 
@@ -40,9 +40,9 @@ def is_out_of_memory(why: Exception) -> bool:
     return type(why).__name__ == "OutOfMemoryError"
 
 
-class Disagreement(AiperfError, AssertionError):
+class WrongResult(AiperfError, AssertionError):
     """An arm's result is wrong."""
 
 
-class Unproven(AiperfError, AssertionError):
+class ClaimNotMet(AiperfError, AssertionError):
     """The verdict does not hold the claim."""

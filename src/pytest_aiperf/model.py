@@ -131,7 +131,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Senses:
+class GpuState:
     """What the machine says of itself at one moment; a figure it cannot read is None."""
 
     sm_mhz: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from .errors import Misuse
+from .errors import UsageError
 
 OWNED = (
     "another plugin (pytest-profiling, say) owns --profile: leave it out with -p no:profiling, or "
@@ -116,7 +116,7 @@ def _tool(text: str) -> str:
 
     try:
         tool, preset = chosen(text)
-    except Misuse as why:
+    except UsageError as why:
         raise argparse.ArgumentTypeError(str(why)) from None
     return f"{tool.name}:{preset}"
 
@@ -126,7 +126,7 @@ def _shard(text: str) -> tuple[int, int]:
 
     try:
         return parse(text)
-    except Misuse as why:
+    except UsageError as why:
         raise argparse.ArgumentTypeError(str(why)) from None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from . import options
-from .errors import AiperfError, BuildError, Misuse
+from .errors import AiperfError, BuildError, UsageError
 from .machine import distributed, requirements
 
 # Rooms are imported where they are needed: a pytest run without claims must not pay for them.
@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if distributed.VARIABLE in os.environ:
         from .machine import torchrun
 
-        told = torchrun.part(os.environ)
+        told = torchrun.rank_job(os.environ)
         assert told is not None
         config.pluginmanager.register(torchrun.Rank(told), "aiperf-rank")
     if measure is not None:
@@ -103,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
             if getattr(config.option, "maxschedchunk", 1) is None:
                 config.option.maxschedchunk = 1  # xdist deals chunks, as if tests were short
             if rank := config.pluginmanager.get_plugin("aiperf-rank"):
-                session.tell = rank.hear
+                session.send = rank.hear
             elif session.settings.job is None:
                 config.pluginmanager.register(Measuring(session), "aiperf-measuring")
         except AiperfError as why:
@@ -168,20 +168,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         uses = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
         try:  # marks of items that use nothing of ours may be other people's marks
-            wanted = requirements.needs_of(item.iter_markers()) if uses else requirements.Needs()
-        except Misuse as why:
+            wanted = (
+                requirements.needs_of(item.iter_markers()) if uses else requirements.Requirements()
+            )
+        except UsageError as why:
             raise pytest.UsageError(f"{item.nodeid}: {why}") from None
-        item.stash[requirements.NEEDS] = wanted
+        item.stash[requirements.REQUIREMENTS] = wanted
         if ours is not None and not (uses and (ours.settings.measure == "gpu" or wanted.host)):
             dropped.append(item)
             continue
         kept.append(item)
-        why_not = ours.lacks(item) if ours is not None else None
+        why_not = ours.skip_reason(item) if ours is not None else None
         if why_not:
             item.add_marker(pytest.mark.skip(reason=why_not))
     if ours is not None and ours.settings.shard:
         try:
-            kept, others = ours.dealt(kept)
+            kept, others = ours.split_by_shard(kept)
         except AiperfError as why:
             raise pytest.UsageError(str(why)) from None
         dropped += others
@@ -189,7 +191,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     mine = [(requirements.claim_id(i.nodeid), i.nodeid) for i in items if requirements.is_claim(i)]
-    for claim, first, second in requirements.twins(mine):
+    for claim, first, second in requirements.duplicates(mine):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if ours is not None:
         ours.collected(mine)  # in their files' order, as they are shown
@@ -214,9 +216,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """What this GPU is: name, arch, SMs, L2 and memory in bytes."""
-    from .session.fixtures import clock_of
+    from .session.fixtures import device_of
 
-    found = clock_of(request.node, _session(request.config)).gpu
+    found = device_of(request.node, _session(request.config)).gpu
     if found is None:
         pytest.skip("needs a GPU: run with --gpu")
     return found
@@ -233,10 +235,10 @@ def nvcc(request: pytest.FixtureRequest) -> Nvcc:
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    from .session.fixtures import Stopwatch, clock_of, lease_of
+    from .session.fixtures import Stopwatch, device_of, lock_of
 
     item, session = request.node, _session(request.config)
-    return Stopwatch(clock_of(item, session), lease_of(item, session))
+    return Stopwatch(device_of(item, session), lock_of(item, session))
 
 
 @pytest.fixture
@@ -260,7 +262,7 @@ def compare(request: pytest.FixtureRequest) -> Compare:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     called = yield
     if COMPARE in pyfuncitem.stash and not pyfuncitem.stash[COMPARE].called:
-        raise Misuse("the test takes compare and never calls it: it claims nothing")
+        raise UsageError("the test takes compare and never calls it: it claims nothing")
     return called
 
 

@@ -9,17 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from pytest_aiperf.claim.measure import Case, run
-from pytest_aiperf.claim.stopping_rule import Plan
-from pytest_aiperf.device.device import HostClock
-from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, Fault, Noise
-from pytest_aiperf.errors import Unproven
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.claim.measure import ClaimContext, run
+from pytest_aiperf.claim.stopping_rule import StoppingRule
+from pytest_aiperf.device.device import HostDevice
+from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
+from pytest_aiperf.errors import ClaimNotMet
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Expectation, Outcome, Result
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
-PLAN = Plan(half_width=0.05, least=6, most=8, rounds=2, seconds=1.0)
+PLAN = StoppingRule(
+    target_half_width=0.05,
+    min_replicates=6,
+    max_replicates=8,
+    rounds_per_replicate=2,
+    time_budget_s=1.0,
+)
 BLANK = Result("cheats/x", "t::x", "X", Outcome.ERROR, "fake", "run", "2026-01-01", 11)
 
 
@@ -75,14 +81,14 @@ def measure_entry(
 ) -> tuple[Result, Exception | None]:
     """Measure and judge the claim of an entry as the compare fixture does."""
     if clock is None:
-        fake = FakeClock(FAKE_GPU, STEADY, entry.faults, seed=5)
-        clock = HostClock() if entry.clock == "host" else fake
+        fake = FakeDevice(FAKE_GPU, STEADY, entry.faults, seed=5)
+        clock = HostDevice() if entry.clock == "host" else fake
     claim = a_claim(**entry.make(**fixtures))
-    case = Case(
+    case = ClaimContext(
         blank=BLANK,
         clock=clock,
         # without the lock, other work could delay the check until a late arm has finished
-        lease=Lease([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
+        lease=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
         plan=PLAN,
         say=_nothing(),
         floor=lambda _: 0.002,
@@ -101,7 +107,7 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
         result, problem = replace(BLANK, message=str(crash)), crash
     summary = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
     assert problem is not None, summary
-    assert not isinstance(problem, Unproven), summary
+    assert not isinstance(problem, ClaimNotMet), summary
     assert result.outcome in (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR), summary
     assert re.search(entry.caught, result.message), summary
 
@@ -113,7 +119,7 @@ def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> Non
     if entry.clock == "fake":
         assert result.outcome is Outcome.PASSED, summary
     else:
-        assert problem is None or isinstance(problem, Unproven), summary
+        assert problem is None or isinstance(problem, ClaimNotMet), summary
 
 
 class State(SimpleNamespace):

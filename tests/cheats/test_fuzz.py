@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pytest_aiperf import options
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.device import fake
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.model import Result
 from pytest_aiperf.profilers import capture
@@ -67,7 +67,7 @@ def test_results_files(folder, data):
     text = data.draw(st.just(damaged) | other)
     path = folder / "results.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with suppress(Misuse):
+    with suppress(UsageError):
         assert all(type(r) is Result for r in results.read_results(path))
 
 
@@ -90,7 +90,7 @@ def test_journals(folder, junk, cut, ended):
     path = folder / "journal-main-1.jsonl"
     torn = LINE[:cut] + junk
     path.write_bytes(b"\n" + LINE + b"\n" + torn + b"\n" * ended)
-    with suppress(Misuse):
+    with suppress(UsageError):
         records, _ = journal.read_journals(folder)
         assert RECORD in [to_json(r) for r in records]
 
@@ -103,7 +103,7 @@ def test_journals(folder, junk, cut, ended):
 def test_yaml(folder, text):
     path = folder / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with suppress(Misuse):
+    with suppress(UsageError):
         if (read := yaml_file.read(path)) is not None:
             yaml_file.parse(path, read)
 
@@ -131,7 +131,7 @@ def test_flags(flag):
         patch.setattr(nvcc, "find_nvcc", lambda: ("nvcc", ""))
         try:
             words = nvcc._nvcc("sm_90a", [flag])
-        except Misuse as error:
+        except UsageError as error:
             message = str(error)
             assert repr(flag) in message
         else:
@@ -154,7 +154,7 @@ def test_flags(flag):
     ),
 )
 def test_values_of_the_environment(devices, environ):
-    with suppress(Misuse):
+    with suppress(UsageError):
         selected = nvml._chosen(devices, UUIDS)
         assert len(set(selected)) == len(selected)
         assert set(selected) <= set(UUIDS)
@@ -170,7 +170,7 @@ def test_values_of_the_environment(devices, environ):
     )
 )
 def test_descriptions_of_a_fake_machine(text):
-    with suppress(Misuse):
+    with suppress(UsageError):
         assert isinstance(fake.machine(text), fake.FakeMachine)
 
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.device.fake import FAKE_GPU, FakeClock
-from pytest_aiperf.errors import CaptureFailed, ToolMissing, Unproven
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice
+from pytest_aiperf.errors import CaptureFailed, ClaimNotMet, ToolMissing
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Evidence, EvidenceKind, Outcome, Profile, Work, prepared
 from pytest_aiperf.profilers import capture as captures
 from pytest_aiperf.profilers import parsers, target, tools
-from pytest_aiperf.profilers.target import Answer, Job
+from pytest_aiperf.profilers.target import CaptureJob, CaptureReply
 from pytest_aiperf.records import expectations
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import evidence
@@ -107,13 +107,13 @@ def order(tmp_path):
         child = tmp_path / "child.py"
         child.write_text(CHILD)
         target = (sys.executable, str(child), *words)
-        return captures.Order(tool, preset, tmp_path / "artifacts", target, deadline)
+        return captures.CaptureRequest(tool, preset, tmp_path / "artifacts", target, deadline)
 
     return make
 
 
 def capture(order, arm="baseline", **sought):
-    return captures.capture(order, arm, captures.Sought(**sought))[0]
+    return captures.capture(order, arm, captures.ExpectedKernels(**sought))[0]
 
 
 def run(order, **words):
@@ -294,7 +294,7 @@ def test_counters_are_held_to_the_evidence(order):
     same = evidence.counter(DURATION, "copy_vectors", per="baseline", max=1.01)
     less = evidence.counter(DURATION, per="baseline", max=0.5)
     done, problem, _ = run(order("ncu"), evidence=[less])
-    assert isinstance(problem, Unproven)
+    assert isinstance(problem, ClaimNotMet)
     assert done.outcome is Outcome.FAILED
     assert "at most 0.5 is claimed" in done.message
     assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
@@ -326,7 +326,7 @@ def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(order):
 def test_a_finding_of_the_sanitizer_fails_the_claim(order, monkeypatch, check, tmp_path):
     monkeypatch.setenv("FAKE_TOOL", check)
     done, problem, _ = run(order("sanitizer"))
-    assert isinstance(problem, Unproven)
+    assert isinstance(problem, ClaimNotMet)
     assert done.outcome is Outcome.FAILED
     assert re.match(r"baseline: 1 findings .*first: \w+: Invalid __global__ read", done.message)
     assert "with 1" in (tmp_path / "artifacts/baseline.sanitizer" / f"{check}.log").read_text()
@@ -349,12 +349,14 @@ def test_an_arm_that_fails_of_what_was_found_is_told_by_the_finding(order, monke
 
 
 def perform(tmp_path, tool, make=None, calls=1, **claim):
-    job = Job(tool, "minimal", "optimized", calls, 7, str(tmp_path / "optimized"), str(tmp_path))
+    job = CaptureJob(
+        tool, "minimal", "optimized", calls, 7, str(tmp_path / "optimized"), str(tmp_path)
+    )
     if make:
-        target.perform(job, FakeClock(), Lease([], tmp_path / "locks"), make)
+        target.perform(job, FakeDevice(), GpuLock([], tmp_path / "locks"), make)
     else:
-        target.perform_arm(job, a_claim(**claim), FakeClock(), Lease([], tmp_path / "locks"))
-    return from_json(Answer, json.loads((tmp_path / "answer").read_text()))
+        target.perform_arm(job, a_claim(**claim), FakeDevice(), GpuLock([], tmp_path / "locks"))
+    return from_json(CaptureReply, json.loads((tmp_path / "answer").read_text()))
 
 
 def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
@@ -499,7 +501,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
         "baseline": Profile("ncu", "baseline", "", figures),
         "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
     }
-    answer = Answer(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
+    answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(captures.ceilings, "remembered", lambda gpu: {"copy": 4.28e12})
     found = captures._diagnosis(profiles, answer, "cold")
     assert list(found) == ["baseline"]

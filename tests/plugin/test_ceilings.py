@@ -14,13 +14,13 @@ from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.device import cuda
-from pytest_aiperf.device.cuda import CudaClock
-from pytest_aiperf.device.device import HostClock
-from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeClock
+from pytest_aiperf.device.cuda import CudaDevice
+from pytest_aiperf.device.device import HostDevice
+from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeDevice
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings, interconnect, microbenchmarks
-from pytest_aiperf.limits.microbenchmarks import Gauge, Sizes
-from pytest_aiperf.model import Gpu, Senses
+from pytest_aiperf.limits.microbenchmarks import Microbenchmarks, Sizes
+from pytest_aiperf.model import Gpu, GpuState
 from pytest_aiperf.session.session import Session
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-12/34", "sm90", 132, 60 << 20, 141 << 30, "580.1")
@@ -46,7 +46,7 @@ class Steady:
         return SimpleNamespace(run=lambda: [call() for call in calls] and float(len(calls)))
 
     def sense(self):
-        return Senses(sm_mhz=1000, event_reasons=self.reasons.pop() if self.reasons else 0)
+        return GpuState(sm_mhz=1000, event_reasons=self.reasons.pop() if self.reasons else 0)
 
     def synchronize(self):
         pass
@@ -82,7 +82,7 @@ def kernels():
 def measure(kernels, monkeypatch):
     monkeypatch.setattr(microbenchmarks, "_REST", 0.0)
     sizes = Sizes(1 << 18, (1 << 12, 1 << 13), 1 << 12, ((32, 64, 16),), launches=7, rounds=3)
-    made = Gauge(Steady(), sizes, kernels)
+    made = Microbenchmarks(Steady(), sizes, kernels)
     return lambda name: made.ways[name]()
 
 
@@ -163,21 +163,21 @@ def test_launches_are_counted(measure, kernels):
 @pytest.mark.parametrize("name", ["h2d_pageable", "d2h_pageable"])
 def test_pageable_transfers_are_timed_by_the_host(kernels, name):
     clock = Steady()
-    made = Gauge(clock, Sizes(1 << 12, (), 1 << 12, ()), kernels)
+    made = Microbenchmarks(clock, Sizes(1 << 12, (), 1 << 12, ()), kernels)
     assert made.ways[name]() == 1 << 12
     assert set(clock.modes) == {"wall"}
 
 
 def test_a_gpu_is_asked_only_for_what_it_has(kernels):
     sizes = Sizes(1 << 12, (), 1 << 12, ())
-    without = Gauge(Steady(), sizes, None).ways
+    without = Microbenchmarks(Steady(), sizes, None).ways
     assert "copy" in without
     assert not {"read", "l2", "shared", "fp32", "launch", "graph_launch"} & set(without)
     old = Steady()
     old.gpu = SimpleNamespace(sms=80, arch="sm70")
-    assert not {"bf16", "tf32", "fp8"} & set(Gauge(old, sizes, kernels).ways)
-    assert "fp16" in Gauge(old, sizes, kernels).ways
-    assert {*ceilings.DEVICE, *ceilings.HOST} == set(Gauge(Steady(), sizes, kernels).ways)
+    assert not {"bf16", "tf32", "fp8"} & set(Microbenchmarks(old, sizes, kernels).ways)
+    assert "fp16" in Microbenchmarks(old, sizes, kernels).ways
+    assert {*ceilings.DEVICE, *ceilings.HOST} == set(Microbenchmarks(Steady(), sizes, kernels).ways)
 
 
 @pytest.mark.parametrize(("free", "memory"), [(140 << 30, 4 << 30), (10 << 30, 2 << 30)])
@@ -340,32 +340,32 @@ def test_a_throttled_measurement_is_redone_once(ways, reasons, found):
 
 def test_the_clocks_know_their_ceilings(monkeypatch):
     said = []
-    assert HostClock().ceilings(said.append) == {}
-    assert FakeClock(None).ceilings(said.append) == {}
+    assert HostDevice().ceilings(said.append) == {}
+    assert FakeDevice(None).ceilings(said.append) == {}
     assert said == []
-    assert FakeClock(FAKE_GPU).ceilings(said.append) == CEILINGS
+    assert FakeDevice(FAKE_GPU).ceilings(said.append) == CEILINGS
     assert said == ["measuring this GPU's ceilings"]
     assert set(CEILINGS) == set(ceilings.DEVICE)
 
 
 @pytest.mark.parametrize(("count", "own"), [(1, True), (2, False)])
 def test_a_rank_measures_on_a_clock_that_waits_for_no_other(monkeypatch, count, own):
-    clock = CudaClock.__new__(CudaClock)
+    clock = CudaDevice.__new__(CudaDevice)
     clock.gpu, clock.peers = GPU, SimpleNamespace(count=count)
     monkeypatch.setattr(cuda, "CudaClock", lambda gpu: ("alone", gpu))
     monkeypatch.setattr(cuda.ceilings, "known", lambda clock, say: clock)
-    assert CudaClock.ceilings(clock, print) == (clock if own else ("alone", GPU))
+    assert CudaDevice.ceilings(clock, print) == (clock if own else ("alone", GPU))
 
 
 def test_a_session_measures_once_and_holds_all_claims_to_the_same(tmp_path):
     run = SimpleNamespace(path=tmp_path)
     sessions = [Session(None, None, (), None, run=run) for _ in "ab"]
-    clock, said = FakeClock(FAKE_GPU), []
+    clock, said = FakeDevice(FAKE_GPU), []
     assert sessions[0].ceilings(clock, said.append) == CEILINGS
     assert sessions[0].ceilings(clock, said.append) == CEILINGS
-    assert sessions[1].ceilings(FakeClock(FAKE_GPU), said.append) == CEILINGS
+    assert sessions[1].ceilings(FakeDevice(FAKE_GPU), said.append) == CEILINGS
     assert len(said) == 1
-    assert sessions[0].ceilings(FakeClock(None), said.append) == {}
+    assert sessions[0].ceilings(FakeDevice(None), said.append) == {}
 
 
 # the links between GPUs

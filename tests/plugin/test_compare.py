@@ -8,10 +8,10 @@ import pytest
 from pytest_aiperf import Work
 from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.inputs import SEEDS
-from pytest_aiperf.claim.measure import Case, run
-from pytest_aiperf.claim.stopping_rule import PLAN
-from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, Fault, Noise
-from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Unproven
+from pytest_aiperf.claim.measure import ClaimContext, run
+from pytest_aiperf.claim.stopping_rule import STANDARD
+from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
+from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, WrongResult
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
 from tests.plugin.claims import a_claim, doubling
 
@@ -40,11 +40,11 @@ class Turns:
 
 def a_case(**changes):
     noise = replace(Noise.none(), white=0.001)
-    case = Case(
+    case = ClaimContext(
         blank=BLANK,
-        clock=FakeClock(FAKE_GPU, noise),
+        clock=FakeDevice(FAKE_GPU, noise),
         lease=Turns(),
-        plan=PLAN,
+        plan=STANDARD,
         say=lambda *_a, **_k: None,
         floor=lambda clock: 0.002,
         expected=lambda code: Expectation(),
@@ -94,8 +94,8 @@ def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, fl
         return Interval(1, 1, next(given))
 
     monkeypatch.setattr(measure, "speedup", speedup)
-    clock = FakeClock(noise=Noise.none())
-    assert measure.noise_floor(clock, 1, PLAN, lambda *_a, **_k: None) == pytest.approx(floor)
+    clock = FakeDevice(noise=Noise.none())
+    assert measure.noise_floor(clock, 1, STANDARD, lambda *_a, **_k: None) == pytest.approx(floor)
     assert len(seen) == asked
 
 
@@ -123,7 +123,7 @@ def test_it_prepares_with_others_and_times_alone():
 def test_what_makes_inputs_has_ended_before_another_has_its_turn():
     case = a_case()
 
-    class Watched(FakeClock):
+    class Watched(FakeDevice):
         def synchronize(self):
             case.lease.log.append("wait")
 
@@ -173,8 +173,8 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
 @pytest.mark.parametrize(
     ("words", "outcome", "kind"),
     [
-        ({"optimized": doubling(200)}, Outcome.FAILED, Unproven),
-        ({"optimized": lambda x: x}, Outcome.FAILED, Disagreement),
+        ({"optimized": doubling(200)}, Outcome.FAILED, ClaimNotMet),
+        ({"optimized": lambda x: x}, Outcome.FAILED, WrongResult),
         # 10 GB in 100 us are 100 TB/s
         ({"work": lambda x: Work(read=5e09, written=5e09)}, Outcome.INVALID, InvalidMeasurement),
     ],
@@ -194,9 +194,9 @@ def test_a_wrong_result_says_more_than_a_disturbed_round():
         result = doubling(100)(x)
         return result if len(calls) < 30 else x
 
-    clock = FakeClock(FAKE_GPU, Noise.none(), faults=[Fault(100, "throttle", blocks=10_000)])
+    clock = FakeDevice(FAKE_GPU, Noise.none(), faults=[Fault(100, "throttle", blocks=10_000)])
     result, problem = run(a_claim(optimized=tires), a_case(clock=clock))
-    assert isinstance(problem, Disagreement)
+    assert isinstance(problem, WrongResult)
     assert result.outcome is Outcome.FAILED
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pytest_aiperf.claim import correctness
-from pytest_aiperf.claim.correctness import Contract
-from pytest_aiperf.errors import Disagreement, Misuse
+from pytest_aiperf.claim.correctness import ArgumentEffects
+from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import prepared
 
 
@@ -30,13 +30,13 @@ def double(a, out):
 
 def judge(optimized, baseline=double, *, make=None, reference=None, **words):
     make = make or vector()
-    contract = correctness.learn(baseline, make, ("a", "out"))
+    contract = correctness.infer_effects(baseline, make, ("a", "out"))
     reference = reference or (lambda a, out: a.double() * 2)
     arms = {"baseline": baseline, "optimized": optimized}
     return correctness.agree(arms, make, reference, contract, **words)
 
 
-def wrong(message, error=Disagreement):
+def wrong(message, error=WrongResult):
     return pytest.raises(error, match=re.escape(message))
 
 
@@ -64,8 +64,8 @@ def test_a_destination_is_pure_and_an_update_is_not():
         total += a
         torch.neg(a, out=out)
 
-    contract = correctness.learn(call, make, ["a", "total", "out"])
-    assert contract == Contract(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
+    contract = correctness.infer_effects(call, make, ["a", "total", "out"])
+    assert contract == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
 
 
 def test_integers_that_inputs_set_are_not_poisoned():
@@ -78,8 +78,8 @@ def test_integers_that_inputs_set_are_not_poisoned():
         out.copy_(a)
 
     seen = []
-    contract = correctness.learn(call, make)
-    assert contract == Contract(("args[1]", "args[2]"), ("args[2]",))
+    contract = correctness.infer_effects(call, make)
+    assert contract == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",))
     assert not any(seen), "a kernel would hang"
 
 
@@ -89,11 +89,13 @@ def test_numpy_does_not_show_that_nobody_set_an_integer(monkeypatch):
     def call(a, counters):
         counters[...] = a
 
-    assert correctness.learn(call, lambda: (np.arange(4), np.zeros(4, int))).pure == ()
+    assert (
+        correctness.infer_effects(call, lambda: (np.arange(4), np.zeros(4, int))).write_only == ()
+    )
 
 
 def test_learning_leaves_the_session_as_it_was():
-    correctness.learn(double, vector())
+    correctness.infer_effects(double, vector())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -102,13 +104,13 @@ def test_a_destination_is_seen_although_the_right_answer_lies_there_already():
         a, out = vector(n=1000)()
         double(a, out)
         del a, out
-    assert correctness.learn(double, vector(n=1000)).written == ("args[1]",)
+    assert correctness.infer_effects(double, vector(n=1000)).mutated == ("args[1]",)
 
 
 def test_what_inputs_keep_is_left_alone(tmp_path):
     weights = np.ones(8)
     table = np.memmap(tmp_path / "table", np.float64, "w+", shape=8)
-    correctness.learn(
+    correctness.infer_effects(
         lambda w, t: w + t, lambda: (weights, np.memmap(table.filename, np.float64, "r+"))
     )
     assert weights.tolist() == [1] * 8
@@ -116,24 +118,24 @@ def test_what_inputs_keep_is_left_alone(tmp_path):
 
 
 def test_inputs_must_follow_the_seed():
-    with wrong("inputs() gives different values for the same seed: a (", Misuse):
-        correctness.learn(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
+    with wrong("inputs() gives different values for the same seed: a (", UsageError):
+        correctness.infer_effects(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
 
 
 def test_an_updated_input_must_follow_the_seed():
-    with wrong("different values for the same seed: a", Misuse):
-        correctness.learn(lambda a: a.mul_(2), lambda: (torch.rand(4),), ("a",))
+    with wrong("different values for the same seed: a", UsageError):
+        correctness.infer_effects(lambda a: a.mul_(2), lambda: (torch.rand(4),), ("a",))
 
 
 def test_a_call_must_do_something():
-    with wrong("returns nothing and changes none", Misuse):
-        correctness.learn(lambda a, out: None, vector())
+    with wrong("returns nothing and changes none", UsageError):
+        correctness.infer_effects(lambda a, out: None, vector())
 
 
 def test_names_come_from_a_signature():
     assert correctness.names(lambda a, out, *rest, key=1: a) == ("a", "out")
     assert correctness.names("".join) == ()
-    assert correctness.names(Contract((), ()).say) == ("path",)
+    assert correctness.names(ArgumentEffects((), ()).say) == ("path",)
 
 
 # agreement
@@ -179,7 +181,7 @@ def test_the_baseline_runs_after_the_others_and_the_reference_last():
         return a.double() * 2
 
     arms = {name: arm(name) for name in ("baseline", "library", "optimized")}
-    correctness.agree(arms, vector(), reference, Contract((), ()))
+    correctness.agree(arms, vector(), reference, ArgumentEffects((), ()))
     assert ran == ["optimized", "library", "baseline", "reference"]
 
 
@@ -227,7 +229,7 @@ def test_an_arm_must_not_touch_its_inputs():
         double(a, out)
         a.zero_()
 
-    with wrong("optimized changed argument 'a', which the baseline", Misuse):
+    with wrong("optimized changed argument 'a', which the baseline", UsageError):
         judge(optimized)
 
 
@@ -254,7 +256,7 @@ def test_a_sum_in_bf16_is_caught_unless_declared():
     with wrong("optimized disagrees with the reference: result["):
         judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums)
     assert judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="bf16")
-    with wrong("precision='half': known are fp64, fp32", Misuse):
+    with wrong("precision='half': known are fp64, fp32", UsageError):
         judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="half")
 
 
@@ -284,7 +286,7 @@ def test_results_must_be_finite(bad):
 
     with wrong(f"out[5] is {bad}, expected"):
         judge(optimized)
-    with wrong(f"the reference is {bad} at out[3]: choose inputs", Misuse):
+    with wrong(f"the reference is {bad} at out[3]: choose inputs", UsageError):
         judge(
             double,
             reference=lambda a, out: (
@@ -332,20 +334,20 @@ def test_forms_must_be_the_same():
 def test_the_reference_gives_what_the_call_gives():
     with wrong(
         "the reference gives (reference[0], reference[1]), but the baseline's result is (out)",
-        Misuse,
+        UsageError,
     ):
         judge(double, reference=lambda a, out: (a, a))
     with wrong(
-        "the reference gives float64[1, 64] on cpu for out, the baseline float32[64]", Misuse
+        "the reference gives float64[1, 64] on cpu for out, the baseline float32[64]", UsageError
     ):
         judge(double, reference=lambda a, out: a.double()[None] * 2)
 
 
 def test_the_reference_is_fp64_or_exact():
     assert judge(double, reference=lambda a, out: a * 2)
-    with wrong("compute the reference in fp64: for out it gives float32", Misuse):
+    with wrong("compute the reference in fp64: for out it gives float32", UsageError):
         judge(double, reference=lambda a, out: a * 2.0000005)
-    with wrong("compute the reference in fp64", Misuse):
+    with wrong("compute the reference in fp64", UsageError):
         judge(double, reference=lambda a, out: (a * 2).half())
 
 
@@ -400,7 +402,7 @@ def test_numpy_arms_and_a_torch_reference():
         return torch.from_numpy(a).double() * 2
 
     for _ in range(3):  # numpy hands out small arrays again as they were, right answers included
-        assert correctness.learn(baseline, make).pure == ("args[1]",)
+        assert correctness.infer_effects(baseline, make).write_only == ("args[1]",)
     assert judge(baseline, make=make, baseline=baseline, reference=reference)
     with wrong("out[0] is nan"):
         judge(lambda a, out: None, make=make, baseline=baseline, reference=reference)
@@ -428,9 +430,9 @@ def test_modules_and_dicts_are_arguments():
         return model.double()(io["x"].double())
 
     words = {"baseline": baseline, "make": make, "reference": reference}
-    assert correctness.learn(baseline, make).pure == ("args[1]['out']",)
+    assert correctness.infer_effects(baseline, make).write_only == ("args[1]['out']",)
     assert judge(baseline, **words)[1].output == "out['out']"
-    with wrong("optimized changed argument 'a.bias'", Misuse):
+    with wrong("optimized changed argument 'a.bias'", UsageError):
         judge(optimized, **words)
 
 
@@ -463,8 +465,8 @@ def test_a_prepared_arm_prepares_before_the_poison():
 
 @pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
 def test_what_cannot_be_compared_is_named(odd):
-    with wrong(f"a result of type {type(odd).__name__}", Misuse):
-        correctness.verify({"baseline": correctness.result(odd, (), Contract((), ()))}, odd)
+    with wrong(f"a result of type {type(odd).__name__}", UsageError):
+        correctness.verify({"baseline": correctness.result(odd, (), ArgumentEffects((), ()))}, odd)
 
 
 def test_large_leaves_are_compared_in_chunks(monkeypatch):
@@ -491,7 +493,7 @@ def test_empty_results_agree():
 
 def test_results_are_verified_after_timing():
     a, _ = vector()()
-    good, bad = (correctness.result(a * f, (), Contract((), ())) for f in (2, 3))
+    good, bad = (correctness.result(a * f, (), ArgumentEffects((), ())) for f in (2, 3))
     truth = a.double() * 2
     assert correctness.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
     (error,) = correctness.verify({"baseline": good}, truth, located=False)

@@ -12,9 +12,9 @@ import pytest
 
 from pytest_aiperf.device import cuda as rooms
 from pytest_aiperf.device import device
-from pytest_aiperf.device.cuda import CudaClock, CudaMachine
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
-from pytest_aiperf.model import Gpu, Mode, Senses
+from pytest_aiperf.device.cuda import CudaDevice, CudaMachine
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
+from pytest_aiperf.model import Gpu, GpuState, Mode
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1234", "sm90", 0, 0, 141 << 30, "580")
 
@@ -23,7 +23,7 @@ def test_the_machine_lists_gpus_and_gives_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(rooms.nvml, "visible", lambda: [GPU])
     assert CudaMachine().gpus() == [GPU]
     host = CudaMachine().clock(None)
-    assert (host.device, host.gpu, host.sense()) == ("cpu", None, Senses())
+    assert (host.device, host.gpu, host.sense()) == ("cpu", None, GpuState())
 
 
 class FakeCuda:
@@ -168,7 +168,7 @@ def cuda(monkeypatch):
 
 
 def test_the_gpu_is_completed_with_what_only_cuda_knows(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     assert (clock.gpu.l2_bytes, clock.gpu.sms, clock.gpu.name) == (60 << 20, 132, GPU.name)
     assert clock.device == "cuda"
 
@@ -178,28 +178,28 @@ def test_the_clock_finds_its_gpu_among_several(cuda):
     chosen = []
     cuda.torch.cuda.set_device = chosen.append
     cuda.torch.cuda.default_generators *= 2
-    CudaClock(rooms.dataclasses.replace(GPU, uuid="GPU-5678"))
+    CudaDevice(rooms.dataclasses.replace(GPU, uuid="GPU-5678"))
     assert chosen == [1]
-    with pytest.raises(Misuse, match="none of the 2 GPUs"):
-        CudaClock(rooms.dataclasses.replace(GPU, uuid="GPU-9999"))
+    with pytest.raises(UsageError, match="none of the 2 GPUs"):
+        CudaDevice(rooms.dataclasses.replace(GPU, uuid="GPU-9999"))
 
 
 def test_spins_are_calibrated(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     clock.timed(lambda: None, hold=0.1)
     assert cuda.spins[-1] == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize("mode", [Mode.GRAPH, Mode.BACKLOG])
 def test_launch_gaps_do_not_count(cuda, mode):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     block = clock.block([lambda: cuda.launch(1e-6)] * 50, mode)  # a launch costs five times that
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
 
 
 def test_a_new_block_is_held_back_as_long_as_the_latest_had_to_be(cuda):
-    clock, tries = CudaClock(GPU), []
+    clock, tries = CudaDevice(GPU), []
 
     def many():
         for _ in range(100):
@@ -213,7 +213,7 @@ def test_a_new_block_is_held_back_as_long_as_the_latest_had_to_be(cuda):
 
 
 def test_plain_and_wall_count_what_passes(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     calls = [lambda: cuda.launch(1e-3)] * 3
     assert clock.block(calls, Mode.PLAIN).run() == pytest.approx(3e-3, rel=0.01)
     assert clock.block(calls, Mode.WALL).run() == pytest.approx(3e-3, rel=0.01)
@@ -223,7 +223,7 @@ def test_plain_and_wall_count_what_passes(cuda):
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_call_runs_on_the_clocks_stream(cuda, mode):
-    clock, seen = CudaClock(GPU), []
+    clock, seen = CudaDevice(GPU), []
 
     def call():
         seen.append(cuda.current.cuda_stream)
@@ -240,7 +240,7 @@ def test_every_call_runs_on_the_clocks_stream(cuda, mode):
 
 
 def test_a_hold_that_is_too_short_is_made_longer(cuda):
-    clock, slow_host = CudaClock(GPU), 2e-3
+    clock, slow_host = CudaDevice(GPU), 2e-3
 
     def call():
         cuda.host += slow_host
@@ -256,7 +256,7 @@ def test_a_hold_that_is_too_short_is_made_longer(cuda):
 
 
 def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
 
     def call():
         cuda.launch(1e-5)
@@ -271,7 +271,7 @@ def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
 
 
 def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
 
     def call():
         cuda.launch(0.06)
@@ -285,7 +285,7 @@ def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
 
 
 def test_a_call_that_synchronises_cannot_be_captured_and_torch_is_mended(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     with pytest.raises(
         CannotCapture, match=r"graph of 1 calls: CUDA error: operation not permitted when.*ing$"
     ):
@@ -297,7 +297,7 @@ def test_a_call_that_synchronises_cannot_be_captured_and_torch_is_mended(cuda):
 
 
 def test_a_call_that_fails_while_captured_ends_the_capture(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
 
     def call():
         cuda.launch(1e-5)
@@ -311,13 +311,13 @@ def test_a_call_that_fails_while_captured_ends_the_capture(cuda):
 
 
 def test_work_on_a_stream_that_is_not_captured_is_no_graph(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     with pytest.raises(CannotCapture, match="Graph is empty"):
         clock.block([lambda: cuda.launch_beside(1e-5)], Mode.GRAPH)
 
 
 def test_work_that_outlives_its_stream_is_refused(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     stray = clock.block([lambda: cuda.launch_beside(20e-3)], Mode.BACKLOG)
     with pytest.raises(InvalidMeasurement, match="worked on for 20 ms"):
         for _ in range(3):
@@ -327,7 +327,7 @@ def test_work_that_outlives_its_stream_is_refused(cuda):
 
 
 def test_once_leaves_launch_gaps_out_where_it_can(cuda):
-    clock, seen = CudaClock(GPU), []
+    clock, seen = CudaDevice(GPU), []
 
     def call(seconds):
         seen.append(seconds)
@@ -346,7 +346,7 @@ def test_once_leaves_launch_gaps_out_where_it_can(cuda):
 
 
 def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     cuda.allocated, cuda.most = 1_000, 9_000
 
     def call():
@@ -364,7 +364,7 @@ def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
     ],
 )
 def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
-    clock, readings = CudaClock(GPU), iter(clocks or [1980, 1700] * 999)
+    clock, readings = CudaDevice(GPU), iter(clocks or [1980, 1700] * 999)
     monkeypatch.setattr(rooms.nvml, "sm_mhz", lambda uuid: next(readings))
     begun = cuda.host
 
@@ -377,7 +377,7 @@ def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
 
 
 def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     ran = []
 
     def block(name, seconds):
@@ -393,11 +393,11 @@ def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
 
 
 def test_free_memory_is_the_drivers(cuda):
-    assert CudaClock(GPU).free() == 50 << 30
+    assert CudaDevice(GPU).free() == 50 << 30
 
 
 def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):
-    clock, ran = CudaClock(GPU), []
+    clock, ran = CudaDevice(GPU), []
     block = clock.block([lambda: ran.append(1) or cuda.launch(1e-3) or 7], Mode.BACKLOG)
     spins = len(cuda.spins)
     block.again()
@@ -424,7 +424,7 @@ def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy_cuda))
     cuda.torch.cuda.caching_allocator_alloc = lambda size, device, stream: size + device
     cuda.torch.cuda.caching_allocator_delete = freed.append
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
     entered.clear()
     block = clock.block([lambda: cuda.launch(1e-5)], Mode.GRAPH)
     assert entered == [0xABC0]
@@ -455,7 +455,7 @@ def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
     monkeypatch.setattr(rooms, "seed_all", lambda _: None)
     monkeypatch.setattr(cuda.torch, "empty", lambda *_, **__: None, raising=False)
     monkeypatch.setattr(cuda.torch, "uint8", None, raising=False)
-    clock = CudaClock(GPU)
+    clock = CudaDevice(GPU)
 
     def replicate(seed):
         clock.release()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aiperf.device import device as rooms
-from pytest_aiperf.device.device import HostClock, calls_per_block, choose_mode
+from pytest_aiperf.device.device import HostDevice, calls_per_block, choose_mode
 from pytest_aiperf.model import Bench, Metric, Mode
 
 # ---- choosing
@@ -68,7 +68,7 @@ def test_the_host_clock_times_all_calls_and_keeps_the_last(ticks, mode):
         ticks.ns += ns
         return ns
 
-    block = HostClock().block([lambda: call(2_000), lambda: call(3_000)], mode)
+    block = HostDevice().block([lambda: call(2_000), lambda: call(3_000)], mode)
     assert block.run() == pytest.approx(5e-6)
     assert block.last == 3_000
 
@@ -80,9 +80,9 @@ def test_once_repeats_what_is_too_short_to_read(ticks):
         seen.append(ns)
         ticks.ns += ns
 
-    assert HostClock().once(lambda: call(500)) == pytest.approx(500e-9)
+    assert HostDevice().once(lambda: call(500)) == pytest.approx(500e-9)
     assert len(seen) == 11
-    assert HostClock().once(lambda: call(2_000_000)) == pytest.approx(2e-3)
+    assert HostDevice().once(lambda: call(2_000_000)) == pytest.approx(2e-3)
     assert len(seen) == 12
 
 
@@ -93,15 +93,15 @@ def test_host_settling_is_a_few_calls_and_never_long(ticks):
         seen.append(ns)
         ticks.ns += ns
 
-    HostClock().settle(lambda: call(1_000))
+    HostDevice().settle(lambda: call(1_000))
     assert len(seen) == 10
-    HostClock().settle(lambda: call(150_000_000))
+    HostDevice().settle(lambda: call(150_000_000))
     assert len(seen) == 12
 
 
 def test_a_patched_timer_changes_nothing(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
-    assert HostClock().once(lambda: sum(range(1_000))) > 0
+    assert HostDevice().once(lambda: sum(range(1_000))) > 0
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -115,9 +115,9 @@ def test_no_garbage_is_collected_within_a_block(enabled):
     was = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        HostClock().block([lambda: seen.append(gc.isenabled())], Mode.WALL).run()
+        HostDevice().block([lambda: seen.append(gc.isenabled())], Mode.WALL).run()
         with pytest.raises(KeyError):
-            HostClock().block([failing], Mode.WALL).run()
+            HostDevice().block([failing], Mode.WALL).run()
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()
@@ -132,14 +132,14 @@ def test_the_peak_of_the_host_is_what_a_call_held_at_once():
         del first
         return bytearray(2 << 20)
 
-    assert HostClock().peak(call) == pytest.approx(3 << 20, abs=64 << 10)
-    assert HostClock().peak(lambda: None) < 64 << 10
+    assert HostDevice().peak(call) == pytest.approx(3 << 20, abs=64 << 10)
+    assert HostDevice().peak(lambda: None) < 64 << 10
     assert len(kept) == 1 << 20
 
 
 def test_pads_differ_and_follow_their_generator():
     def sizes(rng):
-        return [len(piece) for piece in HostClock().pad(rng)]
+        return [len(piece) for piece in HostDevice().pad(rng)]
 
     rng = random.Random(1)
     first, second = sizes(rng), sizes(rng)
@@ -154,23 +154,23 @@ def test_seeding_reaches_every_loaded_generator():
     def draw():
         return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - theirs too
 
-    HostClock().seed(2**40 + 3)
+    HostDevice().seed(2**40 + 3)
     first = draw()
-    HostClock().seed(2**40 + 3)
+    HostDevice().seed(2**40 + 3)
     assert draw() == first
-    HostClock().seed(4)
+    HostDevice().seed(4)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
 def test_seeding_loads_nothing(monkeypatch):
     for name in ("numpy", "torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    HostClock().seed(1)
+    HostDevice().seed(1)
     assert not {"numpy", "torch"} & sys.modules.keys()
 
 
 def test_the_hosts_identity_arm_can_be_compared_with_itself():
-    inputs, arm = HostClock().identity()
+    inputs, arm = HostDevice().identity()
     (full,), (small,) = (inputs(Bench("cpu", 1, full=f)) for f in (True, False))
     assert (len(full), len(small)) == (100_000, 100)
     assert (arm(small)[1:] >= arm(small)[:-1]).all()

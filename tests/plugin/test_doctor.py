@@ -15,7 +15,7 @@ from pytest_aiperf.__main__ import main
 from pytest_aiperf.doctor import bundle, clean, doctor
 from pytest_aiperf.doctor import host_facts as asked
 from pytest_aiperf.doctor.doctor import State, checks
-from pytest_aiperf.errors import BuildError, Misuse, ToolMissing
+from pytest_aiperf.errors import BuildError, ToolMissing, UsageError
 from pytest_aiperf.model import Gpu
 
 UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
@@ -118,7 +118,7 @@ class Machine(asked.Host):
 
     def locks(self):
         if self.locked:
-            raise Misuse(self.locked)
+            raise UsageError(self.locked)
         return "/tmp/locks"
 
 
@@ -156,7 +156,7 @@ def board(**changes):
 
 SICK = {
     "GPU": ({"has": []}, "can be used", State.BROKEN),
-    "GPU ": ({"seen": Misuse("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
+    "GPU ": ({"seen": UsageError("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
     "clocks 0": (board(**{"clocks_event_reasons.active": "0x40"}), "cooling", State.ADVICE),
     "power 0": (board(persistence_mode="Disabled"), "nvidia-smi -pm 1", State.ADVICE),
     "power 0 ": (board(**{"power.limit": "500.00"}), "-pl 700.00", State.ADVICE),
@@ -392,11 +392,11 @@ def test_clean_follows_no_link(tmp_path, monkeypatch):
     (here / "artifacts" / RUN).symlink_to(elsewhere / RUN)
     (here / "folder").symlink_to(elsewhere)
     (tmp_path / "cache").symlink_to(elsewhere)
-    assert clean.ours(here, tmp_path / "cache", ".aiperf", "artifacts") == []
+    assert clean.find_artifacts(here, tmp_path / "cache", ".aiperf", "artifacts") == []
 
 
 def test_clean_leaves_what_others_own(littered, monkeypatch):
     here, cache = littered
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    listed = clean.ours(here, cache, ".aiperf", "artifacts")
+    listed = clean.find_artifacts(here, cache, ".aiperf", "artifacts")
     assert not [p for p in listed if p.name == RUN or BUILD in p.name]

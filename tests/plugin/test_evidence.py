@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.build import nvcc, sass
-from pytest_aiperf.errors import BuildError, Misuse
+from pytest_aiperf.errors import BuildError, UsageError
 from pytest_aiperf.model import KernelRecord, Result, Work
 from pytest_aiperf.rules import evidence
 from pytest_aiperf.rules.evidence import Compiled, Facts, broken, hold
@@ -152,9 +152,9 @@ def test_lower_bounds_refuse_what_is_too_much_already_and_prove_no_ratio():
 
 def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
     known = r"known are void copy<1>\(float\*\), void copy<4>"
-    with pytest.raises(Misuse, match=f"LDG of 'copy<8>': no kernel of this claim .*{known}"):
+    with pytest.raises(UsageError, match=f"LDG of 'copy<8>': no kernel of this claim .*{known}"):
         hold([evidence.opcode("LDG", "copy<8>")], FACTS)
-    with pytest.raises(Misuse, match=r"no kernel of k\.cu for sm_100a is called that"):
+    with pytest.raises(UsageError, match=r"no kernel of k\.cu for sm_100a is called that"):
         hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if kept it out
     # of a kernel that only a GPU's compiler would make nothing is said
     (found,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
@@ -179,7 +179,7 @@ def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
     ],
 )
 def test_what_an_author_may_write_wrong(make, said):
-    with pytest.raises(Misuse, match=said):
+    with pytest.raises(UsageError, match=said):
         make()
 
 

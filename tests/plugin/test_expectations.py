@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import (
     Error,
     Expectation,
@@ -33,7 +33,7 @@ from pytest_aiperf.records.expectations import (
     acceptable,
     is_claim_id,
     load,
-    plan,
+    propose_update,
     stack_line,
 )
 from pytest_aiperf.rules.evidence import launches
@@ -247,7 +247,7 @@ TRAPS = {
 def test_each_trap_is_refused_at_its_line(trap, path, either_loader):
     text, line, says = TRAPS[trap]
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(Misuse) as caught:
+    with pytest.raises(UsageError) as caught:
         load(path)
     where = str(caught.value).removeprefix(str(path))
     assert where.startswith(f":{line}:") or not says, where
@@ -258,27 +258,29 @@ def test_each_trap_is_refused_at_its_line(trap, path, either_loader):
 def test_a_file_of_too_many_values_is_refused(path, monkeypatch):
     monkeypatch.setattr(yaml_file, "MAX_NODES", 20)
     path.write_text(f"schema: 1\nclaims: [{'1, ' * 20}]\n")
-    with pytest.raises(Misuse, match=r"yaml:2:\d+: nested too deeply or too long"):
+    with pytest.raises(UsageError, match=r"yaml:2:\d+: nested too deeply or too long"):
         load(path)
 
 
 def test_column_is_that_of_the_value(path):
     path.write_text(require("{speedup: no}"))
-    with pytest.raises(Misuse, match=r"expectations\.yaml:4:24: claims\.a/b\.require\.speedup: "):
+    with pytest.raises(
+        UsageError, match=r"expectations\.yaml:4:24: claims\.a/b\.require\.speedup: "
+    ):
         load(path)
 
 
 def test_not_utf8_is_refused_at_its_place(path):
     path.write_bytes(b"schema: 1\nclaims: {}\n# \xff\n")
-    with pytest.raises(Misuse, match=r"yaml:3:3: is not UTF-8"):
+    with pytest.raises(UsageError, match=r"yaml:3:3: is not UTF-8"):
         load(path)
 
 
 def test_large_files_and_folders_are_refused(path):
     path.write_bytes(b"#" * ((1 << 20) + 1))
-    with pytest.raises(Misuse, match="larger than 1 MiB"):
+    with pytest.raises(UsageError, match="larger than 1 MiB"):
         load(path)
-    with pytest.raises(Misuse, match="is not a file"):
+    with pytest.raises(UsageError, match="is not a file"):
         load(path.parent)
 
 
@@ -302,7 +304,7 @@ PIECES = st.sampled_from([*TOKENS.split(), *LINES.splitlines(keepends=True), *BL
 def test_fuzz_reads_or_refuses(tmp_path_factory, text):
     file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with contextlib.suppress(Misuse):
+    with contextlib.suppress(UsageError):
         load(file)
 
 
@@ -313,8 +315,8 @@ def test_fuzz_damage_never_gets_past_an_update(tmp_path_factory, at, cut, new):
     text = GOLDEN[:at] + new + GOLDEN[at + cut :]
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        update = plan(file, [result(), result("ch08/new"), result("ch07/tile")], TODAY)
-    except Misuse:
+        update = propose_update(file, [result(), result("ch08/new"), result("ch07/tile")], TODAY)
+    except UsageError:
         return
     file.write_bytes((update.after or "").encode())
     load(file)
@@ -381,7 +383,7 @@ def test_each_refusal_leaves_the_file_alone(kind, outcome, path):
     changes, says = REFUSALS[kind]
     path.write_text(GOLDEN)
     poisoned = result(**({"claim": "ch08/new", "outcome": outcome} | changes))
-    update = plan(path, [poisoned], TODAY)
+    update = propose_update(path, [poisoned], TODAY)
     assert (update.accepted, [r for r, _ in update.refused]) == ((), [poisoned])
     assert says in update.refused[0][1]
     assert update.diff() == ""
@@ -408,14 +410,16 @@ def test_a_failed_result_is_judged_by_what_is_required_only():
 def test_a_failed_result_holds_once_its_figure_is_the_recorded_one(path):
     path.write_text(GOLDEN)
     lost = result(claim="ch08/new", outcome=Outcome.FAILED, message="it has dropped")
-    (accepted,) = plan(path, [lost], TODAY).accepted
+    (accepted,) = propose_update(path, [lost], TODAY).accepted
     assert accepted == dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
 
 
 def test_a_refused_result_is_named_with_its_gpu_where_it_has_one(path):
     path.write_text(GOLDEN)
     here, nowhere = result(outcome=Outcome.SKIPPED), result(outcome=Outcome.NOT_RUN, key="")
-    said = [plan(path, [one], TODAY).lines()[0].partition(":")[0] for one in (here, nowhere)]
+    said = [
+        propose_update(path, [one], TODAY).lines()[0].partition(":")[0] for one in (here, nowhere)
+    ]
     assert said == [f"refused {here.claim} on h200", f"refused {here.claim}"]
 
 
@@ -440,14 +444,14 @@ def test_parity_is_acceptable_where_it_was_recorded_or_required():
 def test_of_two_results_the_later_counts(path):
     early = result(started="2025-03-04T05:00:00+00:00")
     late = result(speedup=Interval(1.7, 1.8, 1.9))
-    update = plan(path, [late, early], TODAY)
+    update = propose_update(path, [late, early], TODAY)
     assert update.accepted == (late,)
     assert "a later result" in update.refused[0][1]
 
 
 def test_lines_say_what_happened_on_one_line_each(path):
     bad = result("ch08/x", outcome=Outcome.ERROR, message="first\x1b[31m\nsecond")
-    assert plan(path, [result(), bad], TODAY).lines() == [
+    assert propose_update(path, [result(), bad], TODAY).lines() == [
         "accepted ch07/copy[vector] on h200: 2.010x [2.000, 2.022]",
         "refused ch08/x on h200: it ended ERROR: first?[31m",
     ]
@@ -465,7 +469,7 @@ def body(code="1a2b3c4d5e6f"):
 
 def test_only_the_measured_figures_change(path, either_loader):
     path.write_text(GOLDEN)
-    plan(path, [result()], TODAY).write()
+    propose_update(path, [result()], TODAY).write()
     [(old, new)] = changed_lines(GOLDEN, path.read_text())
     assert old.startswith("      h200: {speedup: [1.95")
     assert new == f"      h200: {body()} # note".replace("runs: 1", "runs: 4")
@@ -487,7 +491,7 @@ def test_an_entry_that_a_human_laid_out_is_refused_and_the_others_written(
     odd, line, path, either_loader
 ):
     path.write_text(GOLDEN)
-    update = plan(path, [odd, result(BESIDE)], TODAY).write()
+    update = propose_update(path, [odd, result(BESIDE)], TODAY).write()
     [(refused, why)] = update.refused
     assert refused is odd
     assert f"expectations.yaml:{line} is laid out anew; write `{odd.key}: {{...}}` on one" in why
@@ -504,7 +508,7 @@ def test_what_is_new_is_added_in_place(path, either_loader):
         result("ch07/tile", key="2xh200"),
         result("ch07/copy[vector]", key="2xh200"),
     ]
-    plan(path, fresh, TODAY).write()
+    propose_update(path, fresh, TODAY).write()
     after = path.read_text().splitlines()
     old = GOLDEN.splitlines()
     added = [line for line in after if line not in old]
@@ -525,7 +529,7 @@ def test_what_is_new_is_added_in_place(path, either_loader):
 
 def test_runs_restart_when_code_or_stack_change(path):
     def runs(**changes):
-        plan(path, [result(**changes)], TODAY).write()
+        propose_update(path, [result(**changes)], TODAY).write()
         return load(path).claims["ch07/copy[vector]"].recorded["h200"].runs
 
     assert [runs(), runs(), runs(code="b"), runs(code="b")] == [1, 2, 1, 2]
@@ -533,7 +537,9 @@ def test_runs_restart_when_code_or_stack_change(path):
 
 
 def test_a_new_file_says_who_owns_what(path):
-    update = plan(path, [result("ch06/bank_conflicts[padded]", code="123456789012")], TODAY)
+    update = propose_update(
+        path, [result("ch06/bank_conflicts[padded]", code="123456789012")], TODAY
+    )
     assert update.diff().startswith("--- /dev/null\n+++ ")
     assert update.write() == update
     text = path.read_text()
@@ -560,7 +566,7 @@ def test_a_new_file_says_who_owns_what(path):
 )
 def test_every_layout_takes_a_new_claim(text, path, either_loader):
     path.write_bytes(text.encode())
-    plan(path, [result(), result("ch99/x")], TODAY).write()
+    propose_update(path, [result(), result("ch99/x")], TODAY).write()
     after = path.read_bytes().decode()
     kept = load(path).claims
     assert {"ch07/copy[vector]", "ch99/x"} <= set(kept)
@@ -575,7 +581,7 @@ def test_claims_in_braces_are_read_but_not_updated(claims, path, either_loader):
     text = f'{{"schema": 1, "claims": {claims}}}'
     path.write_text(text)
     load(path)
-    update = plan(path, [result()], TODAY).write()
+    update = propose_update(path, [result()], TODAY).write()
     assert (update.accepted, update.diff()) == ((), "")
     assert "expectations.yaml:1 is laid out anew" in update.refused[0][1]
     assert path.read_text() == text
@@ -584,13 +590,13 @@ def test_claims_in_braces_are_read_but_not_updated(claims, path, either_loader):
 def test_an_update_that_would_go_wrong_is_refused(path, monkeypatch):
     path.write_text(GOLDEN)
     monkeypatch.setattr(expectations, "_edited", lambda document, _: document.text)
-    with pytest.raises(Misuse, match="cannot be updated in place"):
-        plan(path, [result()], TODAY)
+    with pytest.raises(UsageError, match="cannot be updated in place"):
+        propose_update(path, [result()], TODAY)
 
 
 def test_diff_shows_the_change_only(path):
     path.write_text(GOLDEN)
-    diff = plan(path, [result()], TODAY).diff().splitlines()
+    diff = propose_update(path, [result()], TODAY).diff().splitlines()
     changed = [line for line in diff if line[0] in "+-"]
     assert len(changed) == 4
     assert changed[2].startswith("-      h200: {speedup: [1.95")
@@ -598,14 +604,17 @@ def test_diff_shows_the_change_only(path):
 
 def test_a_damaged_file_is_not_updated(path):
     path.write_text(GOLDEN + "  ch10/x: {\n")
-    with pytest.raises(Misuse, match="not YAML"):
-        plan(path, [result()], TODAY)
+    with pytest.raises(UsageError, match="not YAML"):
+        propose_update(path, [result()], TODAY)
     assert path.read_text() == GOLDEN + "  ch10/x: {\n"
 
 
 def test_a_file_that_changed_meanwhile_is_planned_anew(path):
     path.write_text(GOLDEN)
-    mine, other = plan(path, [result()], TODAY), plan(path, [result("ch01/other")], TODAY)
+    mine, other = (
+        propose_update(path, [result()], TODAY),
+        propose_update(path, [result("ch01/other")], TODAY),
+    )
     other.write()
     written = mine.write()
     assert written.before != mine.before
@@ -615,7 +624,7 @@ def test_a_file_that_changed_meanwhile_is_planned_anew(path):
 
 def test_a_requirement_raised_meanwhile_is_held(path):
     path.write_text(GOLDEN)
-    update = plan(path, [result()], TODAY)
+    update = propose_update(path, [result()], TODAY)
     stricter = GOLDEN.replace("speedup:   1.5", "speedup:   9.5")
     path.write_text(stricter)
     written = update.write(path.parent / "results")
@@ -627,7 +636,7 @@ def test_a_requirement_raised_meanwhile_is_held(path):
 def writer(path, name, barrier):
     barrier.wait()
     for i in range(10):
-        plan(path, [result(f"{name}/claim[{i}]"), result()], TODAY).write()
+        propose_update(path, [result(f"{name}/claim[{i}]"), result()], TODAY).write()
 
 
 def test_two_writers_lose_nothing(path):
@@ -648,8 +657,8 @@ def test_two_writers_lose_nothing(path):
 def test_a_read_only_file_stays(path):
     path.write_text(GOLDEN)
     path.chmod(0o444)
-    with pytest.raises(Misuse, match="is read-only"):
-        plan(path, [result()], TODAY).write()
+    with pytest.raises(UsageError, match="is read-only"):
+        propose_update(path, [result()], TODAY).write()
     assert path.read_text() == GOLDEN
 
 
@@ -660,8 +669,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(expectations.os, "fsync", full)
-    with pytest.raises(Misuse, match="No space left on device"):
-        plan(path, [result()], TODAY).write()
+    with pytest.raises(UsageError, match="No space left on device"):
+        propose_update(path, [result()], TODAY).write()
     assert path.read_text() == GOLDEN
     assert sorted(p.name for p in path.parent.iterdir()) == [".aiperf", "expectations.yaml"]
 
@@ -670,15 +679,15 @@ def test_results_that_cannot_be_written_stop_the_update(path):
     path.write_text(GOLDEN)
     folder = path.parent / "results"
     folder.write_text("a file is in the way")
-    with pytest.raises(Misuse, match=r"cannot write .*results"):
-        plan(path, [result()], TODAY).write(folder)
+    with pytest.raises(UsageError, match=r"cannot write .*results"):
+        propose_update(path, [result()], TODAY).write(folder)
     assert path.read_text() == GOLDEN
 
 
 def test_a_figure_without_spread_lies_within_its_own_record(path):
     bytes_saved = result(speedup=Interval(1.78483, 1.78483, 1.78483))
     path.write_text("schema: 1\nclaims: {}\n")
-    plan(path, [bytes_saved], TODAY).write()
+    propose_update(path, [bytes_saved], TODAY).write()
     recorded = load(path).lookup(bytes_saved.claim, "h200", "sm90", bytes_saved.code).recorded
     assert recorded.speedup == (1.784, 1.785, 1.785)
 
@@ -688,7 +697,7 @@ def test_mode_and_link_survive(path, tmp_path):
     real.write_text(GOLDEN)
     real.chmod(0o640)
     path.symlink_to(real)
-    plan(path, [result()], TODAY).write()
+    propose_update(path, [result()], TODAY).write()
     assert path.is_symlink()
     assert real.stat().st_mode & 0o777 == 0o640
     assert "2.023" in real.read_text()

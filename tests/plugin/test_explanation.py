@@ -9,8 +9,8 @@ import torch
 from pytest_aiperf import Score, Work, prepared
 from pytest_aiperf.claim import explanation
 from pytest_aiperf.claim.measure import check, run
-from pytest_aiperf.device.fake import FAKE_GPU, Allocation, FakeClock, Noise, spend
-from pytest_aiperf.errors import BuildError, InvalidMeasurement, Misuse, Unproven
+from pytest_aiperf.device.fake import FAKE_GPU, Allocation, FakeDevice, Noise, spend
+from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
 from pytest_aiperf.rules import evidence
 from tests.plugin.claims import a_claim, doubling
@@ -94,7 +94,7 @@ def test_one_replicate_has_no_lower_end():
 )
 def test_an_extra_launch_fails_a_claim_that_is_faster(piece, said):
     lost, problem = explained(optimized=twice, evidence=[piece])
-    assert isinstance(problem, Unproven)
+    assert isinstance(problem, ClaimNotMet)
     assert (lost.outcome, lost.verdict) == (Outcome.FAILED, "FASTER")
     assert said in lost.message
     assert lost.evidence[0].value == 2
@@ -123,7 +123,7 @@ def test_peak_memory_is_that_of_each_arm():
 
 
 def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
-    class Blind(FakeClock):
+    class Blind(FakeDevice):
         def trace(self, call):
             raise RuntimeError("CUPTI is taken\nby somebody")
 
@@ -155,7 +155,7 @@ def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks()
 
 
 def test_a_metric_that_is_only_shown_cannot_take_the_judged_one_with_it():
-    class Unsteady(FakeClock):
+    class Unsteady(FakeDevice):
         def sense(self):
             return replace(super().sense(), event_reasons=0x20)
 
@@ -183,9 +183,9 @@ def test_prepared_arms_are_not_counted():
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
-    clock = FakeClock(None)
+    clock = FakeDevice(None)
     check(a_claim(optimized=arm, **words), clock)
-    with pytest.raises(Unproven, match="has 2 launches a call"):
+    with pytest.raises(ClaimNotMet, match="has 2 launches a call"):
         check(a_claim(optimized=lambda x: x * 1 * 2, **words), clock)
 
 
@@ -209,11 +209,11 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
     monkeypatch.setattr(explanation.triton_launches, "count", lambda *_: counted)
     monkeypatch.setattr(explanation.triton_build, "compile_apart", refuse)
     words = {"inputs": lambda bench: torch.randn(4), "evidence": [evidence.opcode("HGMMA", "k")]}
-    check(a_claim(**words), FakeClock(None))
+    check(a_claim(**words), FakeDevice(None))
 
 
 def test_evidence_for_each_byte_needs_the_bytes():
-    with pytest.raises(Misuse, match=r"dram__bytes\.sum for each byte needs work="):
+    with pytest.raises(UsageError, match=r"dram__bytes\.sum for each byte needs work="):
         a_claim(evidence=[evidence.counter("dram__bytes.sum", max=1, per="work")])
 
 

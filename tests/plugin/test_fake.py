@@ -11,13 +11,13 @@ from pytest_aiperf.device import fake
 from pytest_aiperf.device.fake import (
     FAKE_GPU,
     Allocation,
-    FakeClock,
+    FakeDevice,
     FakeMachine,
     Fault,
     Noise,
     spend,
 )
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Mode
 from pytest_aiperf.rules import validity
 
@@ -41,7 +41,7 @@ def blocks(clock, count, calls=10):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_noise_time_is_what_was_spent(mode):
-    clock = FakeClock(noise=Noise.none())
+    clock = FakeDevice(noise=Noise.none())
     block = clock.block([arm(1e-3), arm(2e-3)], mode)
     assert block.run() == pytest.approx(3e-3)
     assert clock.now == pytest.approx(3e-3)
@@ -52,19 +52,19 @@ def test_without_noise_time_is_what_was_spent(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_block_keeps_what_the_last_call_returned(mode):
-    block = FakeClock().block([lambda: "first", lambda: "last"], mode)
+    block = FakeDevice().block([lambda: "first", lambda: "last"], mode)
     block.run()
     assert block.last == "last"
 
 
 def test_white_noise_has_its_deviation():
-    seen = blocks(FakeClock(noise=quiet(white=0.01), seed=1), 1_000)
+    seen = blocks(FakeDevice(noise=quiet(white=0.01), seed=1), 1_000)
     assert statistics.stdev(seen) == pytest.approx(0.01, rel=0.1)
     assert statistics.fmean(seen) == pytest.approx(1, abs=0.002)
 
 
 def test_the_tail_is_to_the_right():
-    seen = blocks(FakeClock(noise=quiet(tail=0.25, tail_chance=0.01), seed=1), 2_000, calls=1)
+    seen = blocks(FakeDevice(noise=quiet(tail=0.25, tail_chance=0.01), seed=1), 2_000, calls=1)
     late = [s for s in seen if s > 1 + 1e-9]
     assert 0.005 < len(late) / len(seen) < 0.02
     assert max(seen) <= 1.25
@@ -72,7 +72,7 @@ def test_the_tail_is_to_the_right():
 
 
 def test_drift_is_remembered_for_its_correlation_time():
-    seen = blocks(FakeClock(noise=quiet(drift=0.006, drift_s=0.020), seed=1), 4_000)  # 1 ms each
+    seen = blocks(FakeDevice(noise=quiet(drift=0.006, drift_s=0.020), seed=1), 4_000)  # 1 ms each
     assert statistics.stdev(seen) == pytest.approx(0.006, rel=0.2)
     assert statistics.correlation(seen[:-1], seen[1:]) == pytest.approx(math.exp(-0.05), abs=0.02)
     assert abs(statistics.correlation(seen[:-200], seen[200:])) < 0.2
@@ -82,7 +82,7 @@ def test_drift_spoils_sequential_timing_and_spares_interleaved():
     noise = quiet(white=0.001, drift=0.006, drift_s=0.020)
     sequential, mirrored = [], []
     for seed in range(40):
-        seen = blocks(FakeClock(noise=noise, seed=seed), 16)
+        seen = blocks(FakeDevice(noise=noise, seed=seed), 16)
         sequential.append(statistics.fmean(seen[:8]) - statistics.fmean(seen[8:]))
         first, second = seen[0::4] + seen[3::4], seen[1::4] + seen[2::4]
         mirrored.append(statistics.fmean(first) - statistics.fmean(second))
@@ -91,14 +91,14 @@ def test_drift_spoils_sequential_timing_and_spares_interleaved():
 
 def test_the_start_is_slow_until_settled():
     noise = quiet(ramp=0.03, ramp_s=0.030)
-    cold, warm = FakeClock(noise=noise), FakeClock(noise=noise)
+    cold, warm = FakeDevice(noise=noise), FakeDevice(noise=noise)
     warm.settle(arm())
     assert blocks(cold, 1)[0] == pytest.approx(1.03, abs=0.002)
     assert blocks(warm, 1)[0] == pytest.approx(1, abs=1e-4)
 
 
 def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
-    clock, rng = FakeClock(noise=quiet(layout=0.01)), random.Random(3)
+    clock, rng = FakeDevice(noise=quiet(layout=0.01)), random.Random(3)
     effects = []
     for _ in range(200):
         clock.pad(rng)
@@ -113,7 +113,7 @@ def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
 
 def test_the_seed_of_the_pads_decides_the_layout():
     def effect(seed):
-        clock = FakeClock(noise=quiet(layout=0.01))
+        clock = FakeDevice(noise=quiet(layout=0.01))
         clock.pad(random.Random(seed))
         return clock.block([arm()], Mode.GRAPH).run()
 
@@ -121,13 +121,13 @@ def test_the_seed_of_the_pads_decides_the_layout():
 
 
 def test_a_jump_has_two_states():
-    seen = blocks(FakeClock(noise=quiet(jump=0.03, jump_chance=0.05), seed=1), 500)
+    seen = blocks(FakeDevice(noise=quiet(jump=0.03, jump_chance=0.05), seed=1), 500)
     assert {round(s, 6) for s in seen} == {1.0, 1.03}
 
 
 def test_throttling_comes_goes_and_is_felt():
     noise = quiet(throttle=0.06, throttle_s=0.010, throttle_per_s=5.0)
-    clock = FakeClock(noise=noise, seed=1)
+    clock = FakeDevice(noise=noise, seed=1)
     block = clock.block([arm(1e-3)], Mode.PLAIN)
     states, felt = [], []
     for _ in range(1_000):
@@ -140,7 +140,7 @@ def test_throttling_comes_goes_and_is_felt():
 
 
 def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
-    clock = FakeClock(noise=Noise.none(), faults=[Fault(2, "throttle", blocks=2, reasons=0x40)])
+    clock = FakeDevice(noise=Noise.none(), faults=[Fault(2, "throttle", blocks=2, reasons=0x40)])
     block = clock.block([arm(1e-3)], Mode.PLAIN)
     seen, problems = [], []
     for _ in range(6):
@@ -153,7 +153,7 @@ def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
 
 
 def test_a_throttle_inside_a_round_leaves_its_mark():
-    clock = FakeClock(noise=Noise.none(), faults=[Fault(1, "throttle")])
+    clock = FakeDevice(noise=Noise.none(), faults=[Fault(1, "throttle")])
     before = clock.sense()
     blocks(clock, 4)
     after = clock.sense()
@@ -162,13 +162,13 @@ def test_a_throttle_inside_a_round_leaves_its_mark():
 
 
 def test_a_power_cap_is_tolerated():
-    clock = FakeClock(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
+    clock = FakeDevice(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
     assert blocks(clock, 1) == [pytest.approx(1.02)]
     assert clock.sense().event_reasons == 0x4
 
 
 def test_a_raise_comes_in_its_block():
-    clock = FakeClock(faults=[Fault(1, "raise", error="out of memory")])
+    clock = FakeDevice(faults=[Fault(1, "raise", error="out of memory")])
     blocks(clock, 1)
     with pytest.raises(RuntimeError, match="out of memory"):
         blocks(clock, 1)
@@ -185,11 +185,11 @@ def test_a_hang_never_returns(monkeypatch):
 
     monkeypatch.setattr(fake.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
-        blocks(FakeClock(faults=[Fault(0, "hang")]), 1)
+        blocks(FakeDevice(faults=[Fault(0, "hang")]), 1)
 
 
 def test_a_synchronising_call_is_only_plain_or_wall():
-    clock = FakeClock(noise=Noise.none())
+    clock = FakeDevice(noise=Noise.none())
     calls = [fake.synchronise, arm(1e-3)]
     with pytest.raises(CannotCapture, match="synchronises"):
         clock.block(calls, Mode.GRAPH)
@@ -200,7 +200,7 @@ def test_a_synchronising_call_is_only_plain_or_wall():
 
 
 def test_peak_counts_what_is_held_at_once():
-    clock, kept = FakeClock(), Allocation(1_000)
+    clock, kept = FakeDevice(), Allocation(1_000)
 
     def call():
         first = Allocation(10)
@@ -226,7 +226,7 @@ def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
 
 def test_clocks_of_one_seed_part_when_their_claims_seed_them():
     def seen(*seeds):
-        clock = FakeClock(noise=quiet(white=0.01, layout=0.01), seed=1)
+        clock = FakeDevice(noise=quiet(white=0.01, layout=0.01), seed=1)
         for seed in seeds:
             clock.seed(seed)
         clock.pad(random.Random(5))
@@ -240,14 +240,14 @@ def test_clocks_of_one_seed_part_when_their_claims_seed_them():
 def test_seeding_makes_inputs_repeatable():
     import numpy as np
 
-    FakeClock().seed(3)
+    FakeDevice().seed(3)
     first = random.random(), np.random.random()  # noqa: NPY002 - inputs may draw from it
-    FakeClock().seed(3)
+    FakeDevice().seed(3)
     assert (random.random(), np.random.random()) == first  # noqa: NPY002
 
 
 def test_the_identity_arm_takes_time_and_depends_on_the_seed():
-    clock = FakeClock(noise=Noise.none())
+    clock = FakeDevice(noise=Noise.none())
     inputs, negate = clock.identity()
     (x,), (other,) = (inputs(Bench("cpu", seed, full=True)) for seed in (1, 2))
     assert (x != other).all()
@@ -258,9 +258,9 @@ def test_the_identity_arm_takes_time_and_depends_on_the_seed():
 
 def test_it_fits_where_a_real_clock_fits():
     from pytest_aiperf.device.cuda import CudaMachine
-    from pytest_aiperf.device.device import HostClock
+    from pytest_aiperf.device.device import HostDevice
 
-    for real, pretended in ((CudaMachine(), FakeMachine()), (HostClock(), FakeClock())):
+    for real, pretended in ((CudaMachine(), FakeMachine()), (HostDevice(), FakeDevice())):
         assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
 
 
@@ -296,7 +296,7 @@ def test_a_machine_is_described_in_json():
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
-    with pytest.raises(Misuse, match=said):
+    with pytest.raises(UsageError, match=said):
         fake.machine(text)
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import gpu_lock
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.machine.isolation import arm_parent_death
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -31,7 +31,7 @@ class Claim:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                theirs = Lease(
+                theirs = GpuLock(
                     gpus,
                     folder,
                     on_wait=lambda _: os.write(said, b"w"),
@@ -209,17 +209,17 @@ def test_who_times_follows_upon_another(claim, monkeypatch, patience):
 @pytest.mark.parametrize("host", [False, True])
 def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
     told = []
-    ours = Lease([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
-    with ours.prepare():
+    ours = GpuLock([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    with ours.shared():
         theirs = claim("time_host" if host else "time_device")
         assert theirs.waits
-        ours.let_go(lambda: told.append("first"))
+        ours.suspend(lambda: told.append("first"))
         assert theirs.hears(0.1) == ("" if host else "t")
         if not host:
             assert theirs.enters
             theirs.leave()
             assert theirs.hears() == "-"
-        ours.take_back()
+        ours.resume()
         assert told == ["first"]
         other = claim("time_device")
         assert other.waits
@@ -227,52 +227,52 @@ def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
 
 
 def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
-    ours = Lease([A], tmp_path / "locks")
-    ours.let_go(pytest.fail)
-    ours.take_back()
-    with ours.time_device():
-        ours.let_go(pytest.fail)
+    ours = GpuLock([A], tmp_path / "locks")
+    ours.suspend(pytest.fail)
+    ours.resume()
+    with ours.exclusive_gpu():
+        ours.suspend(pytest.fail)
         assert claim("prepare").waits
-        ours.take_back()
+        ours.resume()
 
 
 def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
-    ours = Lease([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait for ever
+    ours = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait for ever
 
     def fault():
         raise RuntimeError
 
-    with ours.prepare():
+    with ours.shared():
         theirs = claim("time_device")
         assert theirs.waits  # and holds the gate, which a second lock would have to pass
         with pytest.raises(RuntimeError):
-            ours.let_go(fault)
-        ours.take_back()
-        ours.let_go(lambda: None)
-        ours.let_go(pytest.fail)
+            ours.suspend(fault)
+        ours.resume()
+        ours.suspend(lambda: None)
+        ours.suspend(pytest.fail)
         assert theirs.gets_its_turn
 
 
 def test_taking_back_waits_for_who_times(claim, tmp_path):
     told = []
-    ours = Lease([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
-    with ours.prepare():
-        ours.let_go(lambda: None)
+    ours = GpuLock([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    with ours.shared():
+        ours.suspend(lambda: None)
         theirs = claim("time_device")
         assert theirs.enters
         timer = threading.Timer(0.2, theirs.leave)
         timer.start()
-        ours.take_back()
+        ours.resume()
         timer.join()
     assert told == [f"waiting for GPU {A}, which another claim has", "on"]
     assert 0.1 < ours.waited < 60
 
 
 def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
-    ours = Lease([A], tmp_path / "locks")
-    with ours.prepare():
+    ours = GpuLock([A], tmp_path / "locks")
+    with ours.shared():
         pass
-    with ours.time_host():
+    with ours.exclusive_host():
         pass
     assert ours.waited == 0
 
@@ -295,9 +295,9 @@ def test_opposite_orders_do_not_deadlock(tmp_path):
     for gpus in ((A, B), (B, A)):
         pids.append(os.fork())
         if pids[-1] == 0:
-            theirs = Lease(gpus, tmp_path / "locks")
+            theirs = GpuLock(gpus, tmp_path / "locks")
             for _ in range(300):
-                with theirs.time_device():
+                with theirs.exclusive_gpu():
                     pass
             os._exit(0)
     end = time.monotonic() + 60
@@ -318,9 +318,9 @@ def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
     def wait(sentence):
         raise InterruptedError(sentence)
 
-    refuses = Lease([A], tmp_path / "locks", on_wait=wait)
+    refuses = GpuLock([A], tmp_path / "locks", on_wait=wait)
     said = f"waiting for GPU {A}, which another claim has"
-    with pytest.raises(InterruptedError, match=said), refuses.time_device():
+    with pytest.raises(InterruptedError, match=said), refuses.exclusive_gpu():
         pass
     one.leave()
     assert one.hears() == "-"
@@ -328,19 +328,19 @@ def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
 
 
 def test_a_held_lease_is_not_entered_again(tmp_path):
-    ours = Lease([A, A], tmp_path / "locks")
-    again = pytest.raises(Misuse, match="leave its with block")
-    with ours.prepare(), again, ours.time_device():
+    ours = GpuLock([A, A], tmp_path / "locks")
+    again = pytest.raises(UsageError, match="leave its with block")
+    with ours.shared(), again, ours.exclusive_gpu():
         pass
-    with ours.time_host():
+    with ours.exclusive_host():
         pass
-    with ours.prepare():
+    with ours.shared():
         pass
 
 
 def test_the_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv(gpu_lock.VARIABLE, str(tmp_path / "a" / "b"))
-    with Lease(["MIG-GPU-x/1/0"]).prepare():
+    with GpuLock(["MIG-GPU-x/1/0"]).shared():
         pass
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert all(p.stat().st_mode & 0o077 == 0 for p in (tmp_path / "a" / "b").iterdir())
@@ -366,22 +366,22 @@ def linked(folder: Path) -> None:
 )
 def test_a_planted_folder_is_refused(tmp_path, plant):
     plant(tmp_path / "locks")
-    with pytest.raises(Misuse, match=gpu_lock.VARIABLE):
-        Lease([A], tmp_path / "locks")
+    with pytest.raises(UsageError, match=gpu_lock.VARIABLE):
+        GpuLock([A], tmp_path / "locks")
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     (tmp_path / "locks").mkdir(mode=0o700)
     us = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: us + 1)
-    with pytest.raises(Misuse, match="yours alone"):
-        Lease([A], tmp_path / "locks")
+    with pytest.raises(UsageError, match="yours alone"):
+        GpuLock([A], tmp_path / "locks")
 
 
 def test_a_planted_lock_file_is_not_followed(tmp_path):
-    ours = Lease([A], tmp_path / "locks")
+    ours = GpuLock([A], tmp_path / "locks")
     (tmp_path / "locks" / "host.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="symbolic"), ours.prepare():
+    with pytest.raises(OSError, match="symbolic"), ours.shared():
         pass
     assert not (tmp_path / "precious").exists()
 
@@ -391,12 +391,12 @@ def test_who_shares_the_host_uses_so_many_threads(tmp_path):
         return {pool["num_threads"] for pool in threadpool_info()}
 
     np.linalg.norm(np.ones(2))  # its BLAS is loaded
-    ours = Lease([A], tmp_path / "locks", threads=1)
+    ours = GpuLock([A], tmp_path / "locks", threads=1)
     with threadpool_limits(2):
-        with ours.prepare():
+        with ours.shared():
             assert threads() == {1}
-        for alone in (ours.time_device, ours.time_host):
+        for alone in (ours.exclusive_gpu, ours.exclusive_host):
             with alone():
                 assert threads() == {2}
-        with Lease([A], tmp_path / "locks").prepare():
+        with GpuLock([A], tmp_path / "locks").shared():
             assert threads() == {2}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Interval, Outcome
 from pytest_aiperf.records import history
 from pytest_aiperf.records.history import Flag, Gate, Night
@@ -101,7 +101,7 @@ def test_a_night_is_made_of_valid_results_on_one_gpu():
     made = history.night_of(rows)
     assert dict(made.claims) == {"ch07/copy": 1.5}
     assert made.key == "h200"
-    with pytest.raises(Misuse, match="one kind of GPU"):
+    with pytest.raises(UsageError, match="one kind of GPU"):
         history.night_of([*rows, measured("ch07/other", 1.0, key="b200")])
 
 
@@ -131,7 +131,7 @@ def test_a_torn_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "h200.jsonl"
     history.append(path, night(copy=1.5))
     path.write_text('{"started": \n' + path.read_text())
-    with pytest.raises(Misuse, match=r"h200\.jsonl:1 is torn"):
+    with pytest.raises(UsageError, match=r"h200\.jsonl:1 is torn"):
         history.read_history(path)
 
 

@@ -14,18 +14,18 @@ from pytest_aiperf.claim import sampler as room
 from pytest_aiperf.claim.inputs import Trial
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
-from pytest_aiperf.claim.stopping_rule import PLAN, Plan
+from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.device.fake import (
     FAKE_GPU,
     Allocation,
-    FakeClock,
+    FakeDevice,
     Fault,
     Noise,
     spend,
     synchronise,
 )
-from pytest_aiperf.errors import Disagreement, InvalidMeasurement, Misuse
-from pytest_aiperf.machine.distributed import Peers
+from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
+from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Metric, Mode, Verdict
 from pytest_aiperf.rules import validity
 from pytest_aiperf.rules.stats import half_width, t_quantile
@@ -36,13 +36,13 @@ WHITE = replace(Noise.none(), white=0.002)
 
 
 def a_trial(clock=None, said=None, **words):
-    clock = clock or FakeClock(noise=WHITE, seed=1)
+    clock = clock or FakeDevice(noise=WHITE, seed=1)
     said = [] if said is None else said
     say = lambda phase, **figures: said.append((phase, figures))
     return Trial(a_claim(**words), clock, 1, full=True, say=say)
 
 
-def measured(trial, plan=PLAN, metric=Metric.DEVICE):
+def measured(trial, plan=STANDARD, metric=Metric.DEVICE):
     trial.agreement()
     timing = measure(trial, metric, plan)
     trial.verify()
@@ -50,7 +50,7 @@ def measured(trial, plan=PLAN, metric=Metric.DEVICE):
 
 
 def a_timed(trial, metric=Metric.DEVICE, ahead=(1001,)):
-    timed = room.Timed(trial, metric, PLAN)
+    timed = room.Sampler(trial, metric, STANDARD)
     timed.prepare(ahead)
     timed.begin()
     return timed
@@ -73,7 +73,7 @@ def test_work_done_while_preparing_is_a_wrong_answer():
         done = x * 2
         return lambda x: done
 
-    with pytest.raises(Disagreement, match="optimized disagrees"):
+    with pytest.raises(WrongResult, match="optimized disagrees"):
         a_trial(optimized=prepared(make)).agreement()
 
 
@@ -94,7 +94,7 @@ def test_static_inputs_may_be_consumed_while_preparing():
     }
     assert {e.arm for e in a_trial(**words).agreement()} == {"baseline", "optimized"}
     words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
-    with pytest.raises(Disagreement):
+    with pytest.raises(WrongResult):
         a_trial(**words).agreement()
 
 
@@ -109,12 +109,12 @@ def test_no_garbage_is_collected_while_an_arm_prepares():
 
 
 def test_a_prepared_arm_must_return_what_is_timed():
-    with pytest.raises(Misuse, match="must return what is timed"):
+    with pytest.raises(UsageError, match="must return what is timed"):
         a_trial(optimized=prepared(lambda x: x * 2)).agreement()
 
 
 def test_arms_must_take_the_inputs():
-    with pytest.raises(Misuse, match=r"optimized=.* does not take the 1 values"):
+    with pytest.raises(UsageError, match=r"optimized=.* does not take the 1 values"):
         a_trial(optimized=lambda x, y: x).agreement()
 
 
@@ -134,7 +134,9 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
 
 
 def test_rounds_are_mirrored_and_their_order_is_drawn():
-    timing = measured(a_trial(library=doubling(150)), replace(PLAN, least=8, most=8))
+    timing = measured(
+        a_trial(library=doubling(150)), replace(STANDARD, min_replicates=8, max_replicates=8)
+    )
     orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
     assert all(order == order[::-1] and sorted(order) == sorted("BOLBOL") for order in orders)
     assert len(set(orders)) > 1
@@ -155,7 +157,7 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
 
 def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
     gpu = replace(FAKE_GPU, l2_bytes=64 * 8 * 10)
-    timing = measured(a_trial(FakeClock(gpu, WHITE)))
+    timing = measured(a_trial(FakeDevice(gpu, WHITE)))
     assert timing.sets == 30  # three times the L2, in sets of a tenth of it
     assert timing.calls >= timing.sets
     assert timing.cache == "cold"
@@ -163,9 +165,9 @@ def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
 
 def test_inputs_too_small_to_be_kept_cold_are_refused():
     gpu = replace(FAKE_GPU, l2_bytes=64 << 20)
-    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
-        measured(a_trial(FakeClock(gpu, WHITE)))
-    assert measured(a_trial(FakeClock(gpu, WHITE), cache="warm")).cache == "warm"
+    with pytest.raises(UsageError, match='declare cache="warm" or enlarge the inputs'):
+        measured(a_trial(FakeDevice(gpu, WHITE)))
+    assert measured(a_trial(FakeDevice(gpu, WHITE), cache="warm")).cache == "warm"
 
 
 def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
@@ -186,17 +188,17 @@ def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
 
 
 def test_a_disturbed_round_is_measured_again_and_counted():
-    clean = measured(a_trial(FakeClock(noise=Noise.none())))
+    clean = measured(a_trial(FakeDevice(noise=Noise.none())))
     assert sum(r.redone for r in clean.replicates) == 0
     faults = [Fault(42, "throttle")]  # in the middle of a round
-    timing = measured(a_trial(FakeClock(noise=Noise.none(), faults=faults)))
+    timing = measured(a_trial(FakeDevice(noise=Noise.none(), faults=faults)))
     assert sum(r.redone for r in timing.replicates) == 1
     assert speedup(timing).value == pytest.approx(2)
 
 
 @pytest.mark.parametrize(("rounds", "settled"), [(1, 0), (2, 1), (3, 2)])
 def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, settled):
-    class Counting(FakeClock):
+    class Counting(FakeDevice):
         settlings = 0
 
         def settle(self, call):
@@ -223,7 +225,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     now = [0.0]
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    class Slow(FakeClock):
+    class Slow(FakeDevice):
         def block(self, calls, mode):
             made = super().block(calls, mode)
 
@@ -238,7 +240,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
 
             return Block()
 
-    class Two(Peers):
+    class Two(RankGroup):
         def most(self, figure):
             asked.append(figure)
             return figure
@@ -253,7 +255,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
 
 
 def test_a_gpu_that_is_never_calm_is_invalid():
-    clock = FakeClock(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
+    clock = FakeDevice(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
     with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
         measured(a_trial(clock))
 
@@ -266,7 +268,7 @@ def test_what_timed_calls_left_is_verified():
         spend(100e-6)
         return x * 2 if len(calls) < 50 else x
 
-    with pytest.raises(Disagreement, match=r"optimized disagrees.*after timing"):
+    with pytest.raises(WrongResult, match=r"optimized disagrees.*after timing"):
         measured(a_trial(optimized=tires))
 
 
@@ -275,7 +277,7 @@ def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, aske
     """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
     calls = []
     trial = a_trial(
-        FakeClock(replace(FAKE_GPU, memory_bytes=memory), WHITE),
+        FakeDevice(replace(FAKE_GPU, memory_bytes=memory), WHITE),
         reference=lambda x: calls.append(1) or x + x,
     )
 
@@ -320,7 +322,7 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
     """Or what a call copies to pinned memory would be looked at before it is there."""
     seen = []
 
-    class Watched(FakeClock):
+    class Watched(FakeDevice):
         def synchronize(self):
             seen.append("wait")
 
@@ -333,8 +335,8 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
     trial.agreement()
     kept = room.correctness.kept
     monkeypatch.setattr(room.correctness, "kept", lambda found: seen.append("kept") or kept(found))
-    monkeypatch.setattr(room.Timed, "challenge", lambda *_: None)  # it takes without a wait
-    measure(trial, Metric.DEVICE, PLAN)
+    monkeypatch.setattr(room.Sampler, "challenge", lambda *_: None)  # it takes without a wait
+    measure(trial, Metric.DEVICE, STANDARD)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
     assert set(before) == {"wait"}
 
@@ -344,18 +346,18 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
 
 def test_it_stops_when_the_interval_is_narrow():
     timing = measured(a_trial())
-    assert (timing.stopped, len(timing.replicates)) == ("width", PLAN.least)
-    assert half_width(speedup(timing)) <= PLAN.half_width
+    assert (timing.stopped, len(timing.replicates)) == ("width", STANDARD.min_replicates)
+    assert half_width(speedup(timing)) <= STANDARD.target_half_width
 
 
 @pytest.mark.parametrize("sd", [0.002, 0.005, 0.008])  # nearly all stop at once; some; most late
 def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
     rng, runs, missed = np.random.default_rng(1), 20_000, 0
-    drawn, open_ = rng.normal(0, sd, (runs, PLAN.most)), np.ones(runs, bool)
-    for n in range(PLAN.least, PLAN.most + 1):
+    drawn, open_ = rng.normal(0, sd, (runs, STANDARD.max_replicates)), np.ones(runs, bool)
+    for n in range(STANDARD.min_replicates, STANDARD.max_replicates + 1):
         mean, spread = drawn[:, :n].mean(1), drawn[:, :n].std(1, ddof=1)
         half = t_quantile(0.995, n - 1) * spread / n**0.5
-        ends = open_ & ((half <= PLAN.half_width) | (n == PLAN.most))
+        ends = open_ & ((half <= STANDARD.target_half_width) | (n == STANDARD.max_replicates))
         missed += int((ends & (abs(mean) > half)).sum())
         open_ &= ~ends
     assert missed / runs < 0.021  # 0.01 is what the interval says
@@ -363,15 +365,15 @@ def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
 
 def test_it_never_stops_for_a_good_ratio_alone():
     noisy = replace(Noise.none(), layout=0.05)
-    timing = measured(a_trial(FakeClock(noise=noisy)), replace(PLAN, seconds=1e9))
+    timing = measured(a_trial(FakeDevice(noise=noisy)), replace(STANDARD, time_budget_s=1e9))
     assert timing.stopped == "replicates"
     assert verdict(speedup(timing), 0.0) is Verdict.FASTER
 
 
 def test_it_stops_when_its_seconds_are_spent():
     noisy = replace(Noise.none(), layout=0.05)
-    plan = Plan(least=3, seconds=1e-9)
-    timing = measured(a_trial(FakeClock(noise=noisy)), plan)
+    plan = StoppingRule(min_replicates=3, time_budget_s=1e-9)
+    timing = measured(a_trial(FakeDevice(noise=noisy)), plan)
     assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
         "seconds",
         5,  # two more than the least, as it is wide
@@ -387,12 +389,12 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replic
     now = [0.0]
     monkeypatch.setattr(replicates, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    class Slow(FakeClock):
+    class Slow(FakeDevice):
         def release(self):
             now[0] += each
 
     noisy = replace(Noise.none(), layout=layout)
-    timing = measured(a_trial(Slow(noise=noisy)), replace(PLAN, seconds=0.999))
+    timing = measured(a_trial(Slow(noise=noisy)), replace(STANDARD, time_budget_s=0.999))
     assert (timing.stopped, len(timing.replicates)) == ("seconds", replicates)
 
 
@@ -404,42 +406,47 @@ def made_in_the_turn(clock, **words):
     made, usual = [], a_claim().inputs
     trial = a_trial(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
     trial.agreement()
-    measurement = replicates.Measurement(trial, Metric.DEVICE, PLAN)
+    measurement = replicates.Measurement(trial, Metric.DEVICE, STANDARD)
     measurement.prepare()
     made.clear()
     timing = measurement.measure()
     in_the_turn = len(made) / (2 * measurement.way.sets)
     measurement.challenge()
     trial.verify()
-    assert len(timing.replicates) == PLAN.least
+    assert len(timing.replicates) == STANDARD.min_replicates
     return in_the_turn
 
 
 @pytest.mark.parametrize(
-    ("stands", "made"), [(PLAN.least, 0), (PLAN.least - 2, 2), (0.5, PLAN.least - 1)]
+    ("stands", "made"),
+    [
+        (STANDARD.min_replicates, 0),
+        (STANDARD.min_replicates - 2, 2),
+        (0.5, STANDARD.min_replicates - 1),
+    ],
 )
 def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
     size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
     monkeypatch.setattr(room, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
-    assert made_in_the_turn(FakeClock(noise=Noise.none())) == made
+    assert made_in_the_turn(FakeDevice(noise=Noise.none())) == made
 
 
 def test_half_of_the_memory_is_left_to_others():
-    class Full(FakeClock):
+    class Full(FakeDevice):
         asked = 0
 
         def free(self):
             self.asked += 1
             return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
 
-    assert made_in_the_turn(Full(noise=Noise.none())) == PLAN.least - 3
+    assert made_in_the_turn(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
 
 def test_what_finds_no_memory_is_made_when_it_is_timed():
     class OutOfMemoryError(RuntimeError):
         pass
 
-    class Small(FakeClock):
+    class Small(FakeDevice):
         blocks = 0
 
         def block(self, calls, mode):
@@ -448,22 +455,24 @@ def test_what_finds_no_memory_is_made_when_it_is_timed():
                 raise OutOfMemoryError
             return super().block(calls, mode)
 
-    assert made_in_the_turn(Small(noise=Noise.none())) == PLAN.least - 2
+    assert made_in_the_turn(Small(noise=Noise.none())) == STANDARD.min_replicates - 2
 
 
 def test_ranks_and_the_host_make_nothing_ahead():
-    class Two(Peers):
+    class Two(RankGroup):
         count = property(lambda _: 2)
 
-    assert made_in_the_turn(FakeClock(None, Noise.none())) == PLAN.least - 1
-    assert made_in_the_turn(FakeClock(noise=Noise.none(), peers=Two())) == PLAN.least - 1
+    assert made_in_the_turn(FakeDevice(None, Noise.none())) == STANDARD.min_replicates - 1
+    assert (
+        made_in_the_turn(FakeDevice(noise=Noise.none(), peers=Two())) == STANDARD.min_replicates - 1
+    )
 
 
 @pytest.mark.parametrize(
     ("microseconds", "ahead", "released"), [(20, [2], 0), (20, [1], 1), (100, [2], 1)]
 )
 def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahead, released):
-    class Watched(FakeClock):
+    class Watched(FakeDevice):
         released = 0
 
         def release(self):
@@ -480,7 +489,7 @@ def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahea
 
 @pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.SPAN)])
 def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
-    clock = FakeClock(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
+    clock = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
     trial = a_trial(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
     trial.agreement()
     timed = a_timed(trial, ahead=[1001, 2001])
@@ -499,7 +508,7 @@ def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cac
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
     ran = []
-    monkeypatch.setattr(room.Timed, "_run_each", lambda _, stand: ran.append(stand.name))
+    monkeypatch.setattr(room.Sampler, "_run_each", lambda _, stand: ran.append(stand.name))
     trial = a_trial()
     trial.agreement()
     timed = a_timed(trial, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
@@ -513,7 +522,7 @@ def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
 def test_the_device_is_awake_before_the_first_round(metric):
     done = []
 
-    class Clock(FakeClock):
+    class Clock(FakeDevice):
         def wake(self, blocks):
             done.append(len(blocks))
 
@@ -533,7 +542,7 @@ def test_progress_says_how_far_it_is():
     phases = [phase for phase, _ in said]
     assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
     last = said[-1][1]
-    assert (last["replicate"], last["most"]) == (PLAN.least, PLAN.most)
+    assert (last["replicate"], last["most"]) == (STANDARD.min_replicates, STANDARD.max_replicates)
     assert last["ratio"] == pytest.approx(2, rel=0.01)
 
 
@@ -573,7 +582,7 @@ def test_scores(better, ratio):
     ],
 )
 def test_a_score_must_be_there_and_positive(arm, says):
-    with pytest.raises(Misuse, match=says):
+    with pytest.raises(UsageError, match=says):
         measured(a_trial(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 
 
@@ -583,12 +592,12 @@ def test_a_score_must_be_there_and_positive(arm, says):
 def verdicts(slower, comparisons=40):
     found = []
     for seed in range(comparisons):
-        clock = FakeClock(seed=seed)
-        floor = noise_floor(clock, seed, PLAN, lambda *_a, **_k: None)
+        clock = FakeDevice(seed=seed)
+        floor = noise_floor(clock, seed, STANDARD, lambda *_a, **_k: None)
         trial = a_trial(clock, baseline=doubling(200), optimized=doubling(200 * slower))
         trial.random = random.Random(seed)
         trial.agreement()
-        found.append(verdict(speedup(measure(trial, Metric.DEVICE, PLAN)), floor))
+        found.append(verdict(speedup(measure(trial, Metric.DEVICE, STANDARD)), floor))
     return found
 
 

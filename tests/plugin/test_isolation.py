@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import isolation
-from pytest_aiperf.machine.isolation import Channel, Ended, describe, supervise
+from pytest_aiperf.machine.isolation import Channel, ProcessExit, describe, supervise
 
 SIGNALS = ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGTERM"]
 
@@ -65,7 +65,7 @@ def daemon() -> int:
     return int(os.read(ours, 20))
 
 
-def run(work, *, deadline=30.0, on_message=lambda _: None, grace=0.2) -> Ended:
+def run(work, *, deadline=30.0, on_message=lambda _: None, grace=0.2) -> ProcessExit:
     try:
         return supervise(work, deadline=deadline, on_message=on_message, grace=grace)
     finally:
@@ -305,7 +305,7 @@ def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
         if (pid := os.fork()) == 0:
             try:
                 channel.send("result", forged=True)
-            except Misuse:
+            except UsageError:
                 os._exit(42)
         _, status = os.waitpid(pid, 0)
         channel.send("result", refused=os.waitstatus_to_exitcode(status) == 42)
@@ -494,7 +494,7 @@ def test_arm_parent_death_when_the_parent_is_dead_already():
     ],
 )
 def test_describe(status, code, says):
-    assert describe(Ended((), status, code, 1.234, int(3.1 * 2**30), 120.0)) == says
+    assert describe(ProcessExit((), status, code, 1.234, int(3.1 * 2**30), 120.0)) == says
 
 
 def test_a_channel_takes_plain_builtins_only():

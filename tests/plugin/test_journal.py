@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome
 from pytest_aiperf.records import journal
 from pytest_aiperf.records.results import document, read_results
@@ -87,7 +87,7 @@ def test_a_whole_line_that_is_no_result_is_not_passed_over(run):
     mine = run.journal("gw0")
     mine.append(result())
     mine.path.write_text(mine.path.read_text() + '{"claim": 1}\n')
-    with pytest.raises(Misuse, match=r"gw0-\d+\.jsonl:3: .* is missing"):
+    with pytest.raises(UsageError, match=r"gw0-\d+\.jsonl:3: .* is missing"):
         journal.read_journals(run.path)
 
 
@@ -124,7 +124,9 @@ def test_a_read_only_folder_is_refused_at_session_start():
     try:
         if user == 0:
             os.seteuid(65534)  # root may write anywhere
-        with pytest.raises(Misuse, match=rf"cannot write {folder}.*: Permission denied; free some"):
+        with pytest.raises(
+            UsageError, match=rf"cannot write {folder}.*: Permission denied; free some"
+        ):
             journal.open_run(folder / ".aiperf", "run")
     finally:
         os.seteuid(user)
@@ -133,13 +135,13 @@ def test_a_read_only_folder_is_refused_at_session_start():
 
 
 def test_a_full_folder_is_refused_at_session_start(tmp_path):
-    with files_up_to(1), pytest.raises(Misuse, match=r"cannot write .*: .*; free some space"):
+    with files_up_to(1), pytest.raises(UsageError, match=r"cannot write .*: .*; free some space"):
         journal.open_run(tmp_path / ".aiperf", "run")
     assert list((tmp_path / ".aiperf").iterdir()) == []
 
 
 def test_a_run_never_enters_the_folder_of_another(run):
-    with pytest.raises(Misuse, match="File exists"):
+    with pytest.raises(UsageError, match="File exists"):
         journal.open_run(run.path.parent, run.id)
 
 
@@ -149,13 +151,15 @@ def test_a_full_disk_is_one_sentence_and_harms_no_earlier_line(run):
     before = mine.path.read_bytes()
     with (
         files_up_to(len(before) + 100),
-        pytest.raises(Misuse, match=r"cannot write .*jsonl: .*; f"),
+        pytest.raises(UsageError, match=r"cannot write .*jsonl: .*; f"),
     ):
         mine.append(result("a/1"))
     assert mine.path.read_bytes().startswith(before)
     mine.append(result("a/1"))
     assert journal.read_journals(run.path) == ([result("a/0"), result("a/1")], 1)
-    with pytest.raises(Misuse, match="cannot write /dev/full: No space left on device; free some"):
+    with pytest.raises(
+        UsageError, match="cannot write /dev/full: No space left on device; free some"
+    ):
         journal.Journal(Path("/dev/full")).append(result())
 
 
@@ -179,7 +183,7 @@ def test_a_failed_fsync_is_told(run, monkeypatch):
 
     mine = run.journal("main")
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(Misuse, match="Input/output error"):
+    with pytest.raises(UsageError, match="Input/output error"):
         mine.append(result())
 
 
@@ -190,7 +194,7 @@ def test_a_figure_that_json_cannot_hold_is_named_with_its_claim(run):
 
 def test_a_damaged_manifest_is_one_sentence(run):
     (run.path / "manifest.json").write_text('{"run": "x"}')
-    with pytest.raises(Misuse, match=r"manifest\.json: manifest: started is missing"):
+    with pytest.raises(UsageError, match=r"manifest\.json: manifest: started is missing"):
         journal.read_manifest(run.path)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_aiperf.build import launcher as room
 from pytest_aiperf.build.launcher import Kernels
-from pytest_aiperf.errors import BuildError, LaunchError, Misuse
+from pytest_aiperf.errors import BuildError, LaunchError, UsageError
 
 ZOO = r"""
 // extern "C" int commented(cudaStream_t stream) {}
@@ -85,7 +85,7 @@ def test_a_parameter_is_a_type_and_a_name(text, ctype, name):
     ],
 )
 def test_a_function_that_python_cannot_call_says_why(name, why):
-    with pytest.raises(Misuse, match=why):
+    with pytest.raises(UsageError, match=why):
         Kernels("zoo.cu", ZOO, None)[name]
 
 
@@ -202,7 +202,7 @@ def test_numpy_numbers_are_numbers(host):
     ],
 )
 def test_a_wrong_argument_is_named(host, changed, why):
-    with pytest.raises(Misuse) as caught:
+    with pytest.raises(UsageError) as caught:
         call(host, **changed)
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -210,7 +210,9 @@ def test_a_wrong_argument_is_named(host, changed, why):
 
 @pytest.mark.parametrize("count", [0, 7, 9])
 def test_a_wrong_number_of_arguments_shows_the_signature(host, count):
-    with pytest.raises(Misuse, match=rf"mix\(\) takes 8 arguments .*, not {count}: int mix\(const"):
+    with pytest.raises(
+        UsageError, match=rf"mix\(\) takes 8 arguments .*, not {count}: int mix\(const"
+    ):
         host["mix"](*[0] * count)
 
 
@@ -238,7 +240,8 @@ def test_the_stream_is_the_one_that_torch_or_cupy_uses(host, monkeypatch):
 
 def test_an_unknown_launcher_lists_the_known_ones(host):
     with pytest.raises(
-        Misuse, match=r"no launcher 'mixx' in host\.cu: its extern .C. functions are mix, nothing"
+        UsageError,
+        match=r"no launcher 'mixx' in host\.cu: its extern .C. functions are mix, nothing",
     ):
         host["mixx"]
     assert "mix" in host
@@ -249,7 +252,7 @@ def test_an_unknown_launcher_lists_the_known_ones(host):
 
 def test_a_launcher_that_an_if_left_out_says_so(host):
     text = '#if 0\nextern "C" int gone(cudaStream_t s) {}\n#endif\n'
-    with pytest.raises(Misuse, match=r"gone\(\) is in less.cu, but an #if kept it out"):
+    with pytest.raises(UsageError, match=r"gone\(\) is in less.cu, but an #if kept it out"):
         Kernels("less.cu", text, host["mix"]._library)["gone"]()
 
 
@@ -259,5 +262,5 @@ def test_what_does_not_load_says_so(tmp_path):
 
 
 def test_without_a_gpu_nothing_is_loaded():
-    with pytest.raises(Misuse, match=r"nothing\(\) is built, but its agreement needs a GPU"):
+    with pytest.raises(UsageError, match=r"nothing\(\) is built, but its agreement needs a GPU"):
         Kernels("host.cu", HOST, None)["nothing"]()

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_aiperf.build import nvcc as room
 from pytest_aiperf.build.nvcc import Nvcc, Want, build, build_all, nvcc_names
-from pytest_aiperf.errors import BuildError, Misuse
+from pytest_aiperf.errors import BuildError, UsageError
 
 SCALE = """
 #include "factor.h"
@@ -104,7 +104,7 @@ def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cac
     assert [b.arch for b in four] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
     assert len({b.path for b in four}) == 4
     assert [(done, total) for done, total, _ in seen] == [(i, 6) for i in range(1, 7)]
-    assert isinstance(refused, Misuse)
+    assert isinstance(refused, UsageError)
 
     assert isinstance(broken, BuildError)
     head, why, command = str(broken).splitlines()
@@ -370,7 +370,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("flag", [*HOSTILE, "", " -O2", "-O2\n", "-DA=1\n", "-O2 -o x"])
 def test_a_flag_outside_the_list_is_refused_and_nothing_is_created(flag, source, cache):
-    with pytest.raises(Misuse, match=r"is not allowed \(allowed: -O\[0-3\], "):
+    with pytest.raises(UsageError, match=r"is not allowed \(allowed: -O\[0-3\], "):
         build(source, "sm90", flags=[flag], cache=cache)
     assert not cache.exists()
 
@@ -387,13 +387,13 @@ def test_allowed_flags_reach_nvcc_and_replace_the_defaults(source, cache, fake_n
 
 
 def test_flags_are_a_list(source, cache):
-    with pytest.raises(Misuse, match=r"flags= takes a list: \['-O2'\]"):
+    with pytest.raises(UsageError, match=r"flags= takes a list: \['-O2'\]"):
         Nvcc([source.parent], ["sm90"])("scale.cu", flags="-O2")
 
 
 @pytest.mark.parametrize("arch", ["hopper", "sm_90a,code=x", "compute_90", "sm90 ", ""])
 def test_an_unknown_architecture_is_refused(arch, source):
-    with pytest.raises(Misuse, match="is no architecture"):
+    with pytest.raises(UsageError, match="is no architecture"):
         build(source, arch)
 
 
@@ -408,12 +408,12 @@ def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
     nvcc("scale.cu")
     assert len(nvcc.used) == 4
     assert nvcc.sources == [source, source.with_name("factor.h")]
-    with pytest.raises(Misuse, match=r"scale\(\) is built, but its agreement needs a GPU"):
+    with pytest.raises(UsageError, match=r"scale\(\) is built, but its agreement needs a GPU"):
         kernels["scale"](1, 2, 3)
 
 
 def test_nvcc_names_the_folders_it_tried(tmp_path):
-    with pytest.raises(Misuse, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
+    with pytest.raises(UsageError, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
         Nvcc([tmp_path / "a", tmp_path / "b"], ["sm90"])("ch99/x.cu")
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
-from pytest_aiperf.model import Gpu, Senses
+from pytest_aiperf.model import Gpu, GpuState
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-1", "GPU-bbbb3333-2")
 
@@ -139,7 +139,9 @@ def test_visible_devices_choose_and_order(driver, spec, expected):
 
 @pytest.mark.parametrize("spec", ["3", "0,0", "0,,1", "GPU-aaaa", "MIG-aaaa", "gpu0", "²", "GPU-x"])
 def test_a_value_that_names_no_gpu_is_refused(driver, spec):
-    with pytest.raises(Misuse, match=r"(?s)CUDA_VISIBLE_DEVICES.*index from 0 to 2.*GPU-bbbb3333"):
+    with pytest.raises(
+        UsageError, match=r"(?s)CUDA_VISIBLE_DEVICES.*index from 0 to 2.*GPU-bbbb3333"
+    ):
         seen(spec)
 
 
@@ -151,7 +153,7 @@ def test_a_lost_gpu_is_not_there(driver):
 def test_without_a_driver_there_are_no_gpus(driver, monkeypatch):
     driver.broken = True
     assert nvml.visible({"CUDA_VISIBLE_DEVICES": "0"}) == []
-    assert nvml.sense(UUIDS[0]) == Senses()
+    assert nvml.telemetry(UUIDS[0]) == GpuState()
     assert nvml.absence({}) == "the NVIDIA driver does not answer (Driver Not Loaded)"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.visible({}) == []
@@ -166,16 +168,16 @@ def test_hidden_gpus_are_said_to_be_hidden(driver):
 
 
 def test_senses_are_read_and_what_cannot_be_read_is_absent(driver):
-    assert nvml.sense(UUIDS[0]) == Senses(1575, 61, 0x4, {"thermal": 11})
-    assert nvml.sense(UUIDS[2]) == Senses()
-    assert nvml.sense("GPU-none") == Senses()
+    assert nvml.telemetry(UUIDS[0]) == GpuState(1575, 61, 0x4, {"thermal": 11})
+    assert nvml.telemetry(UUIDS[2]) == GpuState()
+    assert nvml.telemetry("GPU-none") == GpuState()
     assert [nvml.sm_mhz(uuid) for uuid in (UUIDS[0], UUIDS[2], "GPU-none")] == [1575, None, None]
 
 
 def test_a_figure_that_this_nvml_no_longer_has_is_absent(driver, monkeypatch):
     monkeypatch.delattr(FakeNvml, "nvmlDeviceGetFieldValues")
-    assert nvml.sense(UUIDS[0]).violations == {}
-    assert nvml.sense(UUIDS[0]).sm_mhz == 1575
+    assert nvml.telemetry(UUIDS[0]).violations == {}
+    assert nvml.telemetry(UUIDS[0]).sm_mhz == 1575
 
 
 @pytest.mark.parametrize(

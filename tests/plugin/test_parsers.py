@@ -106,7 +106,7 @@ def test_sums_are_added_and_shares_weighted_with_time():
     ],
 )
 def test_kernels_are_called_as_compilers_call_them(said, plain):
-    assert ncu.plain(said) == plain
+    assert ncu.normalize_name(said) == plain
 
 
 def test_only_the_chips_with_a_second_tensor_pipe_are_asked_for_it():

@@ -15,8 +15,8 @@ import pytest
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
-from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeClock, Noise, spend
-from pytest_aiperf.errors import AiperfError, InvalidMeasurement, Misuse
+from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend
+from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Interval, Mode, Verdict
 from pytest_aiperf.proving import proofs, prove, rivals, truth
 from pytest_aiperf.proving.proofs import Scale, fit
@@ -69,7 +69,7 @@ class Cache:
 
 
 def rig(noise=CALM, seed=1, **changes):
-    clock = FakeClock(FAKE_GPU, noise, seed=seed)
+    clock = FakeDevice(FAKE_GPU, noise, seed=seed)
     spun, seeds = [], iter(range(100, 200))
 
     def told(seconds):
@@ -187,8 +187,8 @@ def test_a_bare_ratio_is_judged_by_its_threshold(ratio, verdict):
 def test_spreads_tell_replicates_from_rounds():
     calm, laid = (
         truth.judged(
-            FakeClock(FAKE_GPU, noise, seed=3), numbers, (taking(1e-4),) * 2, 0.0,
-            truth.Plan(half_width=0, least=16, most=16, rounds=5, seconds=9), 7,
+            FakeDevice(FAKE_GPU, noise, seed=3), numbers, (taking(1e-4),) * 2, 0.0,
+            truth.StoppingRule(target_half_width=0, min_replicates=16, max_replicates=16, rounds_per_replicate=5, time_budget_s=9), 7,
         )
         for noise in (
             Noise(**{**dict.fromkeys(Noise.__slots__, 0.0), "white": 0.004}),
@@ -213,7 +213,7 @@ def test_spins_are_timed_as_they_are():
 
 
 def test_a_clock_that_is_off_is_found_out():
-    class Off(FakeClock):
+    class Off(FakeDevice):
         def run(self, calls, mode, layout):
             seconds, last = super().run(calls, mode, layout)
             return 1.002 * seconds + 1e-6 * len(calls), last
@@ -227,7 +227,7 @@ def test_a_clock_that_is_off_is_found_out():
 
 
 def test_a_block_that_ran_twice_does_not_count_twice():
-    class Twice(FakeClock):
+    class Twice(FakeDevice):
         def run(self, calls, mode, layout):
             for call in calls:  # held back too short: its time does not count
                 call()
@@ -281,7 +281,7 @@ def test_an_alarm_is_asked_again(monkeypatch):
     monkeypatch.setattr(proofs, "judged", alarmed)
     found = proofs.aa(rig(known_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
     assert (found["false_alarms"], found["confirmed"]) == (3, 1)
-    assert plans == [truth.SHORT, truth.PLAN] * 3
+    assert plans == [truth.SHORT, truth.STANDARD] * 3
 
 
 def test_comparisons_that_break_keep_those_before(monkeypatch):
@@ -330,7 +330,7 @@ def test_heat_disturbs_medians_one_after_the_other_and_not_rounds():
 
 def test_heat_comes_before_some_timed_blocks_and_no_other():
     heats = []
-    clock = Heated(FakeClock(FAKE_GPU, Noise.none()), lambda: heats.append(1), random.Random(2))
+    clock = Heated(FakeDevice(FAKE_GPU, Noise.none()), lambda: heats.append(1), random.Random(2))
     for _ in range(20):
         clock.block([lambda: "last"], Mode.WALL).run()
     assert not heats
@@ -440,14 +440,14 @@ def test_parts_of_the_same_machine_stay_in_the_record(tmp_path):
     content = prove.read(path)
     assert content["parts"] == {"spin": {"slope": [1.0]}, "floor": {"graph": 0.12346}}
     assert content["gpu"]["uuid"] == ""
-    other = FakeClock(None).gpu or prove.replace(FAKE_GPU, driver="1")
+    other = FakeDevice(None).gpu or prove.replace(FAKE_GPU, driver="1")
     prove.Record(other, path).keep("aa", {})
     assert list(prove.read(path)["parts"]) == ["aa"]
 
 
 def test_what_is_no_record_is_refused(tmp_path):
     (path := tmp_path / "x.json").write_text('{"schema": 2, "parts": {}}')
-    with pytest.raises(Misuse, match="no proof of schema 1"):
+    with pytest.raises(UsageError, match="no proof of schema 1"):
         prove.read(path)
 
 
@@ -455,7 +455,7 @@ def test_unknown_parts_are_refused():
     assert prove.chosen(None) == prove.ALL
     assert prove.chosen("spin, aa") == ("spin", "aa")
     assert "one" not in prove.ALL
-    with pytest.raises(Misuse, match="no part is called 'spins'"):
+    with pytest.raises(UsageError, match="no part is called 'spins'"):
         prove.chosen("spins")
 
 
@@ -584,7 +584,7 @@ def test_a_gpus_rig_calibrates_its_spins(monkeypatch):
     monkeypatch.setattr(truth.nvcc, "Nvcc", lambda *_: lambda _: Kernels(kernels))
     monkeypatch.setattr(truth, "_SIDE", 8)
     monkeypatch.setattr(truth.ceilings, "known", lambda _clock, names, _say: {names[0]: 4e12})
-    here = truth.on_gpu(FakeClock(FAKE_GPU, Noise.none()), truth.quiet)
+    here = truth.on_gpu(FakeDevice(FAKE_GPU, Noise.none()), truth.quiet)
     assert len(looked_up) == 4  # which takes the host longer than a launch: never in a call
     here.told(5e-6)
     here.told(15e-6)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import requirements
 from pytest_aiperf.model import Gpu
 
@@ -58,15 +58,17 @@ def test_several_architectures_mean_any_of_them():
 
 @pytest.mark.parametrize("mark", [pytest.mark.gpu(2), pytest.mark.gpu(cores=3)])
 def test_a_gpu_mark_that_means_nothing_is_refused(mark):
-    with pytest.raises(Misuse, match="count=, min_sm="):
+    with pytest.raises(UsageError, match="count=, min_sm="):
         requirements.needs_of([mark.mark])
 
 
 def test_host_and_gpu_exclude_each_other():
-    with pytest.raises(Misuse, match="either for the host or for GPUs"):
+    with pytest.raises(UsageError, match="either for the host or for GPUs"):
         requirements.needs_of([pytest.mark.host.mark, pytest.mark.sm90.mark])
 
 
 def test_twins_are_found():
-    found = requirements.twins([("a/b", "x::1"), ("a/b", "y::1"), ("a/c", "x::2"), ("a/b", "x::1")])
+    found = requirements.duplicates(
+        [("a/b", "x::1"), ("a/b", "y::1"), ("a/c", "x::2"), ("a/b", "x::1")]
+    )
     assert found == [("a/b", "x::1", "y::1")]

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import (
     Finding,
     Gpu,
@@ -32,7 +32,7 @@ NOW = datetime(2025, 3, 4, 5, 6, 7, 89, tzinfo=UTC)
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     path = tmp_path / "results.json"
     results.atomic_write(path, "old")
-    with files_up_to(10), pytest.raises(Misuse, match=r"cannot write .*results\.json"):
+    with files_up_to(10), pytest.raises(UsageError, match=r"cannot write .*results\.json"):
         results.atomic_write(path, "new" * 100)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -124,7 +124,7 @@ def test_a_damaged_results_file_is_one_sentence_with_its_place(tmp_path, old, ne
     text = results.dumps(results.document([result()], {}, NOW), "x")
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(Misuse, match=place) as caught:
+    with pytest.raises(UsageError, match=place) as caught:
         results.read_results(path)
     assert str(path) in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content, why):
     path = tmp_path / "r.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(Misuse, match=why):
+    with pytest.raises(UsageError, match=why):
         results.read_results(path)
 
 
@@ -158,7 +158,7 @@ def test_accepted_results_join_those_of_other_claims(tmp_path):
     assert results.read_results(path) == [dataclasses.replace(r, gpu=unnamed) for r in kept]
     assert json.loads(path.read_text())["machine_info"] == {"system": "Linux"}
     path.write_text("{")
-    with pytest.raises(Misuse, match=r"h200\.json:1:2"):
+    with pytest.raises(UsageError, match=r"h200\.json:1:2"):
         results.merge_results(folder, [result("d")], {})
     assert path.read_text() == "{"
 
@@ -196,5 +196,5 @@ def test_a_record_of_schema_1_is_upgraded():
     del old["work"]["written"]  # schema 1 counted half of the bytes as written
     assert read_record(old, "old").work == Work(read=40.0, written=40.0, dtype="fp32")
     old["work"] = {"bytes": "80"}
-    with pytest.raises(Misuse, match=r"work: unknown bytes"):
+    with pytest.raises(UsageError, match=r"work: unknown bytes"):
         read_record(old, "old")

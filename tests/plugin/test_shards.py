@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_aiperf.__main__ import main
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome
 from pytest_aiperf.records import shards
 from pytest_aiperf.records.journal import Run, open_run
@@ -22,7 +22,7 @@ IDS = [f"t.py::test_{i}" for i in range(9)]
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/b", "-1/2", "1/2/3"])
 def test_what_is_no_shard(text):
-    with pytest.raises(Misuse, match="no shard"):
+    with pytest.raises(UsageError, match="no shard"):
         shards.parse(text)
 
 

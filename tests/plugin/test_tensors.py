@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pytest_aiperf.claim import tensors
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
 
 
@@ -122,5 +122,5 @@ def test_overwrite_copies_in_place_and_drops_gradients():
 
 
 def test_overwrite_refuses_another_shape():
-    with pytest.raises(Misuse, match="another shape"):
+    with pytest.raises(UsageError, match="another shape"):
         tensors.overwrite((torch.zeros(2),), (torch.zeros(3),))

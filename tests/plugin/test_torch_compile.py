@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pytest_aiperf.claim import torch_compile
-from pytest_aiperf.device.device import HostClock
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.device.device import HostDevice
+from pytest_aiperf.machine.gpu_lock import GpuLock
 
 GPU = "GPU-aaaa"
 
@@ -16,7 +16,7 @@ class RefusedError(Exception):
 
 @pytest.fixture
 def lease(tmp_path):
-    return Lease([GPU], tmp_path / "locks")
+    return GpuLock([GPU], tmp_path / "locks")
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def other(tmp_path):
     def refuse(_sentence):
         raise RefusedError
 
-    theirs = Lease([GPU], tmp_path / "locks", on_wait=refuse)
+    theirs = GpuLock([GPU], tmp_path / "locks", on_wait=refuse)
 
     def may_time():
         try:
-            with theirs.time_device():
+            with theirs.exclusive_gpu():
                 return True
         except RefusedError:
             return False
@@ -57,15 +57,15 @@ def compiled(other):
 def test_others_may_time_while_a_claim_compiles(lease, other, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text("torch.compile(arm)")
-    with torch_compile.beside(lease, HostClock(), [tmp_path / "claim.py"]):
-        with lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.py"]):
+        with lease.shared():
             assert not other()
             assert call(torch.ones(3)).tolist() == [2, 2, 2]
             assert not other()
         assert other()
-        with lease.time_device():
+        with lease.exclusive_gpu():
             call(torch.ones(3, dtype=torch.int))
-    with lease.prepare():
+    with lease.shared():
         call(torch.ones(3, dtype=torch.double))
     assert seen == [True, False, False]  # no callback of ours is left
 
@@ -73,7 +73,7 @@ def test_others_may_time_while_a_claim_compiles(lease, other, compiled, tmp_path
 def test_a_claim_may_reset_the_compiler(lease, other, tmp_path):
     import torch._dynamo
 
-    with torch_compile.beside(lease, HostClock(), []), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
         torch._dynamo.reset()
     assert other()
 
@@ -81,7 +81,7 @@ def test_a_claim_may_reset_the_compiler(lease, other, tmp_path):
 def test_who_autotunes_keeps_its_turn(lease, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text('torch.compile(arm, mode="max-autotune")')
-    with torch_compile.beside(lease, HostClock(), [tmp_path / "claim.py"]), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.py"]), lease.shared():
         call(torch.ones(3))
     assert seen == [False]
 
@@ -91,7 +91,7 @@ def test_torch_that_is_set_to_autotune_keeps_its_turn(lease, compiled, monkeypat
 
     call, seen = compiled
     monkeypatch.setattr(torch._inductor.config, "max_autotune", True)
-    with torch_compile.beside(lease, HostClock(), []), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
         call(torch.ones(3))
     assert seen == [False]
 
@@ -100,7 +100,7 @@ def test_who_records_graphs_keeps_its_turn(lease, other, compiled):
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
     recording = CallbackTrigger.CUDAGRAPH_RECORDING
-    with torch_compile.beside(lease, HostClock(), []), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
         with callback_handler.install_callbacks(recording, "0/0"):
             assert not other()
         assert not other()
@@ -109,7 +109,7 @@ def test_who_records_graphs_keeps_its_turn(lease, other, compiled):
 def test_a_file_of_another_encoding_is_looked_at(lease, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.cu").write_bytes(b"// \xe9: an accent of Latin-1")
-    with torch_compile.beside(lease, HostClock(), [tmp_path / "claim.cu"]), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.cu"]), lease.shared():
         call(torch.ones(3))
     assert seen == [True]
 
@@ -126,7 +126,7 @@ def refuse(why):
     raise RuntimeError(why)
 
 def backend(graph, _inputs):
-    with Lease([FAKE_GPU.uuid], on_wait=refuse).time_device():
+    with GpuLock([FAKE_GPU.uuid], on_wait=refuse).exclusive_gpu():
         return graph
 
 @torch.compile(backend=backend)
@@ -147,7 +147,7 @@ def test_a_compiler_that_fails_leaves_the_turn_as_it_was(lease, other, tmp_path)
     def backend(_graph, _inputs):
         raise ZeroDivisionError
 
-    with torch_compile.beside(lease, HostClock(), []), lease.prepare():
+    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
         with pytest.raises(Exception, match="ZeroDivisionError"):
             torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
         assert not other()

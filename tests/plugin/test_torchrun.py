@@ -189,7 +189,7 @@ print("so far", subprocess.Popen(["sleep", "600"], start_new_session=True) and "
 time.sleep(600)
 """
     monkeypatch.setattr(torchrun, "command", lambda *_: (sys.executable, "-c", code))
-    found = torchrun.run(torchrun.Part(str(project.path), BLANK), 2, (), 1.0, {})
+    found = torchrun.run(torchrun.RankJob(str(project.path), BLANK), 2, (), 1.0, {})
     assert found.why.startswith("exceeded its deadline of 1 s")
     assert found.result.outcome is Outcome.ERROR
     assert "so far" in capsys.readouterr().out
@@ -203,42 +203,42 @@ SLOWER = replace(BLANK, outcome=Outcome.FAILED, verdict=Verdict.SLOWER, message=
 
 
 def an_end(status="exited", code=1):
-    return isolation.Ended((), status, code, 1.0, 0, 30.0)
+    return isolation.ProcessExit((), status, code, 1.0, 0, 30.0)
 
 
 @pytest.mark.parametrize(
     ("endings", "ended", "why"),
     [
-        ([torchrun.Ending(TOLD), torchrun.Ending(TOLD)], an_end(code=0), ""),
-        ([torchrun.Ending(SLOWER, SLOWER.message, ours=True)] * 2, an_end(), "SLOWER: 0.5x"),
+        ([torchrun.RankExit(TOLD), torchrun.RankExit(TOLD)], an_end(code=0), ""),
+        ([torchrun.RankExit(SLOWER, SLOWER.message, ours=True)] * 2, an_end(), "SLOWER: 0.5x"),
         (
-            [torchrun.Ending(TOLD), torchrun.Ending(why="wrong", ours=True, at=2.0)],
+            [torchrun.RankExit(TOLD), torchrun.RankExit(why="wrong", ours=True, at=2.0)],
             an_end(),
             "rank 1: wrong",
         ),
         (
             [
-                torchrun.Ending(why="b", ours=True, at=3.0),
-                torchrun.Ending(why="a", ours=True, at=2.0),
+                torchrun.RankExit(why="b", ours=True, at=3.0),
+                torchrun.RankExit(why="a", ours=True, at=2.0),
             ],
             an_end(),
             "rank 1: a",
         ),
         (
-            [torchrun.Ending(why="Connection closed by peer", at=1.0), "lost"],
+            [torchrun.RankExit(why="Connection closed by peer", at=1.0), "lost"],
             an_end(),
             "rank 1: its process ended without a result (os._exit, or a crash?)",
         ),
         (
             [
-                torchrun.Ending(why="Connection closed by peer", at=3.0),
-                torchrun.Ending(why="e", at=2.0),
+                torchrun.RankExit(why="Connection closed by peer", at=3.0),
+                torchrun.RankExit(why="e", at=2.0),
             ],
             an_end(),
             "rank 1: e",
         ),
         (
-            [torchrun.Ending(why="ValueError: 1", at=1.0), "stopped"],
+            [torchrun.RankExit(why="ValueError: 1", at=1.0), "stopped"],
             an_end(),
             "rank 0: ValueError: 1",
         ),
@@ -247,9 +247,9 @@ def an_end(status="exited", code=1):
     ],
 )
 def test_the_first_rank_that_cannot_go_on_says_why(tmp_path, endings, ended, why):
-    told = torchrun.Part(str(tmp_path), BLANK)
+    told = torchrun.RankJob(str(tmp_path), BLANK)
     for rank, ending in enumerate(endings):
-        if isinstance(ending, torchrun.Ending):
+        if isinstance(ending, torchrun.RankExit):
             (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
         if ending != "never":
             trace = "Current thread" if ending == "stopped" else ""
@@ -263,8 +263,8 @@ def test_the_first_rank_that_cannot_go_on_says_why(tmp_path, endings, ended, why
 
 def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
     for rank in (0, 1):
-        ending = torchrun.Ending(why="no such library", ours=True, skipped=True)
+        ending = torchrun.RankExit(why="no such library", ours=True, skipped=True)
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
-    found = torchrun._ending(torchrun.Part(str(tmp_path), BLANK), 2, an_end(code=0))
+    found = torchrun._ending(torchrun.RankJob(str(tmp_path), BLANK), 2, an_end(code=0))
     assert found.skipped
     assert found.why == "no such library"

@@ -82,12 +82,12 @@ def test_a_warmed_call_is_watched_once_and_a_machine_without_cupti_gives_none():
 
 @pytest.mark.parametrize("kernels", [1, 3])
 def test_the_fake_clock_takes_each_spend_for_a_kernel(kernels):
-    from pytest_aiperf.device.fake import FAKE_GPU, FakeClock, spend
+    from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, spend
 
     def call():
         for _ in range(kernels):
             spend(1e-5)
 
     took = kernels * 1e-5
-    assert FakeClock(FAKE_GPU).trace(call) == Trace(kernels, kernels, 0, took, took)
-    assert FakeClock(None).trace(call) is None
+    assert FakeDevice(FAKE_GPU).trace(call) == Trace(kernels, kernels, 0, took, took)
+    assert FakeDevice(None).trace(call) is None

@@ -8,8 +8,8 @@ import pytest
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.sass import Code
-from pytest_aiperf.device.fake import FakeClock
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.device.fake import FakeDevice
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.rules import evidence
 from tests.plugin.claims import doubling
 from tests.plugin.test_explanation import explained
@@ -93,7 +93,7 @@ def test_without_triton_there_is_nothing(monkeypatch):
 
 def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(FakeClock, "device", "cuda")
+    monkeypatch.setattr(FakeDevice, "device", "cuda")
     functions = [JITFunction(a_kernel(1, "twice"))]
     pieces = [evidence.opcode("HGMMA", kernel="twice")]
     said, problem = explained(evidence=pieces, optimized=lambda x: (launch(1), doubling(100)(x))[1])
@@ -101,5 +101,5 @@ def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
     assert said.evidence[0].value == 1
     functions.clear()
     _, problem = explained(evidence=pieces)
-    assert isinstance(problem, Misuse)
+    assert isinstance(problem, UsageError)
     assert "no kernel of this claim is called that; known are none" in str(problem)

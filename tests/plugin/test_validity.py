@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Senses
+from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import GpuState
 from pytest_aiperf.rules import validity
 
 
 def senses(mhz=1980, reasons=0, **violations):
-    return Senses(sm_mhz=mhz, event_reasons=reasons, violations=violations)
+    return GpuState(sm_mhz=mhz, event_reasons=reasons, violations=violations)
 
 
 @pytest.mark.parametrize("bit", [0x08, 0x20, 0x40, 0x80])
@@ -98,7 +98,7 @@ def test_rotation_spans_the_l2_three_times(set_bytes, l2_bytes, sets):
 
 @pytest.mark.parametrize("set_bytes", [0, 4096, (3 * (50 << 20) - 1) // 256])
 def test_inputs_too_small_to_be_kept_cold_are_misuse(set_bytes):
-    with pytest.raises(Misuse, match='declare cache="warm" or enlarge the inputs'):
+    with pytest.raises(UsageError, match='declare cache="warm" or enlarge the inputs'):
         validity.rotation(set_bytes, 50 << 20)
 
 

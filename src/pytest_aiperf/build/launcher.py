@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import BuildError, LaunchError, Misuse
+from pytest_aiperf.errors import BuildError, LaunchError, UsageError
 
 Convert = Callable[[Any], Any]
 Shape = tuple[str, str]
@@ -105,12 +105,12 @@ class Launcher:
         self._library = library
         *given, (stream, _) = map(_parameter, takes.split(","))
         if stream not in ("cudaStream_t", "CUstream"):
-            raise Misuse(
+            raise UsageError(
                 f"{name}() must take a cudaStream_t as its last parameter, so that it runs where "
                 f"it is timed: {self.text}"
             )
         if returns not in ("void", "int", "cudaError_t"):
-            raise Misuse(f"{name}() must return cudaError_t, int or void: {self.text}")
+            raise UsageError(f"{name}() must return cudaError_t, int or void: {self.text}")
         made = [
             _argument(f"argument {at} {parameter!r} of {name}() is {ctype}", ctype)
             for at, (ctype, parameter) in enumerate(given, 1)
@@ -121,7 +121,7 @@ class Launcher:
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of torch (of cupy, where torch is not in use)."""
         if len(args) != len(self._converts):
-            raise Misuse(
+            raise UsageError(
                 f"{self.name}() takes {len(self._converts)} arguments before the stream, which is "
                 f"filled in, not {len(args)}: {self.text}"
             )
@@ -133,14 +133,14 @@ class Launcher:
     @functools.cached_property
     def _function(self) -> Any:
         if self._library is None:
-            raise Misuse(f"{self.name}() is built, but its agreement needs a GPU to be checked")
+            raise UsageError(f"{self.name}() is built, but its agreement needs a GPU to be checked")
         try:
             function = getattr(ctypes.CDLL(str(self._library)), self.name)
         except OSError as error:
             raise BuildError(f"{self._source} is built but does not load: {error}") from error
         except AttributeError:
             why = f"{self.name}() is in {self._source}, but an #if kept it out of this build"
-            raise Misuse(why) from None
+            raise UsageError(why) from None
         function.argtypes = self._argtypes
         function.restype = None if self._returns == "void" else ctypes.c_int
         return function
@@ -156,7 +156,9 @@ def _argument(where: str, ctype: str) -> tuple[Convert, Any]:
         return _number(where, float, -math.inf, math.inf), reals[dtype]
     kind: Any = getattr(ctypes, f"c_{dtype}", None)
     if kind is None:
-        raise Misuse(f"{where}, which Python cannot pass: pointers, integers, floats and bool can")
+        raise UsageError(
+            f"{where}, which Python cannot pass: pointers, integers, floats and bool can"
+        )
     bits = 1 if dtype == "bool" else 8 * ctypes.sizeof(kind)
     low = -(1 << bits - 1) if dtype.startswith("int") else 0
     return _number(where, int, low, low + (1 << bits) - 1), kind
@@ -169,15 +171,17 @@ def _pointer(where: str, wanted: frozenset[str]) -> Convert:
         if hasattr(value, "data_ptr"):
             # pinned host memory is the GPU's to read
             if not (value.is_cuda or value.is_pinned()):
-                raise Misuse(f"{where}, got a tensor in CPU memory: allocate it on bench.device")
+                raise UsageError(
+                    f"{where}, got a tensor in CPU memory: allocate it on bench.device"
+                )
             address = value.data_ptr()
         elif hasattr(value, "__cuda_array_interface__"):
             address = value.data.ptr
         else:
-            raise Misuse(f"{where}, got {type(value).__name__}: pass a tensor on the GPU")
+            raise UsageError(f"{where}, got {type(value).__name__}: pass a tensor on the GPU")
         if value.dtype not in accepted:
             if wanted and str(value.dtype).removeprefix("torch.") not in wanted:
-                raise Misuse(f"{where}, got {value.dtype}")
+                raise UsageError(f"{where}, got {value.dtype}")
             accepted.add(value.dtype)
         return address
 
@@ -193,10 +197,10 @@ def _number(where: str, exact: type, low: float, high: float) -> Convert:
             tensor = hasattr(value, "data_ptr") or hasattr(value, "__cuda_array_interface__")
             if tensor or not hasattr(value, method):
                 got = "a tensor" if tensor else type(value).__name__
-                raise Misuse(f"{where}, got {got}: pass {wanted}")
+                raise UsageError(f"{where}, got {got}: pass {wanted}")
             value = getattr(value, method)()
         if value < low or value > high:  # which NaN is not
-            raise Misuse(f"{where}, which cannot hold {value}")
+            raise UsageError(f"{where}, which cannot hold {value}")
         return value
 
     return convert
@@ -237,7 +241,7 @@ class Kernels:
         if name not in self._declared:
             known = ", ".join(self._declared) or "none"
             what = f"no launcher {name!r} in {self._source}"
-            raise Misuse(f'{what}: its extern "C" functions are {known}')
+            raise UsageError(f'{what}: its extern "C" functions are {known}')
         return Launcher(name, self._declared[name], self._source, self._library)
 
     def __iter__(self) -> Iterator[str]:

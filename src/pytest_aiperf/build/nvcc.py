@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_aiperf.errors import AiperfError, BuildError, Misuse
+from pytest_aiperf.errors import AiperfError, BuildError, UsageError
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.machine.nvml import nvcc_arch
 from pytest_aiperf.model import KernelRecord
@@ -93,7 +93,7 @@ def build(
     """
     source = Path(source).absolute()  # so that no file's name can be read as a flag
     if not source.is_file():
-        raise Misuse(f"there is no {shown(source)} to build")
+        raise UsageError(f"there is no {shown(source)} to build")
     target = _target(arch)
     folders = [Path(folder).absolute() for folder in include]
     cache = cache or default_cache()
@@ -153,17 +153,17 @@ def reached(source: Path, include: Sequence[Path] = ()) -> dict[Path, bytes]:
 
 def _target(arch: str) -> str:
     if not re.fullmatch(r"sm\d{2,3}|sm_\d{2,3}[af]?", arch):
-        raise Misuse(f"{arch!r} is no architecture: sm90, sm100 or nvcc's own sm_100f are")
+        raise UsageError(f"{arch!r} is no architecture: sm90, sm100 or nvcc's own sm_100f are")
     return arch if "_" in arch else nvcc_arch(arch)
 
 
 def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
     """Give the compiler and its options: all but the files."""
     if isinstance(flags, str):
-        raise Misuse(f"flags= takes a list: [{flags!r}]")
+        raise UsageError(f"flags= takes a list: [{flags!r}]")
     for flag in flags:
         if not re.fullmatch("|".join(_ALLOWED), flag, re.ASCII):
-            raise Misuse(f"nvcc flag {flag!r} is not allowed (allowed: {', '.join(_ALLOWED)})")
+            raise UsageError(f"nvcc flag {flag!r} is not allowed (allowed: {', '.join(_ALLOWED)})")
     nvcc, _ = find_nvcc()
     given = tuple(flags)
     kept = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in given)]
@@ -348,7 +348,7 @@ class Nvcc:
         source = find_source(name, self.roots)
         if source is None:
             tried = ", ".join(shown(Path(root).absolute()) for root in self.roots)
-            raise Misuse(
+            raise UsageError(
                 f"there is no {name} in {tried or 'any folder: no kernel folder is known'}"
             )
         wants = [Want(source, arch, flags) for arch in self.archs]

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_aiperf.device.device import undisturbed
-from pytest_aiperf.errors import Disagreement, Misuse
+from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, Prepared
 
 from . import tensors
-from .tensors import Args, Leaf, dtype, form, is_exact, of
+from .tensors import Args, NamedTensor, backend_of, dtype, is_exact, signature
 
 Arm = Callable[..., object] | Prepared
 Make = Callable[[], Args]
-Result = Sequence[Leaf]
+Result = Sequence[NamedTensor]
 
 Place = tuple[tuple[int, ...], Any, Any]
 """An element's index, and what stands there in a result and in the reference."""
@@ -52,15 +52,15 @@ wait for one another at each of many operations, for ages where other claims kee
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class ArgumentEffects:
     """What the baseline does to its arguments.
 
     ``written`` are the leaves that it changes, ``pure`` those of them that it does not read: they
     may be poisoned. ``names`` are the arguments' names, for messages.
     """
 
-    written: tuple[str, ...]
-    pure: tuple[str, ...]
+    mutated: tuple[str, ...]
+    write_only: tuple[str, ...]
     names: tuple[str, ...] = ()
 
     def say(self, path: str) -> str:
@@ -76,7 +76,7 @@ def names(call: Callable[..., object]) -> tuple[str, ...]:
     return code.co_varnames[own : code.co_argcount] if code else ()
 
 
-def learn(call: Arm, make: Make, names: Sequence[str] = ()) -> Contract:
+def infer_effects(call: Arm, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
     """Find out which argument leaves a call changes, and which of them it does not read.
 
     ``make`` builds the same fresh arguments each time, from a seed that is used for nothing else:
@@ -84,7 +84,7 @@ def learn(call: Arm, make: Make, names: Sequence[str] = ()) -> Contract:
     """
     args = _filled(make)
     before = tensors.fingerprint(args)
-    sizes = [(of(a).module, a.nbytes) for a in tensors.arrays(args).values()]
+    sizes = [(backend_of(a).module, a.nbytes) for a in tensors.arrays(args).values()]
     del args
     # numpy and cupy hand out freed memory as it was: let no right answer lie there
     spoilt = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
@@ -93,18 +93,18 @@ def learn(call: Arm, make: Make, names: Sequence[str] = ()) -> Contract:
     unsettled = tensors.changed(before, args)
     may = {p for p, a in tensors.arrays(args).items() if p in unsettled or _is_harmless(a)}
     del before
-    returned, written = _run(call, args, Contract((), ()))
-    contract = Contract(written, (), tuple(names))
+    returned, written = _run(call, args, ArgumentEffects((), ()))
+    contract = ArgumentEffects(written, (), tuple(names))
     own = [x for _, x in kept(result(returned, args, contract))]
-    first = [x if is_exact(x) else of(x).cast(x, "float64", x) for x in own]
+    first = [x if is_exact(x) else backend_of(x).cast(x, "float64", x) for x in own]
     del returned, args, own
     if not first:
-        raise Misuse("the baseline returns nothing and changes none of its arguments")
+        raise UsageError("the baseline returns nothing and changes none of its arguments")
 
     def is_pure(path: str) -> bool:
         args = _filled(make)
         try:
-            returned, _ = _run(call, args, replace(contract, pure=(path,)))
+            returned, _ = _run(call, args, replace(contract, write_only=(path,)))
             verify({"baseline": result(returned, args, contract)}, first)
         except Exception:  # noqa: BLE001  an arm may refuse a poisoned input in its own way
             return False
@@ -113,11 +113,11 @@ def learn(call: Arm, make: Make, names: Sequence[str] = ()) -> Contract:
     pure = tuple(p for p in written if p in may and is_pure(p))
     loose = [contract.say(p) for p in unsettled if p not in pure]
     if loose:
-        raise Misuse(
+        raise UsageError(
             f"inputs() gives different values for the same seed: {', '.join(loose)} (or the "
             "baseline leaves a part of it unwritten)"
         )
-    return replace(contract, pure=pure)
+    return replace(contract, write_only=pure)
 
 
 def _filled(make: Callable[[], Any]) -> Any:
@@ -141,44 +141,44 @@ def _is_harmless(array: Any) -> bool:
     Integers may not: as counters, flags or indices they let a kernel hang or fault. Those that
     nobody set may, and torch shows them.
     """
-    module = of(array).module
+    module = backend_of(array).module
     if not is_exact(array) or module.__name__ != "torch":
         return not is_exact(array)
     return bool((array == _filled(lambda: module.empty_like(array))).all())
 
 
-def _run(arm: Arm, args: Args, contract: Contract) -> tuple[object, tuple[str, ...]]:
+def _run(arm: Arm, args: Args, contract: ArgumentEffects) -> tuple[object, tuple[str, ...]]:
     """Call an arm on poisoned arguments; return what it returns and what else it changed.
 
     No garbage is collected meanwhile: a CUDA graph that went would spoil one being captured.
     """
     with undisturbed():
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
-        tensors.poison(args, contract.pure)
-        before = tensors.fingerprint(args, contract.written)
+        tensors.poison(args, contract.write_only)
+        before = tensors.fingerprint(args, contract.mutated)
         returned = call(*args)
-    return returned, tensors.changed(before, args, contract.written)
+    return returned, tensors.changed(before, args, contract.mutated)
 
 
-def result(returned: object, args: Args, contract: Contract) -> list[Leaf]:
+def result(returned: object, args: Args, contract: ArgumentEffects) -> list[NamedTensor]:
     """Return a call's result; an argument that is both changed and returned counts once."""
     mine = tensors.arrays(args)
-    wrote = [(contract.say(p), mine[p]) for p in contract.written if p in mine]
+    wrote = [(contract.say(p), mine[p]) for p in contract.mutated if p in mine]
     views = [tensors.view(array) for _, array in wrote]
     own = tensors.walk(returned, "result")
-    return [(p, x) for p, x in own if not of(x) or tensors.view(x) not in views] + wrote
+    return [(p, x) for p, x in own if not backend_of(x) or tensors.view(x) not in views] + wrote
 
 
-def kept(result: Result) -> list[Leaf]:
+def kept(result: Result) -> list[NamedTensor]:
     """Copy a result: a later arm that writes into the same buffer must not repair it."""
-    return [(path, of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
+    return [(path, backend_of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
 
 
 def agree(
     arms: Mapping[str, Arm],
     make: Make,
     reference: Callable[..., object],
-    contract: Contract,
+    contract: ArgumentEffects,
     precision: str | None = None,
 ) -> list[Error]:
     """Hold all arms against the reference on one seed.
@@ -193,16 +193,19 @@ def agree(
         returned, touched = _run(arms[arm], args, contract)
         if touched:
             which = ", ".join(repr(contract.say(p)) for p in touched)
-            raise Misuse(
+            raise UsageError(
                 f"{arm} changed argument {which}, which the baseline was seen to leave alone: "
                 "an arm must not touch its inputs"
             )
         found = result(returned, args, contract)
-        lent[arm] = [bool(of(x)) and tensors.is_lent(x, args, contract.written) for _, x in found]
+        lent[arm] = [
+            bool(backend_of(x)) and tensors.aliases_input(x, args, contract.mutated)
+            for _, x in found
+        ]
         results[arm] = kept(found)
         del args, returned, found
     args = make()
-    tensors.poison(args, contract.pure)
+    tensors.poison(args, contract.write_only)
     errors = verify(results, reference(*args), precision)
     _hold_made(results, lent)
     return errors
@@ -213,7 +216,7 @@ def _hold_made(results: Mapping[str, Result], lent: Mapping[str, Sequence[bool]]
     for arm, flags in lent.items():
         for (path, _), is_lent, allowed in zip(results[arm], flags, lent["baseline"], strict=True):
             if is_lent and not allowed and path.startswith("result"):
-                raise Disagreement(
+                raise WrongResult(
                     f"{arm} gives {path} as a view of its inputs or of few elements, the baseline "
                     "makes it: the work is left to whoever reads it, so let both arms go on to that"
                 )
@@ -234,10 +237,10 @@ def verify(
     place of an error that is allowed is left out: a GPU that others use is waited for once only.
     """
     if precision not in (None, *BUDGET):
-        raise Misuse(f"precision={precision!r}: known are {', '.join(BUDGET)}")
+        raise UsageError(f"precision={precision!r}: known are {', '.join(BUDGET)}")
     base, want = results["baseline"], tensors.walk(reference, "reference")
     if len(base) != len(want):
-        raise Misuse(
+        raise UsageError(
             f"the reference gives {_paths(want)}, but the baseline's result is {_paths(base)}: "
             "what a call returns, followed by the arguments that it changes"
         )
@@ -245,7 +248,7 @@ def verify(
     for arm in arms:
         if len(results[arm]) != len(base):
             given = f"{_paths(results[arm])}, the baseline's {_paths(base)}"
-            raise Disagreement(f"{arm}'s result is {given}")
+            raise WrongResult(f"{arm}'s result is {given}")
     return [
         error
         for i, (_, truth) in enumerate(want)
@@ -260,7 +263,7 @@ def _paths(result: Result) -> str:
 
 
 def _compare(
-    results: Mapping[str, Leaf],
+    results: Mapping[str, NamedTensor],
     reference: object,
     precision: str | None,
     when: str,
@@ -277,8 +280,10 @@ def _compare(
     yardstick = 0.0
     for arm, (path, value) in results.items():
         got = _numbers(value)
-        if form(got) != form(mine):
-            raise Disagreement(f"{arm} gives {form(got)} for {path}, the baseline {form(mine)}")
+        if signature(got) != signature(mine):
+            raise WrongResult(
+                f"{arm} gives {signature(got)} for {path}, the baseline {signature(mine)}"
+            )
         error, locate = _worst(got, want, rms)
         if arm == "baseline":
             yardstick, who = error, "baseline and reference disagree, one of them is wrong"
@@ -290,7 +295,7 @@ def _compare(
             why = f"error {error:.2g}; baseline's {yardstick:.2g}; allowed {allowed:.2g}"
             if math.isinf(error):
                 why = "never written, or computed so: results must be finite"
-            raise Disagreement(
+            raise WrongResult(
                 f"{who}{when and ' ' + when}: {path}{list(index) or ''} is {said[0]}, expected "
                 f"{said[1]} ({why})"
             )
@@ -303,31 +308,33 @@ def _numbers(value: Any) -> Any:
 
     if isinstance(value, (int, float, complex, np.generic)):
         value = np.asarray(value)
-    if not of(value):
-        raise Misuse(
+    if not backend_of(value):
+        raise UsageError(
             f"a result of type {type(value).__name__} cannot be compared: return numbers, or "
             "plain, dense arrays of them"
         )
-    return of(value).real(value)
+    return backend_of(value).real(value)
 
 
 def _check_reference(path: str, mine: Any, want: Any) -> float:
     """See that the reference has the same shape, is fp64 or exact, and finite; return its RMS."""
     if mine.shape != want.shape:
-        raise Misuse(f"the reference gives {form(want)} for {path}, the baseline {form(mine)}")
+        raise UsageError(
+            f"the reference gives {signature(want)} for {path}, the baseline {signature(mine)}"
+        )
     exact = is_exact(want) or is_exact(mine) or dtype(want) == "float64"
     if not exact and (dtype(want) != dtype(mine) or _worst(mine, want, 0.0)[0]):
-        raise Misuse(
+        raise UsageError(
             f"compute the reference in fp64: for {path} it gives {dtype(want)}, and not exactly "
             "the baseline's result"
         )
     parts = _parts(want, _chunk(want))
-    squares = (of(part).cast(part, "float64", part) ** 2 for part in parts)
+    squares = (backend_of(part).cast(part, "float64", part) ** 2 for part in parts)
     rms = math.sqrt(float(sum(s.sum() for s in squares)) / max(math.prod(want.shape), 1))
     if not math.isfinite(rms):
         index, value, _ = _worst(want, want, 0.0)[1]()
         where = f"{value} at {path}{list(index)}"
-        raise Misuse(f"the reference is {where}: choose inputs whose results are finite")
+        raise UsageError(f"the reference is {where}: choose inputs whose results are finite")
     return rms
 
 
@@ -339,17 +346,17 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Place]]
     """
     import numpy as np
 
-    library, exact = of(got), is_exact(got)
+    library, exact = backend_of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
     # what an arm copied to the host is compared where the reference is: a GPU, most likely
-    ours = _on_host(got) and of(want) is library
+    ours = _on_host(got) and backend_of(want) is library
     home = want if ours else got
     size = _chunk(home)
     pairs = list(zip(_parts(got, size), _parts(want, size), strict=True))
 
     def errors(part: Any, truth: Any) -> Any:
         g = library.cast(part, kind, home)
-        w = library.cast(of(truth).cast(truth, kind, truth), kind, home)
+        w = library.cast(backend_of(truth).cast(truth, kind, truth), kind, home)
         with np.errstate(invalid="ignore"):  # infinite in both: not finite, as below
             off = library.cast(g != w, "float64", home) if exact else abs(g - w)
         if rms and not exact:

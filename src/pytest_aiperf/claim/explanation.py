@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.nvcc import Build, sass
-from pytest_aiperf.errors import BuildError, InvalidMeasurement, Unproven
+from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement
 from pytest_aiperf.model import Evidence, EvidenceKind, Metric, Prepared, Result, Timing, Trace
 from pytest_aiperf.rules import evidence, roofline, stats
 from pytest_aiperf.rules.datasheet import DATASHEET
@@ -48,7 +48,7 @@ def check(claim: Claim, builds: Sequence[Build], trial: Trial | None, archs: Seq
                 every = False
     facts = Facts(code, every=every, figures={"optimized": figures}, at_least=True)
     if broken := evidence.broken(evidence.hold(claim.evidence, facts)):
-        raise Unproven(broken)
+        raise ClaimNotMet(broken)
 
 
 def of_builds(wanted: Sequence[Evidence], builds: Sequence[Build]) -> list[Compiled]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pytest_aiperf.device.device import Clock, undisturbed
-from pytest_aiperf.errors import InvalidMeasurement, Misuse
+from pytest_aiperf.device.device import Device, undisturbed
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Against, Bench, Error, Evidence, Metric, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
 from . import correctness, tensors
-from .tensors import Leaf
+from .tensors import NamedTensor
 
 SEEDS = 3
 """Agreement is checked on this many seeds before anything is timed."""
@@ -29,11 +29,11 @@ UNKNOWN = 64 << 30
 
 Arm = Callable[..., object] | Prepared
 Args = tuple[Any, ...]
-Left = tuple[Sequence[Mapping[str, list[Leaf]]], int, int | None, str]
+Left = tuple[Sequence[Mapping[str, list[NamedTensor]]], int, int | None, str]
 """Arms' results for the same inputs, the seeds of these, and when the results were left."""
 Turn = Callable[[], AbstractContextManager[None]]
 """Enter one's turn on the device."""
-Say = Callable[..., None]
+Progress = Callable[..., None]
 """Report progress: a phase and the figures that go with it, as keywords."""
 
 
@@ -55,13 +55,15 @@ class Claim:
 class Trial:
     """A claim on a clock: what measuring needs of it."""
 
-    def __init__(self, claim: Claim, clock: Clock, seed: int, *, full: bool, say: Say) -> None:
+    def __init__(
+        self, claim: Claim, clock: Device, seed: int, *, full: bool, say: Progress
+    ) -> None:
         self.claim = claim
         self.clock = clock
         self.seed = seed
         self.full = full
         self.say = say
-        self.contract = correctness.Contract((), ())
+        self.contract = correctness.ArgumentEffects((), ())
         self.flags = validity.flags()
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
         self._unverified: list[Left] = []
@@ -120,8 +122,8 @@ class Trial:
             return arm
         live = self.live(seed)
         left = [p for i in live for p, _ in tensors.walk(args[i], f"args[{i}]")]
-        if len(live) < len(args) and not set(left) - set(self.contract.pure):
-            raise Misuse(
+        if len(live) < len(args) and not set(left) - set(self.contract.write_only):
+            raise UsageError(
                 f"{name}: all inputs are static, and a prepared arm could do all its work while "
                 "it prepares: mark as static only what a caller would hold (weights, tables)"
             )
@@ -129,9 +131,9 @@ class Trial:
         with undisturbed():  # as in agreement
             call = arm.make(*args)
         if not callable(call):
-            raise Misuse(f"{name}: make(*inputs) of prepared(make) must return what is timed")
+            raise UsageError(f"{name}: make(*inputs) of prepared(make) must return what is timed")
         overwrite(live, args, self.make(seed))
-        tensors.poison(args, self.contract.pure)
+        tensors.poison(args, self.contract.write_only)
         return call
 
     def arm(self, name: str, seed: int) -> Prepared:
@@ -148,7 +150,7 @@ class Trial:
         worst: dict[str, Error] = {}
         with turn():
             self.note_settings()
-            self.contract = correctness.learn(
+            self.contract = correctness.infer_effects(
                 self.arm("baseline", self.seed),
                 lambda: self.make(self.seed),
                 correctness.names(self.claim.reference),
@@ -185,7 +187,7 @@ class Trial:
 
     def verify_later(
         self,
-        results: Sequence[Mapping[str, list[Leaf]]],
+        results: Sequence[Mapping[str, list[NamedTensor]]],
         seed: int,
         when: str,
         other: int | None = None,
@@ -223,12 +225,12 @@ class Trial:
         """See that the seed decides what the arms read: or a constant would be a right answer."""
         first, second = self.make(self.seed), self.make(self.seed + 1)
         arrays = tensors.arrays(first)
-        written = [p for p in self.contract.written if p in arrays and tensors.is_exact(arrays[p])]
-        skip = {*self.contract.pure, *written}
+        written = [p for p in self.contract.mutated if p in arrays and tensors.is_exact(arrays[p])]
+        skip = {*self.contract.write_only, *written}
         if not arrays.keys() - skip or not tensors.alike(first, second):
             return
         if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
-            raise Misuse(
+            raise UsageError(
                 "inputs() gives the same values for every seed, and an arm that remembers its "
                 "result would pass: draw them (the generators are seeded, and bench.seed says how)"
             )
@@ -252,7 +254,7 @@ def _check_signature(name: str, arm: Arm, args: Args) -> None:
     try:
         signature.bind(*args)
     except TypeError as why:
-        raise Misuse(
+        raise UsageError(
             f"{name}={getattr(call, '__name__', 'arm')}{signature} does not take the {len(args)} "
             f"values that inputs() returns: {why}"
         ) from None

@@ -12,16 +12,16 @@ from functools import partial
 from typing import TypeVar, cast
 
 from pytest_aiperf.build.nvcc import Build
-from pytest_aiperf.device.device import Clock
+from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import (
     AiperfError,
-    Disagreement,
+    ClaimNotMet,
     InvalidMeasurement,
-    Misuse,
-    Unproven,
+    UsageError,
+    WrongResult,
     is_out_of_memory,
 )
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
     Against,
     Bench,
@@ -38,9 +38,9 @@ from pytest_aiperf.model import (
 from pytest_aiperf.rules import evidence, validity, verdict
 
 from . import correctness, explanation
-from .inputs import Arm, Claim, Say, Trial, Turn
+from .inputs import Arm, Claim, Progress, Trial, Turn
 from .replicates import Measurement, measure, speedup
-from .stopping_rule import QUICK, Plan
+from .stopping_rule import QUICK, StoppingRule
 from .torch_compile import uncompiled
 
 T = TypeVar("T")
@@ -71,21 +71,21 @@ def claim_of(
     arms = {name: arm for name, arm in arms.items() if arm is not None}
     for name, value in {**arms, "inputs": inputs, "reference": reference}.items():
         if not callable(value) and not isinstance(value, Prepared):
-            raise Misuse(f"compare({name}=...) needs a callable, not {value!r}")
+            raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     for word, kind, given in (
         *(("metric", Metric, m) for m in metrics),
         ("against", Against, against),
     ):
         if given not in list(kind):
-            raise Misuse(f"compare({word}={given!r}): known are {', '.join(kind)}")
+            raise UsageError(f"compare({word}={given!r}): known are {', '.join(kind)}")
     for piece in evidence:
         if not isinstance(piece, Evidence):
-            raise Misuse(f"compare(evidence=[...]) takes what evidence.* gives, not {piece!r}")
+            raise UsageError(f"compare(evidence=[...]) takes what evidence.* gives, not {piece!r}")
         if piece.per == "work" and work is None:
-            raise Misuse(f"evidence about {piece.of or piece.kind} for each byte needs work=")
+            raise UsageError(f"evidence about {piece.of or piece.kind} for each byte needs work=")
     if cache not in ("cold", "warm"):
-        raise Misuse(f"compare(cache={cache!r}): known are cold, warm")
+        raise UsageError(f"compare(cache={cache!r}): known are cold, warm")
     return Claim(
         cast("Mapping[str, Arm]", arms),
         inputs,
@@ -100,24 +100,24 @@ def claim_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ClaimContext:
     """Where a claim stands in the session; the fixture binds it."""
 
     blank: Result
-    clock: Clock
-    lease: Lease
-    plan: Plan
-    say: Say
-    floor: Callable[[Clock], float]
+    clock: Device
+    lease: GpuLock
+    plan: StoppingRule
+    say: Progress
+    floor: Callable[[Device], float]
     expected: Callable[[str], Expectation]
     code: Callable[[], str]
     builds: Sequence[Build] = ()
-    ceilings: Callable[[Clock], Mapping[str, float]] = lambda _: {}
+    ceilings: Callable[[Device], Mapping[str, float]] = lambda _: {}
 
 
 def check(
     claim: Claim,
-    clock: Clock | None,
+    clock: Device | None,
     *,
     builds: Sequence[Build] = (),
     archs: Sequence[str] = (),
@@ -136,7 +136,7 @@ def check(
     return errors
 
 
-def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
+def run(claim: Claim, case: ClaimContext) -> tuple[Result, AiperfError | None]:
     """Measure a claim and judge it: its record, and what is to be raised of it."""
     started = time.monotonic() - case.lease.waited
     result = replace(
@@ -151,10 +151,10 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
         trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
         result, ceilings = _measured(trial, case, result)
         case.say("explaining")
-        with case.lease.prepare():
+        with case.lease.shared():
             result = explanation.explain(trial, result, case.builds, ceilings)
         explanation.hold_limits(result)
-    except Disagreement as why:
+    except WrongResult as why:
         result, problem = replace(result, outcome=Outcome.FAILED, message=str(why)), why
     except InvalidMeasurement as why:
         result, problem = replace(result, outcome=Outcome.INVALID, message=str(why)), why
@@ -163,12 +163,14 @@ def run(claim: Claim, case: Case) -> tuple[Result, AiperfError | None]:
     else:
         result = _judged(result, case)
         if result.outcome is not Outcome.PASSED:
-            problem = Unproven(result.message)
+            problem = ClaimNotMet(result.message)
     spent = time.monotonic() - case.lease.waited - started
     return replace(result, seconds=spent), problem
 
 
-def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping[str, float]]:
+def _measured(
+    trial: Trial, case: ClaimContext, result: Result
+) -> tuple[Result, Mapping[str, float]]:
     claim = trial.claim
     problem = validity.environment_problem(os.environ)
     if problem:
@@ -188,7 +190,7 @@ def _measured(trial: Trial, case: Case, result: Result) -> tuple[Result, Mapping
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in claim.metrics:
-        alone = case.lease.time_host if metric is Metric.WALL else case.lease.time_device
+        alone = case.lease.exclusive_host if metric is Metric.WALL else case.lease.exclusive_gpu
         # what is only shown beside the judged figure need not be known as well
         measurement = Measurement(trial, metric, QUICK if timings else case.plan)
         _uncrowded(case, partial(_in_turn, measurement.prepare))
@@ -223,19 +225,19 @@ def _in_turn(step: Callable[[], None], turn: Turn) -> None:
         step()
 
 
-def _uncrowded(case: Case, step: Callable[[Turn], T]) -> T:
+def _uncrowded(case: ClaimContext, step: Callable[[Turn], T]) -> T:
     """Do a step beside others, and where they leave too little memory for it, once more alone."""
     try:
-        return step(case.lease.prepare)
+        return step(case.lease.shared)
     except Exception as why:
         if not is_out_of_memory(why):
             raise
     case.clock.release()
-    with case.lease.time_device():  # alone it is the claim's own fault
+    with case.lease.exclusive_gpu():  # alone it is the claim's own fault
         return step(nullcontext)
 
 
-def _judged(result: Result, case: Case) -> Result:
+def _judged(result: Result, case: ClaimContext) -> Result:
     assert result.speedup is not None
     assert result.timing is not None
     expectation = case.expected(result.code)
@@ -257,16 +259,16 @@ def _judged(result: Result, case: Case) -> Result:
     )
 
 
-def noise_floor(clock: Clock, seed: int, plan: Plan, say: Say) -> float:
+def noise_floor(clock: Device, seed: int, plan: StoppingRule, say: Progress) -> float:
     """Compare an arm with itself: half the noise of this session is at least this large."""
     inputs, arm = clock.identity()
     claim = Claim({"baseline": arm, "optimized": arm}, inputs, arm)
     metric = Metric.WALL if clock.gpu is None else Metric.DEVICE
     trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
-    trial.contract = correctness.learn(arm, lambda: trial.make(seed))
+    trial.contract = correctness.infer_effects(arm, lambda: trial.make(seed))
     found: list[float] = []
     while len(found) < FLOORS:
-        ratio = speedup(measure(trial, metric, replace(plan, most=plan.least)))
+        ratio = speedup(measure(trial, metric, replace(plan, max_replicates=plan.min_replicates)))
         trial.verify()
         found.append(max(ratio.high, 1 / ratio.low) - 1)
         if found[0] <= CALM:

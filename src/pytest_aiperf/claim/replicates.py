@@ -10,29 +10,29 @@ from pytest_aiperf.model import Interval, Metric, Replicate, Timing
 from pytest_aiperf.rules import stats
 
 from .inputs import Trial
-from .sampler import Timed
-from .scores import Figures, peak, score
-from .stopping_rule import MORE, NARROW, Plan
+from .sampler import Sampler
+from .scores import ScoreSampler, peak, score
+from .stopping_rule import MORE, NARROW, StoppingRule
 
 
 class Measurement:
     """A trial's measurement, in three steps; only the second needs the device alone."""
 
-    def __init__(self, trial: Trial, metric: Metric, plan: Plan) -> None:
+    def __init__(self, trial: Trial, metric: Metric, plan: StoppingRule) -> None:
         self.trial, self.plan = trial, plan
-        self.way: Timed | Figures
+        self.way: Sampler | ScoreSampler
         if metric is Metric.SCORE:
-            self.way = Figures(trial, score)
+            self.way = ScoreSampler(trial, score)
         elif metric is Metric.MEMORY:
-            self.plan = replace(plan, least=3)
-            self.way = Figures(trial, peak)
+            self.plan = replace(plan, min_replicates=3)
+            self.way = ScoreSampler(trial, peak)
         else:
-            self.way = Timed(trial, metric, plan)
+            self.way = Sampler(trial, metric, plan)
 
     def prepare(self) -> None:
         """Make what the first replicates need, as far as there is room for it."""
         self.trial.note_settings()
-        self.way.prepare([_seed(self.trial, i) for i in range(self.plan.least)])
+        self.way.prepare([_seed(self.trial, i) for i in range(self.plan.min_replicates)])
         self.trial.hold_settings()
         self.trial.clock.synchronize()  # or what makes inputs would still run in another's turn
 
@@ -50,7 +50,7 @@ class Measurement:
         self.trial.clock.synchronize()
 
 
-def measure(trial: Trial, metric: Metric, plan: Plan) -> Timing:
+def measure(trial: Trial, metric: Metric, plan: StoppingRule) -> Timing:
     """Do all steps of a measurement at once."""
     measurement = Measurement(trial, metric, plan)
     measurement.prepare()
@@ -63,11 +63,11 @@ def _seed(trial: Trial, replicate: int) -> int:
     return trial.seed + 1000 * (replicate + 1)
 
 
-def _replicate(trial: Trial, plan: Plan, way: Timed | Figures) -> Timing:
+def _replicate(trial: Trial, plan: StoppingRule, way: Sampler | ScoreSampler) -> Timing:
     done: list[Replicate] = []
     started = time.monotonic()
     stopped = "replicates"
-    while len(done) < plan.most:
+    while len(done) < plan.max_replicates:
         done.append(way.replicate(_seed(trial, len(done))))
         trial.hold_settings()
         timing = way.timing(tuple(done))
@@ -77,21 +77,23 @@ def _replicate(trial: Trial, plan: Plan, way: Timed | Figures) -> Timing:
         trial.say(
             "measuring",
             replicate=len(done),
-            most=plan.most,
+            most=plan.max_replicates,
             ratio=ratio.value,
             half_width=width if math.isfinite(width) else None,
             sm_mhz=senses.sm_mhz,
             temperature_c=senses.temperature_c,
         )
-        spent = trial.clock.peers.most(time.monotonic() - started)
+        spent = trial.clock.peers.max(time.monotonic() - started)
         # each rank of a claim may have scores of its own
-        width = trial.clock.peers.most(width)
-        if len(done) < plan.least:
+        width = trial.clock.peers.max(width)
+        if len(done) < plan.min_replicates:
             continue
-        if width <= plan.half_width:
+        if width <= plan.target_half_width:
             stopped = "width"
             break
-        if spent >= plan.seconds and (width <= NARROW or len(done) >= plan.least + MORE):
+        if spent >= plan.time_budget_s and (
+            width <= NARROW or len(done) >= plan.min_replicates + MORE
+        ):
             stopped = "seconds"
             break
     return replace(timing, stopped=stopped)

@@ -11,13 +11,13 @@ from typing import cast
 
 from pytest_aiperf.device.device import LONGEST_BLOCK, Block, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
-from pytest_aiperf.model import Metric, Mode, Replicate, Round, Senses, Timing
+from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
 
 from . import correctness, tensors
 from .inputs import UNKNOWN, Args, Trial, bind, overwrite
-from .stopping_rule import Plan
-from .tensors import Leaf
+from .stopping_rule import StoppingRule
+from .tensors import NamedTensor
 
 REDO = 3
 """How often a disturbed round is measured again: at once, then twice after the clocks settled."""
@@ -34,7 +34,7 @@ WARM_SETS = 3
 
 
 @dataclass(slots=True)
-class _Stand:
+class ArmBuffers:
     """One arm on buffers of its own, and the block of calls that is timed."""
 
     name: str
@@ -49,18 +49,18 @@ class _Stand:
         return self.block
 
 
-class Timed:
+class Sampler:
     """Seconds of a call: blocks of calls in mirrored rounds over rotated input sets."""
 
-    def __init__(self, trial: Trial, metric: Metric, plan: Plan) -> None:
+    def __init__(self, trial: Trial, metric: Metric, plan: StoppingRule) -> None:
         self.trial = trial
         self.clock = trial.clock
         self.plan = plan
         self.metric = metric
-        self._updated = set(trial.contract.written) - set(trial.contract.pure)
+        self._updated = set(trial.contract.mutated) - set(trial.contract.write_only)
         self.notes: list[str] = []
-        self._ahead: dict[int, list[_Stand]] = {}
-        self._last: tuple[int, list[_Stand]] | None = None
+        self._ahead: dict[int, list[ArmBuffers]] = {}
+        self._last: tuple[int, list[ArmBuffers]] | None = None
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Make the stands of the first replicate, and of others for which there is room.
@@ -102,10 +102,13 @@ class Timed:
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.in_a_row = IN_A_ROW if slow < SLOW else 2
         # a backlog's calls may take the host longer to enqueue than the GPU to do
-        took = self.clock.peers.most(took)  # or ranks would run different numbers of rounds
+        took = self.clock.peers.max(took)  # or ranks would run different numbers of rounds
         once = max(sum(seconds.values()) * 2 * self.calls, 2 * took)
         plan = self.plan
-        self.rounds = max(1, min(plan.rounds, int(plan.seconds / (plan.least * once))))
+        self.rounds_per_replicate = max(
+            1,
+            min(plan.rounds_per_replicate, int(plan.time_budget_s / (plan.min_replicates * once))),
+        )
 
     def _count_sets(self) -> tuple[int, int]:
         """Count the input sets, and the calls that a block needs to go round them."""
@@ -122,7 +125,7 @@ class Timed:
     def _count_calls(self, fast: float, slow: float) -> int:
         return max(self.least_calls, calls_per_block(self.mode, fast, slow))
 
-    def _stand(self, seed: int) -> list[_Stand]:
+    def _stand(self, seed: int) -> list[ArmBuffers]:
         trial = self.trial
         names = list(trial.claim.arms)
         trial.random.shuffle(names)  # whose buffers come first must not favour an arm
@@ -132,21 +135,21 @@ class Timed:
             args, calls = [], []
             for i in range(self.sets):
                 made = trial.make(seed + i)
-                tensors.poison(made, trial.contract.pure)
+                tensors.poison(made, trial.contract.write_only)
                 call = trial.prepare(name, seed + i, made)
                 args.append(made)
                 calls.append(bind(call, made))
-            stands.append(_Stand(name, pad, args, calls))
+            stands.append(ArmBuffers(name, pad, args, calls))
         return stands
 
-    def _warmed(self, seed: int) -> list[_Stand]:
+    def _warmed(self, seed: int) -> list[ArmBuffers]:
         """Make stands and run each call once."""
         stands = self._stand(seed)
         for stand in stands:
             self._run_each(stand)
         return stands
 
-    def _warm(self, stands: list[_Stand]) -> dict[str, float]:
+    def _warm(self, stands: list[ArmBuffers]) -> dict[str, float]:
         """Let the clocks settle under all arms, and return the seconds of one call of each."""
         self.trial.say("warming up")
         firsts = [stand.calls[0] for stand in stands]
@@ -164,11 +167,11 @@ class Timed:
                 break
         return found
 
-    def _run_each(self, stand: _Stand) -> None:
+    def _run_each(self, stand: ArmBuffers) -> None:
         """Run each call once on the clock's own stream, where libraries keep their workspaces."""
         self.clock.block(stand.calls[: self.sets], Mode.WALL).run()
 
-    def _settle_mode(self, stands: list[_Stand], fast: float, slow: float) -> float:
+    def _settle_mode(self, stands: list[ArmBuffers], fast: float, slow: float) -> float:
         """Fall back until both arms run in one mode: graph, backlog, plain.
 
         Return the host's seconds of a first run of all blocks, where that may fail.
@@ -188,7 +191,7 @@ class Timed:
                 self.mode = lower
                 self.calls = self._count_calls(fast, slow)
 
-    def _blocks(self, stands: list[_Stand]) -> None:
+    def _blocks(self, stands: list[ArmBuffers]) -> None:
         for stand in stands:
             calls = [stand.calls[i % self.sets] for i in range(self.calls)]
             stand.block = self.clock.block(calls, self.mode)
@@ -211,7 +214,7 @@ class Timed:
         rounds: list[Round] = []
         redone = 0
         senses = self.clock.sense()
-        for _ in range(self.rounds):
+        for _ in range(self.plan.rounds_per_replicate):
             done, problem, senses = self._round(by_name, senses)
             for again in range(REDO):
                 if problem is None:
@@ -233,8 +236,8 @@ class Timed:
         return Replicate(seed, tuple(rounds), redone)
 
     def _round(
-        self, stands: Mapping[str, _Stand], before: Senses
-    ) -> tuple[Round, str | None, Senses]:
+        self, stands: Mapping[str, ArmBuffers], before: GpuState
+    ) -> tuple[Round, str | None, GpuState]:
         """Run a mirrored round: what it gave, what disturbed it, and the senses at its end."""
         half = list(stands)
         self.trial.random.shuffle(half)
@@ -252,11 +255,11 @@ class Timed:
         )
         problem = validity.round_problem(before, after)
         problem = problem or validity.extra_problem(extras, validity.extras())
-        if not self.clock.peers.agree(problem is None):
+        if not self.clock.peers.all(problem is None):
             problem = problem or "what another rank felt"
         return done, problem, after
 
-    def _verify(self, stands: Sequence[_Stand], seed: int) -> None:
+    def _verify(self, stands: Sequence[ArmBuffers], seed: int) -> None:
         """Keep what the last timed calls left; inputs updated in place are restored first."""
         trial = self.trial
         last = (self.calls - 1) % self.sets
@@ -288,25 +291,25 @@ class Timed:
         stands = {stand.name: stand for stand in timed}
         last = (self.calls - 1) % self.sets
 
-        def put(stand: _Stand, values: Args) -> None:
+        def put(stand: ArmBuffers, values: Args) -> None:
             overwrite(live, stand.args[last], values)
-            tensors.poison(stand.args[last], trial.contract.pure)
+            tensors.poison(stand.args[last], trial.contract.write_only)
 
         other, live = trial.other(seed + last, seed + 250_031)
         turns = (other, trial.make(seed + last))
         in_order = sorted(stands, key=("optimized", "library", "baseline").index)
-        found: list[dict[str, list[Leaf]]] = [{} for _ in range(self.in_a_row)]
+        found: list[dict[str, list[NamedTensor]]] = [{} for _ in range(self.in_a_row)]
         for name in in_order:
             for i, results in enumerate(found):
                 put(stands[name], turns[i % 2])
                 taken = clock.block([partial(self._taken, stands[name], last)], Mode.WALL)
                 taken.run()
-                results[name] = correctness.kept(cast("list[Leaf]", taken.last))
+                results[name] = correctness.kept(cast("list[NamedTensor]", taken.last))
 
         when = "on values that were put into the timed inputs"
         trial.verify_later(found[1::2], seed + last, when)
         trial.verify_later(found[::2], seed + last, when, other=seed + 250_031)
-        again: dict[str, list[Leaf]] = {}
+        again: dict[str, list[NamedTensor]] = {}
         # where a block updates its inputs, it does so as often as it calls
         for name in in_order if not self._updated else ():
             put(stands[name], other)
@@ -318,7 +321,7 @@ class Timed:
             trial.verify_later([again], seed + last, when, other=seed + 250_031)
         self._last = None
 
-    def _taken(self, stand: _Stand, i: int) -> list[Leaf]:
+    def _taken(self, stand: ArmBuffers, i: int) -> list[NamedTensor]:
         """Call an arm and take its result at once, in the order of the clock's stream."""
         found = correctness.result(stand.calls[i](), stand.args[i], self.trial.contract)
         if self.clock.device == "cpu":

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
 
 from . import correctness
 from .inputs import Trial, bind, overwrite
-from .tensors import Leaf
+from .tensors import NamedTensor
 
 
-class Figures:
+class ScoreSampler:
     """A figure that is not a time: peak bytes, or a score that the arm itself returns."""
 
     def __init__(
@@ -38,18 +38,20 @@ class Figures:
         names = list(trial.claim.arms)
         trial.random.shuffle(names)
         figures: dict[str, tuple[float, ...]] = {}
-        results: dict[str, list[Leaf]] = {}
+        results: dict[str, list[NamedTensor]] = {}
         for name in names:
             trial.clock.release()
             args = trial.make(seed)
             call = bind(trial.prepare(name, seed, args), args)
             score, returned = self.figure(trial, call)
-            if set(trial.contract.written) - set(trial.contract.pure):
+            if set(trial.contract.mutated) - set(trial.contract.write_only):
                 overwrite(range(len(args)), args, trial.make(seed))
                 returned = call()
             results[name] = correctness.kept(correctness.result(returned, args, trial.contract))
             if not score.value > 0 or math.isinf(score.value):
-                raise Misuse(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
+                raise UsageError(
+                    f"{name} gives {score.value} {score.unit}: a ratio needs more than 0"
+                )
             figures[name] = (score.value,)
             self.last = score
             del args, call, returned
@@ -82,7 +84,7 @@ def score(_: Trial, call: Callable[[], object]) -> tuple[Score, object]:
     values = returned if isinstance(returned, tuple) else (returned,)
     scores = [v for v in values if isinstance(v, Score)]
     if len(scores) != 1:
-        raise Misuse(
+        raise UsageError(
             'metric="score": an arm returns exactly one Score(value, unit, better) beside its '
             f"results, not {len(scores)}"
         )

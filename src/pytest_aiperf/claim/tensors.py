@@ -10,16 +10,16 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
 from pytest_aiperf.rules.stats import covered
 
 Args = tuple[Any, ...]
-Leaf = tuple[str, Any]
+NamedTensor = tuple[str, Any]
 """Where something was found, and what: an array, or a value of another kind."""
 
 
-def walk(value: Any, name: str) -> list[Leaf]:
+def walk(value: Any, name: str) -> list[NamedTensor]:
     """Find the leaves in tuples, lists, dicts, dataclasses and modules.
 
     None is no leaf, and neither is a Score: it is the figure claimed, not a result. A gradient
@@ -27,7 +27,7 @@ def walk(value: Any, name: str) -> list[Leaf]:
     methods: one that computes when it is read would do so outside the clock.
     """
     torch = sys.modules.get("torch")
-    found: list[Leaf] = []
+    found: list[NamedTensor] = []
     inner: dict[str, Any] = {}
     if value is None or isinstance(value, Score):
         pass
@@ -64,7 +64,7 @@ def _holds_fields(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Library:
+class ArrayBackend:
     """What torch, numpy and cupy do not say in the same words."""
 
     module: Any
@@ -75,12 +75,12 @@ class Library:
     where: Callable[[Any], tuple[int, tuple[int, ...]]]  # address, and strides in bytes
 
 
-def _torch(torch: Any) -> Library:
+def _torch(torch: Any) -> ArrayBackend:
     def real(array: Any) -> Any:
         array = array.detach().resolve_conj().resolve_neg()
         return torch.view_as_real(array) if array.is_complex() else array
 
-    return Library(
+    return ArrayBackend(
         torch,
         lambda x: type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided,
         real,
@@ -90,10 +90,10 @@ def _torch(torch: Any) -> Library:
     )
 
 
-def _numpy(numpy: Any) -> Library:
+def _numpy(numpy: Any) -> ArrayBackend:
     """Adapt numpy, or cupy, which follows it."""
     own = (numpy.ndarray, getattr(numpy, "memmap", numpy.ndarray))
-    return Library(
+    return ArrayBackend(
         numpy,
         lambda x: type(x) in own and x.dtype.kind in "biufc",
         lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
@@ -107,11 +107,11 @@ LIBRARIES = {"torch": _torch, "numpy": _numpy, "cupy": _numpy}
 
 
 @functools.cache
-def _library(name: str) -> Library:
+def _library(name: str) -> ArrayBackend:
     return LIBRARIES[name](sys.modules[name])
 
 
-def of(value: Any) -> Any:
+def backend_of(value: Any) -> Any:
     """Return the Library whose array this is, or None; one that is not loaded has no arrays."""
     loaded = (_library(name) for name in LIBRARIES if sys.modules.get(name))
     return next((library for library in loaded if library.has(value)), None)
@@ -125,25 +125,25 @@ def is_exact(array: Any) -> bool:
     return "int" in dtype(array) or dtype(array) == "bool"
 
 
-def form(array: Any) -> str:
+def signature(array: Any) -> str:
     """Say dtype, shape and device: arms that do the same work give the same."""
     return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
 
 
 def view(array: Any) -> tuple[Any, ...]:
     """Return what is equal for two views of the same elements."""
-    return (form(array), *of(array).where(array))
+    return (signature(array), *backend_of(array).where(array))
 
 
-def bits(array: Any) -> Any:
+def as_int_bits(array: Any) -> Any:
     """View an array as integers: NaN equals NaN, and 0.0 is not -0.0."""
-    real = of(array).real(array)
-    return real.view(getattr(of(array).module, f"int{8 * real.itemsize}"))
+    real = backend_of(array).real(array)
+    return real.view(getattr(backend_of(array).module, f"int{8 * real.itemsize}"))
 
 
 def arrays(args: Args) -> dict[str, Any]:
     """Return the arguments' arrays by path; one that is passed twice counts once."""
-    found = [(path, value) for path, value in walk(args, "args") if of(value)]
+    found = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
     first = {view(value): (path, value) for path, value in reversed(found)}
     return dict(reversed(first.values()))
 
@@ -152,17 +152,17 @@ def nbytes(args: Args) -> int:
     """Bytes that the arguments' arrays reach; what several views share counts once."""
     spans = []
     for array in arrays(args).values():
-        start, strides = of(array).where(array)
+        start, strides = backend_of(array).where(array)
         once = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
         spans.append((start, start + math.prod(once) * array.itemsize))  # expanded ones lie once
     return int(covered(spans))
 
 
-def is_lent(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
+def aliases_input(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     """Whether an array lies in an argument's memory, or shows one element in many places."""
     low, high = _span(array)
     spans = [_span(a) for p, a in arrays(args).items() if p not in skip]
-    _, strides = of(array).where(array)
+    _, strides = backend_of(array).where(array)
     once = all(n < 2 or stride for n, stride in zip(array.shape, strides, strict=True))
     return not once or any(low < end and start < high for start, end in spans)
 
@@ -170,7 +170,7 @@ def is_lent(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
 def _span(array: Any) -> tuple[int, int]:
     if not math.prod(array.shape):
         return 0, 0
-    start, strides = of(array).where(array)
+    start, strides = backend_of(array).where(array)
     reach = [(n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)]
     low = start + sum(min(0, r) for r in reach)
     return low, start + sum(max(0, r) for r in reach) + array.itemsize
@@ -180,7 +180,8 @@ def alike(first: Args, second: Args) -> bool:
     """Whether arguments differ in nothing but the elements of their arrays."""
     pairs = list(zip(walk(first, "args"), walk(second, "args"), strict=False))
     return len(walk(first, "args")) == len(walk(second, "args")) == len(pairs) and all(
-        p == q and (form(x) == form(y) if of(x) and of(y) else _equal(x, y))
+        p == q
+        and (signature(x) == signature(y) if backend_of(x) and backend_of(y) else _equal(x, y))
         for (p, x), (q, y) in pairs
     )
 
@@ -194,13 +195,13 @@ def _equal(first: object, second: object) -> bool:
 
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
     """Remember the arguments' bits, on the device where they are."""
-    return {p: of(a).copy(bits(a)) for p, a in arrays(args).items() if p not in skip}
+    return {p: backend_of(a).copy(as_int_bits(a)) for p, a in arrays(args).items() if p not in skip}
 
 
 def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
     """Return the leaves whose bits are not those of the fingerprint, new and lost ones included."""
-    now = {p: bits(a) for p, a in arrays(args).items() if p not in skip}
-    both = [p for p in now if p in before and form(now[p]) == form(before[p])]
+    now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
+    both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
     equal = [(p, (now[p] == before[p]).all()) for p in both]  # a GPU does all before it is asked
     same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
@@ -210,13 +211,15 @@ def poison(args: Args, paths: Collection[str]) -> None:
     """Fill these leaves, and only the elements of their views, with what is no right answer."""
     for array in (a for p, a in arrays(args).items() if p in paths):
         if dtype(array) == "bool":
-            flat = of(array).module.zeros_like(array).reshape(-1)
+            flat = backend_of(array).module.zeros_like(array).reshape(-1)
             flat[1::2] = True
             array[...] = flat.reshape(array.shape)
         elif is_exact(array):
-            bits(array)[...] = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
+            as_int_bits(array)[...] = int.from_bytes(
+                b"\xa5" * array.itemsize, "little", signed=True
+            )
         else:
-            of(array).real(array)[...] = math.nan
+            backend_of(array).real(array)[...] = math.nan
 
 
 def overwrite(live: Args, fresh: Args) -> None:
@@ -226,10 +229,10 @@ def overwrite(live: Args, fresh: Args) -> None:
         new = news.get(path)
         if new is None and path.endswith(".grad"):
             olds[path.removesuffix(".grad")].grad = None
-        elif new is None or form(new) != form(old):
-            raise Misuse(
+        elif new is None or signature(new) != signature(old):
+            raise UsageError(
                 f"inputs() gives another shape, dtype or device for another seed ({path}): a "
                 "prepared arm needs them fixed"
             )
         else:
-            bits(old)[...] = bits(new)
+            as_int_bits(old)[...] = as_int_bits(new)

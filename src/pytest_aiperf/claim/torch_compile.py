@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from pytest_aiperf.device.device import Clock
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.machine.gpu_lock import GpuLock
 
 _PARTS = ("", "_gemm", "_pointwise")
 _HOSTS = ("DYNAMO", "LAZY_BACKWARD")
@@ -27,7 +27,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def beside(lease: Lease, clock: Clock, files: Iterable[Path]) -> Iterator[None]:
+def beside(lease: GpuLock, clock: Device, files: Iterable[Path]) -> Iterator[None]:
     """Let others time on the GPU while torch compiles a claim, which takes seconds of the host.
 
     Not where the compiler itself times on the GPU: where torch is set to autotune, and for a claim
@@ -42,10 +42,10 @@ def beside(lease: Lease, clock: Clock, files: Iterable[Path]) -> Iterator[None]:
         set_to = sys.modules.get("torch._inductor.config")
         timing = any(getattr(set_to, f"max_autotune{part}", False) for part in _PARTS)
         if told.callback_trigger.name in _HOSTS and not timing:
-            lease.let_go(clock.synchronize)
+            lease.suspend(clock.synchronize)
 
     def end(*_: object) -> None:
-        lease.take_back()
+        lease.resume()
 
     handler = dynamo.callback_handler
     handler.register_start_callback(begin)

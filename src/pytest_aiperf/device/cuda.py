@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.machine import nvml
-from pytest_aiperf.machine.distributed import Peers
-from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
+from pytest_aiperf.machine.distributed import RankGroup
+from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 
 from .device import (
     LONGEST_BLOCK,
     Block,
     Call,
-    Clock,
-    HostClock,
+    Device,
+    HostDevice,
     Identity,
     WallBlock,
     now,
@@ -52,19 +52,19 @@ class CudaMachine:
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
 
-    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> Clock:
-        return HostClock(peers) if gpu is None else CudaClock(gpu, peers)
+    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> Device:
+        return HostDevice(peers) if gpu is None else CudaDevice(gpu, peers)
 
 
-class CudaClock:
+class CudaDevice:
     """Times calls on one GPU, all of them on one stream of its own."""
 
     device = "cuda"
 
-    def __init__(self, gpu: Gpu, peers: Peers | None = None) -> None:
+    def __init__(self, gpu: Gpu, peers: RankGroup | None = None) -> None:
         import torch
 
-        self.peers = peers or Peers()
+        self.peers = peers or RankGroup()
         self._torch: Any = torch
         self._index = self._find(gpu)
         torch.cuda.set_device(self._index)
@@ -135,30 +135,30 @@ class CudaClock:
         clocks = deque([0.0], maxlen=readings)
         begun, calls, spent = now(), 1, 0.0
         with undisturbed(), self.current():
-            while not self.peers.agree(
+            while not self.peers.all(
                 spent >= _LEAST_SETTLING and min(clocks) >= max(clocks) * (1 - apart)
             ):
                 batch = now()
                 for _ in range(calls):
                     call()
                 self.synchronize()
-                if self.peers.agree(now() - batch < 10_000_000):
+                if self.peers.all(now() - batch < 10_000_000):
                     calls *= 2
                 clocks.append(nvml.sm_mhz(self._uuid) or 0.0)
                 spent = (now() - begun) * 1e-9
-                if self.peers.agree(spent > _MOST_SETTLING):
+                if self.peers.all(spent > _MOST_SETTLING):
                     break
 
     def wake(self, blocks: Sequence[Block]) -> None:
         begun = now()
         for ran, block in enumerate(cycle(blocks)):
             waking = ran < len(blocks) or (now() - begun) * 1e-9 < _WAKING
-            if not self.peers.agree(waking):
+            if not self.peers.all(waking):
                 break
             block.run()  # a first run finds how long to hold back, too
 
-    def sense(self) -> Senses:
-        return nvml.sense(self._uuid)
+    def sense(self) -> GpuState:
+        return nvml.telemetry(self._uuid)
 
     def peak(self, call: Call) -> int:
         """Return what torch's allocator held at most: that of a library of its own is not seen."""
@@ -171,7 +171,7 @@ class CudaClock:
             self.synchronize()
             peak = memory.max_memory_allocated()
             del held
-        return int(self.peers.most(max(0, peak - before)))
+        return int(self.peers.max(max(0, peak - before)))
 
     def trace(self, call: Call) -> Trace | None:
         with undisturbed():
@@ -180,7 +180,7 @@ class CudaClock:
     def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
         assert self.gpu is not None
         # other ranks may know their GPU's already, and would not take part in these blocks
-        return ceilings.known(self if self.peers.count == 1 else CudaClock(self.gpu), say=say)
+        return ceilings.known(self if self.peers.count == 1 else CudaDevice(self.gpu), say=say)
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
@@ -226,9 +226,9 @@ class CudaClock:
         seconds = 0.0
         for longer in range(tries):
             seconds, enqueued, held = self.timed(work, hold)
-            if self.peers.agree(held):
+            if self.peers.all(held):
                 return seconds, max(_LEAST_HOLD, 1.5 * enqueued)
-            if longer and not self.peers.agree(hold < _LONG_HOLD):
+            if longer and not self.peers.all(hold < _LONG_HOLD):
                 break  # twice what it took before: it waits for the GPU, and would for any spin
             hold = min(_MOST_HOLD, 2 * max(hold, enqueued))
         return seconds, 0.0
@@ -243,7 +243,7 @@ class CudaClock:
         with undisturbed(), self.current():
             if hold:
                 self._spin(hold)
-            self.peers.align()
+            self.peers.stream_barrier()
             begun = now()
             self._start.record()
             work()
@@ -253,8 +253,8 @@ class CudaClock:
             self._end.synchronize()
             ended = now()
             self.synchronize()
-            after = self.peers.most((now() - ended) * 1e-9)  # a stray is one for all ranks
-        seconds = self.peers.most(self._start.elapsed_time(self._end) * 1e-3)
+            after = self.peers.max((now() - ended) * 1e-9)  # a stray is one for all ranks
+        seconds = self.peers.max(self._start.elapsed_time(self._end) * 1e-3)
         self._refuse_strays(seconds, after)
         return seconds, enqueued, held
 
@@ -296,7 +296,7 @@ class CudaClock:
             except Exception as error:  # noqa: BLE001  as above; the first failure is the cause
                 failure = failure or error
             try:
-                if not self.peers.agree(failure is None):
+                if not self.peers.all(failure is None):
                     raise CannotCapture("another rank cannot capture its calls")  # noqa: TRY301  ends as any
                 graph.replay()  # the first launch also uploads the graph
             except Exception as error:  # noqa: BLE001  as above
@@ -365,7 +365,7 @@ class CudaClock:
             uuid = str(self._torch.cuda.get_device_properties(index).uuid)
             if count == 1 or gpu.uuid.endswith(uuid):  # one: whatever it calls itself
                 return index
-        raise Misuse(
+        raise UsageError(
             f"{gpu.name} ({gpu.uuid}) is none of the {count} GPUs that CUDA shows this process; "
             "set CUDA_VISIBLE_DEVICES to its UUID before anything uses CUDA"
         )
@@ -375,7 +375,7 @@ class _DeviceBlock:
     """From the first kernel's start to the last one's end."""
 
     def __init__(
-        self, clock: CudaClock, calls: Sequence[Call], mode: Mode, last: object = None
+        self, clock: CudaDevice, calls: Sequence[Call], mode: Mode, last: object = None
     ) -> None:
         self._clock, self._calls = clock, calls
         known = max(_LEAST_HOLD + 20e-6 * len(calls), clock.latest_hold)

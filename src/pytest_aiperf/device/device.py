@@ -12,8 +12,8 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from pytest_aiperf.machine.distributed import Peers
-from pytest_aiperf.model import Bench, Gpu, Metric, Mode, Senses, Trace
+from pytest_aiperf.machine.distributed import RankGroup
+from pytest_aiperf.model import Bench, Gpu, GpuState, Metric, Mode, Trace
 
 now = time.perf_counter_ns  # held from import on, so that an arm that patches time changes nothing
 
@@ -46,12 +46,12 @@ class Block(Protocol):
     def again(self) -> None: ...  # the same, of which nobody wants to know the seconds
 
 
-class Clock(Protocol):
+class Device(Protocol):
     """Times calls on one device, and says what else a measurement needs of it."""
 
     gpu: Gpu | None
     device: str
-    peers: Peers
+    peers: RankGroup
 
     def seed(self, seed: int) -> None: ...
 
@@ -69,7 +69,7 @@ class Clock(Protocol):
 
     # run blocks, each once at least, until the device has forgotten the pause before them
     def wake(self, blocks: Sequence[Block]) -> None: ...
-    def sense(self) -> Senses: ...
+    def sense(self) -> GpuState: ...
 
     # the most bytes that a call held allocated at once, beyond those before it
     def peak(self, call: Call) -> int: ...
@@ -97,7 +97,7 @@ class Machine(Protocol):
     def gpus(self) -> Sequence[Gpu]: ...
 
     # of the host where there is no GPU
-    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> Clock: ...
+    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> Device: ...
 
 
 def choose_mode(metric: Metric, fast: float) -> Mode:
@@ -117,14 +117,14 @@ def calls_per_block(mode: Mode, fast: float, slow: float) -> int:
     return max(1, min(wanted, bearable, most))
 
 
-class HostClock:
+class HostDevice:
     """Times calls with the host's monotonic clock, whatever the mode."""
 
     gpu: Gpu | None = None
     device = "cpu"
 
-    def __init__(self, peers: Peers | None = None) -> None:
-        self.peers = peers or Peers()
+    def __init__(self, peers: RankGroup | None = None) -> None:
+        self.peers = peers or RankGroup()
 
     def seed(self, seed: int) -> None:
         seed_all(seed)
@@ -143,14 +143,14 @@ class HostClock:
         until = now() + 200_000_000
         for _ in range(10):
             call()
-            if not self.peers.agree(now() < until):
+            if not self.peers.all(now() < until):
                 break
 
     def wake(self, blocks: Sequence[Block]) -> None:
         pass
 
-    def sense(self) -> Senses:
-        return Senses()
+    def sense(self) -> GpuState:
+        return GpuState()
 
     def peak(self, call: Call) -> int:
         tracemalloc.start()
@@ -161,7 +161,7 @@ class HostClock:
             del held
         finally:
             tracemalloc.stop()
-        return int(self.peers.most(max(0, peak - before)))
+        return int(self.peers.max(max(0, peak - before)))
 
     def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
         return None
@@ -194,7 +194,7 @@ class WallBlock:
     def __init__(
         self,
         calls: Sequence[Call],
-        peers: Peers,
+        peers: RankGroup,
         drain: Call = lambda: None,
         current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
@@ -204,13 +204,13 @@ class WallBlock:
     def run(self) -> float:
         with undisturbed(), self._current():
             self._drain()
-            self._peers.meet()
+            self._peers.barrier()
             begun = now()
             for call in self._calls:
                 self.last = call()
             self._drain()
             seconds = (now() - begun) * 1e-9
-        return self._peers.most(seconds)
+        return self._peers.max(seconds)
 
     def again(self) -> None:
         self.run()

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, Misuse
-from pytest_aiperf.machine.distributed import Peers
-from pytest_aiperf.model import Bench, Gpu, Mode, Senses, Trace
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
+from pytest_aiperf.machine.distributed import RankGroup
+from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.schema import from_json, to_json
 
 from .device import Block, Call, Identity, seed_all
@@ -142,12 +142,12 @@ class FakeMachine:
     def gpus(self) -> Sequence[Gpu]:
         return self._gpus
 
-    def clock(self, gpu: Gpu | None, peers: Peers | None = None) -> FakeClock:
+    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> FakeDevice:
         seed = self._random.getrandbits(64)
-        return FakeClock(gpu, self._noise, self._faults, seed, peers)
+        return FakeDevice(gpu, self._noise, self._faults, seed, peers)
 
 
-class FakeClock:
+class FakeDevice:
     """Times calls by what they :func:`spend`, and adds noise; ``now`` is the virtual time."""
 
     device = "cpu"
@@ -158,9 +158,9 @@ class FakeClock:
         noise: Noise | None = None,
         faults: Sequence[Fault] = (),
         seed: int = 0,
-        peers: Peers | None = None,
+        peers: RankGroup | None = None,
     ) -> None:
-        self.peers = peers or Peers()
+        self.peers = peers or RankGroup()
         self.gpu = gpu
         self.now = 0.0
         self._blocks = 0
@@ -191,7 +191,7 @@ class FakeClock:
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
     def once(self, call: Call) -> float:
-        return self.peers.most(self._read(self._execute([call], Mode.PLAIN)[0]))
+        return self.peers.max(self._read(self._execute([call], Mode.PLAIN)[0]))
 
     def settle(self, call: Call) -> None:
         call()
@@ -200,8 +200,8 @@ class FakeClock:
     def wake(self, blocks: Sequence[Block]) -> None:
         pass
 
-    def sense(self) -> Senses:
-        return Senses(
+    def sense(self) -> GpuState:
+        return GpuState(
             sm_mhz=round(_SM_MHZ / (1 + max(0.0, self._slower))),
             temperature_c=85 if self._reasons else 55,
             event_reasons=self._reasons,
@@ -260,7 +260,7 @@ class FakeClock:
                 time.sleep(3_600)
             self._reasons = fault.reasons
         seconds, last = self._execute(calls, mode)
-        return self.peers.most(self._read(seconds, layout)), last
+        return self.peers.max(self._read(seconds, layout)), last
 
     def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
         last: object = None
@@ -311,7 +311,7 @@ class FakeClock:
 class FakeBlock:
     """Calls whose layout effect stays the same however often they run."""
 
-    clock: FakeClock
+    clock: FakeDevice
     calls: Sequence[Call]
     mode: Mode
     layout: float
@@ -345,7 +345,7 @@ def machine(text: str) -> FakeMachine:
             Noise, said.noise, "noise"
         )
     except (TypeError, ValueError) as why:
-        raise Misuse(f"{VARIABLE}={text}: {why} (see pytest_aiperf.device.fake)") from why
+        raise UsageError(f"{VARIABLE}={text}: {why} (see pytest_aiperf.device.fake)") from why
     return FakeMachine(gpus, noise, said.faults, said.seed)
 
 

@@ -18,7 +18,7 @@ _CEILINGS: Final = re.compile(r"[\w+.-]+\.json")
 _FOREIGN: Final = frozenset({".git", ".venv", "node_modules", "site-packages"})
 
 
-def ours(below: Path, cache: Path, runs: str, artifacts: str) -> list[Path]:
+def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[Path]:
     """List what is ours: runs and artefacts below a folder, builds and ceilings in a cache.
 
     No link is followed. A folder that also holds something else stays, with that in it.

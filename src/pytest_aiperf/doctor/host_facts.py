@@ -122,5 +122,5 @@ class Host:
 
     def locks(self) -> str:
         """Make the folder of the locks; AiperfError says what is wrong with it."""
-        gpu_lock.Lease([])
+        gpu_lock.GpuLock([])
         return str(gpu_lock.default_folder())

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.device.device import Clock
-from pytest_aiperf.errors import AiperfError, BuildError, Misuse
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.errors import AiperfError, BuildError, UsageError
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, loads
 from pytest_aiperf.rules.datasheet import DATASHEET
@@ -36,7 +36,7 @@ _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 
 
 def known(
-    clock: Clock,
+    clock: Device,
     names: Sequence[str] = DEVICE,
     say: SayLine = lambda _: None,
     *,
@@ -85,7 +85,7 @@ def _kept(
         found |= measure(missing)
         try:
             atomic_write(path, dumps({**stands, "ceilings": found}, "ceilings"))
-        except Misuse as why:
+        except UsageError as why:
             say(f"measured anew the next time: {why}")
     return {name: found[name] for name in names if name in found}
 
@@ -120,13 +120,13 @@ def _methods() -> str:
     return digest.hexdigest()[:12]
 
 
-def _measured(clock: Clock, say: SayLine, names: Sequence[str]) -> dict[str, float]:
+def _measured(clock: Device, say: SayLine, names: Sequence[str]) -> dict[str, float]:
     import torch
 
     assert clock.gpu is not None
     clock.release()
     sizes = microbenchmarks.Sizes.of(clock.gpu, torch.cuda.mem_get_info()[0])
-    ways = microbenchmarks.Gauge(clock, sizes, _kernels(clock.gpu, say)).ways
+    ways = microbenchmarks.Microbenchmarks(clock, sizes, _kernels(clock.gpu, say)).ways
     found = {}
     for name in names:
         if name not in ways:
@@ -146,7 +146,7 @@ def _measured(clock: Clock, say: SayLine, names: Sequence[str]) -> dict[str, flo
     return found
 
 
-def _undisturbed(clock: Clock, way: Callable[[], float]) -> float | None:
+def _undisturbed(clock: Device, way: Callable[[], float]) -> float | None:
     # the clock itself may change: it is higher under light work
     before = replace(clock.sense(), sm_mhz=None)
     figure = way()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.device.device import Call, Clock, calls_per_block, choose_mode, now
+from pytest_aiperf.device.device import Call, Device, calls_per_block, choose_mode, now
 from pytest_aiperf.model import Gpu, Metric, Mode
 
 _BLOCKS = 10
@@ -47,10 +47,10 @@ class Sizes:
         )
 
 
-class Gauge:
+class Microbenchmarks:
     """Measures ceilings on a clock; random data throughout, from a generator of its own."""
 
-    def __init__(self, clock: Clock, sizes: Sizes, kernels: Kernels | None) -> None:
+    def __init__(self, clock: Device, sizes: Sizes, kernels: Kernels | None) -> None:
         """Without ``kernels`` (those of ceilings.cu) some ceilings cannot be measured."""
         import torch
 

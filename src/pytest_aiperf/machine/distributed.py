@@ -10,28 +10,28 @@ VARIABLE: Final = "PYTEST_AIPERF_RANKS"
 """Environment variable that tells a rank, as JSON, what it is part of."""
 
 
-class Peers:
+class RankGroup:
     """What the ranks of a claim decide together; here one process, which agrees with itself."""
 
     rank = 0
     count = 1
 
-    def agree(self, told: bool) -> bool:
+    def all(self, told: bool) -> bool:
         """Whether every rank says so: loops that call an arm must end in all ranks at once."""
         return told
 
-    def most(self, figure: float) -> float:
+    def max(self, figure: float) -> float:
         """Return the largest of all ranks' figures."""
         return figure
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait on the host until all ranks are here."""
 
-    def align(self) -> None:
+    def stream_barrier(self) -> None:
         """Make the current stream wait on the GPU until those of all ranks are here."""
 
 
-class Ranks(Peers):
+class TorchRankGroup(RankGroup):
     """The ranks that torchrun started, over torch.distributed."""
 
     def __init__(self, device: str) -> None:

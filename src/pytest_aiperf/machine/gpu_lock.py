@@ -18,7 +18,7 @@ from typing import Final
 
 from threadpoolctl import threadpool_limits
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 
 from .file_lock import is_shared, locked
 
@@ -31,7 +31,7 @@ VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
 """Environment variable that names the folder of the lock files."""
 
 
-class Lease:
+class GpuLock:
     """One claim's turns on the host and on its GPUs.
 
     ``on_wait`` is called once a turn, with a sentence, when others have to be waited for, and
@@ -60,19 +60,19 @@ class Lease:
         self._shared: ExitStack | None = None  # the GPUs' locks, in a turn that shares them
         self._away = False  # they were let go
 
-    def prepare(self) -> AbstractContextManager[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Share the host and the GPUs with other claims that prepare."""
         return self._turn(host_alone=False, gpus_alone=False)
 
-    def time_device(self) -> AbstractContextManager[None]:
+    def exclusive_gpu(self) -> AbstractContextManager[None]:
         """Have the GPUs alone; the host stays shared."""
         return self._turn(host_alone=False, gpus_alone=True)
 
-    def time_host(self) -> AbstractContextManager[None]:
+    def exclusive_host(self) -> AbstractContextManager[None]:
         """Have the host and the GPUs alone."""
         return self._turn(host_alone=True, gpus_alone=True)
 
-    def let_go(self, first: Callable[[], object]) -> None:
+    def suspend(self, first: Callable[[], object]) -> None:
         """Let others have the GPUs for a while, of a turn that shares them; the host is kept.
 
         ``first`` is called before: nothing may run on the GPUs until :meth:`take_back`.
@@ -82,7 +82,7 @@ class Lease:
             self._shared.close()
             self._away = True
 
-    def take_back(self) -> None:
+    def resume(self) -> None:
         """Share the GPUs again, as before :meth:`let_go`; nothing where that did not happen."""
         if self._shared is not None and self._away:
             self._away = False
@@ -92,7 +92,7 @@ class Lease:
     @contextmanager
     def _turn(self, *, host_alone: bool, gpus_alone: bool) -> Iterator[None]:
         if self._held:
-            raise Misuse("this lease is held: leave its with block before you enter another")
+            raise UsageError("this lease is held: leave its with block before you enter another")
         self._held = True
         try:
             with ExitStack() as turn:
@@ -167,10 +167,10 @@ def _own_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as why:
-        raise Misuse(f"{why}: no locks can be kept there; name a folder in {VARIABLE}") from why
+        raise UsageError(f"{why}: no locks can be kept there; name a folder in {VARIABLE}") from why
     private = not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and private):
-        raise Misuse(
+        raise UsageError(
             f"{folder} must be a folder (no link) that is yours alone (mode 0700) to keep locks "
             f"in: remove it, or name another in {VARIABLE}"
         )

@@ -32,7 +32,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 
 Message = dict[str, Any]
 Source = int | socket.socket | FileIO
@@ -70,10 +70,12 @@ class Channel:
         ``waiting`` pauses the claim's deadline (it waits for others), ``working`` resumes it.
         """
         if os.getpid() != self._pid:
-            raise Misuse(f"a process that the claim forked sent {kind!r}: only the claim reports")
+            raise UsageError(
+                f"a process that the claim forked sent {kind!r}: only the claim reports"
+            )
         line = json.dumps({"kind": kind, **payload}).encode() + b"\n"
         if len(line) > LIMIT:
-            raise Misuse(f"a message {kind!r} of {len(line)} bytes: at most {LIMIT}, send less")
+            raise UsageError(f"a message {kind!r} of {len(line)} bytes: at most {LIMIT}, send less")
         rest = memoryview(line)
         with self._lock:
             while rest:
@@ -81,7 +83,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessExit:
     """How a claim's process ended, and what it said before.
 
     ``code`` is the exit status, or the signal's number where a signal ended it. ``interrupted``:
@@ -103,7 +105,7 @@ def supervise(
     deadline: float,
     on_message: Callable[[Message], None],
     grace: float = 2.0,
-) -> Ended:
+) -> ProcessExit:
     """Run ``work`` in a process of its own, and return when nothing of it is left.
 
     The deadline counts only time in which the claim is at work; once it is exceeded the claim's
@@ -137,7 +139,7 @@ def supervise(
             _reap(keeper)
 
 
-def describe(ended: Ended) -> str:
+def describe(ended: ProcessExit) -> str:
     """Say in one sentence how a claim ended that sent no result."""
     after = f"after {ended.seconds:.1f} s"
     for message in ended.messages:
@@ -243,7 +245,7 @@ def _watch(
     inbox: FileIO,
     on_message: Callable[[Message], None],
     clock: _Deadline,
-) -> Ended:
+) -> ProcessExit:
     """Hand messages on and give the keeper its orders until it reports."""
     started = time.monotonic()
     batches = _batches(inbox)
@@ -270,7 +272,7 @@ def _watch(
         code = os.waitstatus_to_exitcode(wait_status)
         status = "timeout" if clock.exceeded else "signalled" if code < 0 else "exited"
     seconds = time.monotonic() - started
-    return Ended(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds)
+    return ProcessExit(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds)
 
 
 def _reap(keeper: int) -> None:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Gpu, Senses
+from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import Gpu, GpuState
 
 ARCHS: Final = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
 """What nvcc calls an architecture whose own instructions kernels may use."""
@@ -69,11 +69,11 @@ def sm_mhz(uuid: str) -> int | None:
     return clock
 
 
-def sense(uuid: str) -> Senses:
+def telemetry(uuid: str) -> GpuState:
     """Read a GPU's clock, temperature, clock event reasons and violation counters (ns)."""
     nvml, handle = _board(uuid)
     if not handle:
-        return Senses()
+        return GpuState()
     # in one question, as each takes NVML half a millisecond
     fields = [getattr(nvml, f"NVML_FI_DEV_{field}") for field in _POLICIES.values()]
     answers = _read(nvml, "FieldValues", handle, fields) or ()
@@ -82,7 +82,7 @@ def sense(uuid: str) -> Senses:
         for policy, answer in zip(_POLICIES, answers, strict=False)
         if answer.nvmlReturn == nvml.NVML_SUCCESS
     }
-    return Senses(
+    return GpuState(
         sm_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM),
         temperature_c=_read(nvml, "Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
         event_reasons=_read(nvml, "CurrentClocksEventReasons", handle),
@@ -148,7 +148,7 @@ def _chosen(spec: str | None, uuids: Sequence[str]) -> list[str]:
         else:
             found = [u for u in uuids if word.startswith("GPU-") and u.startswith(word)]
         if len(found) != 1 or found[0] in chosen:
-            raise Misuse(
+            raise UsageError(
                 f"CUDA_VISIBLE_DEVICES={spec!r}: {word!r} does not name one more GPU; give each "
                 f"GPU once, as an index from 0 to {len(uuids) - 1} or as the start of one of "
                 + ", ".join(uuids)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 
 if TYPE_CHECKING:
     from pytest_aiperf.model import Gpu  # costs more than this room, and every pytest run loads it
 
 CHAPTER = re.compile(r"ch\d\d")
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")
-NEEDS = pytest.StashKey["Needs"]()
+REQUIREMENTS = pytest.StashKey["Requirements"]()
 """Where a collected item keeps its needs."""
 
 
@@ -41,7 +41,7 @@ def chapter(nodeid: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Requirements:
     """What the marks of an item ask for."""
 
     host: bool = False
@@ -74,7 +74,7 @@ class Needs:
         return None
 
 
-def needs_of(marks: Iterable[pytest.Mark]) -> Needs:
+def needs_of(marks: Iterable[pytest.Mark]) -> Requirements:
     """Read an item's marks; raise Misuse for a ``gpu`` mark that means nothing."""
     host, gpu, archs = False, False, []
     count, min_sm, memory, cpu = 1, None, None, True
@@ -87,7 +87,7 @@ def needs_of(marks: Iterable[pytest.Mark]) -> Needs:
             gpu = True
             unknown = set(mark.kwargs) - {"count", "min_sm", "memory", "cpu"}
             if mark.args or unknown:
-                raise Misuse(
+                raise UsageError(
                     "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), memory= (bytes) and "
                     f"cpu=, not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
                 )
@@ -96,11 +96,13 @@ def needs_of(marks: Iterable[pytest.Mark]) -> Needs:
             memory = mark.kwargs.get("memory", memory)
             cpu = cpu and bool(mark.kwargs.get("cpu", True))
     if host and (gpu or archs):
-        raise Misuse("a claim is either for the host or for GPUs: drop @pytest.mark.host or gpu")
-    return Needs(host, gpu or bool(archs), count, min_sm, memory, tuple(sorted(archs)), cpu)
+        raise UsageError(
+            "a claim is either for the host or for GPUs: drop @pytest.mark.host or gpu"
+        )
+    return Requirements(host, gpu or bool(archs), count, min_sm, memory, tuple(sorted(archs)), cpu)
 
 
-def twins(claims: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+def duplicates(claims: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
     """Return claims that share an id: (id, first node, second node)."""
     seen: dict[str, str] = {}
     found = []

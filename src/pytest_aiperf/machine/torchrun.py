@@ -27,7 +27,7 @@ LEAVING = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankJob:
     """What a rank is told: where to answer, its record's beginning, the noise floor if known."""
 
     scratch: str
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RankExit:
     """How one rank ended: its record, if it measured, or why it could not go on.
 
     ``ours`` says that ``why`` is a sentence of this plugin, and not an exception that may only
@@ -50,10 +50,10 @@ class Ending:
     at: float = 0.0
 
 
-def part(environ: Mapping[str, str]) -> Part | None:
+def rank_job(environ: Mapping[str, str]) -> RankJob | None:
     """Return what this process is a rank of; None where it is none."""
     text = environ.get(distributed.VARIABLE)
-    return from_json(Part, json.loads(text)) if text else None
+    return from_json(RankJob, json.loads(text)) if text else None
 
 
 def command(count: int, *words: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def command(count: int, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", *start, "--local-addr=127.0.0.1", "-m", "pytest", *words)
 
 
-def environment(told: Part) -> dict[str, str]:
+def environment(told: RankJob) -> dict[str, str]:
     """Return the environment in which :func:`command` makes its processes ranks."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     # torchrun sets the threads, too, and warns that it does; a host's name may not be resolved
@@ -71,8 +71,8 @@ def environment(told: Part) -> dict[str, str]:
 
 
 def run(
-    told: Part, count: int, words: Sequence[str], deadline: float, environ: Mapping[str, str]
-) -> Ending:
+    told: RankJob, count: int, words: Sequence[str], deadline: float, environ: Mapping[str, str]
+) -> RankExit:
     """Run pytest with these words in every rank, and say how the claim ended.
 
     It is rank 0's ending, or that of the first rank that could not go on. What the ranks printed
@@ -94,17 +94,17 @@ def run(
     return ending
 
 
-def _ending(told: Part, count: int, ended: isolation.Ended) -> Ending:
-    endings: dict[int, Ending] = {}
-    failed: list[tuple[int, float, int, Ending]] = []
+def _ending(told: RankJob, count: int, ended: isolation.ProcessExit) -> RankExit:
+    endings: dict[int, RankExit] = {}
+    failed: list[tuple[int, float, int, RankExit]] = []
     for rank in range(count):
         answer, trace = (Path(told.scratch, f"rank-{rank}.{end}") for end in ("json", "trace"))
         if answer.exists():
-            endings[rank] = found = from_json(Ending, json.loads(answer.read_text()))
+            endings[rank] = found = from_json(RankExit, json.loads(answer.read_text()))
             if found.why:
                 failed.append((0 if found.ours else 2, found.at, rank, found))
         elif trace.exists() and not trace.stat().st_size:  # it began, and nobody stopped it
-            gone = Ending(why="its process ended without a result (os._exit, or a crash?)")
+            gone = RankExit(why="its process ended without a result (os._exit, or a crash?)")
             failed.append((1, 0.0, rank, gone))
     results = [e.result for e in endings.values() if e.result is not None]
     if len(results) == count and len({r.message for r in results}) == 1:
@@ -123,16 +123,16 @@ def _ending(told: Part, count: int, ended: isolation.Ended) -> Ending:
     return replace(first, why=why, result=replace(first.result, message=why))
 
 
-def _of_all(told: Part, why: str, *, ours: bool = False) -> Ending:
-    return Ending(replace(told.blank, outcome=Outcome.ERROR, message=why), why, ours)
+def _of_all(told: RankJob, why: str, *, ours: bool = False) -> RankExit:
+    return RankExit(replace(told.blank, outcome=Outcome.ERROR, message=why), why, ours)
 
 
 class Rank:
     """A pytest plugin that is registered only in a rank: it tells how its one item ended."""
 
-    def __init__(self, told: Part) -> None:
+    def __init__(self, told: RankJob) -> None:
         self._answer = Path(told.scratch, f"rank-{os.environ['RANK']}.json")
-        self._ending = Ending()
+        self._ending = RankExit()
         # Tells a rank that torchrun stopped, because another one failed, from one that is lost:
         # and does so where Python runs no handler, in a collective that waits for ever.
         self._trace = self._answer.with_suffix(".trace").open("w")

@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.claim.inputs import Claim
-from pytest_aiperf.errors import AiperfError, CaptureFailed, ToolMissing, Unproven
+from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import EvidenceKind, Finding, Outcome, Profile, Result
 from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 
 from . import ncu, parsers, tools
-from .target import VARIABLE, Answer, Job
-from .tools import Attempt, Tool
+from .target import VARIABLE, CaptureJob, CaptureReply
+from .tools import Fallback, Tool
 
 ARTIFACTS: Final = "artifacts"
 """The folder of artefacts, under pytest's root folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CaptureRequest:
     """How to capture: ``target`` is the command whose process is the child."""
 
     tool: Tool
@@ -46,7 +46,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Sought:
+class ExpectedKernels:
     """What must be found: all of ``expected``, any of ``own`` (parts of kernels' names)."""
 
     expected: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def safe(claim: str) -> str:
 
 def run(
     claim: Claim,
-    order: Order,
+    order: CaptureRequest,
     blank: Result,
     own: Sequence[str],
     say: Callable[[str], object],
@@ -87,13 +87,13 @@ def run(
         why_not = _found(result.profiles) or evidence.broken(result.evidence)
         outcome = Outcome.FAILED if why_not else Outcome.PASSED
         result = replace(result, outcome=outcome, message=why_not)
-        problem = Unproven(why_not) if why_not else None
+        problem = ClaimNotMet(why_not) if why_not else None
     return replace(result, seconds=time.monotonic() - started), problem
 
 
 def _captured(
     claim: Claim,
-    order: Order,
+    order: CaptureRequest,
     result: Result,
     own: Sequence[str],
     say: Callable[[str], object],
@@ -104,9 +104,9 @@ def _captured(
     # compiled code may be compared with that of another rung, which the optimized arm does not run
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
-    answer = Answer()
+    answer = CaptureReply()
     for arm, call in claim.arms.items():
-        sought = Sought(
+        sought = ExpectedKernels(
             expected=named if arm == "optimized" else (),
             # a launcher that stands for a library may call one, which need not run a kernel
             own=tuple(own) if arm != "library" and getattr(call, "needs_gpu", False) else (),
@@ -140,7 +140,7 @@ def _captured(
     )
 
 
-def _diagnosis(profiles: Mapping[str, Profile], answer: Answer, cache: str) -> dict[str, str]:
+def _diagnosis(profiles: Mapping[str, Profile], answer: CaptureReply, cache: str) -> dict[str, str]:
     """Say what binds each arm by its counters, and by its limit where the ceilings are known."""
     found = {}
     for arm, profile in profiles.items():
@@ -164,11 +164,11 @@ def _found(profiles: Sequence[Profile]) -> str:
 
 
 def capture(
-    order: Order,
+    order: CaptureRequest,
     arm: str,
-    sought: Sought = Sought(),
+    sought: ExpectedKernels = ExpectedKernels(),
     before: Sequence[Profile] = (),
-) -> tuple[Profile, Answer]:
+) -> tuple[Profile, CaptureReply]:
     """Run the target under the tool and read what it left; the last attempt's failure is told."""
     attempts = order.tool.presets[order.preset]
     for attempt in attempts:
@@ -181,8 +181,12 @@ def capture(
 
 
 def _try(
-    order: Order, attempt: Attempt, arm: str, sought: Sought, before: Sequence[Profile]
-) -> tuple[Profile, Answer]:
+    order: CaptureRequest,
+    attempt: Fallback,
+    arm: str,
+    sought: ExpectedKernels,
+    before: Sequence[Profile],
+) -> tuple[Profile, CaptureReply]:
     tool = order.tool
     binary = tools.find(tool.name)
     front: list[str] = []
@@ -193,9 +197,11 @@ def _try(
             front += ("--cache-control", "none") if sought.cache == "warm" else ()
     artefact = order.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
 
-    def child(step: str) -> Answer:
+    def child(step: str) -> CaptureReply:
         stem = artefact / step if step else order.folder / arm
-        job = Job(tool.name, order.preset, arm, order.calls, order.seed, str(stem), "", (*before,))
+        job = CaptureJob(
+            tool.name, order.preset, arm, order.calls, order.seed, str(stem), "", (*before,)
+        )
         answer = _child(order, job, [*front, *tool.steps.get(step, ())], attempt.environ)
         # where a tool has found something, the arm may well have failed of it
         if answer.error and not (tool.checks and _findings(tool, stem, arm)):
@@ -228,7 +234,9 @@ def _findings(tool: Tool, stem: Path, arm: str) -> float:
     return parsers.read(tool.name, Path(f"{stem}{tool.suffix}"), arm).figures["findings"]
 
 
-def _child(order: Order, job: Job, front: Sequence[str], environ: Mapping[str, str]) -> Answer:
+def _child(
+    order: CaptureRequest, job: CaptureJob, front: Sequence[str], environ: Mapping[str, str]
+) -> CaptureReply:
     """Run one child to its end; raise CaptureFailed or ToolMissing when it leaves no artefact."""
     tool, stem = order.tool, Path(job.stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -245,9 +253,9 @@ def _child(order: Order, job: Job, front: Sequence[str], environ: Mapping[str, s
         ended = _wait(argv, ours, log, order.deadline)
         answered = Path(scratch, "answer")
         answer = (
-            from_json(Answer, json.loads(answered.read_text()))
+            from_json(CaptureReply, json.loads(answered.read_text()))
             if answered.exists()
-            else Answer(error=f"its process {ended}; see {os.path.relpath(log)}")
+            else CaptureReply(error=f"its process {ended}; see {os.path.relpath(log)}")
         )
         if tool.report:
             with artefact.open("wb") as out:

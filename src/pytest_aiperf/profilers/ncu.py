@@ -70,7 +70,7 @@ def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
     return list(dict.fromkeys([*named, *more, *counters]))
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Write a kernel's name as compilers do: ``turn<4>`` where NVIDIA says ``turn<(int)4>``."""
     return re.sub(
         r"\((?:unsigned |signed )?(?:bool|char|short|int|long|long long)\)(?=-?\d)", "", name
@@ -183,7 +183,7 @@ def _rows(artefact: str, binary: str, *asked: str) -> Iterator[tuple[str, float,
                 f"it does not say how long {action.name()} took: capture it with "
                 f"--metrics {NCU_METRICS['duration'][0]}"
             )
-        yield plain(action.name(action.NameBase_DEMANGLED)), seconds, values
+        yield normalize_name(action.name(action.NameBase_DEMANGLED)), seconds, values
 
 
 def _ncu_report(binary: str | None) -> Any:

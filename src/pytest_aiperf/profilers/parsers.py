@@ -14,7 +14,7 @@ from typing import Any, Final
 from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.model import Profile
 
-from .ncu import ncu, plain
+from .ncu import ncu, normalize_name
 from .timeline import RANGE, TOP, Figures, Reading, nsys, torch_trace
 
 _TREE_LINES: Final = 20
@@ -46,7 +46,7 @@ def read(
         "perf": perf,
     }
     figures, kernels, notes = readers[tool](artefact)
-    kernels = list(map(plain, kernels))
+    kernels = list(map(normalize_name, kernels))
     missing = [part for part in expected if not any(part in kernel for kernel in kernels)]
     if missing and tool not in ("memory", "sanitizer", "perf"):
         raise CaptureFailed(

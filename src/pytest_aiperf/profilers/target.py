@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.claim.inputs import Claim, Trial
-from pytest_aiperf.device.device import Clock
-from pytest_aiperf.errors import AiperfError, Misuse
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.machine import distributed
-from pytest_aiperf.machine.gpu_lock import Lease
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Gpu, Mode, Prepared, Profile, Work
 from pytest_aiperf.schema import from_json, to_json
 
@@ -32,7 +32,7 @@ SAMPLED: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CaptureJob:
     """What a child captures, and what the captures before it gave."""
 
     tool: str
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CaptureReply:
     """What a child says of itself; the artefact says the rest."""
 
     work: Work | None = None
@@ -54,14 +54,14 @@ class Answer:
     error: str = ""
 
 
-def job(environ: Mapping[str, str]) -> Job | None:
+def job(environ: Mapping[str, str]) -> CaptureJob | None:
     """Return what this process is to capture; None where it is no child.
 
     Of a claim of several GPUs each rank leaves an artefact, rank 0 the one that is read.
     """
     if not (text := environ.get(VARIABLE)):
         return None
-    found = from_json(Job, json.loads(text))
+    found = from_json(CaptureJob, json.loads(text))
     rank = environ.get("RANK", "0") if distributed.VARIABLE in environ else "0"
     if rank == "0":
         return found
@@ -70,7 +70,7 @@ def job(environ: Mapping[str, str]) -> Job | None:
     return replace(found, stem=str(stem.with_name(rank if steps else f"{stem.name}.rank{rank}")))
 
 
-def perform_arm(job: Job, claim: Claim, clock: Clock, lease: Lease) -> None:
+def perform_arm(job: CaptureJob, claim: Claim, clock: Device, lease: GpuLock) -> None:
     """Capture one arm of a claim: at full size, or at check size where the tool looks at no time.
 
     Checkers slow a call down a hundredfold, and what they look for is in the ragged edges that
@@ -90,9 +90,9 @@ def perform_arm(job: Job, claim: Claim, clock: Clock, lease: Lease) -> None:
 
 
 def perform(
-    job: Job,
-    clock: Clock,
-    lease: Lease,
+    job: CaptureJob,
+    clock: Device,
+    lease: GpuLock,
     make: Callable[[], tuple[Callable[[], object], Work | None]],
     *,
     cold: bool = True,
@@ -103,11 +103,11 @@ def perform(
     Tools that look at no time share it there, too: the sanitizer's are the longest runs.
     """
     tool = TOOLS[job.tool]
-    answer = Answer(gpu=clock.gpu)
-    alone = lease.time_device if clock.gpu else lease.time_host
+    answer = CaptureReply(gpu=clock.gpu)
+    alone = lease.exclusive_gpu if clock.gpu else lease.exclusive_host
     shared = tool.checks or tool.inside == "memory"
     try:
-        with lease.prepare():
+        with lease.shared():
             call, work = make()
             answer = replace(answer, work=work)
             warm = clock.block([call], Mode.WALL)
@@ -115,7 +115,7 @@ def perform(
             for _ in range(0 if tool.checks else WARM):
                 warm.run()
         with (
-            lease.prepare() if shared else alone(),
+            lease.shared() if shared else alone(),
             _INSIDE[tool.inside](job, clock, warm.run),
         ):
             if cold and tool.inside != "memory":
@@ -125,7 +125,7 @@ def perform(
                 calls.run()
                 while time.monotonic() < until:
                     calls.run()
-                clock.peers.meet()  # who leaves the range first may end the capture of all
+                clock.peers.barrier()  # who leaves the range first may end the capture of all
     except Exception as why:
         name = "" if isinstance(why, AiperfError) else f"{type(why).__name__}: "
         answer = replace(answer, error=f"{name}{why}".partition("\n")[0])
@@ -135,7 +135,7 @@ def perform(
             Path(job.scratch, "answer").write_text(json.dumps(to_json(answer)))
 
 
-def _flush(clock: Clock) -> None:
+def _flush(clock: Device) -> None:
     """Fill the L2 with something else: what the first call reads is cold."""
     if clock.device == "cuda" and clock.gpu is not None and clock.gpu.l2_bytes:
         import torch
@@ -144,7 +144,7 @@ def _flush(clock: Clock) -> None:
 
 
 @contextmanager
-def _range(tool: Tool, clock: Clock) -> Iterator[None]:
+def _range(tool: Tool, clock: Device) -> Iterator[None]:
     """Mark the calls, for whichever tool looks on."""
     with ExitStack() as marks:
         if tool.inside == "torch":
@@ -186,12 +186,12 @@ def _nvtx(torch: Any) -> AbstractContextManager[object]:
 Warm = Callable[[], object]
 
 
-def _nothing(_job: Job, _clock: Clock, _warm: Warm) -> AbstractContextManager[None]:
+def _nothing(_job: CaptureJob, _clock: Device, _warm: Warm) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @contextmanager
-def _torch(job: Job, clock: Clock, warm: Warm) -> Iterator[None]:
+def _torch(job: CaptureJob, clock: Device, warm: Warm) -> Iterator[None]:
     from torch import profiler
 
     kinds = [profiler.ProfilerActivity.CPU]
@@ -215,7 +215,7 @@ def _torch(job: Job, clock: Clock, warm: Warm) -> Iterator[None]:
 
 
 @contextmanager
-def _proton(job: Job, _clock: Clock, _warm: Warm) -> Iterator[None]:
+def _proton(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
     from triton import profiler
 
     deep = job.preset == "deep_dive"
@@ -225,11 +225,11 @@ def _proton(job: Job, _clock: Clock, _warm: Warm) -> Iterator[None]:
 
 
 @contextmanager
-def _memory(job: Job, clock: Clock, _warm: Warm) -> Iterator[None]:
+def _memory(job: CaptureJob, clock: Device, _warm: Warm) -> Iterator[None]:
     import torch
 
     if clock.device != "cuda":
-        raise Misuse("torch records the GPU's memory only: run with --gpu, without @host")
+        raise UsageError("torch records the GPU's memory only: run with --gpu, without @host")
     memory: Any = torch.cuda.memory
     clock.release()
     memory.reset_peak_memory_stats()
@@ -249,7 +249,7 @@ def _memory(job: Job, clock: Clock, _warm: Warm) -> Iterator[None]:
 
 
 @contextmanager
-def _perf(job: Job, _clock: Clock, _warm: Warm) -> Iterator[None]:
+def _perf(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
     # perf waits for orders: only what runs between two of them is sampled
     with (
         os.fdopen(os.open(f"{job.scratch}/control", os.O_RDWR), "w") as control,
@@ -262,7 +262,7 @@ def _perf(job: Job, _clock: Clock, _warm: Warm) -> Iterator[None]:
                 yield
 
 
-_INSIDE: Final[Mapping[str, Callable[[Job, Clock, Warm], AbstractContextManager[None]]]] = {
+_INSIDE: Final[Mapping[str, Callable[[CaptureJob, Device, Warm], AbstractContextManager[None]]]] = {
     "": _nothing,
     "torch": _torch,
     "proton": _proton,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from pytest_aiperf.build.sass import packaged
-from pytest_aiperf.errors import Misuse, ToolMissing
+from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine.nvml import visible
 
 from .ncu import NCU_SECTIONS, ncu_metrics
@@ -21,7 +21,7 @@ from .timeline import RANGE
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class Fallback:
     """One way to run a preset; ``note`` says what it leaves out."""
 
     words: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Tool:
     name: str
     install: str
     suffix: str
-    presets: Mapping[str, tuple[Attempt, ...]]
+    presets: Mapping[str, tuple[Fallback, ...]]
     program: str = ""
     least: tuple[int, int] = (0, 0)
     module: str = ""
@@ -59,8 +59,8 @@ class Tool:
     ranks: bool = False
 
 
-def _once(*words: str, **environ: str) -> tuple[Attempt, ...]:
-    return (Attempt(words, environ),)
+def _once(*words: str, **environ: str) -> tuple[Fallback, ...]:
+    return (Fallback(words, environ),)
 
 
 _LIBRARIES: Final = "--trace=cuda,nvtx,osrt,cublas,cudnn"
@@ -78,9 +78,9 @@ TOOLS: Final = {
             {
                 "minimal": _once("--trace=cuda,nvtx", *_UNSAMPLED),
                 "deep_dive": (
-                    Attempt((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
-                    Attempt((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
-                    Attempt(
+                    Fallback((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
+                    Fallback((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
+                    Fallback(
                         (_LIBRARIES, *_UNSAMPLED),
                         note="without GPU metrics, CPU samples and backtraces: not permitted here",
                     ),
@@ -150,8 +150,8 @@ TOOLS: Final = {
                 "minimal": (
                     # one allocation a tensor: else a tensor's end is its neighbour's beginning,
                     # and memory that is used a second time counts as initialised
-                    Attempt((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-                    Attempt(
+                    Fallback((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+                    Fallback(
                         note="with torch's caching allocator, which hides accesses beyond a tensor "
                         "(without it this arm does not run: it captures a graph, say)"
                     ),
@@ -231,10 +231,10 @@ def chosen(text: str) -> tuple[Tool, str]:
     name, _, preset = text.partition(":")
     tool = TOOLS.get(name)
     if tool is None:
-        raise Misuse(f"no profiler {name!r}: known are {', '.join(TOOLS)}")
+        raise UsageError(f"no profiler {name!r}: known are {', '.join(TOOLS)}")
     preset = preset or "minimal"
     if preset not in tool.presets:
-        raise Misuse(f"{name} has no preset {preset!r}: known are {', '.join(tool.presets)}")
+        raise UsageError(f"{name} has no preset {preset!r}: known are {', '.join(tool.presets)}")
     return tool, preset
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.device import calls_per_block, choose_mode
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.model import Bench, Metric, Mode, Verdict
@@ -205,7 +205,7 @@ def aa(rig: Rig, scale: Scale) -> Figures:
             inputs, arm = rig.kinds[name]
             one = judged(rig.clock, inputs, (arm, arm), level, SHORT, rig.seed())
             if one.alarm:  # as a claim that fails is measured again
-                again = judged(rig.clock, inputs, (arm, arm), level, PLAN, rig.seed())
+                again = judged(rig.clock, inputs, (arm, arm), level, STANDARD, rig.seed())
                 sure += again.verdict is one.verdict
             found[name].append(one)
             _progress(rig, "aa", i, scale.aa)
@@ -339,7 +339,7 @@ def _sequential(
 def one(rig: Rig, _: Scale) -> Figures:
     """Measure one real claim: softmax by torch against softmax written out."""
     inputs, *arms = rig.claim
-    found = judged(rig.clock, inputs, (arms[0], arms[1]), 0.0, PLAN, rig.seed())
+    found = judged(rig.clock, inputs, (arms[0], arms[1]), 0.0, STANDARD, rig.seed())
     if found.ratio is None:
         raise InvalidMeasurement("the GPU was disturbed: let it cool and run again")
     return {"ratio": found.ratio.value, "half_width": stats.half_width(found.ratio)}

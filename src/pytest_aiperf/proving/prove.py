@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.limits.ceilings import SayLine
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
@@ -43,7 +43,9 @@ def chosen(text: str | None) -> tuple[str, ...]:
         return ALL
     names = tuple(word.strip() for word in text.split(","))
     if unknown := [name for name in names if name not in PARTS]:
-        raise Misuse(f"--only={text}: no part is called {unknown[0]!r}; known are {', '.join(ALL)}")
+        raise UsageError(
+            f"--only={text}: no part is called {unknown[0]!r}; known are {', '.join(ALL)}"
+        )
     return names
 
 
@@ -120,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read a record; Misuse where it is none."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or "parts" not in content:
-        raise Misuse(f"{path} is no proof of schema {SCHEMA}: write it anew with prove --json")
+        raise UsageError(f"{path} is no proof of schema {SCHEMA}: write it anew with prove --json")
     return content
 
 

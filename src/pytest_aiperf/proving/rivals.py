@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pytest_aiperf.claim.stopping_rule import PLAN
+from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.device import Call, Identity, now
 from pytest_aiperf.model import Bench, Verdict
 
@@ -168,7 +168,7 @@ def _ours(
         clock = Heated(clock, rig.heat, rig.random)
     # what a spinning kernel reads does not matter
     cache = "cold" if isinstance(case.kind, str) else "warm"
-    said = judged(clock, kind[0], arms, floor, PLAN, rig.seed(), cache)
+    said = judged(clock, kind[0], arms, floor, STANDARD, rig.seed(), cache)
     return said.verdict, said.ratio.value if said.ratio else None
 
 

@@ -20,15 +20,15 @@ from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim.inputs import Claim, Trial
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
-from pytest_aiperf.claim.stopping_rule import PLAN, Plan
-from pytest_aiperf.device.device import Block, Call, Clock, Identity
+from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
+from pytest_aiperf.device.device import Block, Call, Device, Identity
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import Bench, Interval, Metric, Mode, Timing, Verdict
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import verdict
 
-SHORT: Final = replace(PLAN, most=12, seconds=0.4)
+SHORT: Final = replace(STANDARD, max_replicates=12, time_budget_s=0.4)
 """How long a comparison takes where hundreds are made: half a second, a claim takes some."""
 LEAD: Final = 1e-6
 """Both arms of a comparison with a longer arm spin at least so long: a kernel is not free."""
@@ -52,7 +52,7 @@ class Rig:
     measures it.
     """
 
-    clock: Clock
+    clock: Device
     kinds: Mapping[str, Identity]
     claim: tuple[Callable[[Bench], object], Arm, Arm]
     spin: Callable[[float], object]
@@ -71,7 +71,7 @@ class Rig:
     def floor(self) -> float:
         """Return the noise floor, measured once, as a session does."""
         if self.known_floor is None:
-            self.known_floor = noise_floor(self.clock, self.seed(), PLAN, quiet)
+            self.known_floor = noise_floor(self.clock, self.seed(), STANDARD, quiet)
         return self.known_floor
 
     def seed(self) -> int:
@@ -103,11 +103,11 @@ def quiet(*_said: object, **_figures: object) -> None:
 
 
 def judged(  # noqa: PLR0917  a comparison's own parts
-    clock: Clock,
+    clock: Device,
     inputs: Callable[[Bench], object],
     arms: Arms,
     floor: float,
-    plan: Plan,
+    plan: StoppingRule,
     seed: int,
     cache: str = "cold",
 ) -> Judged:
@@ -162,7 +162,7 @@ def longer(rig: Rig, kind: Identity) -> Callable[[float], Arms]:
     del call
     base = spinning(LEAD)
     # the floor plays no part: only the ratio is asked for
-    found = judged(rig.clock, inputs, (spinning(LEAD + extra), base), 0.0, PLAN, rig.seed())
+    found = judged(rig.clock, inputs, (spinning(LEAD + extra), base), 0.0, STANDARD, rig.seed())
     if found.ratio is None or found.ratio.value < 1.05:
         raise InvalidMeasurement("spinning longer did not show: let the GPU cool and run again")
     grown = found.ratio.value - 1
@@ -172,7 +172,7 @@ def longer(rig: Rig, kind: Identity) -> Callable[[float], Arms]:
 class Heated:
     """A clock that makes its device slow before half of its blocks, at random."""
 
-    def __init__(self, clock: Clock, heat: Call, rng: random.Random) -> None:
+    def __init__(self, clock: Device, heat: Call, rng: random.Random) -> None:
         self._clock, self._heat, self._random = clock, heat, rng
         self._runs: list[tuple[list[float], list[float]]] = []
 
@@ -247,7 +247,7 @@ def kinds() -> dict[str, Identity]:
     }
 
 
-def on_gpu(clock: Clock, say: ceilings.SayLine) -> Rig:
+def on_gpu(clock: Device, say: ceilings.SayLine) -> Rig:
     """Make the rig of a real GPU: kernels of our own, and torch's."""
     import torch
 

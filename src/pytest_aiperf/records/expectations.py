@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
 from pytest_aiperf.rules.evidence import broken
@@ -241,7 +241,7 @@ class Update:
                 # renaming over a read-only file would work; its mode says that nobody wants that
                 mode = path.stat().st_mode if path.exists() else None
                 if mode is not None and not mode & 0o222:
-                    raise Misuse(f"{path}: is read-only; make it writable, then accept again")
+                    raise UsageError(f"{path}: is read-only; make it writable, then accept again")
                 if folder is not None:
                     merge_results(folder, now.accepted, machine or {})
                 atomic_write(path, now.after)
@@ -259,7 +259,7 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in line[: 2 * MAX_TEXT])
 
 
-def plan(path: Path, results: Sequence[Result], today: date) -> Update:
+def propose_update(path: Path, results: Sequence[Result], today: date) -> Update:
     """Decide what results change in the file; nothing is written."""
     before = read(path)
     document = parse(path, HEADER if before is None else before)
@@ -289,8 +289,10 @@ def plan(path: Path, results: Sequence[Result], today: date) -> Update:
             old = claims.get(claim, Written())
             wanted[claim] = Written(old.require, {**old.recorded, **entries})
         if _claims(parse(path, after)) != wanted:  # an exotic layout: better no change than a wrong
-            raise Misuse(f"{path}: cannot be updated in place; write one claim and one GPU a line")
-    again = partial(plan, path, results, today)
+            raise UsageError(
+                f"{path}: cannot be updated in place; write one claim and one GPU a line"
+            )
+    again = partial(propose_update, path, results, today)
     return Update(path, before, after, tuple(accepted), tuple(refused), again)
 
 

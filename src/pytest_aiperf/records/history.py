@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import SESSIONS_APART
@@ -80,7 +80,9 @@ def night_of(results: Sequence[Result]) -> Night:
     """Make a history line of one run's results on one kind of GPU."""
     keys = {r.key for r in results if not r.host}
     if len(keys) != 1:
-        raise Misuse(f"a night is of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}")
+        raise UsageError(
+            f"a night is of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}"
+        )
     valid = [r for r in results if r.speedup is not None and _valid(r) and not r.host]
     first = min((r for r in results if not r.host), key=lambda r: r.started)
     parts = [first.gpu.name if first.gpu else first.key]
@@ -171,7 +173,9 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
     try:
         import ruptures
     except ImportError:
-        raise Misuse("change points need ruptures: pip install 'pytest-aiperf[history]'") from None
+        raise UsageError(
+            "change points need ruptures: pip install 'pytest-aiperf[history]'"
+        ) from None
     valid = [n for n in history if not n.void and n.epoch == history[-1].epoch]
     found = []
     for claim in sorted({claim for night in valid for claim in night.claims}):
@@ -205,9 +209,9 @@ def read_history(path: Path) -> list[Night]:
             nights.append(from_json(Night, loads(line, f"{path.name}:{number}")))
         except (json.JSONDecodeError, RecursionError):
             if number < len(lines):
-                raise Misuse(f"{path}:{number} is torn; take that line out") from None
+                raise UsageError(f"{path}:{number} is torn; take that line out") from None
         except ValueError as why:
-            raise Misuse(f"{path}: {why}") from why
+            raise UsageError(f"{path}: {why}") from why
     return nights
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.schema import from_json, to_json
 
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return from_json(Manifest, read_json(path), "manifest")
     except ValueError as error:
-        raise Misuse(f"{path}: {error}; run it anew") from error
+        raise UsageError(f"{path}: {error}; run it anew") from error
 
 
 def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list[Result]:

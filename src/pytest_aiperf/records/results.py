@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import SCHEMA, Gpu, Result
 from pytest_aiperf.schema import from_json, to_json
 
@@ -64,7 +64,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Misuse(
+        raise UsageError(
             f"cannot write {path}: {error.strerror or error}; "
             "free some space there or make the folder writable, then run again"
         ) from error
@@ -101,18 +101,20 @@ def read_json(path: Path) -> Any:
         return loads(path.read_text(encoding="utf-8"), path.stem)
     except OSError as error:
         why = error.strerror or error
-        raise Misuse(f"cannot read {path}: {why}; name a file that a run wrote") from error
+        raise UsageError(f"cannot read {path}: {why}; name a file that a run wrote") from error
     except json.JSONDecodeError as error:
-        raise Misuse(f"{path}:{error.lineno}:{error.colno}: {error.msg}; run it anew") from error
+        raise UsageError(
+            f"{path}:{error.lineno}:{error.colno}: {error.msg}; run it anew"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise Misuse(f"{path}: {error}; run it anew") from error
+        raise UsageError(f"{path}: {error}; run it anew") from error
 
 
 def read_record(record: object, where: str) -> Result:
     """Read one claim's record; Misuse names the field that does not fit."""
     schema = record.get("schema") if isinstance(record, Mapping) else None
     if isinstance(schema, int) and schema > SCHEMA:
-        raise Misuse(
+        raise UsageError(
             f"{where}: schema {schema} is newer than {SCHEMA}, the newest that this version reads; "
             "upgrade pytest-aiperf"
         )
@@ -121,7 +123,7 @@ def read_record(record: object, where: str) -> Result:
     try:
         return from_json(Result, record, where)
     except ValueError as error:
-        raise Misuse(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 _EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
@@ -150,10 +152,12 @@ def read_results(path: Path) -> list[Result]:
     """Read the claims' records of a results file, ours or one that pytest-benchmark saved."""
     content = read_json(path)
     if not isinstance(content, Mapping):
-        raise Misuse(f"{path}: an object is needed, not a {type(content).__name__}; run it anew")
+        raise UsageError(
+            f"{path}: an object is needed, not a {type(content).__name__}; run it anew"
+        )
     benchmarks, untimed = (content.get(name, []) for name in ("benchmarks", "aiperf_untimed"))
     if not isinstance(benchmarks, list) or not isinstance(untimed, list):
-        raise Misuse(f"{path}: benchmarks and aiperf_untimed must be lists; run it anew")
+        raise UsageError(f"{path}: benchmarks and aiperf_untimed must be lists; run it anew")
     records = [
         (f"benchmarks[{i}].aiperf", entry["aiperf"])
         for i, entry in enumerate(benchmarks)
@@ -161,7 +165,7 @@ def read_results(path: Path) -> list[Result]:
     ]
     records += [(f"aiperf_untimed[{i}]", record) for i, record in enumerate(untimed)]
     if not records and "aiperf_untimed" not in content:
-        raise Misuse(f"{path} holds no record of a claim; name a results.json that a run wrote")
+        raise UsageError(f"{path} holds no record of a claim; name a results.json that a run wrote")
     return [read_record(record, f"{path}: {where}") for where, record in records]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome, Result
 
 from . import journal
@@ -21,7 +21,7 @@ def parse(text: str) -> tuple[int, int]:
     """Read I/N: the shard I of N, counted from 1."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise Misuse(f"{text!r} is no shard: 2/3 is the second of three")
+        raise UsageError(f"{text!r} is no shard: 2/3 is the second of three")
     return int(number), int(count)
 
 
@@ -51,7 +51,7 @@ def recorded(path: Path) -> dict[str, float]:
     return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
 
 
-def intend(run: journal.Run, claims: Iterable[tuple[str, str]]) -> None:
+def write_manifest(run: journal.Run, claims: Iterable[tuple[str, str]]) -> None:
     """Write down what all shards together are to measure, beside this shard's own manifest."""
     journal.Run(run.path / WHOLE).manifest(claims)
 
@@ -65,7 +65,7 @@ def gathered(folders: Iterable[Path]) -> dict[str, Result | None]:
     found: list[Result] = []
     runs = [file.parent for folder in folders for file in sorted(folder.rglob("manifest.json"))]
     if not runs:
-        raise Misuse("there is no run below these folders: name folders with a manifest.json")
+        raise UsageError("there is no run below these folders: name folders with a manifest.json")
     for run in runs:
         wanted |= dict.fromkeys(journal.read_manifest(run).claims)
         done = run / "results.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 20
@@ -50,15 +50,15 @@ def read(path: Path) -> str | None:
     """Read the text of a file; None where there is no file."""
     try:
         if path.exists() and not path.is_file():
-            raise Misuse(f"{path}: is not a file; name the file itself")
+            raise UsageError(f"{path}: is not a file; name the file itself")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Misuse(f"{path}: cannot be read: {error.strerror}; make it readable") from None
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; make it readable") from None
     if len(data) > MAX_BYTES:
-        raise Misuse(f"{path}: is larger than 1 MiB, which nobody wrote by hand; restore it")
+        raise UsageError(f"{path}: is larger than 1 MiB, which nobody wrote by hand; restore it")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -107,7 +107,7 @@ class _Place(NamedTuple):
 
 def _refuse(path: Path, place: Any, what: str) -> NoReturn:
     said = what.removeprefix(f"{ROOT}.")
-    raise Misuse(f"{path}:{place.line + 1}:{place.column + 1}: {said}") from None
+    raise UsageError(f"{path}:{place.line + 1}:{place.column + 1}: {said}") from None
 
 
 def _end(text: str) -> _Place:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Against, Outcome, Profile, Result, Verdict
 from pytest_aiperf.records.results import atomic_write, benchmark, figures
 
@@ -159,10 +159,10 @@ def embed(path: Path, mark: str, content: str) -> None:
     try:
         before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
     except (OSError, ValueError) as error:
-        raise Misuse(f"cannot read {path}: {error}; name a Markdown file") from error
+        raise UsageError(f"cannot read {path}: {error}; name a Markdown file") from error
     _, ended, after = rest.partition(end)
     if not begun or not ended or begin in after:
-        raise Misuse(
+        raise UsageError(
             f"{path} has no place for it: put a line {begin} and a line {end} around it, once each"
         )
     atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")

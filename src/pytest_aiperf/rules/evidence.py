@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
-from pytest_aiperf.errors import Misuse
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Evidence, EvidenceKind, Finding, KernelRecord, Work
 
 Per = Literal["", "baseline", "work"]
@@ -87,9 +87,9 @@ def _evidence(
     per: Per = "",
 ) -> Evidence:
     if min is None and max is None:
-        raise Misuse(f"evidence.{kind.name.lower()}({of!r}) needs a bound: min= or max=")
+        raise UsageError(f"evidence.{kind.name.lower()}({of!r}) needs a bound: min= or max=")
     if per not in ("", "baseline", "work"):
-        raise Misuse(f"evidence.{kind.name.lower()}(per={per!r}): use 'baseline' or 'work'")
+        raise UsageError(f"evidence.{kind.name.lower()}(per={per!r}): use 'baseline' or 'work'")
     return Evidence(kind, of, kernel, min, max, per)
 
 
@@ -159,7 +159,7 @@ def _of_code(piece: Evidence, facts: Facts) -> Finding:
     if lacking or (facts.every and not named):
         where = "{} for {}".format(*lacking[0]) if lacking else "this claim"
         known = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
-        raise Misuse(
+        raise UsageError(
             f"{piece.kind} {piece.of} of {piece.kernel!r}: no kernel of {where} is called that; "
             f"known are {known}"
         )
@@ -212,7 +212,7 @@ def _of_arm(piece: Evidence, facts: Facts) -> Finding:
 
 def _bytes(work: Work | None) -> float:
     if work is None or not work.bytes:
-        raise Misuse('evidence with per="work" needs work= with bytes')
+        raise UsageError('evidence with per="work" needs work= with bytes')
     return work.bytes
 
 

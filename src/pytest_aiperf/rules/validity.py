@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_aiperf.errors import Misuse
-from pytest_aiperf.model import Senses
+from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import GpuState
 
 SPAN = 3
 """Input sets of a cold measurement span the L2 this many times, and are at least this many."""
@@ -101,7 +101,7 @@ _VARIABLES = (
 )
 
 
-def round_problem(before: Senses, after: Senses) -> str | None:
+def round_problem(before: GpuState, after: GpuState) -> str | None:
     """Name what disturbed a round, given what the GPU felt at its two sides."""
     reasons = (before.event_reasons or 0) | (after.event_reasons or 0)
     for bit, name in _REASONS.items():
@@ -134,7 +134,7 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
         return SPAN
     sets = math.ceil(SPAN * l2_bytes / set_bytes) if set_bytes > 0 else MOST_SETS + 1
     if sets > MOST_SETS:
-        raise Misuse(
+        raise UsageError(
             f"an input set of {set_bytes:,} bytes cannot be kept cold: {SPAN} times the L2 "
             f"({l2_bytes:,} bytes) would take more than {MOST_SETS} sets; "
             'declare cache="warm" or enlarge the inputs'

@@ -19,48 +19,51 @@ from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.claim import measure as claims
 from pytest_aiperf.claim import source_hash, torch_compile
 from pytest_aiperf.claim.inputs import Arm, Claim
-from pytest_aiperf.claim.stopping_rule import PLAN, QUICK
-from pytest_aiperf.device.device import Clock, calls_per_block, choose_mode
-from pytest_aiperf.errors import AiperfError, Misuse, ToolMissing
+from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
+from pytest_aiperf.device.device import Device, calls_per_block, choose_mode
+from pytest_aiperf.errors import AiperfError, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
-from pytest_aiperf.machine.distributed import Ranks
-from pytest_aiperf.machine.gpu_lock import Lease
-from pytest_aiperf.machine.requirements import NEEDS, claim_id, is_claim
+from pytest_aiperf.machine.distributed import TorchRankGroup
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id, is_claim
 from pytest_aiperf.model import Evidence, Interval, Metric, Profile, Result
 from pytest_aiperf.profilers import capture, target, tools
 from pytest_aiperf.schema import to_json
 
 from .session import Session, on_cuda
 
-CLOCK = pytest.StashKey[Clock]()
-LEASE = pytest.StashKey[Lease]()
+DEVICE = pytest.StashKey[Device]()
+LOCK = pytest.StashKey[GpuLock]()
 NVCC = pytest.StashKey[Nvcc]()
 
 
-def clock_of(item: pytest.Item, session: Session) -> Clock:
+def device_of(item: pytest.Item, session: Session) -> Device:
     """Return the item's clock; CUDA is initialised here, in the claim's process."""
-    if CLOCK not in item.stash:
-        gpus, peers, mine = session.mine(item), None, 0
+    if DEVICE not in item.stash:
+        gpus, peers, mine = session.gpus_for(item), None, 0
         if session.settings.part is not None:
-            peers, mine = Ranks("cuda" if on_cuda(gpus) else "cpu"), int(os.environ["LOCAL_RANK"])
-        with lease_of(item, session).prepare():  # a new clock spins, which others would measure
-            item.stash[CLOCK] = session.machine.clock(gpus[mine] if gpus else None, peers)
-    return item.stash[CLOCK]
+            peers, mine = (
+                TorchRankGroup("cuda" if on_cuda(gpus) else "cpu"),
+                int(os.environ["LOCAL_RANK"]),
+            )
+        with lock_of(item, session).shared():  # a new clock spins, which others would measure
+            item.stash[DEVICE] = session.machine.clock(gpus[mine] if gpus else None, peers)
+    return item.stash[DEVICE]
 
 
-def lease_of(item: pytest.Item, session: Session) -> Lease:
+def lock_of(item: pytest.Item, session: Session) -> GpuLock:
     """Return the item's lease; what it waits for others does not count against its deadline."""
-    if LEASE not in item.stash:
+    if LOCK not in item.stash:
         # the claim's own process holds the lease for its ranks: theirs stand in nobody's way
         part = session.settings.part
-        item.stash[LEASE] = Lease(
-            [g.uuid for g in session.mine(item)],
+        item.stash[LOCK] = GpuLock(
+            [g.uuid for g in session.gpus_for(item)],
             Path(part.scratch, f"locks-{os.environ['RANK']}") if part is not None else None,
-            on_wait=lambda why: session.tell("waiting", phase=why),
-            on_turn=lambda: session.tell("working", phase="its turn"),
+            on_wait=lambda why: session.send("waiting", phase=why),
+            on_turn=lambda: session.send("working", phase="its turn"),
             threads=session.settings.threads,
         )
-    return item.stash[LEASE]
+    return item.stash[LOCK]
 
 
 def nvcc_of(item: pytest.Item, session: Session) -> Nvcc:
@@ -69,7 +72,7 @@ def nvcc_of(item: pytest.Item, session: Session) -> Nvcc:
         roots=session.roots(item),
         archs=session.archs(item),
         include=session.include(),
-        load=bool(session.mine(item)),
+        load=bool(session.gpus_for(item)),
     )
     return found
 
@@ -77,13 +80,13 @@ def nvcc_of(item: pytest.Item, session: Session) -> Nvcc:
 class Stopwatch:
     """Time one callable: the ``clock`` fixture."""
 
-    def __init__(self, clock: Clock, lease: Lease) -> None:
+    def __init__(self, clock: Device, lease: GpuLock) -> None:
         self.clock = clock
         self.lease = lease
 
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
         """Return the seconds of one call: median and the extremes of ten blocks."""
-        with self.lease.time_host() if self.clock.gpu is None else self.lease.time_device():
+        with self.lease.exclusive_host() if self.clock.gpu is None else self.lease.exclusive_gpu():
             return self._time(call, *args)
 
     def _time(self, call: Callable[..., object], *args: object) -> Interval:
@@ -132,7 +135,7 @@ class Compare:
         InvalidMeasurement or Unproven, each with one sentence.
         """
         if self.called:
-            raise Misuse("a test is one claim: call compare() once")
+            raise UsageError("a test is one claim: call compare() once")
         self.called = True
         claim = claims.claim_of(
             baseline=baseline,
@@ -151,9 +154,9 @@ class Compare:
         settings = session.settings
         if settings.job is not None:
             if self._starts_ranks():
-                self._run_ranks(claim, session.blank(self._item), {})
+                self._run_ranks(claim, session.new_result(self._item), {})
             else:
-                clock, lease = clock_of(self._item, session), lease_of(self._item, session)
+                clock, lease = device_of(self._item, session), lock_of(self._item, session)
                 target.perform_arm(settings.job, claim, clock, lease)
             pytest.exit("captured", returncode=0)
         if settings.profile is not None:
@@ -167,13 +170,13 @@ class Compare:
         item = self._item
         arms = claim.arms.values()
         used = item.stash[NVCC].used if NVCC in item.stash else []
-        archs = item.stash[NEEDS].archs or ("sm90",)
-        on_cpu = item.stash[NEEDS].checked_on_cpu
+        archs = item.stash[REQUIREMENTS].archs or ("sm90",)
+        on_cpu = item.stash[REQUIREMENTS].checked_on_cpu
         if on_cpu and not any(getattr(arm, "needs_gpu", False) for arm in arms):
             if self._starts_ranks():
                 self._in_ranks(claim)
                 return
-            clock = clock_of(item, self._session)
+            clock = device_of(item, self._session)
             claims.check(claim, clock, builds=used, archs=archs)
         elif used:
             claims.check(claim, None, builds=used)
@@ -185,7 +188,7 @@ class Compare:
             )
 
     def _starts_ranks(self) -> bool:
-        return self._item.stash[NEEDS].count > 1 and self._session.settings.part is None
+        return self._item.stash[REQUIREMENTS].count > 1 and self._session.settings.part is None
 
     def _in_ranks(self, claim: Claim) -> Result | None:
         """Have the test run anew in a rank for each GPU; all of them check or measure it."""
@@ -193,7 +196,7 @@ class Compare:
         # a check compiles nothing (see compiling.uncompiled): each rank is spared the compiler
         environ = {} if session.settings.measure else {"TORCH_COMPILE_DISABLE": "1"}
         result = self._run_ranks(
-            claim, replace(session.blank(item), against=claim.against), environ
+            claim, replace(session.new_result(item), against=claim.against), environ
         )
         if result is not None and result.floor:
             session.floor(item, partial(float, result.floor))  # known to the next claim
@@ -202,16 +205,16 @@ class Compare:
     def _run_ranks(self, claim: Claim, blank: Result, environ: Mapping[str, str]) -> Result | None:
         """Run the test in ranks; raise what the claim, or the first rank that failed, says."""
         item, session = self._item, self._session
-        count, settings = item.stash[NEEDS].count, session.settings
+        count, settings = item.stash[REQUIREMENTS].count, session.settings
         with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch, self._alone(claim):
-            told = torchrun.Part(scratch, blank, session.known_floor(item))
-            session.tell("waiting", phase=f"in {count} ranks")  # which have a deadline of their own
+            told = torchrun.RankJob(scratch, blank, session.known_floor(item))
+            session.send("waiting", phase=f"in {count} ranks")  # which have a deadline of their own
             ending = torchrun.run(told, count, _again(item, session), settings.deadline, environ)
-            session.tell("working", phase="reading")
+            session.send("working", phase="reading")
         if ending.skipped:
             raise pytest.skip.Exception(ending.why, _use_item_location=True)
         if settings.measure is not None and ending.result is not None:
-            session.tell("result", result=to_json(ending.result))
+            session.send("result", result=to_json(ending.result))
         if ending.why:
             raise AiperfError(ending.why)
         return ending.result
@@ -224,14 +227,14 @@ class Compare:
         """
         if self._session.settings.measure is None:
             return nullcontext()  # a check times nothing
-        lease = lease_of(self._item, self._session)
-        return lease.time_host() if Metric.WALL in claim.metrics else lease.time_device()
+        lease = lock_of(self._item, self._session)
+        return lease.exclusive_host() if Metric.WALL in claim.metrics else lease.exclusive_gpu()
 
     def _profile(self, claim: Claim, spec: str) -> Result:
         item, session = self._item, self._session
         used = item.stash[NVCC].used if NVCC in item.stash else ()
         blank = replace(
-            session.blank(item),
+            session.new_result(item),
             code=source_hash.identity(_files(item)),
             kernels=tuple(k for b in used for k in b.kernels),
         )
@@ -240,31 +243,31 @@ class Compare:
         order = order_of(item, session, spec, session.settings.calls, blank.seed)
 
         def say(phase: str) -> None:
-            session.tell("waiting", phase=phase)  # for a child, which has a deadline of its own
+            session.send("waiting", phase=phase)  # for a child, which has a deadline of its own
 
         try:
             result, problem = capture.run(claim, order, blank, sorted(own), say)
         except ToolMissing as why:
             raise pytest.skip.Exception(str(why), _use_item_location=True) from None
-        session.tell("working", phase="reading")
-        session.tell("result", result=to_json(result))
+        session.send("working", phase="reading")
+        session.send("result", result=to_json(result))
         if problem is not None:
             raise problem
         return result
 
     def _measure(self, claim: Claim) -> Result:
         item, session = self._item, self._session
-        blank = session.blank(item)
-        plan = QUICK if session.settings.quick else PLAN
+        blank = session.new_result(item)
+        plan = QUICK if session.settings.quick else STANDARD
         used = item.stash[NVCC].used if NVCC in item.stash else []
 
         def say(phase: str, **figures: object) -> None:
-            session.tell("working", phase=phase, **figures)
+            session.send("working", phase=phase, **figures)
 
-        case = claims.Case(
+        case = claims.ClaimContext(
             blank=blank,
-            clock=clock_of(item, session),
-            lease=lease_of(item, session),
+            clock=device_of(item, session),
+            lease=lock_of(item, session),
             plan=plan,
             say=say,
             floor=lambda clock: session.floor(
@@ -278,7 +281,7 @@ class Compare:
         quiet = torch_compile.beside(case.lease, case.clock, _files(item))
         with quiet, _deterministic(on=session.settings.reproducible):
             result, problem = claims.run(claim, case)
-        session.tell("result", result=to_json(result))
+        session.send("result", result=to_json(result))
         if problem is not None:
             raise problem
         return result
@@ -308,7 +311,9 @@ class Capture:
         """
         item, session = self._item, self._session
         if is_claim(item):
-            raise Misuse("a claim is captured with --profile: take capture in a test of its own")
+            raise UsageError(
+                "a claim is captured with --profile: take capture in a test of its own"
+            )
         if session.settings.measure is None:
             pytest.skip("captures only when measuring: run with --gpu (or --cpu, for @host)")
         number, self._count = self._count, self._count + 1
@@ -316,25 +321,25 @@ class Capture:
         if job is not None:
             if number < len(job.before):
                 return job.before[number]
-            clock = clock_of(item, session)
-            lease = lease_of(item, session)
+            clock = device_of(item, session)
+            lease = lock_of(item, session)
             target.perform(job, clock, lease, lambda: (lambda: call(*args), None))
             pytest.exit("captured", returncode=0)
-        order = order_of(item, session, f"{tool}:{preset}", calls, session.blank(item).seed)
+        order = order_of(item, session, f"{tool}:{preset}", calls, session.new_result(item).seed)
         try:
-            session.tell("waiting", phase=f"{tool}: call {number}")  # the child has a deadline
+            session.send("waiting", phase=f"{tool}: call {number}")  # the child has a deadline
             found, _ = capture.capture(order, f"call-{number}", before=self.found)
         except ToolMissing as why:
             pytest.skip(str(why))
         finally:
-            session.tell("working", phase="reading")
+            session.send("working", phase="reading")
         self.found.append(found)
         return found
 
 
 def order_of(
     item: pytest.Item, session: Session, spec: str, calls: int, seed: int
-) -> capture.Order:
+) -> capture.CaptureRequest:
     """Say how to capture what an item does: by running it anew, in a pytest of its own."""
     tool, preset = tools.chosen(spec)
     settings, words = session.settings, _again(item, session)
@@ -342,7 +347,7 @@ def order_of(
         settings.root / capture.ARTIFACTS / settings.run_id / capture.safe(claim_id(item.nodeid))
     )
     target = (sys.executable, "-m", "pytest", *words)
-    return capture.Order(tool, preset, folder, target, settings.deadline, calls, seed)
+    return capture.CaptureRequest(tool, preset, folder, target, settings.deadline, calls, seed)
 
 
 def _again(item: pytest.Item, session: Session) -> list[str]:

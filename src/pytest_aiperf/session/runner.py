@@ -48,7 +48,7 @@ class Measuring:
             # killed, not asked: an exception in the midst of xdist's locks would leave it waiting
             # for ever, and a claim's keeper sees to it that nothing of the claim is left
             isolation.arm_parent_death()
-            session.enlist(os.getpid())
+            session.register_worker(os.getpid())
             # each claim that compiles would start a pool of compilers, beside others' host timings
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         signal.signal(signal.SIGTERM, _terminated)
@@ -76,7 +76,7 @@ class Measuring:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        spent = self.session.spent()
+        spent = self.session.budget_exhausted()
         if spent:
             item.add_marker(pytest.mark.skip(reason=spent), append=False)
         reports, result = self._run(item, nextitem)
@@ -114,7 +114,7 @@ class Measuring:
     ) -> tuple[Reports, Result | None]:
         """Run an item in this process: it is going to be skipped, or somebody debugs it."""
         said: list[Any] = []
-        self.session.tell = lambda kind, **payload: (
+        self.session.send = lambda kind, **payload: (
             said.append(payload["result"]) if kind == "result" else None
         )
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
@@ -152,10 +152,10 @@ class Measuring:
 
     def _inside(self, item: pytest.Item, channel: isolation.Channel) -> None:
         """Run the item's three phases; this is the claim's process."""
-        gpus = self.session.mine(item)
+        gpus = self.session.gpus_for(item)
         if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
-        self.session.tell = channel.send
+        self.session.send = channel.send
         gc.freeze()  # what the pytest process has made is nothing that a claim could drop
         for done in runtestprotocol(item, log=False, nextitem=None):
             # a verdict is not lost because what was printed beside it is too long for the channel
@@ -168,7 +168,7 @@ class Measuring:
         self, item: pytest.Item, reports: Sequence[pytest.TestReport], result: Result | None
     ) -> Result:
         """Let the record say what the reports say: a claim has exactly one outcome."""
-        result = result or self.session.blank(item)
+        result = result or self.session.new_result(item)
         failed = next((r for r in reports if r.failed), None)
         # pytest reports an expected failure as skipped, too; its record stays what it is
         skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
@@ -195,7 +195,7 @@ class Measuring:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
         run = self.session.run
         if self.settings.is_worker:
-            self.session.enlist(None)
+            self.session.register_worker(None)
         elif run is not None and run.collected:
             self._finish(session, exitstatus)
         return (yield)  # pytest-benchmark's own finish comes after: its files hold our claims

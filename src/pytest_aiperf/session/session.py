@@ -19,10 +19,10 @@ from typing import Literal
 import pytest
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.device.device import Clock, Machine
-from pytest_aiperf.errors import Misuse, ToolMissing
+from pytest_aiperf.device.device import Device, Machine
+from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine import nvml, requirements, torchrun
-from pytest_aiperf.machine.requirements import NEEDS
+from pytest_aiperf.machine.requirements import REQUIREMENTS
 from pytest_aiperf.model import Expectation, Gpu, Outcome, Result
 from pytest_aiperf.profilers import target, tools
 from pytest_aiperf.records import expectations, journal, shards
@@ -59,11 +59,11 @@ class Settings:
     profile: str | None = None
     """TOOL:preset, where this session captures instead of timing."""
     calls: int = 1
-    job: target.Job | None = None
+    job: target.CaptureJob | None = None
     """What this process is to capture, where it is the child of such a session."""
     shard: tuple[int, int] | None = None
     """Which of how many shards this session is, where it is one."""
-    part: torchrun.Part | None = None
+    part: torchrun.RankJob | None = None
     """What this process is a rank of, where it is one."""
 
     @property
@@ -90,14 +90,14 @@ class Session:
     results: dict[str, Result] = field(default_factory=dict)
     closing: list[str] = field(default_factory=list)
     attempt: int = 1
-    tell: Callable[..., None] = lambda *_a, **_k: None
+    send: Callable[..., None] = lambda *_a, **_k: None
     """Report from a claim's process to the pytest process: a kind and its payload."""
 
     # an item
 
-    def lacks(self, item: pytest.Item) -> str | None:
+    def skip_reason(self, item: pytest.Item) -> str | None:
         """Say why an item cannot be measured, or captured, here; None when it can."""
-        wanted = item.stash[NEEDS]
+        wanted = item.stash[REQUIREMENTS]
         why_not = wanted.missing(self.gpus) if self.gpus else None
         if why_not is None and self.settings.profile and requirements.is_claim(item):
             tool, _ = tools.chosen(self.settings.profile)
@@ -114,9 +114,9 @@ class Session:
                 return str(why)
         return why_not
 
-    def mine(self, item: pytest.Item) -> tuple[Gpu, ...]:
+    def gpus_for(self, item: pytest.Item) -> tuple[Gpu, ...]:
         """Return the GPUs of an item on this worker: workers go round the machine's GPUs."""
-        wanted = item.stash[NEEDS]
+        wanted = item.stash[REQUIREMENTS]
         if self.settings.measure != "gpu" or wanted.host:
             return ()
         first = int(self.settings.worker.removeprefix("gw")) if self.settings.is_worker else 0
@@ -131,8 +131,10 @@ class Session:
 
     def archs(self, item: pytest.Item) -> tuple[str, ...]:
         """Return the architectures that an item's kernels are built for in this session."""
-        gpus = self.mine(item)
-        return (gpus[0].arch,) if gpus else (item.stash[NEEDS].archs or requirements.ARCH_MARKS)
+        gpus = self.gpus_for(item)
+        return (
+            (gpus[0].arch,) if gpus else (item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS)
+        )
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
         """Build all that these items name, in parallel; an error waits for its claim."""
@@ -159,7 +161,9 @@ class Session:
         if self.run is not None:
             self.run.manifest(claims)
 
-    def dealt(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    def split_by_shard(
+        self, items: Sequence[pytest.Item]
+    ) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Part items into those of this session's shard and those of the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
@@ -170,7 +174,7 @@ class Session:
                 for i in items
                 if requirements.is_claim(i)
             ]
-            shards.intend(self.run, claims)
+            shards.write_manifest(self.run, claims)
         kept = [i for i in items if i.nodeid in mine]
         return kept, [i for i in items if i.nodeid not in mine]
 
@@ -180,7 +184,7 @@ class Session:
             return list(items)  # of a budget, long ones would leave the least to the others
         try:
             known = self._recorded()
-        except Misuse:
+        except UsageError:
             known = {}  # a broken file keeps nobody from measuring
         lengths = shards.lengths((i.nodeid for i in items), known)
         return sorted(items, key=lambda item: -lengths[item.nodeid])
@@ -189,11 +193,11 @@ class Session:
         key = self.gpus[0].key if self.gpus else "cpu"
         return shards.recorded(self.settings.results / f"{key}.json")
 
-    def blank(self, item: pytest.Item) -> Result:
+    def new_result(self, item: pytest.Item) -> Result:
         """Return the record of a claim of which nothing is known yet."""
         if self.settings.part is not None:
             return self.settings.part.blank  # the ranks' seed is one
-        gpus = self.mine(item)
+        gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
         salt = f"{self.settings.seed}:{claim}:{self.attempt}".encode()
@@ -207,14 +211,14 @@ class Session:
             run=self.settings.run_id,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             seed=int.from_bytes(hashlib.sha256(salt).digest()[:4], "big") >> 2,
-            host=item.stash[NEEDS].host,
+            host=item.stash[REQUIREMENTS].host,
             stack=_stack(gpus),
             quick=self.settings.quick,
             attempts=self.attempt,
         )
 
     def expected(self, item: pytest.Item, code: str) -> Expectation:
-        blank, gpus = self.blank(item), self.mine(item)
+        blank, gpus = self.new_result(item), self.gpus_for(item)
         return self.expectations.lookup(blank.claim, blank.key, gpus[0].arch if gpus else "", code)
 
     def floor(self, item: pytest.Item, measure: Callable[[], float]) -> float:
@@ -240,10 +244,10 @@ class Session:
         return float(read_json(self._floor(self.run, item)))
 
     def _floor(self, run: journal.Run, item: pytest.Item) -> Path:
-        name = "-".join(g.uuid for g in self.mine(item)) or "host"
+        name = "-".join(g.uuid for g in self.gpus_for(item)) or "host"
         return run.path / f"floor-{name}.json"
 
-    def ceilings(self, clock: Clock, say: Callable[[str], object]) -> Mapping[str, float]:
+    def ceilings(self, clock: Device, say: Callable[[str], object]) -> Mapping[str, float]:
         """Return what a clock's GPU can do; where it is not known the first claim measures it.
 
         Called under an exclusive lease. All claims of a session are held to the same figures.
@@ -261,7 +265,7 @@ class Session:
         if self.run is not None:
             self.run.journal(self.settings.worker).append(result)
 
-    def spent(self) -> str | None:
+    def budget_exhausted(self) -> str | None:
         """Say that the session's time budget is spent; None while it is not."""
         budget = self.settings.budget
         if budget is None or time.time() - self.settings.started < budget:
@@ -270,7 +274,7 @@ class Session:
 
     # the end
 
-    def enlist(self, pid: int | None) -> None:
+    def register_worker(self, pid: int | None) -> None:
         """Let the controller know a worker's process; None when it has nothing left to stop."""
         if self.run is not None:
             path = self.run.path / f"worker-{self.settings.worker}"
@@ -304,7 +308,7 @@ class Session:
             self.closing.append("expectations: untouched, the session was interrupted")
         elif self.settings.update:
             path = self.settings.expectations
-            update = expectations.plan(path, results, datetime.now(UTC).date())
+            update = expectations.propose_update(path, results, datetime.now(UTC).date())
             update = update.write(self.settings.results, machine)
             self.closing += [*update.lines(), update.diff() or f"{path.name}: nothing changed"]
 
@@ -338,7 +342,7 @@ def open_session(
         calls=option.aiperf_profile_calls,
         job=target.job(os.environ),
         shard=option.shard,
-        part=torchrun.part(os.environ),
+        part=torchrun.rank_job(os.environ),
     )
     if measure is None:
         return Session(settings, machine, (), expectations.Expectations({}))
