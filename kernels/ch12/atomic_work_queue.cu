@@ -1,16 +1,16 @@
-// Items of very different length on a persistent grid: who takes which?
+// Items of very different length on a persistent grid: static or dynamic assignment to blocks.
 //
-// An item is a walk of length[item] steps through a table of 16 Ki words, for 256 lanes at once. A
-// block first copies the table to its shared memory (64 KiB), which is worth it only for many
-// items: one block a multiprocessor stays until all is done.
+// An item is a walk of lengths[item] dependent loads from a table of 16 Ki words, by 256 threads. A
+// block first copies the table to shared memory (64 KiB), which only pays for many items, so the
+// grid is persistent. It has one block per SM in every rung, although three would fit.
 //
-//   static_split  Block b takes items b, b + blocks, b + 2 blocks, ... Whoever draws several long
-//                 ones keeps all waiting.
-//   queue         A block takes its next item from a counter that all share: one atomic addition an
-//                 item. The answer is a trip to the L2 cache away, so a block asks when it begins
-//                 an item for the one after it, and has the answer when it is done.
-//   chunked       The same, 4 items at a time, asked for when the last of four begins: a quarter of
-//                 the atomics, for a coarser end.
+//   static_split  Block b processes items b, b + gridDim, b + 2 gridDim, ... A block with several
+//                 long items finishes last, and all others wait for it.
+//   queue         Each block takes its next item from a global counter: one atomicAdd per item. The
+//                 result takes a round trip to the L2 cache, so a block requests its next item when
+//                 it starts the current one.
+//   chunked       The same with 4 items per atomicAdd, requested when the last of the 4 starts: a
+//                 quarter of the atomics, but coarser load balance at the end.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -25,11 +25,11 @@ __device__ void load_table(const int* table, int* shared) {
     __syncthreads();
 }
 
-// Each step's address comes from the step before: a latency each, however long the walk.
+// The address of each step depends on the step before, so every step pays the load latency.
 __device__ void walk(const int* table, int steps, int item, int* out) {
-    int at = item * LANES + threadIdx.x;
-    for (int i = 0; i < steps; ++i) at = table[(at ^ i) & (WORDS - 1)];
-    out[item * LANES + threadIdx.x] = at;
+    int word = item * LANES + threadIdx.x;
+    for (int i = 0; i < steps; ++i) word = table[(word ^ i) & (WORDS - 1)];
+    out[item * LANES + threadIdx.x] = word;
 }
 
 __global__ void __launch_bounds__(LANES)
@@ -44,18 +44,18 @@ template <int CHUNK>
 __global__ void __launch_bounds__(LANES)
 walk_queue(const int* table, const int* lengths, int* out, int items) {
     extern __shared__ int shared[];
-    __shared__ int taken;
-    int ticket = 0;  // in thread 0: the items to take next
+    __shared__ int shared_ticket;
+    int ticket = 0;  // in thread 0: first of the next items
     if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
     load_table(table, shared);
     while (true) {
-        if (threadIdx.x == 0) taken = ticket;
+        if (threadIdx.x == 0) shared_ticket = ticket;
         __syncthreads();
-        const int first = taken, end = min(first + CHUNK, items);
-        __syncthreads();  // all have read it before it is overwritten
+        const int first = shared_ticket, end = min(first + CHUNK, items);
+        __syncthreads();  // all threads have read the ticket
         if (first >= items) return;
         for (int item = first; item < end - 1; ++item) walk(shared, lengths[item], item, out);
-        // not before the last item: what a busy block has taken nobody else can do
+        // not before the last item: items that a busy block has taken are lost to idle blocks
         if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
         walk(shared, lengths[end - 1], end - 1, out);
     }

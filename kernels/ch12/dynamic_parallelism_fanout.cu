@@ -1,17 +1,17 @@
-// Depths of a tree's nodes, level by level: the data decide how large the next launch is.
+// Breadth-first depths of a tree's nodes: the size of each launch depends on the level before.
 //
-// The children of node i are children[first[i]] ... children[first[i + 1] - 1]. A level's kernel
-// gives the children of its nodes their depth and lists them; how many there are is known only
-// when it has ended.
+// The children of node i are children[first[i]] ... children[first[i + 1] - 1] (CSR). The kernel of
+// a level writes the depth of its nodes' children and appends them to the next frontier. Their
+// number is known only when the kernel has finished.
 //
 //   host_loop        The host copies the count back, waits, and launches a grid of that size.
-//   device_launch    The last block of a level launches the next grid itself (dynamic parallelism).
-//                    A tail launch starts when its parent has ended: no host, no waiting inside.
-//   persistent       One cooperative grid does all levels, with a grid barrier after each. Shown
-//                    because it often wins: it launches nothing, but its size is fixed.
+//   device_launch    Dynamic parallelism: the last block of a level launches the next grid. A tail
+//                    launch starts when its parent grid has finished, without the host.
+//   persistent       One cooperative grid processes all levels, with grid barriers after each. It
+//                    launches nothing more, but its size is fixed.
 //
-// Device-side launches need relocatable code and the device runtime, and may nest 24 deep: `levels`
-// launches follow each other here.
+// Device-side launches need relocatable device code (-rdc=true) and the device runtime. They nest
+// at most 24 deep; here each level nests one deeper.
 
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
@@ -20,103 +20,104 @@ namespace cg = cooperative_groups;
 
 constexpr int THREADS = 256;
 
-__device__ int listed;        // nodes of the next level so far
-__device__ unsigned done;     // blocks of this level that have ended
-__device__ int counts[2];     // nodes of a level, of even and odd ones: for `persistent`
+__device__ int next_count;         // nodes appended to the next level so far
+__device__ unsigned blocks_done;   // finished blocks of this level
+__device__ int level_counts[2];    // nodes in even and odd levels, for `persistent`
 
-__device__ void list_children(const int* first, const int* children, int* depths, int node,
+__device__ void append_children(const int* first, const int* children, int* depths, int node,
                               int level, int* next, int* count) {
-    const int from = first[node], number = first[node + 1] - from;
-    if (number == 0) return;
-    const int to = atomicAdd(count, number);
-    for (int i = 0; i < number; ++i) {
-        const int child = children[from + i];
+    const int begin = first[node], child_count = first[node + 1] - begin;
+    if (child_count == 0) return;
+    const int position = atomicAdd(count, child_count);
+    for (int i = 0; i < child_count; ++i) {
+        const int child = children[begin + i];
         depths[child] = level + 1;
-        next[to + i] = child;
+        next[position + i] = child;
     }
 }
 
-__device__ bool last_block() {
-    __shared__ bool last;
+__device__ bool is_last_block() {
+    __shared__ bool is_last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(&done, 1) == gridDim.x - 1;
+    if (threadIdx.x == 0) is_last = atomicAdd(&blocks_done, 1) == gridDim.x - 1;
     __syncthreads();
-    return last;
+    return is_last;
 }
 
-template <bool LAUNCHES>
+template <bool LAUNCH_NEXT>
 __global__ void expand(const int* first, const int* children, int* depths, int* nodes, int* next,
                        int count, int level) {
     const int i = blockIdx.x * THREADS + threadIdx.x;
-    if (i < count) list_children(first, children, depths, nodes[i], level, next, &listed);
-    if (!LAUNCHES) return;
-    if (!last_block() || threadIdx.x != 0) return;
-    const int following = atomicExch(&listed, 0);
-    done = 0;
+    if (i < count) append_children(first, children, depths, nodes[i], level, next, &next_count);
+    if (!LAUNCH_NEXT) return;
+    if (!is_last_block() || threadIdx.x != 0) return;
+    const int launch_count = atomicExch(&next_count, 0);
+    blocks_done = 0;
     __threadfence();
-    if (following > 0)
-        expand<true><<<(following + THREADS - 1) / THREADS, THREADS, 0, cudaStreamTailLaunch>>>(
-            first, children, depths, next, nodes, following, level + 1);
+    if (launch_count > 0)
+        expand<true><<<(launch_count + THREADS - 1) / THREADS, THREADS, 0, cudaStreamTailLaunch>>>(
+            first, children, depths, next, nodes, launch_count, level + 1);
 }
 
-// Node 0 is the root. Both rooms of `frontier` hold as many nodes as a level may have.
-__global__ void plant(int* depths, int* nodes) {
+// Node 0 is the root. `frontier` holds two levels of up to `capacity` nodes each.
+__global__ void init_root(int* depths, int* nodes) {
     depths[0] = nodes[0] = 0;
-    counts[0] = 1;
-    counts[1] = listed = 0;
-    done = 0;
+    level_counts[0] = 1;
+    level_counts[1] = next_count = 0;
+    blocks_done = 0;
 }
 
 extern "C" cudaError_t host_loop(const int* first, const int* children, int* depths, int* frontier,
-                                 int room, int* pinned, cudaStream_t stream) {
+                                 int capacity, int* pinned, cudaStream_t stream) {
     void* counter;
-    if (cudaError_t error = cudaGetSymbolAddress(&counter, listed)) return error;
-    int *nodes = frontier, *next = frontier + room;
-    plant<<<1, 1, 0, stream>>>(depths, nodes);
+    if (cudaError_t error = cudaGetSymbolAddress(&counter, next_count)) return error;
+    int *nodes = frontier, *next = frontier + capacity;
+    init_root<<<1, 1, 0, stream>>>(depths, nodes);
     for (int level = 0, count = 1; count > 0; ++level, count = *pinned) {
         expand<false><<<(count + THREADS - 1) / THREADS, THREADS, 0, stream>>>(
             first, children, depths, nodes, next, count, level);
         cudaMemcpyAsync(pinned, counter, sizeof(int), cudaMemcpyDeviceToHost, stream);
         cudaMemsetAsync(counter, 0, sizeof(int), stream);
         if (cudaError_t error = cudaStreamSynchronize(stream)) return error;
-        int* last = nodes;
+        int* previous = nodes;
         nodes = next;
-        next = last;
+        next = previous;
     }
     return cudaGetLastError();
 }
 
 extern "C" cudaError_t device_launch(const int* first, const int* children, int* depths,
-                                     int* frontier, int room, int* pinned, cudaStream_t stream) {
-    plant<<<1, 1, 0, stream>>>(depths, frontier);
-    expand<true><<<1, THREADS, 0, stream>>>(first, children, depths, frontier, frontier + room, 1,
-                                            0);
+                                     int* frontier, int capacity, int* pinned,
+                                     cudaStream_t stream) {
+    init_root<<<1, 1, 0, stream>>>(depths, frontier);
+    expand<true><<<1, THREADS, 0, stream>>>(first, children, depths, frontier, frontier + capacity,
+                                            1, 0);
     return cudaGetLastError();
 }
 
 __global__ void __launch_bounds__(THREADS)
-expand_all(const int* first, const int* children, int* depths, int* frontier, int room) {
+expand_all(const int* first, const int* children, int* depths, int* frontier, int capacity) {
     const cg::grid_group grid = cg::this_grid();
     for (int level = 0;; ++level) {
-        const int now = level % 2, count = *(volatile int*)&counts[now];
+        const int parity = level % 2, count = *(volatile int*)&level_counts[parity];
         if (count == 0) return;
         for (int i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS)
-            list_children(first, children, depths, __ldcg(frontier + now * room + i), level,
-                          frontier + (1 - now) * room, &counts[1 - now]);
+            append_children(first, children, depths, __ldcg(frontier + parity * capacity + i),
+                            level, frontier + (1 - parity) * capacity, &level_counts[1 - parity]);
         grid.sync();
-        if (grid.thread_rank() == 0) counts[now] = 0;  // the next level counts here,
-        grid.sync();                                   // once all have left this one
+        if (grid.thread_rank() == 0) level_counts[parity] = 0;  // all have read it
+        grid.sync();  // the next level counts its children here
     }
 }
 
 extern "C" cudaError_t persistent(const int* first, const int* children, int* depths, int* frontier,
-                                  int room, int* pinned, cudaStream_t stream) {
+                                  int capacity, int* pinned, cudaStream_t stream) {
     int device, blocks;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-    plant<<<1, 1, 0, stream>>>(depths, frontier);
-    void* arguments[] = {&first, &children, &depths, &frontier, &room};
+    init_root<<<1, 1, 0, stream>>>(depths, frontier);
+    void* arguments[] = {&first, &children, &depths, &frontier, &capacity};
     return cudaLaunchCooperativeKernel(expand_all, dim3(blocks), dim3(THREADS), arguments, 0,
                                        stream);
 }

@@ -1,47 +1,47 @@
-// A chain of small layers, state[l + 1] = relu(weights[l] * state[l]), one kernel each.
+// A chain of small layers, state[l + 1] = relu(weights[l] * state[l]), one kernel per layer.
 //
-// A layer needs the state before it, but not for everything: its weights can be fetched at any
-// time, and fetching them is most of its work.
+// A layer depends on the state of the layer before, but its weights do not, and loading the weights
+// is most of its work.
 //
-//   plain       In stream order, a kernel starts when the one before it has ended and been flushed.
-//               It fetches weights and state together; each layer waits a launch latency, and then
-//               for its first bytes of memory.
-//   overlapped  Programmatic dependent launch: each kernel allows the next one to start at once
-//               (griddepcontrol.launch_dependents), and that one fetches its weights to shared
-//               memory beside it. Then it waits (griddepcontrol.wait) until the kernel before it
-//               has ended and its writes are visible, and fetches the state. A block takes 72 KiB
-//               of shared memory, so up to three layers' blocks share a multiprocessor.
+//   plain       In stream order a kernel starts after the kernel before has finished and its writes
+//               are flushed. Then it loads weights and state together. Each layer pays a launch
+//               latency and the latency of its first loads.
+//   overlapped  Programmatic dependent launch (PDL): each kernel lets the next one start at once
+//               (griddepcontrol.launch_dependents). The next kernel loads its weights to shared
+//               memory, waits until the kernel before has finished and its writes are visible
+//               (griddepcontrol.wait), and loads the state. A block takes 72 KiB of shared memory,
+//               so blocks of up to three layers are resident on an SM.
 //
-// Nothing that the kernel before wrote may be read before the wait, and nothing that it reads may
-// be written.
+// Before the wait, a kernel must not read what the kernel before writes, nor write what it reads.
 
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-constexpr int WIDTH = 2048;           // inputs and outputs of a layer
+constexpr int WIDTH = 2048;           // inputs and outputs per layer
 constexpr int THREADS = 256;
-constexpr int ROWS = 16;              // outputs of a block, two for each warp
-constexpr int WEIGHTS = ROWS * WIDTH * 2;  // bytes that a block holds: of its rows,
-constexpr int STATE = WIDTH * 4;           // and of the state
+constexpr int ROWS = 16;              // outputs per block, two per warp
+constexpr int WEIGHT_BYTES = ROWS * WIDTH * 2;  // shared memory for a block's weight rows
+constexpr int STATE_BYTES = WIDTH * 4;          // shared memory for the state
 
-// Copies to shared memory, 16 bytes at a time; all of them are under way at once.
-__device__ void fetch(const void* from, void* to, int bytes) {
-    const uint32_t shared = __cvta_generic_to_shared(to);
-    for (int at = threadIdx.x * 16; at < bytes; at += THREADS * 16)
+// Asynchronous copy to shared memory in units of 16 bytes, all in flight at once.
+__device__ void copy_async(const void* source, void* destination, int bytes) {
+    const uint32_t shared = __cvta_generic_to_shared(destination);
+    for (int offset = threadIdx.x * 16; offset < bytes; offset += THREADS * 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(shared + at), "l"(static_cast<const char*>(from) + at) : "memory");
+                     :: "r"(shared + offset), "l"(static_cast<const char*>(source) + offset)
+                     : "memory");
 }
 
 template <bool OVERLAPPED>
 __device__ void layer(const __nv_bfloat16* weights, const float* in, float* out) {
-    extern __shared__ float4 held[];
-    auto* rows = reinterpret_cast<uint2*>(held);  // 4 weights each
-    float4* state = held + WEIGHTS / 16;
+    extern __shared__ float4 memory[];
+    auto* rows = reinterpret_cast<uint2*>(memory);  // 4 weights each
+    float4* state = memory + WEIGHT_BYTES / 16;
     if (OVERLAPPED) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    fetch(weights + size_t(blockIdx.x) * ROWS * WIDTH, rows, WEIGHTS);
-    if (OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // now `in` is there
-    fetch(in, state, STATE);
+    copy_async(weights + size_t(blockIdx.x) * ROWS * WIDTH, rows, WEIGHT_BYTES);
+    if (OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // `in` is now complete
+    copy_async(in, state, STATE_BYTES);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 
@@ -57,8 +57,8 @@ __device__ void layer(const __nv_bfloat16* weights, const float* in, float* out)
         }
     }
     for (int r = 0; r < 2; ++r) {
-        for (int apart = 16; apart > 0; apart /= 2)
-            sums[r] += __shfl_xor_sync(~0u, sums[r], apart);
+        for (int offset = 16; offset > 0; offset /= 2)
+            sums[r] += __shfl_xor_sync(~0u, sums[r], offset);
         if (lane == 0) out[blockIdx.x * ROWS + 2 * warp + r] = fmaxf(sums[r], 0);
     }
 }
@@ -73,24 +73,24 @@ layer_overlapped(const __nv_bfloat16* weights, const float* in, float* out) {
     layer<true>(weights, in, out);
 }
 
-// `states` has a row for the state after each layer.
-cudaError_t chain(bool overlapped, const __nv_bfloat16* weights, const float* start, float* states,
-                  int layers, cudaStream_t stream) {
+// `states` holds the state after each layer, one row per layer.
+cudaError_t launch_chain(bool overlapped, const __nv_bfloat16* weights, const float* start,
+                         float* states, int layers, cudaStream_t stream) {
     const auto kernel = overlapped ? layer_overlapped : layer_plain;
     if (cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, WEIGHTS + STATE))
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, WEIGHT_BYTES + STATE_BYTES))
         return error;
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(WIDTH / ROWS);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = WEIGHTS + STATE;
+    config.dynamicSmemBytes = WEIGHT_BYTES + STATE_BYTES;
     config.stream = stream;
-    config.attrs = &early;
+    config.attrs = &attribute;
     for (int l = 0; l < layers; ++l) {
-        config.numAttrs = overlapped && l > 0;  // the first one follows whatever ran before
+        config.numAttrs = overlapped && l > 0;  // layer 0 follows the caller's work in stream order
         const float* in = l ? states + size_t(l - 1) * WIDTH : start;
         if (cudaError_t error = cudaLaunchKernelEx(
                 &config, kernel, weights + size_t(l) * WIDTH * WIDTH, in,
@@ -102,10 +102,10 @@ cudaError_t chain(bool overlapped, const __nv_bfloat16* weights, const float* st
 
 extern "C" cudaError_t plain(const __nv_bfloat16* weights, const float* start, float* states,
                              int layers, cudaStream_t stream) {
-    return chain(false, weights, start, states, layers, stream);
+    return launch_chain(false, weights, start, states, layers, stream);
 }
 
 extern "C" cudaError_t overlapped(const __nv_bfloat16* weights, const float* start, float* states,
                                   int layers, cudaStream_t stream) {
-    return chain(true, weights, start, states, layers, stream);
+    return launch_chain(true, weights, start, states, layers, stream);
 }

@@ -1,14 +1,15 @@
-"""A WHILE node lets the GPU decide on its own whether there is another step.
+"""A loop that continues on the GPU (a graph's WHILE node) beats a host that checks every step.
 
-Each step works for about three microseconds, and only its result says whether another is needed. If
-the host decides, every step costs a launch, a copy of the flag back, and the host's waking up. A
-flag in pinned host memory, which the kernel writes itself, saves the copy but not the waiting. A
-conditional node keeps the loop on the GPU: the last block of a step sets the condition, and the
-graph goes on or ends; the host launches once for hundreds of steps.
+Each step takes a few microseconds, and its result decides whether another one is needed. If the
+host decides, every step costs a launch, a copy of the flag, and a host wake-up. "mapped_flag"
+writes the flag to mapped pinned host memory, which saves the copy but not the wake-up. "while_node"
+keeps the loop on the GPU: the last block of a step sets the condition of a WHILE node in a CUDA
+graph, and the host launches once for hundreds of steps.
 
-What the caller waits for (wall) is judged, since the kernels are the same. It wins little where
-steps outlast a launch and a wake-up (some 15 us), or where the host can check only every so many
-steps. The body of a conditional node may hold kernels and copies, but nothing that asks the host.
+The claim is judged on wall time, because the kernels are the same. The gain is small where a step
+takes longer than a launch and a wake-up, or where the host needs to check only every so many steps,
+which is the stronger host loop. The body of a conditional node may contain kernels and copies, but
+nothing that needs the host.
 """
 
 import pytest
@@ -17,10 +18,10 @@ import torch
 from pytest_aiperf import Bench, Compare, Nvcc, evidence, prepared
 
 TOLERANCE = 0.4
-PROOF = {
-    "mapped_flag": evidence.launches(most=0.55, per="baseline"),
-    # one launch for hundreds; a trace numbers what the body runs as another one
-    "while_node": evidence.launches(most=0.01, per="baseline"),
+EVIDENCE = {
+    "mapped_flag": evidence.launches(max=0.55, per="baseline"),
+    # one launch for hundreds of steps; the trace counts the kernels of the body as one more
+    "while_node": evidence.launches(max=0.01, per="baseline"),
 }
 
 
@@ -32,42 +33,44 @@ def equations(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 def in_fp64(b, x):
     b = b.double()
     x = torch.zeros_like(b)
-    unsettled = torch.ones((), dtype=b.dtype, device=b.device)
-    while unsettled:  # looked at every 32 steps; those after the last one add nothing
+    unconverged = torch.ones((), dtype=b.dtype, device=b.device)
+    while unconverged:  # checked every 32 steps; steps after convergence change nothing
         for _ in range(32):
             residual = x + 0.5 * torch.sin(x) - b
-            x = x - 0.01 * unsettled * residual
-            unsettled = unsettled * (residual.abs().max() > TOLERANCE)
+            x = x - 0.01 * unconverged * residual
+            unconverged = unconverged * (residual.abs().max() > TOLERANCE)
     return x
 
 
 class Graph:
-    """An instantiated graph, freed with its owner."""
+    """An executable graph, destroyed with this object."""
 
     def __init__(self, solve, b, x):
-        made = torch.zeros(1, dtype=torch.int64).pin_memory()
-        solve["make_while"](b, x, len(b), TOLERANCE, made)
-        self.runnable, self.run, self.free = int(made), solve["run_graph"], solve["free_graph"]
+        handle = torch.zeros(1, dtype=torch.int64).pin_memory()
+        solve["build_graph"](b, x, len(b), TOLERANCE, handle)
+        self.handle = int(handle)
+        self.launch, self.destroy = solve["launch_graph"], solve["destroy_graph"]
 
     def __call__(self, b, x):
-        self.run(self.runnable)
+        self.launch(self.handle)
 
     def __del__(self):
-        self.free(self.runnable)
+        self.destroy(self.handle)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", PROOF)
+@pytest.mark.parametrize("rung", EVIDENCE)
 def test_conditional_graph(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     solve = nvcc("ch12/conditional_graph.cu")
 
     def host_poll(b, x):
-        flag, host = torch.zeros(1, dtype=torch.int32, device=b.device), pinned_flag()
-        return lambda b, x: solve["host_poll"](b, x, len(b), TOLERANCE, flag, host)
+        device_flag = torch.zeros(1, dtype=torch.int32, device=b.device)
+        host_flag = pinned_flag()
+        return lambda b, x: solve["host_poll"](b, x, len(b), TOLERANCE, device_flag, host_flag)
 
     def mapped_flag(b, x):
-        host = pinned_flag()
-        return lambda b, x: solve["mapped_flag"](b, x, len(b), TOLERANCE, host)
+        host_flag = pinned_flag()
+        return lambda b, x: solve["mapped_flag"](b, x, len(b), TOLERANCE, host_flag)
 
     def pinned_flag():
         return torch.zeros(1, dtype=torch.int32).pin_memory()
@@ -80,5 +83,5 @@ def test_conditional_graph(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        evidence=[PROOF[rung]],
+        evidence=[EVIDENCE[rung]],
     )

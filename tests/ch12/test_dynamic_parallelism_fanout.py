@@ -1,13 +1,13 @@
-"""A kernel that launches its successor spares the host a round trip for every level of a tree.
+"""Launching each level of a tree from the GPU beats a host round trip per level.
 
-How many nodes a level has is known only when the one above it is done. The host loop copies that
-count back, waits, and launches a grid to fit: 20 levels of a few microseconds each cost 20 round
-trips. With dynamic parallelism the last block of a level launches the next grid itself, to start
-when this one has ended (a tail launch). One cooperative grid that stays, with a barrier after each
-level, launches nothing at all; it is shown because it often wins, where a fixed grid will do.
+The size of a level is known only when the level above is finished. The host loop copies the count
+back, waits, and launches a grid of that size: 20 short levels cost 20 round trips. With dynamic
+parallelism ("device_launch") the last block of a level launches the next grid, which starts when
+this one has finished (a tail launch). A persistent cooperative grid ("persistent") launches nothing
+more and uses grid barriers after each level; it suits problems that a fixed grid size fits.
 
-What the caller waits for (wall) is judged. A device-side launch costs some ten microseconds, so
-wide levels gain nothing; launches nest 24 deep at most; and the code must be relocatable
+The claim is judged on wall time. A device-side launch is not free, so levels that run longer than
+a host round trip gain little. Launches nest at most 24 deep, and the code must be relocatable
 (-rdc=true).
 """
 
@@ -20,15 +20,15 @@ LEVELS = 20
 
 
 def tree(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give each node but the root a parent in the level above; levels are of random width."""
+    """Give each node but the root a random parent in the level above; level widths are random."""
     count, device = bench.size(65536, check=200), bench.device
     cuts = 2 + torch.randperm(count - 2)[: LEVELS - 2].sort()[0]
     starts = torch.cat([torch.tensor([0, 1]), cuts]).to(device)
     nodes = torch.arange(1, count, device=device)
     level = torch.searchsorted(starts, nodes, right=True) - 1
     width = starts[level] - starts[level - 1]
-    lucky = (torch.rand(count - 1, device=device, dtype=torch.float64) * width).long()
-    parent = starts[level - 1] + torch.minimum(lucky, width - 1)
+    index = (torch.rand(count - 1, device=device, dtype=torch.float64) * width).long()
+    parent = starts[level - 1] + torch.minimum(index, width - 1)
     children = parent.argsort().int() + 1
     first = torch.searchsorted(parent.sort()[0], torch.arange(count + 1, device=device))
     return first.int(), children, torch.empty(count, dtype=torch.int32, device=device)
@@ -40,10 +40,10 @@ def depths_of(first, children, depths):
     parent[children.long()] = torch.arange(count, device=first.device).repeat_interleave(
         first.diff().long()
     )
-    found, at = torch.zeros_like(parent), torch.arange(count, device=first.device)
+    depth, ancestor = torch.zeros_like(parent), torch.arange(count, device=first.device)
     for _ in range(LEVELS):
-        found, at = found + (at > 0), parent[at]
-    return found
+        depth, ancestor = depth + (ancestor > 0), parent[ancestor]
+    return depth
 
 
 @pytest.mark.gpu
@@ -67,5 +67,5 @@ def test_dynamic_parallelism_fanout(compare: Compare, nvcc: Nvcc, rung: str) -> 
         reference=depths_of,
         metric="wall",
         cache="warm",
-        evidence=[evidence.launches(most=0.1, per="baseline")],
+        evidence=[evidence.launches(max=0.1, per="baseline")],
     )
