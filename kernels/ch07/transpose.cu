@@ -19,7 +19,7 @@
 #include <cuda_runtime.h>
 
 constexpr int TILE = 32;
-constexpr int ROWS = 8;  // rows of threads: a block has 32 x 8 threads, a thread TILE / ROWS rows
+constexpr int ROWS = 8;  // a block has 32 x 8 threads; each thread takes TILE / ROWS rows
 
 template <int PITCH>
 __device__ void transpose_tile(float (*tile)[PITCH], const float* in, float* out, int n) {
