@@ -33,7 +33,7 @@ def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
 
 
 def walked(table, lengths, out, count):
-    """Look up the walks in a table of all step counts and start words, built by pointer doubling."""
+    """Look up the walks in a table of all step counts and start words, by pointer doubling."""
     words = torch.arange(WORDS, device=table.device)
     steps = torch.arange(int(lengths.max()), device=table.device)
     targets = table.long()[(words ^ steps[:, None]) % WORDS]  # row i: step i alone

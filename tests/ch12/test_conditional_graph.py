@@ -1,4 +1,4 @@
-"""A loop that continues on the GPU (a graph's WHILE node) beats a host that checks every step.
+"""A WHILE node in a CUDA graph, or a mapped flag, beats a host that copies a flag every step.
 
 Each step takes a few microseconds, and its result decides whether another one is needed. If the
 host decides, every step costs a launch, a copy of the flag, and a host wake-up. "mapped_flag"
@@ -20,7 +20,7 @@ from pytest_aiperf import Bench, Compare, Nvcc, evidence, prepared
 TOLERANCE = 0.4
 EVIDENCE = {
     "mapped_flag": evidence.launches(max=0.55, per="baseline"),
-    # one launch for hundreds of steps; the trace counts the kernels of the body as one more
+    # one launch for hundreds of steps; a trace counts the body's kernels as another one
     "while_node": evidence.launches(max=0.01, per="baseline"),
 }
 
