@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "Nvcc": "building.build",
-    "Compare": "running.fixtures",
-    "Stopwatch": "running.fixtures",
+    "Nvcc": "build.nvcc",
+    "Compare": "session.fixtures",
+    "Stopwatch": "session.fixtures",
     "evidence": "rules.evidence",
 }
 

@@ -90,7 +90,7 @@ class Measuring:
                 reports = [_failed(item, str(why))]
                 item.session.shouldstop = str(why)  # what comes now would be lost as well
         for done in reports:
-            hook.pytest_runtest_logreport(terminal=done)
+            hook.pytest_runtest_logreport(report=done)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
@@ -161,7 +161,7 @@ class Measuring:
             # a verdict is not lost because what was printed beside it is too long for the channel
             done.sections = [(name, _end(text)) for name, text in done.sections]
             hook = item.config.hook
-            data = hook.pytest_report_to_serializable(config=item.config, terminal=done)
+            data = hook.pytest_report_to_serializable(config=item.config, report=done)
             channel.send("report", data=data)
 
     def _outcome(
