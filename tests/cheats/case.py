@@ -62,17 +62,17 @@ class Corpus:
 
 
 @dataclass(slots=True)
-class _Lease:
+class _NoLock:
     """Stand-in for the GPU lock: a test has the fake device to itself."""
 
-    time_device: object = contextlib.nullcontext
-    time_host: object = contextlib.nullcontext
-    prepare: object = contextlib.nullcontext
+    exclusive_gpu: object = contextlib.nullcontext
+    exclusive_host: object = contextlib.nullcontext
+    shared: object = contextlib.nullcontext
     waited: float = 0.0
 
 
 @functools.cache
-def _nothing() -> Callable[..., None]:
+def _no_progress() -> Callable[..., None]:
     return lambda *_a, **_k: None
 
 
@@ -88,13 +88,13 @@ def measure_entry(
         blank=BLANK,
         clock=clock,
         # without the lock, other work could delay the check until a late arm has finished
-        lease=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _Lease(),
+        lease=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock(),
         plan=PLAN,
-        say=_nothing(),
+        say=_no_progress(),
         floor=lambda _: 0.002,
         expected=lambda _: Expectation(),
         code=lambda: "c0de",
-        ceilings=lambda clock: clock.ceilings(_nothing()),
+        ceilings=lambda clock: clock.ceilings(_no_progress()),
     )
     return run(claim, case)
 

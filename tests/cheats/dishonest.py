@@ -882,7 +882,7 @@ def the_budget_timer():
     )
 
 
-@cheat(SETTINGS + "clock.now")
+@cheat(SETTINGS + "device.now")
 def the_clocks_own_timer():
     return flipping(lambda: setattr(pytest_aiperf.device.device, "now", lambda: 0))
 
@@ -897,7 +897,7 @@ def waiting_for_the_device():
     return flipping(lambda: setattr(torch.cuda, "synchronize", lambda *_: None))
 
 
-@cheat(SETTINGS + "agree.verify")
+@cheat(SETTINGS + "correctness.verify")
 def the_oracle():
     return flipping(
         lambda: setattr(pytest_aiperf.claim.correctness, "verify", lambda *_a, **_k: [])

@@ -26,13 +26,13 @@ from pytest_aiperf.rules import validity
 from tests.cheats.case import Entry, assert_caught
 from tests.cheats.dishonest import CHEATS
 from tests.plugin import (
-    test_clock,
+    test_capture,
     test_cuda,
+    test_device,
     test_expectations,
-    test_guards,
-    test_profile,
-    test_report,
     test_results,
+    test_terminal,
+    test_validity,
 )
 
 
@@ -125,12 +125,12 @@ def a_drift(_path, _patch):
         return seconds[0]
 
     measurement.trial = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
-    measurement.clock = SimpleNamespace(sense=test_guards.senses, peers=SimpleNamespace(agree=bool))
+    measurement.clock = SimpleNamespace(sense=test_validity.senses, peers=SimpleNamespace(all=bool))
     measurement.calls = 1
     buffers = {
         n: SimpleNamespace(ready=SimpleNamespace(run=run)) for n in ("optimized", "baseline")
     }
-    round_, _, _ = measurement._round(buffers, test_guards.senses())
+    round_, _, _ = measurement._round(buffers, test_validity.senses())
     means = [np.mean(round_.seconds[name]) for name in buffers]
     assert means[0] == pytest.approx(means[1])
 
@@ -151,7 +151,7 @@ GUARDS = {
     "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
     "inputs are not changed": Guard({(tensors, "changed"): always(())}, caught("inputs_zeroed")),
     "arms return the same structure": Guard(
-        {(correctness, "form"): always("")}, caught("another_dtype")
+        {(correctness, "signature"): always("")}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
         {(correctness, "_hold_made"): nothing}, caught("a_view_for_a_copy")
@@ -165,7 +165,7 @@ GUARDS = {
         {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
     "the same seed gives the same inputs": Guard(
-        {(correctness, "learn"): always(correctness.ArgumentEffects((), ()))},
+        {(correctness, "infer_effects"): always(correctness.ArgumentEffects((), ()))},
         caught("inputs_of_no_seed"),
     ),
     "another seed gives other inputs": Guard(
@@ -232,16 +232,16 @@ GUARDS = {
     ),
     "throttling shows in event reasons": Guard(
         {(validity, "_REASONS"): {}},
-        calls(test_guards.test_a_throttled_side_drops_the_round, 0x40),
+        calls(test_validity.test_a_throttled_side_drops_the_round, 0x40),
     ),
     "throttling shows in counters": Guard(
         {(validity, "_COUNTERS"): ()},
-        calls(test_guards.test_a_throttle_that_ended_within_the_round_shows_in_the_counters),
+        calls(test_validity.test_a_throttle_that_ended_within_the_round_shows_in_the_counters),
     ),
     "clocks agree before and after a round": Guard(
         {(validity, "SAME_CLOCK"): 9.0},
         calls(
-            test_guards.test_clocks_that_differ_between_the_sides_drop_the_round, 1980, 1870, True
+            test_validity.test_clocks_that_differ_between_the_sides_drop_the_round, 1980, 1870, True
         ),
     ),
     "calls neither compile nor allocate": Guard(
@@ -250,15 +250,15 @@ GUARDS = {
     "rounds are mirrored": Guard({(sampler, "reversed"): list}, a_drift),
     "no garbage collection in a block": Guard(
         {(device, "undisturbed"): contextlib.nullcontext},
-        calls(test_clock.test_no_garbage_is_collected_within_a_block, True),
+        calls(test_device.test_no_garbage_is_collected_within_a_block, True),
     ),
     "the timer is bound at import": Guard(
         {(device, "now"): unbound_now},
-        lambda _p, patch: test_clock.test_a_patched_timer_changes_nothing(patch),
+        lambda _p, patch: test_device.test_a_patched_timer_changes_nothing(patch),
     ),
     "cold inputs span the cache": Guard(
         {(validity, "rotation"): always(3)},
-        calls(test_guards.test_inputs_too_small_to_be_kept_cold_are_misuse, 4096),
+        calls(test_validity.test_inputs_too_small_to_be_kept_cold_are_misuse, 4096),
     ),
     "no claim is faster than the limit": Guard(
         {(explanation, "hold_limits"): nothing}, caught("bytes_that_do_not_pass")
@@ -305,10 +305,10 @@ GUARDS = {
         ),
     ),
     "reports are sanitized": Guard(
-        {(formatting, "clean"): str}, calls(test_report.test_nothing_hostile_reaches_the_terminal)
+        {(formatting, "clean"): str}, calls(test_terminal.test_nothing_hostile_reaches_the_terminal)
     ),
     "file names stay in their folder": Guard(
-        {(capture, "safe"): str}, calls(test_profile.test_ids_of_claims_become_names_of_folders)
+        {(capture, "safe"): str}, calls(test_capture.test_ids_of_claims_become_names_of_folders)
     ),
     "nvcc's flags come from a list": Guard({(nvcc, "_ALLOWED"): (".*",)}, refused_flags),
     "architectures are checked": Guard({(nvcc, "_target"): str}, refused_architecture),
@@ -331,6 +331,11 @@ def test_without_the_guard_its_test_fails(name, tmp_path, monkeypatch):
             patch.setattr(owner, attribute, replacement, raising=attribute != "reversed")
         with pytest.raises(FAILURES):
             guard.test(folders[1], patch)
+
+
+def test_all_guarded_functions_exist():
+    """A renamed function would no longer be compared with its original."""
+    assert [name for name in validity._OURS if validity._find(name) is None] == []
 
 
 def test_a_caught_cheat_is_not_a_failure():

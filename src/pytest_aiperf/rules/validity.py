@@ -78,7 +78,7 @@ _OURS = (
     *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
     *("torch.cuda.synchronize", "torch.cuda.stream", "torch.cuda.CUDAGraph.replay"),
     *("pytest_aiperf.device.device.now", "pytest_aiperf.device.device.WallBlock.run"),
-    *("pytest_aiperf.device.cuda.now", "pytest_aiperf.device.cuda.CudaClock.timed"),
+    *("pytest_aiperf.device.cuda.now", "pytest_aiperf.device.cuda.CudaDevice.timed"),
     *(
         "pytest_aiperf.claim.correctness.verify",
         "pytest_aiperf.claim.tensors.changed",
