@@ -35,7 +35,8 @@ lint: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --editable \
-		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]'
+		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]' \
+		--editable ./selfcheck
 	touch $@
 
 clean:

@@ -6,13 +6,13 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from . import commands
 from .errors import AiperfError
 from .profilers import tools
-from .proving import prove
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = _command(subcommands, commands.ceilings)
     add("--fresh", action="store_true", help="measure anew what is subcommands already")
     add("--json", metavar="FILE", type=Path, help="write them; of the GPU only what it is")
-    _proof_arguments(_command(subcommands, commands.proving, "prove"))
+    for entry in entry_points(group="pytest_aiperf.commands"):
+        entry.load()(subcommands)
     add = _command(subcommands, commands.capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without arguments")
@@ -86,14 +87,6 @@ def _command(
     parser.set_defaults(run=run)
     add: Callable[..., object] = parser.add_argument
     return add
-
-
-def _proof_arguments(add: Callable[..., object]) -> None:
-    add("record", metavar="PROOF.json", type=Path, nargs="?", help="a record, for --readme")
-    add("--only", metavar="PART,...", help=f"of {', '.join(prove.ALL)} (default: all)")
-    add("--quick", action="store_true", help="fewer tries of each: about 90 seconds")
-    add("--json", metavar="FILE", type=Path, help="keep the record, part by part; others stay")
-    add("--readme", metavar="FILE", type=Path, help="put PROOF.json between FILE's marks")
 
 
 if __name__ == "__main__":

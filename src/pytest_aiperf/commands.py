@@ -7,29 +7,25 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 from .build import nvcc
 from .device.cuda import CudaMachine
 from .doctor import bundle, clean, doctor, host_facts
 from .errors import InvalidMeasurement, UsageError
 from .limits import ceilings as limits
-from .machine import nvml
 from .machine.gpu_lock import GpuLock
-from .model import Gpu, Outcome, Result
+from .model import Outcome, Result
 from .profilers import capture as captures
 from .profilers import target, tools
-from .proving import prove, truth
 from .records import comparison, expectations, history, journal, shards
 from .records.results import atomic_write, document, dumps, lines, read_json, read_results
 from .report import formatting, markdown, page
 from .report import terminal as views
-from .rules import validity
 from .session import session
 
 DONE, REFUSED, MISUSE = 0, 1, 2
@@ -62,9 +58,9 @@ def ceilings(chosen: argparse.Namespace) -> int:
     cap: a claim's own rate lies in between. Of several GPUs the first is measured, and the links
     between all.
     """
-    gpus, say = _measurable(), _say
+    gpus, say = CudaMachine().measurable_gpus(), _say
     with GpuLock([g.uuid for g in gpus], on_wait=say).exclusive_host():
-        clock = CudaMachine().clock(gpus[0])
+        clock = CudaMachine().open_device(gpus[0])
         found = limits.known(clock, (*limits.DEVICE, *limits.HOST), say, fresh=chosen.fresh)
         if len(gpus) > 1:
             try:
@@ -79,57 +75,8 @@ def ceilings(chosen: argparse.Namespace) -> int:
     return DONE
 
 
-def _measurable() -> Sequence[Gpu]:
-    """List this machine's GPUs; refuse to measure where there is none or no time means anything."""
-    gpus = CudaMachine().gpus()
-    if not gpus:
-        raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
-    if find_spec("torch") is None:
-        raise UsageError("torch measures: pip install 'pytest-aiperf[gpu]'")
-    if problem := validity.environment_problem(os.environ):
-        raise InvalidMeasurement(problem)
-    return gpus
-
-
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-
-
-def proving(chosen: argparse.Namespace) -> int:
-    """Prove the harness on this machine's first GPU, where the truth is known.
-
-    Spinning kernels in each mode, the timer's floor, cold caches, identical arms, slowdowns of
-    0.5 to 5 %, a heater between blocks, fresh processes, and the same comparisons judged by other
-    ways. About 8 minutes; exit status 1 where a part fails or does not hold what is wanted.
-    `--readme` measures nothing: it replaces what stands between `<!-- proof -->` and
-    `<!-- /proof -->`.
-    """
-    if (chosen.readme is None) != (chosen.record is None):
-        raise UsageError("--readme FILE goes with a record: prove --readme README.md PROOF.json")
-    if chosen.readme:
-        views.embed(chosen.readme, "proof", prove.section(prove.read(chosen.record)))
-        return DONE
-    names = prove.chosen(chosen.only)
-    gpus = _measurable()[:1]
-    record = prove.Record(gpus[0], chosen.json)
-    done: dict[str, Any] = {}
-
-    def make() -> truth.Rig:
-        return truth.on_gpu(CudaMachine().clock(gpus[0]), _say)
-
-    def keep(name: str, figures: dict[str, Any]) -> None:
-        done[name] = record.keep(name, figures)
-
-    lease = GpuLock([g.uuid for g in gpus], on_wait=_say)
-    try:
-        prove.run(names, make, lease.exclusive_host, keep, _say, quick=chosen.quick)
-    except KeyboardInterrupt:
-        _say("interrupted: the parts that ended are kept")
-        return REFUSED
-    finally:
-        sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in prove.lines(done)))
-    held = all(row.holds is not False for row in prove.rows(done))
-    return DONE if held else REFUSED
 
 
 def capture(chosen: argparse.Namespace) -> int:
@@ -143,7 +90,7 @@ def capture(chosen: argparse.Namespace) -> int:
     gpus = CudaMachine().gpus()
     job = target.job(os.environ)
     if job is not None:
-        clock = CudaMachine().clock(gpus[0] if gpus else None)
+        clock = CudaMachine().open_device(gpus[0] if gpus else None)
         lease = GpuLock([g.uuid for g in gpus[:1]])
         target.perform(job, clock, lease, lambda: (_function(Path(path), name), None))
         return DONE

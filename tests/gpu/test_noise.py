@@ -7,44 +7,45 @@ claim.
 from collections import Counter
 
 import pytest
+from aiperf_selfcheck.checks import counted
+from aiperf_selfcheck.ground_truth import judged, longer, on_gpu, quiet
 
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.cuda import CudaDevice
 from pytest_aiperf.model import Verdict
-from pytest_aiperf.proving.proofs import counted
-from pytest_aiperf.proving.truth import judged, longer, on_gpu, quiet
 
 COMPARISONS = 25
 
 
 @pytest.fixture
-def rig(gpu):
+def workbench(gpu):
     return on_gpu(CudaDevice(gpu), quiet)
 
 
 @pytest.fixture(params=["copy", "gemm", "softmax", "add"])
-def kind(request, rig):
-    return rig.kinds[request.param]
+def kind(request, workbench):
+    return workbench.kinds[request.param]
 
 
-def verdicts(rig, inputs, arms):
+def verdicts(workbench, inputs, arms):
     """Compare the same two arms repeatedly, each time with new allocations and seeds."""
-    floor = rig.floor()
+    floor = workbench.floor()
     comparisons = [
-        judged(rig.clock, inputs, arms, floor, STANDARD, rig.seed()) for _ in range(COMPARISONS)
+        judged(workbench.device, inputs, arms, floor, STANDARD, workbench.seed())
+        for _ in range(COMPARISONS)
     ]
     counts = Counter(comparison.verdict for comparison in comparisons)
     print(dict(counts), {"floor": floor, **counted(comparisons)})
     return counts
 
 
-def test_identical_arms_are_not_told_apart(rig, kind):
+def test_identical_arms_are_not_told_apart(workbench, kind):
     inputs, arm = kind
-    counts = verdicts(rig, inputs, (arm, arm))
+    counts = verdicts(workbench, inputs, (arm, arm))
     assert counts[Verdict.FASTER] + counts[Verdict.SLOWER] <= 1
 
 
-def test_an_arm_slowed_by_two_percent_is_slower(rig, kind):
-    slow, fast = longer(rig, kind)(0.02)
-    counts = verdicts(rig, kind[0], (fast, slow))
+def test_an_arm_slowed_by_two_percent_is_slower(workbench, kind):
+    slow, fast = longer(workbench, kind)(0.02)
+    counts = verdicts(workbench, kind[0], (fast, slow))
     assert counts[Verdict.SLOWER] >= COMPARISONS - 1

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
 
@@ -20,6 +21,7 @@ from pytest_aiperf.limits import ceilings
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
+from pytest_aiperf.rules import validity
 
 from .device import (
     LONGEST_BLOCK,
@@ -27,7 +29,7 @@ from .device import (
     Call,
     Device,
     HostDevice,
-    Identity,
+    NoiseProbe,
     WallBlock,
     now,
     seed_all,
@@ -52,19 +54,30 @@ class CudaMachine:
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
 
-    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> Device:
-        return HostDevice(peers) if gpu is None else CudaDevice(gpu, peers)
+    def measurable_gpus(self) -> Sequence[Gpu]:
+        """List the GPUs; raise where there is none, or where this process could not time them."""
+        gpus = self.gpus()
+        if not gpus:
+            raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
+        if find_spec("torch") is None:
+            raise UsageError("torch is missing: pip install 'pytest-aiperf[gpu]'")
+        if problem := validity.environment_problem(os.environ):
+            raise InvalidMeasurement(problem)
+        return gpus
+
+    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
+        return HostDevice(ranks) if gpu is None else CudaDevice(gpu, ranks)
 
 
 class CudaDevice:
     """Times calls on one GPU, all of them on one stream of its own."""
 
-    device = "cuda"
+    torch_device = "cuda"
 
-    def __init__(self, gpu: Gpu, peers: RankGroup | None = None) -> None:
+    def __init__(self, gpu: Gpu, ranks: RankGroup | None = None) -> None:
         import torch
 
-        self.peers = peers or RankGroup()
+        self.ranks = ranks or RankGroup()
         self._torch: Any = torch
         self._index = self._find(gpu)
         torch.cuda.set_device(self._index)
@@ -98,17 +111,17 @@ class CudaDevice:
                 cupy.random.seed(seed % 2**32)
             os.environ["CUPY_SEED"] = str(seed % 2**32)
 
-    def pad(self, rng: random.Random) -> object:
+    def random_padding(self, rng: random.Random) -> object:
         small, large = rng.randrange(1, 2_048) * 512, rng.randrange(1, 32) << 21
         empty, byte = self._torch.empty, self._torch.uint8
-        pads = [empty(size, dtype=byte, device=self.device) for size in (small, large)]
+        pads = [empty(size, dtype=byte, device=self.torch_device) for size in (small, large)]
         if self._cupy_used:
             pads += [sys.modules["cupy"].empty(size, dtype="u1") for size in (small, large)]
         return pads
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:
         if mode is Mode.WALL:
-            return WallBlock(calls, self.peers, self.synchronize, self.current)
+            return WallBlock(calls, self.ranks, self.synchronize, self.current)
         if mode is Mode.GRAPH:
             graph, last = self._capture(calls)
 
@@ -119,7 +132,7 @@ class CudaDevice:
             return _DeviceBlock(self, [replay], mode, last)
         return _DeviceBlock(self, calls, mode)
 
-    def once(self, call: Call) -> float:
+    def estimate_s(self, call: Call) -> float:
         def ten() -> None:
             for _ in range(10):
                 call()
@@ -129,38 +142,38 @@ class CudaDevice:
             seconds, _ = self.held_back(call, 2 * _LEAST_HOLD, tries=2)
         return seconds if seconds > 1e-3 else self.held_back(ten, _LEAST_HOLD, tries=3)[0] / 10
 
-    def settle(self, call: Call) -> None:
+    def stabilize_clocks(self, call: Call) -> None:
         """Run a call for 0.05 s at least and 1 s at most, until the SM clock holds still."""
         readings, apart = _SETTLED
         clocks = deque([0.0], maxlen=readings)
         begun, calls, spent = now(), 1, 0.0
         with undisturbed(), self.current():
-            while not self.peers.all(
+            while not self.ranks.all(
                 spent >= _LEAST_SETTLING and min(clocks) >= max(clocks) * (1 - apart)
             ):
                 batch = now()
                 for _ in range(calls):
                     call()
                 self.synchronize()
-                if self.peers.all(now() - batch < 10_000_000):
+                if self.ranks.all(now() - batch < 10_000_000):
                     calls *= 2
                 clocks.append(nvml.sm_mhz(self._uuid) or 0.0)
                 spent = (now() - begun) * 1e-9
-                if self.peers.all(spent > _MOST_SETTLING):
+                if self.ranks.all(spent > _MOST_SETTLING):
                     break
 
-    def wake(self, blocks: Sequence[Block]) -> None:
+    def warm_up(self, blocks: Sequence[Block]) -> None:
         begun = now()
         for ran, block in enumerate(cycle(blocks)):
             waking = ran < len(blocks) or (now() - begun) * 1e-9 < _WAKING
-            if not self.peers.all(waking):
+            if not self.ranks.all(waking):
                 break
             block.run()  # a first run finds how long to hold back, too
 
-    def sense(self) -> GpuState:
+    def telemetry(self) -> GpuState:
         return nvml.telemetry(self._uuid)
 
-    def peak(self, call: Call) -> int:
+    def peak_bytes(self, call: Call) -> int:
         """Return what torch's allocator held at most: that of a library of its own is not seen."""
         memory = self._torch.cuda
         with self.current():
@@ -171,7 +184,7 @@ class CudaDevice:
             self.synchronize()
             peak = memory.max_memory_allocated()
             del held
-        return int(self.peers.max(max(0, peak - before)))
+        return int(self.ranks.max(max(0, peak - before)))
 
     def trace(self, call: Call) -> Trace | None:
         with undisturbed():
@@ -180,7 +193,7 @@ class CudaDevice:
     def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
         assert self.gpu is not None
         # other ranks may know their GPU's already, and would not take part in these blocks
-        return ceilings.known(self if self.peers.count == 1 else CudaDevice(self.gpu), say=say)
+        return ceilings.known(self if self.ranks.count == 1 else CudaDevice(self.gpu), say=say)
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
@@ -194,15 +207,15 @@ class CudaDevice:
             self._cupy_used = self._cupy_used or bool(pool.total_bytes())
             pool.free_all_blocks()
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         return int(self._torch.cuda.mem_get_info()[0])
 
-    def identity(self) -> Identity:
+    def noise_probe(self) -> NoiseProbe:
         torch = self._torch
 
         # a pass over 32 MiB: bound by memory, whose layout is the largest noise
         def inputs(bench: Bench) -> tuple[Any, ...]:
-            return (torch.randn(bench.size(1 << 23, check=1 << 10), device=self.device),)
+            return (torch.randn(bench.size(1 << 23, check=1 << 10), device=self.torch_device),)
 
         return inputs, torch.neg
 
@@ -226,9 +239,9 @@ class CudaDevice:
         seconds = 0.0
         for longer in range(tries):
             seconds, enqueued, held = self.timed(work, hold)
-            if self.peers.all(held):
+            if self.ranks.all(held):
                 return seconds, max(_LEAST_HOLD, 1.5 * enqueued)
-            if longer and not self.peers.all(hold < _LONG_HOLD):
+            if longer and not self.ranks.all(hold < _LONG_HOLD):
                 break  # twice what it took before: it waits for the GPU, and would for any spin
             hold = min(_MOST_HOLD, 2 * max(hold, enqueued))
         return seconds, 0.0
@@ -243,7 +256,7 @@ class CudaDevice:
         with undisturbed(), self.current():
             if hold:
                 self._spin(hold)
-            self.peers.stream_barrier()
+            self.ranks.stream_barrier()
             begun = now()
             self._start.record()
             work()
@@ -253,8 +266,8 @@ class CudaDevice:
             self._end.synchronize()
             ended = now()
             self.synchronize()
-            after = self.peers.max((now() - ended) * 1e-9)  # a stray is one for all ranks
-        seconds = self.peers.max(self._start.elapsed_time(self._end) * 1e-3)
+            after = self.ranks.max((now() - ended) * 1e-9)  # a stray is one for all ranks
+        seconds = self.ranks.max(self._start.elapsed_time(self._end) * 1e-3)
         self._refuse_strays(seconds, after)
         return seconds, enqueued, held
 
@@ -284,7 +297,7 @@ class CudaDevice:
             warnings.filterwarnings("error", message=".*CUDA Graph is empty")
             try:
                 # NCCL's watchdog, a thread of its own, would break off a global capture
-                errors = "global" if self.peers.count == 1 else "thread_local"
+                errors = "global" if self.ranks.count == 1 else "thread_local"
                 graph.capture_begin(pool=pool, capture_error_mode=errors)
                 with self._cupy_memory():
                     for call in calls:
@@ -296,7 +309,7 @@ class CudaDevice:
             except Exception as error:  # noqa: BLE001  as above; the first failure is the cause
                 failure = failure or error
             try:
-                if not self.peers.all(failure is None):
+                if not self.ranks.all(failure is None):
                     raise CannotCapture("another rank cannot capture its calls")  # noqa: TRY301  ends as any
                 graph.replay()  # the first launch also uploads the graph
             except Exception as error:  # noqa: BLE001  as above
@@ -396,7 +409,7 @@ class _DeviceBlock:
             'or claim metric="wall" (what the caller waits)'
         )
 
-    def again(self) -> None:
+    def run_untimed(self) -> None:
         self._clock.synchronize()
         with undisturbed(), self._clock.current():
             self._work()

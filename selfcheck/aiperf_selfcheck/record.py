@@ -19,8 +19,8 @@ from pytest_aiperf.records.results import atomic_write, dumps, read_json
 from pytest_aiperf.report.formatting import escape
 from pytest_aiperf.schema import to_json
 
-from .proofs import FULL, PARTS, QUICK, Figures
-from .truth import Rig
+from .checks import FULL, PARTS, QUICK, Figures
+from .ground_truth import Workbench
 
 SCHEMA: Final = 1
 ALL: Final = tuple(name for name in PARTS if name != "one")
@@ -37,7 +37,7 @@ class Row:
     holds: bool | None = None
 
 
-def chosen(text: str | None) -> tuple[str, ...]:
+def parts_named(text: str | None) -> tuple[str, ...]:
     """Read the names of parts; all of them where none is named."""
     if text is None:
         return ALL
@@ -51,7 +51,7 @@ def chosen(text: str | None) -> tuple[str, ...]:
 
 def run(
     names: Sequence[str],
-    make: Callable[[], Rig],
+    make: Callable[[], Workbench],
     alone: Callable[[], AbstractContextManager[object]],
     keep: Callable[[str, Figures], None],
     say: SayLine,
@@ -62,18 +62,18 @@ def run(
 
     A part that breaks costs no other: it is kept as ``failed``, and why.
     """
-    rig: Rig | None = None
+    workbench: Workbench | None = None
     for name in names:
         say(f"{name}: begins")
         begun = time.monotonic()
         figures: Figures
         try:
-            if rig is None:
+            if workbench is None:
                 with alone():
-                    rig = make()
+                    workbench = make()
             with nullcontext() if name == _UNLEASED else alone():
-                figures = PARTS[name](rig, QUICK if quick else FULL)
-                rig.clock.release()
+                figures = PARTS[name](workbench, QUICK if quick else FULL)
+                workbench.device.release()
         except Exception as why:  # noqa: BLE001  whatever it is, the other parts go on
             say(traceback.format_exc())
             figures = {"failed": f"{type(why).__name__}: {str(why).partition(chr(10))[0]}"}

@@ -18,8 +18,8 @@ from pytest_aiperf.model import Bench, Metric, Mode, Verdict
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import SPAN, rotation
 
-from . import rivals
-from .truth import SHORT, Heated, Judged, Rig, judged, longer
+from . import other_timers
+from .ground_truth import SHORT, Heated, Judged, Workbench, judged, longer
 
 SPINS: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
 SHARES: Final = (0.005, 0.01, 0.02, 0.05)
@@ -42,14 +42,14 @@ class Scale:
     rivals: int
 
 
-FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, rivals=len(rivals.CASES))
+FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, rivals=len(other_timers.CASES))
 QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, rivals=4)
 
 
 # the clock
 
 
-def spin(rig: Rig, scale: Scale) -> Figures:
+def spin(workbench: Workbench, scale: Scale) -> Figures:
     """Hold each mode's times against kernels that spin, from 2 us to 100 ms.
 
     The truth is what the same kernels read off the GPU's global timer at their start and at their
@@ -62,7 +62,7 @@ def spin(rig: Rig, scale: Scale) -> Figures:
     """
     found: Figures = {}
     for mode in _TIMED:
-        points = [_spun(rig, mode, seconds, scale.runs) for seconds in SPINS]
+        points = [_spun(workbench, mode, seconds, scale.runs) for seconds in SPINS]
         domain = [p for p, s in zip(points, SPINS, strict=True) if _domain(mode, s)]
         slope, a_call, a_block = fit(*zip(*domain, strict=True))
         found[mode.value] = {
@@ -72,7 +72,7 @@ def spin(rig: Rig, scale: Scale) -> Figures:
             "over_us": [round((got - want) / calls * 1e6, 3) for want, calls, got in points],
         }
     pairs = [
-        [_spun(rig, Mode.WALL, seconds, 1) for seconds in (SPINS[-1], SPINS[-2])]
+        [_spun(workbench, Mode.WALL, seconds, 1) for seconds in (SPINS[-1], SPINS[-2])]
         for _ in range(scale.runs)
     ]
     host = statistics.median((long[2] - short[2]) / (long[0] - short[0]) for long, short in pairs)
@@ -83,19 +83,22 @@ def _domain(mode: Mode, seconds: float) -> bool:
     return mode is not Mode.PLAIN or seconds >= _PLAIN_FROM
 
 
-def _spun(rig: Rig, mode: Mode, seconds: float, runs: int) -> tuple[float, int, float]:
+def _spun(workbench: Workbench, mode: Mode, seconds: float, runs: int) -> tuple[float, int, float]:
     """Return a block's true seconds, its calls, and its seconds as the clock says."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
     block, truth = (
-        rig.clock.block([partial(kind, seconds)] * calls, mode) for kind in (rig.spin, rig.told)
+        workbench.device.block([partial(kind, seconds)] * calls, mode)
+        for kind in (workbench.spin, workbench.timed_spin)
     )
     for each in (block, truth):
         each.run()  # uploads
-    rig.waited()
+    workbench.mean_spin_s()
     wants, overs = [], []
     for _ in range(runs):
         truth.run()
-        wants.append(rig.waited() * calls)  # a mean: a block that is held back too short runs again
+        wants.append(
+            workbench.mean_spin_s() * calls
+        )  # a mean: a block that is held back too short runs again
         overs.append(block.run() - wants[-1])
     want = statistics.median(wants)
     return want, calls, want + statistics.median(overs)
@@ -120,45 +123,45 @@ def fit(
     return slope, a_call * 1e-6, a_block * 1e-6
 
 
-def floor(rig: Rig, scale: Scale) -> Figures:
+def floor(workbench: Workbench, scale: Scale) -> Figures:
     """Time a kernel that does nothing: no call can seem shorter."""
     found = {}
     for mode in Mode:
         calls = calls_per_block(mode, 1e-6, 1e-6)
-        block = rig.clock.block([rig.empty] * calls, mode)
+        block = workbench.device.block([workbench.empty] * calls, mode)
         block.run()
         found[mode.value] = statistics.median(block.run() for _ in range(scale.runs)) / calls * 1e6
     return found
 
 
-def flush(rig: Rig, scale: Scale) -> Figures:
+def flush(workbench: Workbench, scale: Scale) -> Figures:
     """Show that rotated inputs are cold: the time of a read, three times over.
 
     ``rotated`` as the harness does it, ``flushed`` behind a read of eight times the L2 (whose own
     time is taken off), and ``warm`` of the same bytes again and again. Warm bytes come faster than
     device memory could give them, and cold ones do not. Rates leave out what an empty kernel takes.
     """
-    assert rig.clock.gpu is not None
-    l2 = rig.clock.gpu.l2_bytes or 32 << 20
+    assert workbench.device.gpu is not None
+    l2 = workbench.device.gpu.l2_bytes or 32 << 20
     size = l2 * 3 // 8 >> 14 << 14
-    sets = [rig.sweep(size) for _ in range(rotation(size, l2))]
-    beyond = rig.sweep(8 * l2 >> 14 << 14)
+    sets = [workbench.sweep(size) for _ in range(rotation(size, l2))]
+    beyond = workbench.sweep(8 * l2 >> 14 << 14)
     times = SPAN * 4
     ways = {
         "rotated": (sets * times, len(sets) * times),
         "warm": (sets[:1] * len(sets) * times, len(sets) * times),
         "flushed": ([beyond, sets[0]] * times, times),
         "flush": ([beyond] * times, times),
-        "empty": ([rig.empty] * len(sets) * times, len(sets) * times),
+        "empty": ([workbench.empty] * len(sets) * times, len(sets) * times),
     }
     took = {}
     for name, (calls, count) in ways.items():
-        block = rig.clock.block(calls, Mode.GRAPH)
+        block = workbench.device.block(calls, Mode.GRAPH)
         block.run()
         took[name] = statistics.median(block.run() for _ in range(scale.runs)) / count
     took["flushed"] -= took.pop("flush")
     empty = took.pop("empty")
-    limit = rig.limit()
+    limit = workbench.limit()
     return {
         "bytes": size,
         "sets": len(sets),
@@ -169,17 +172,17 @@ def flush(rig: Rig, scale: Scale) -> Figures:
     }
 
 
-def modes(rig: Rig, scale: Scale) -> Figures:
+def modes(workbench: Workbench, scale: Scale) -> Figures:
     """Time one copy in each mode, in turns."""
-    inputs, arm = rig.kinds["copy"]
-    rig.clock.seed(rig.seed())
-    args = inputs(Bench(rig.clock.device, 0, full=True))
+    inputs, arm = workbench.kinds["copy"]
+    workbench.device.seed(workbench.seed())
+    args = inputs(Bench(workbench.device.torch_device, 0, full=True))
     call = partial(arm, *args)
-    rig.clock.block([call], Mode.WALL).run()
-    rig.clock.settle(call)
-    once = rig.clock.once(call)
+    workbench.device.block([call], Mode.WALL).run()
+    workbench.device.stabilize_clocks(call)
+    once = workbench.device.estimate_s(call)
     made = {
-        mode: (n := calls_per_block(mode, once, once), rig.clock.block([call] * n, mode))
+        mode: (n := calls_per_block(mode, once, once), workbench.device.block([call] * n, mode))
         for mode in Mode
     }
     seen: dict[Mode, list[float]] = {mode: [] for mode in Mode}
@@ -194,23 +197,25 @@ def modes(rig: Rig, scale: Scale) -> Figures:
 # the verdicts
 
 
-def aa(rig: Rig, scale: Scale) -> Figures:
+def aa(workbench: Workbench, scale: Scale) -> Figures:
     """Compare identical arms, each time from fresh allocations; ask again where they differ."""
-    level = rig.floor()
-    found: dict[str, list[Judged]] = {name: [] for name in rig.kinds}
+    level = workbench.floor()
+    found: dict[str, list[Judged]] = {name: [] for name in workbench.kinds}
     sure = 0
     broken = ""
     try:
-        for name, i in _turns(rig.kinds, scale.aa):
-            inputs, arm = rig.kinds[name]
-            one = judged(rig.clock, inputs, (arm, arm), level, SHORT, rig.seed())
+        for name, i in _turns(workbench.kinds, scale.aa):
+            inputs, arm = workbench.kinds[name]
+            one = judged(workbench.device, inputs, (arm, arm), level, SHORT, workbench.seed())
             if one.alarm:  # as a claim that fails is measured again
-                again = judged(rig.clock, inputs, (arm, arm), level, STANDARD, rig.seed())
+                again = judged(
+                    workbench.device, inputs, (arm, arm), level, STANDARD, workbench.seed()
+                )
                 sure += again.verdict is one.verdict
             found[name].append(one)
-            _progress(rig, "aa", i, scale.aa)
+            _progress(workbench, "aa", i, scale.aa)
     except Exception as why:  # noqa: BLE001  minutes of comparisons are kept
-        rig.say(traceback.format_exc())
+        workbench.progress(traceback.format_exc())
         broken = f"{type(why).__name__}: {why}"
     return {
         "broken": broken,
@@ -243,28 +248,30 @@ def _pooled(deviations: Iterable[float]) -> float | None:
     return math.sqrt(statistics.fmean(squares)) if squares else None
 
 
-def power(rig: Rig, scale: Scale) -> Figures:
+def power(workbench: Workbench, scale: Scale) -> Figures:
     """Count how often a slowdown is seen: both arms spin, one of them longer.
 
     The longer arm is baseline and optimized in turn.
     """
-    level = rig.floor()
-    made = {name: longer(rig, kind) for name, kind in rig.kinds.items()}
+    level = workbench.floor()
+    made = {name: longer(workbench, kind) for name, kind in workbench.kinds.items()}
     found: Figures = {}
     for share in SHARES:
         seen = wrong = refused = 0
         logs = []
-        for name, i in _turns(rig.kinds, scale.power):
+        for name, i in _turns(workbench.kinds, scale.power):
             slow, fast = made[name](share)
-            faster = rig.random.random() < 0.5
+            faster = workbench.random.random() < 0.5
             arms = (slow, fast) if faster else (fast, slow)
-            one = judged(rig.clock, rig.kinds[name][0], arms, level, SHORT, rig.seed())
+            one = judged(
+                workbench.device, workbench.kinds[name][0], arms, level, SHORT, workbench.seed()
+            )
             seen += one.verdict is (Verdict.FASTER if faster else Verdict.SLOWER)
             wrong += one.verdict is (Verdict.SLOWER if faster else Verdict.FASTER)
             refused += one.ratio is None
             if one.ratio:
                 logs.append(math.log(one.ratio.value) * (1 if faster else -1))
-            _progress(rig, f"power at {share:.1%}", i, scale.power)
+            _progress(workbench, f"power at {share:.1%}", i, scale.power)
         measured = math.expm1(statistics.fmean(logs)) if logs else None
         found[f"{share:g}"] = {
             "of": scale.power, "seen": seen, "wrong": wrong, "refused": refused, "mean": measured,
@@ -272,30 +279,32 @@ def power(rig: Rig, scale: Scale) -> Figures:
     return found
 
 
-def drift(rig: Rig, scale: Scale) -> Figures:
+def drift(workbench: Workbench, scale: Scale) -> Figures:
     """Compare identical arms while the device is heated before blocks, and after a rest.
 
     Ours beside the median of 20 blocks of one arm, then of 20 of the other, which is called
     different beyond 2 %.
     """
-    level = rig.floor()
+    level = workbench.floor()
     found: Figures = {}
     for stress in ("heated", "cold"):
         ours: list[Judged] = []
         theirs: list[float] = []
         effects: list[float] = []
         for name, i in _turns(_DRIFTING, len(_DRIFTING) * scale.drift):
-            inputs, arm = rig.kinds[name]
+            inputs, arm = workbench.kinds[name]
             clock: Any = (
-                Heated(rig.clock, rig.heat, rig.random) if stress == "heated" else rig.clock
+                Heated(workbench.device, workbench.heat, workbench.random)
+                if stress == "heated"
+                else workbench.device
             )
-            _rest(rig, stress)
-            theirs.append(_sequential(clock, inputs, arm, rig.seed()))
-            _rest(rig, stress)
-            ours.append(judged(clock, inputs, (arm, arm), level, SHORT, rig.seed()))
+            _rest(workbench, stress)
+            theirs.append(_sequential(clock, inputs, arm, workbench.seed()))
+            _rest(workbench, stress)
+            ours.append(judged(clock, inputs, (arm, arm), level, SHORT, workbench.seed()))
             if stress == "heated":
                 effects.append(clock.effect())
-            _progress(rig, stress, i, len(_DRIFTING) * scale.drift)
+            _progress(workbench, stress, i, len(_DRIFTING) * scale.drift)
         logs = [math.log(ratio) for ratio in theirs]
         values = [math.log(one.ratio.value) for one in ours if one.ratio]
         found[stress] = {
@@ -308,7 +317,7 @@ def drift(rig: Rig, scale: Scale) -> Figures:
             },
             "sequential": {
                 "false_alarms": sum(
-                    rivals.by_threshold(ratio) is not Verdict.SAME for ratio in theirs
+                    other_timers.by_threshold(ratio) is not Verdict.SAME for ratio in theirs
                 ),
                 "sd": statistics.stdev(logs) if len(logs) > 1 else None,
             },
@@ -316,41 +325,41 @@ def drift(rig: Rig, scale: Scale) -> Figures:
     return found
 
 
-def _rest(rig: Rig, stress: str) -> None:
-    rig.clock.release()
+def _rest(workbench: Workbench, stress: str) -> None:
+    workbench.device.release()
     if stress == "cold":
-        time.sleep(rig.rest)
+        time.sleep(workbench.rest_s)
 
 
 def _sequential(
     clock: Any, inputs: Callable[..., Any], arm: Callable[..., object], seed: int
 ) -> float:
     clock.seed(seed)
-    args = inputs(Bench(clock.device, seed, full=True))
+    args = inputs(Bench(clock.torch_device, seed, full=True))
     call = partial(arm, *args)
     clock.block([call], Mode.WALL).run()
-    once = clock.once(call)
+    once = clock.estimate_s(call)
     mode = choose_mode(Metric.DEVICE, once)
     block = clock.block([call] * calls_per_block(mode, once, once), mode)
     first, second = ([block.run() for _ in range(20)] for _ in range(2))
     return float(statistics.median(first) / statistics.median(second))
 
 
-def one(rig: Rig, _: Scale) -> Figures:
+def one(workbench: Workbench, _: Scale) -> Figures:
     """Measure one real claim: softmax by torch against softmax written out."""
-    inputs, *arms = rig.claim
-    found = judged(rig.clock, inputs, (arms[0], arms[1]), 0.0, STANDARD, rig.seed())
+    inputs, *arms = workbench.claim
+    found = judged(workbench.device, inputs, (arms[0], arms[1]), 0.0, STANDARD, workbench.seed())
     if found.ratio is None:
         raise InvalidMeasurement("the GPU was disturbed: let it cool and run again")
     return {"ratio": found.ratio.value, "half_width": stats.half_width(found.ratio)}
 
 
-def repeat(rig: Rig, scale: Scale) -> Figures:
+def repeat(workbench: Workbench, scale: Scale) -> Figures:
     """Measure that claim in processes of their own."""
     ratios = []
     for i in range(1, scale.repeat + 1):
-        ratios.append(rig.afresh())
-        rig.say(f"repeat: {i} of {scale.repeat}: {ratios[-1]:.4f}x")
+        ratios.append(workbench.in_fresh_process())
+        workbench.progress(f"repeat: {i} of {scale.repeat}: {ratios[-1]:.4f}x")
     return {
         "processes": len(ratios),
         "ratio": statistics.geometric_mean(ratios),
@@ -358,9 +367,11 @@ def repeat(rig: Rig, scale: Scale) -> Figures:
     }
 
 
-def head_to_head(rig: Rig, scale: Scale) -> Figures:
+def head_to_head(workbench: Workbench, scale: Scale) -> Figures:
     """Let our rule and others judge the same comparisons of known truth."""
-    return rivals.head_to_head(rig, rivals.CASES[: scale.rivals], rivals.on_gpu(rig))
+    return other_timers.head_to_head(
+        workbench, other_timers.CASES[: scale.rivals], other_timers.on_gpu(workbench)
+    )
 
 
 def _turns(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
@@ -368,12 +379,12 @@ def _turns(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
     return ((each[i % len(each)], i + 1) for i in range(count))
 
 
-def _progress(rig: Rig, what: str, done: int, of: int) -> None:
+def _progress(workbench: Workbench, what: str, done: int, of: int) -> None:
     if done == of or done % 20 == 0:
-        rig.say(f"{what}: {done} of {of}")
+        workbench.progress(f"{what}: {done} of {of}")
 
 
-PARTS: Final[Mapping[str, Callable[[Rig, Scale], Figures]]] = {
+PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
     "spin": spin,
     "floor": floor,
     "flush": flush,

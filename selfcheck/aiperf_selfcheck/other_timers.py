@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Final
 
 from pytest_aiperf.claim.stopping_rule import STANDARD
-from pytest_aiperf.device.device import Call, Identity, now
+from pytest_aiperf.device.device import Call, NoiseProbe, now
 from pytest_aiperf.model import Bench, Verdict
 
-from .truth import Arms, Heated, Rig, judged, longer
+from .ground_truth import Arms, Heated, Workbench, judged, longer
 
 THRESHOLD: Final = 1.02
 """Above this ratio, or below its inverse, the other ways' arms count as different: they give no
@@ -30,7 +30,7 @@ Way = Callable[[Call], float]
 class Case:
     """A comparison: optimized is faster by ``share``, and may cost the host ``overhead`` seconds.
 
-    ``kind`` names one of the rig's kinds, or is the seconds of a kernel that only spins.
+    ``kind`` names one of the workbench's kinds, or is the seconds of a kernel that only spins.
     ``stress`` is the heater, or a GPU that has rested.
     """
 
@@ -99,9 +99,11 @@ def by_threshold(ratio: float) -> Verdict:
     return Verdict.SLOWER if ratio < 1 / THRESHOLD else Verdict.SAME
 
 
-def head_to_head(rig: Rig, cases: Sequence[Case], ways: Mapping[str, Way]) -> dict[str, Any]:
+def head_to_head(
+    workbench: Workbench, cases: Sequence[Case], ways: Mapping[str, Way]
+) -> dict[str, Any]:
     """Let our rule and the other ways judge each case, in a random order each time."""
-    floor = rig.floor()
+    floor = workbench.floor()
     made: dict[str, Callable[[float], Arms]] = {}
     found: dict[str, list[Answer]] = {name: [] for name in ("ours", *ways)}
     judges = {
@@ -109,14 +111,14 @@ def head_to_head(rig: Rig, cases: Sequence[Case], ways: Mapping[str, Way]) -> di
         **{n: partial(_theirs, w) for n, w in ways.items()},
     }
     for number, case in enumerate(cases, 1):
-        rig.say(f"rivals: {number} of {len(cases)}: {case}")
-        kind, arms = _arms(rig, case, made)
-        for name in rig.random.sample(list(judges), len(judges)):
-            rig.clock.release()
+        workbench.progress(f"rivals: {number} of {len(cases)}: {case}")
+        kind, arms = _arms(workbench, case, made)
+        for name in workbench.random.sample(list(judges), len(judges)):
+            workbench.device.release()
             if case.stress == "cold":
-                time.sleep(rig.rest)
+                time.sleep(workbench.rest_s)
             begun = time.monotonic()
-            verdict, ratio = judges[name](rig, case, kind, arms)
+            verdict, ratio = judges[name](workbench, case, kind, arms)
             seconds = time.monotonic() - begun
             found[name].append(Answer(1 + case.share, verdict, ratio, seconds))
     return {
@@ -129,22 +131,24 @@ def head_to_head(rig: Rig, cases: Sequence[Case], ways: Mapping[str, Way]) -> di
     }
 
 
-def _arms(rig: Rig, case: Case, made: dict[str, Callable[[float], Arms]]) -> tuple[Identity, Arms]:
+def _arms(
+    workbench: Workbench, case: Case, made: dict[str, Callable[[float], Arms]]
+) -> tuple[NoiseProbe, Arms]:
     """Make a case's inputs and arms: baseline is the longer one."""
     if isinstance(case.kind, str):
-        kind = rig.kinds[case.kind]
+        kind = workbench.kinds[case.kind]
         if case.share and case.kind not in made:
-            made[case.kind] = longer(rig, kind)
+            made[case.kind] = longer(workbench, kind)
         slow, fast = made[case.kind](case.share) if case.share else (kind[1], kind[1])
     else:
-        kind = (rig.kinds["add"][0], _spinning(rig, case.kind))
-        slow, fast = _spinning(rig, case.kind * (1 + case.share)), kind[1]
+        kind = (workbench.kinds["add"][0], _spinning(workbench, case.kind))
+        slow, fast = _spinning(workbench, case.kind * (1 + case.share)), kind[1]
     return kind, (slow, _busy(fast, case.overhead) if case.overhead else fast)
 
 
-def _spinning(rig: Rig, seconds: float) -> Callable[..., object]:
+def _spinning(workbench: Workbench, seconds: float) -> Callable[..., object]:
     def spun(*args: object) -> object:
-        rig.spin(seconds)
+        workbench.spin(seconds)
         return args[0]
 
     return spun
@@ -161,36 +165,36 @@ def _busy(arm: Any, seconds: float) -> Callable[..., object]:
 
 
 def _ours(
-    rig: Rig, case: Case, kind: Identity, arms: Arms, *, floor: float
+    workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms, *, floor: float
 ) -> tuple[Verdict | None, float | None]:
-    clock: Any = rig.clock
+    clock: Any = workbench.device
     if case.stress == "heated":
-        clock = Heated(clock, rig.heat, rig.random)
+        clock = Heated(clock, workbench.heat, workbench.random)
     # what a spinning kernel reads does not matter
     cache = "cold" if isinstance(case.kind, str) else "warm"
-    said = judged(clock, kind[0], arms, floor, STANDARD, rig.seed(), cache)
+    said = judged(clock, kind[0], arms, floor, STANDARD, workbench.seed(), cache)
     return said.verdict, said.ratio.value if said.ratio else None
 
 
 def _theirs(
-    way: Way, rig: Rig, case: Case, kind: Identity, arms: Arms
+    way: Way, workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms
 ) -> tuple[Verdict | None, float | None]:
     """Time one arm, then the other, on the same inputs; the heater comes before either, or not."""
-    rig.clock.seed(rig.seed())
-    args = kind[0](Bench(rig.clock.device, 0, full=True))
+    workbench.device.seed(workbench.seed())
+    args = kind[0](Bench(workbench.device.torch_device, 0, full=True))
     seconds = []
     for arm in arms:
         call: Call = partial(arm, *args)
         call()  # loads libraries
-        rig.clock.synchronize()
-        if case.stress == "heated" and rig.random.random() < 0.5:
-            rig.heat()
+        workbench.device.synchronize()
+        if case.stress == "heated" and workbench.random.random() < 0.5:
+            workbench.heat()
         seconds.append(way(call))
     ratio = seconds[0] / seconds[1]
     return by_threshold(ratio), ratio
 
 
-def on_gpu(rig: Rig) -> dict[str, Way]:
+def on_gpu(workbench: Workbench) -> dict[str, Way]:
     """Return the other ways on a real GPU, as their users write them.
 
     ``do_bench`` is triton's, by its median; ``events`` the median of 100 event pairs; ``wall``
@@ -223,7 +227,7 @@ def on_gpu(rig: Rig) -> dict[str, Way]:
     try:
         from triton.testing import do_bench
     except ImportError:
-        rig.say("rivals: triton is not installed, so do_bench is left out")
+        workbench.progress("rivals: triton is not installed, so do_bench is left out")
     else:
         ways["do_bench"] = lambda call: float(do_bench(call, return_mode="median")) * 1e-3
     return ways

@@ -21,7 +21,7 @@ from pytest_aiperf.claim.inputs import Claim, Trial
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
-from pytest_aiperf.device.device import Block, Call, Device, Identity
+from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import Bench, Interval, Metric, Mode, Timing, Verdict
@@ -33,7 +33,7 @@ SHORT: Final = replace(STANDARD, max_replicates=12, time_budget_s=0.4)
 LEAD: Final = 1e-6
 """Both arms of a comparison with a longer arm spin at least so long: a kernel is not free."""
 _SIDE, _BURST = 8192, 12  # 12 products of 1.6 ms on an H200: its power cap acts within them
-_KERNELS: Final = Path(__file__).with_name("prove.cu")
+_KERNELS: Final = Path(__file__).with_name("ground_truth.cu")
 
 Arm = Callable[..., object]
 Arms = tuple[Arm, Arm]
@@ -41,37 +41,44 @@ Arms = tuple[Arm, Arm]
 
 
 @dataclass(slots=True)
-class Rig:
-    """What a proof needs of a device beside its clock.
+class Workbench:
+    """A device and the calls whose duration is known or can be controlled on it."""
 
-    ``spin`` takes about so many seconds of the device. ``told`` does as well, and ``waited`` says
-    what one of these took on average since it was last asked, in seconds of a timer that is not the
-    clock's; to tell it takes a little time of its own. ``sweep`` gives a call that reads so many
-    bytes, ``limit`` the bytes a second that device memory can give. ``heat`` makes the device slow
-    for a while. ``claim`` is one real claim, and ``afresh`` its ratio as a process of its own
-    measures it.
-    """
-
-    clock: Device
-    kinds: Mapping[str, Identity]
+    device: Device
+    """The device under check."""
+    kinds: Mapping[str, NoiseProbe]
+    """Inputs and arm of each kind of comparison, by name."""
     claim: tuple[Callable[[Bench], object], Arm, Arm]
+    """One real claim: inputs, baseline and optimized arm."""
     spin: Callable[[float], object]
-    told: Callable[[float], object]
-    waited: Callable[[], float]
+    """Occupy the device for about this many seconds."""
+    timed_spin: Callable[[float], object]
+    """The same, adding the seconds on the GPU's global timer to a running total."""
+    mean_spin_s: Callable[[], float]
+    """Mean seconds per ``timed_spin`` since the last call, on that independent timer."""
     empty: Call
+    """Launch a kernel that does nothing."""
     sweep: Callable[[int], Call]
+    """Make a call that reads this many bytes."""
     limit: Callable[[], float]
+    """Bytes per second that device memory can deliver."""
     heat: Call
-    afresh: Callable[[], float]
-    say: ceilings.SayLine
+    """Slow the device down for a while."""
+    in_fresh_process: Callable[[], float]
+    """The ratio of ``claim`` as a process of its own measures it."""
+    progress: ceilings.SayLine
+    """Print a line of progress."""
     random: random.Random
-    rest: float = 0.7
+    """Source of seeds and orders."""
+    rest_s: float = 0.7
+    """How long the device rests before a comparison on a cold GPU."""
     known_floor: float | None = None
+    """The noise floor, once it has been measured."""
 
     def floor(self) -> float:
         """Return the noise floor, measured once, as a session does."""
         if self.known_floor is None:
-            self.known_floor = noise_floor(self.clock, self.seed(), STANDARD, quiet)
+            self.known_floor = noise_floor(self.device, self.seed(), STANDARD, quiet)
         return self.known_floor
 
     def seed(self) -> int:
@@ -140,7 +147,7 @@ def spreads(timing: Timing) -> tuple[float, float]:
     return apart, math.sqrt(statistics.fmean(within)) if within else 0.0
 
 
-def longer(rig: Rig, kind: Identity) -> Callable[[float], Arms]:
+def longer(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:
     """Return what makes two arms of a kind, the first of which takes a share longer.
 
     Both spin; by how much a longer spin prolongs a call is measured first, in the harness's very
@@ -150,19 +157,21 @@ def longer(rig: Rig, kind: Identity) -> Callable[[float], Arms]:
 
     def spinning(seconds: float) -> Callable[..., object]:
         def spun(*args: object) -> object:
-            rig.spin(seconds)
+            workbench.spin(seconds)
             return arm(*args)
 
         return spun
 
-    rig.clock.seed(0)
-    call = partial(arm, *inputs(Bench(rig.clock.device, 0, full=True)))
-    rig.clock.block([call], Mode.WALL).run()
-    extra = max(2e-6, 0.2 * rig.clock.once(call))
+    workbench.device.seed(0)
+    call = partial(arm, *inputs(Bench(workbench.device.torch_device, 0, full=True)))
+    workbench.device.block([call], Mode.WALL).run()
+    extra = max(2e-6, 0.2 * workbench.device.estimate_s(call))
     del call
     base = spinning(LEAD)
     # the floor plays no part: only the ratio is asked for
-    found = judged(rig.clock, inputs, (spinning(LEAD + extra), base), 0.0, STANDARD, rig.seed())
+    found = judged(
+        workbench.device, inputs, (spinning(LEAD + extra), base), 0.0, STANDARD, workbench.seed()
+    )
     if found.ratio is None or found.ratio.value < 1.05:
         raise InvalidMeasurement("spinning longer did not show: let the GPU cool and run again")
     grown = found.ratio.value - 1
@@ -212,15 +221,15 @@ class _HeatedBlock:
         self._runs[heated].append(math.log(seconds))
         return seconds
 
-    def again(self) -> None:
-        self._block.again()
+    def run_untimed(self) -> None:
+        self._block.run_untimed()
         self.last = self._block.last
 
 
 # a real GPU
 
 
-def kinds() -> dict[str, Identity]:
+def kinds() -> dict[str, NoiseProbe]:
     """Name arms of four kinds: bound by memory, by arithmetic, by both, and by their launch."""
     import torch
 
@@ -247,17 +256,18 @@ def kinds() -> dict[str, Identity]:
     }
 
 
-def on_gpu(clock: Device, say: ceilings.SayLine) -> Rig:
-    """Make the rig of a real GPU: kernels of our own, and torch's."""
+def on_gpu(clock: Device, say: ceilings.SayLine) -> Workbench:
+    """Make the workbench of a real GPU: kernels of our own, and torch's."""
     import torch
 
     assert clock.gpu is not None
     kernels = nvcc.Nvcc([_KERNELS.parent], [clock.gpu.arch])(_KERNELS.name)
     # each once: to look a kernel up takes the host longer than to launch it
-    empty, sweep, spun, telling = (kernels[n] for n in ("empty", "sweep", "spin", "told"))
-    counts = torch.zeros(2, dtype=torch.int64, device=clock.device)
+    names = ("empty", "sweep", "spin", "timed_spin")
+    empty, sweep, launch_spin, launch_timed_spin = (kernels[name] for name in names)
+    counts = torch.zeros(2, dtype=torch.int64, device=clock.torch_device)
 
-    def waited() -> float:
+    def mean_spin_s() -> float:
         clock.synchronize()
         nanoseconds, count = counts.tolist()
         counts.zero_()
@@ -265,24 +275,24 @@ def on_gpu(clock: Device, say: ceilings.SayLine) -> Rig:
         return float(nanoseconds * 1e-9 / max(1, count))
 
     def calibrated(cycles: int) -> float:
-        clock.block([lambda: telling(cycles, counts)], Mode.WALL).run()
-        return cycles / waited()
+        clock.block([lambda: launch_timed_spin(cycles, counts)], Mode.WALL).run()
+        return cycles / mean_spin_s()
 
     calibrated(10_000_000)  # the first finds the GPU asleep
     cycles_per_s = calibrated(100_000_000)
 
     def spin(seconds: float) -> None:
-        spun(round(seconds * cycles_per_s))
+        launch_spin(round(seconds * cycles_per_s))
 
-    def told(seconds: float) -> None:
-        telling(round(seconds * cycles_per_s), counts)
+    def timed_spin(seconds: float) -> None:
+        launch_timed_spin(round(seconds * cycles_per_s), counts)
 
     def sweeping(size: int) -> Call:
-        data = torch.randint(256, (size,), dtype=torch.uint8, device=clock.device)
-        out = torch.zeros(1, dtype=torch.int32, device=clock.device)
+        data = torch.randint(256, (size,), dtype=torch.uint8, device=clock.torch_device)
+        out = torch.zeros(1, dtype=torch.int32, device=clock.torch_device)
         return lambda: sweep(data, size, out)
 
-    a, b = (torch.randn(_SIDE, _SIDE, device=clock.device, dtype=torch.bfloat16) for _ in "ab")
+    a, b = (torch.randn(_SIDE, _SIDE, device=clock.torch_device, dtype=torch.bfloat16) for _ in "ab")
     product = torch.empty_like(a)
     burst = [lambda: torch.mm(a, b, out=product)] * _BURST
     clock.block(burst[:1], Mode.WALL).run()  # its workspace is not to be allocated in a round
@@ -299,24 +309,24 @@ def on_gpu(clock: Device, say: ceilings.SayLine) -> Rig:
 
     known = kinds()
     rows, softmax = known["softmax"]
-    return Rig(
-        clock=clock,
+    return Workbench(
+        device=clock,
         kinds=known,
         claim=(rows, written_out, softmax),
         spin=spin,
-        told=told,
-        waited=waited,
+        timed_spin=timed_spin,
+        mean_spin_s=mean_spin_s,
         empty=empty,
         sweep=sweeping,
         limit=limit,
         heat=lambda: clock.block(burst, Mode.WALL).run(),
-        afresh=_afresh,
-        say=say,
+        in_fresh_process=_in_fresh_process,
+        progress=say,
         random=random.Random(),  # noqa: S311  seeds and orders, not secrets
     )
 
 
-def _afresh() -> float:
+def _in_fresh_process() -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one.json")
         command = [sys.executable, "-m", "pytest_aiperf", "prove", "--only=one", f"--json={path}"]

@@ -11,21 +11,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiperf_selfcheck import checks, ground_truth, other_timers
+from aiperf_selfcheck import record as records
+from aiperf_selfcheck.checks import Scale, fit
+from aiperf_selfcheck.ground_truth import Heated, Judged, Workbench
+from aiperf_selfcheck.other_timers import Answer, Case
 
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
+from pytest_aiperf.claim.stopping_rule import StoppingRule
 from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Interval, Mode, Verdict
-from pytest_aiperf.proving import proofs, prove, rivals, truth
-from pytest_aiperf.proving.proofs import Scale, fit
-from pytest_aiperf.proving.rivals import Answer, Case
-from pytest_aiperf.proving.truth import Heated, Judged, Rig
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(runs=2, aa=8, power=4, drift=1, repeat=3, rivals=4)
 TIMES = {"copy": 60e-6, "gemm": 200e-6, "softmax": 65e-6, "add": 5e-6}
+UNSTOPPED = StoppingRule(
+    target_half_width=0,
+    min_replicates=16,
+    max_replicates=16,
+    rounds_per_replicate=5,
+    time_budget_s=9,
+)
 CALM = Noise(white=0.0005, tail=0, drift=0, ramp=0, throttle_per_s=0, layout=0.0005, jump_chance=0)
 
 
@@ -41,11 +50,11 @@ def taking(seconds):
     return arm
 
 
-def by_blocks(rig):
+def by_blocks(workbench):
     """One of the ways: the median of our own blocks, of one arm after the other."""
 
     def way(call):
-        block = rig.clock.block([call] * 10, Mode.PLAIN)
+        block = workbench.device.block([call] * 10, Mode.PLAIN)
         return statistics.median(block.run() for _ in range(10)) / 10
 
     return way
@@ -68,42 +77,42 @@ class Cache:
         return call
 
 
-def rig(noise=CALM, seed=1, **changes):
-    clock = FakeDevice(FAKE_GPU, noise, seed=seed)
+def workbench(noise=CALM, seed=1, **changes):
+    device = FakeDevice(FAKE_GPU, noise, seed=seed)
     spun, seeds = [], iter(range(100, 200))
 
-    def told(seconds):
+    def timed_spin(seconds):
         spun.append(seconds)
         spend(seconds)
 
-    def waited():
+    def mean_spin_s():
         mean = statistics.fmean(spun) if spun else 0.0
         spun.clear()
         return mean
 
     def heat():
-        clock._wander = 0.03  # and the fake's own drift forgets it, as a GPU cools
+        device._wander = 0.03  # and the fake's own drift forgets it, as a GPU cools
 
-    def afresh():
-        return proofs.one(rig(noise, next(seeds)), TINY)["ratio"]
+    def in_fresh_process():
+        return checks.one(workbench(noise, next(seeds)), TINY)["ratio"]
 
     fields = {
-        "clock": clock,
+        "device": device,
         "kinds": {name: (numbers, taking(seconds)) for name, seconds in TIMES.items()},
         "claim": (numbers, taking(200e-6), taking(100e-6)),
         "spin": spend,
-        "told": told,
-        "waited": waited,
+        "timed_spin": timed_spin,
+        "mean_spin_s": mean_spin_s,
         "empty": lambda: spend(1e-6),
         "sweep": Cache().sweep,
         "limit": lambda: CEILINGS["read"],
         "heat": heat,
-        "afresh": afresh,
-        "say": truth.quiet,
+        "in_fresh_process": in_fresh_process,
+        "progress": ground_truth.quiet,
         "random": random.Random(seed),
-        "rest": 0.0,
+        "rest_s": 0.0,
     }
-    return Rig(**{**fields, **changes})
+    return Workbench(**{**fields, **changes})
 
 
 # arithmetic
@@ -144,7 +153,7 @@ def test_identical_arms_are_counted():
         said(Verdict.INCONCLUSIVE, 1.029, replicate_sd=0, round_sd=0.001),
         Judged(None, None, 1.0),
     ]
-    found = proofs.counted(ones)
+    found = checks.counted(ones)
     assert (found["comparisons"], found["refused"], found["false_alarms"]) == (5, 1, 2)
     assert found["beyond_3_percent"] == 2  # 1 / 0.97 is beyond, too
     assert found["half_width"] == pytest.approx(0.004, rel=0.05)
@@ -154,7 +163,7 @@ def test_identical_arms_are_counted():
 
 
 def test_nothing_to_count_is_no_error():
-    assert proofs.counted([Judged(None, None, 1.0)])["half_width"] is None
+    assert checks.counted([Judged(None, None, 1.0)])["half_width"] is None
 
 
 def test_answers_are_scored():
@@ -166,7 +175,7 @@ def test_answers_are_scored():
         Answer(1.05, Verdict.INCONCLUSIVE, 1.05, 2.0),
         Answer(1.05, None, None, 4.0),
     ]
-    found = rivals.scored(answers)
+    found = other_timers.scored(answers)
     off = [math.log(1.001), math.log(1.05), 0.0, math.log(0.96 / 1.05), 0.0]
     assert (found["identical"], found["different"]) == (2, 4)
     assert (found["false_alarms"], found["seen"]) == (2, 1)  # the wrong way is a false alarm
@@ -181,14 +190,14 @@ def test_answers_are_scored():
     [(1.021, "FASTER"), (1.019, "SAME"), (0.981, "SAME"), (0.979, "SLOWER")],
 )
 def test_a_bare_ratio_is_judged_by_its_threshold(ratio, verdict):
-    assert rivals.by_threshold(ratio) == verdict
+    assert other_timers.by_threshold(ratio) == verdict
 
 
 def test_spreads_tell_replicates_from_rounds():
     calm, laid = (
-        truth.judged(
+        ground_truth.judged(
             FakeDevice(FAKE_GPU, noise, seed=3), numbers, (taking(1e-4),) * 2, 0.0,
-            truth.StoppingRule(target_half_width=0, min_replicates=16, max_replicates=16, rounds_per_replicate=5, time_budget_s=9), 7,
+            UNSTOPPED, 7,
         )
         for noise in (
             Noise(**{**dict.fromkeys(Noise.__slots__, 0.0), "white": 0.004}),
@@ -205,7 +214,7 @@ def test_spreads_tell_replicates_from_rounds():
 
 
 def test_spins_are_timed_as_they_are():
-    found = proofs.spin(rig(Noise.none()), TINY)
+    found = checks.spin(workbench(Noise.none()), TINY)
     for mode in ("graph", "backlog", "plain"):
         assert found[mode]["slope"] == pytest.approx(1, abs=1e-6)
         assert found[mode]["a_call_us"] == pytest.approx(0, abs=1e-4)
@@ -218,10 +227,10 @@ def test_a_clock_that_is_off_is_found_out():
             seconds, last = super().run(calls, mode, layout)
             return 1.002 * seconds + 1e-6 * len(calls), last
 
-    found = proofs.spin(rig(clock=Off(FAKE_GPU, Noise.none())), TINY)
+    found = checks.spin(workbench(device=Off(FAKE_GPU, Noise.none())), TINY)
     assert found["graph"]["slope"] == pytest.approx(1.002, abs=1e-4)
     assert found["graph"]["a_call_us"] == pytest.approx(1, abs=0.01)
-    graph, *_, host = prove.rows({"spin": found})
+    graph, *_, host = records.rows({"spin": found})
     assert graph.holds is False
     assert host.holds is False
 
@@ -233,31 +242,31 @@ def test_a_block_that_ran_twice_does_not_count_twice():
                 call()
             return super().run(calls, mode, layout)
 
-    found = proofs.spin(rig(clock=Twice(FAKE_GPU, Noise.none())), TINY)
+    found = checks.spin(workbench(device=Twice(FAKE_GPU, Noise.none())), TINY)
     assert found["backlog"]["slope"] == pytest.approx(1, abs=1e-6)
 
 
 def test_the_floor_is_that_of_an_empty_kernel():
-    assert proofs.floor(rig(Noise.none()), TINY) == pytest.approx(dict.fromkeys(Mode, 1.0))
+    assert checks.floor(workbench(Noise.none()), TINY) == pytest.approx(dict.fromkeys(Mode, 1.0))
 
 
 def test_rotated_inputs_are_as_cold_as_flushed_ones():
-    found = proofs.flush(rig(Noise.none()), TINY)
+    found = checks.flush(workbench(Noise.none()), TINY)
     assert found["sets"] >= 3
     assert found["as_cold_as_flushed"] == pytest.approx(1)
     assert found["rotated_us"] == pytest.approx(1 + found["bytes"] / 4e12 * 1e6)
     assert found["warm_of_limit"] == pytest.approx(7 / 4.5)
-    assert [row.holds for row in prove.rows({"flush": found})] == [True]
+    assert [row.holds for row in records.rows({"flush": found})] == [True]
 
 
 def test_a_rotation_that_stays_in_the_cache_is_found_out():
-    found = proofs.flush(rig(Noise.none(), sweep=Cache(200 << 20).sweep), TINY)
+    found = checks.flush(workbench(Noise.none(), sweep=Cache(200 << 20).sweep), TINY)
     assert found["as_cold_as_flushed"] < 0.1
-    assert [row.holds for row in prove.rows({"flush": found})] == [False]
+    assert [row.holds for row in records.rows({"flush": found})] == [False]
 
 
 def test_the_modes_agree():
-    found = proofs.modes(rig(Noise.none()), TINY)
+    found = checks.modes(workbench(Noise.none()), TINY)
     assert set(found["us"]) == set(Mode)
     assert found["us"]["graph"] == pytest.approx(60)
     assert found["apart"] == pytest.approx(0)
@@ -275,30 +284,30 @@ def test_an_alarm_is_asked_again(monkeypatch):
 
     def alarmed(_clock, _inputs, _arms, _floor, plan, *_):
         plans.append(plan)
-        first = plan is truth.SHORT or len(plans) < 3
+        first = plan is ground_truth.SHORT or len(plans) < 3
         return said(Verdict.FASTER if first else Verdict.SAME, 1.04)
 
-    monkeypatch.setattr(proofs, "judged", alarmed)
-    found = proofs.aa(rig(known_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
+    monkeypatch.setattr(checks, "judged", alarmed)
+    found = checks.aa(workbench(known_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
     assert (found["false_alarms"], found["confirmed"]) == (3, 1)
-    assert plans == [truth.SHORT, truth.STANDARD] * 3
+    assert plans == [ground_truth.SHORT, ground_truth.STANDARD] * 3
 
 
 def test_comparisons_that_break_keep_those_before(monkeypatch):
     ones = iter([said(Verdict.SAME, 1.0)] * 2)
-    monkeypatch.setattr(proofs, "judged", lambda *_: next(ones))
-    found = proofs.aa(rig(known_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
+    monkeypatch.setattr(checks, "judged", lambda *_: next(ones))
+    found = checks.aa(workbench(known_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
     assert (found["comparisons"], found["broken"]) == (2, "StopIteration: ")
-    first = prove.rows({"aa": found})[0]
+    first = records.rows({"aa": found})[0]
     assert first.found.endswith("; then StopIteration: ")
     assert not first.holds
 
 
 @pytest.mark.parametrize("kind", TIMES)
 def test_an_arm_is_made_longer_by_a_share(kind):
-    here = rig(Noise.none())
-    slow, fast = truth.longer(here, here.kinds[kind])(0.02)
-    clock = here.clock
+    here = workbench(Noise.none())
+    slow, fast = ground_truth.longer(here, here.kinds[kind])(0.02)
+    clock = here.device
     x = np.ones(3)
     took = [clock.block([lambda a=a: a(x)], Mode.PLAIN).run() for a in (slow, fast)]
     assert took[0] / took[1] == pytest.approx(1.02, abs=1e-5)
@@ -306,7 +315,9 @@ def test_an_arm_is_made_longer_by_a_share(kind):
 
 def test_a_spin_that_does_not_show_is_no_proof():
     with pytest.raises(InvalidMeasurement, match="did not show"):
-        truth.longer((here := rig(Noise.none(), spin=lambda _: None)), here.kinds["copy"])
+        ground_truth.longer(
+            (here := workbench(Noise.none(), spin=lambda _: None)), here.kinds["copy"]
+        )
 
 
 def test_slowdowns_are_seen_in_either_direction(record):
@@ -319,7 +330,7 @@ def test_slowdowns_are_seen_in_either_direction(record):
 
 def test_heat_disturbs_medians_one_after_the_other_and_not_rounds():
     noise = dataclasses.replace(CALM, drift=1e-4, drift_s=0.003)
-    found = proofs.drift(rig(noise), Scale(2, 0, 0, 4, 0, 0))
+    found = checks.drift(workbench(noise), Scale(2, 0, 0, 4, 0, 0))
     heated = found["heated"]
     assert heated["comparisons"] == 8
     assert (heated["ours"]["false_alarms"], heated["ours"]["refused"]) == (0, 0)
@@ -351,9 +362,11 @@ def test_one_claim_is_measured_in_several_processes(record):
 
 
 def test_ways_are_held_against_each_other():
-    here = rig(known_floor=0.0)
+    here = workbench(known_floor=0.0)
     cases = (Case(5e-6), Case(5e-6, 0.05), Case("copy", stress="heated"), Case("copy", 0.05))
-    found = rivals.head_to_head(here, cases, {"blocks": by_blocks(here), "blind": lambda _: 1.0})
+    found = other_timers.head_to_head(
+        here, cases, {"blocks": by_blocks(here), "blind": lambda _: 1.0}
+    )
     assert set(found["ways"]) == {"ours", "blocks", "blind"}
     assert found["ways"]["ours"]["seen"] == 2
     assert found["ways"]["ours"]["false_alarms"] == 0
@@ -368,9 +381,9 @@ def test_ways_are_held_against_each_other():
 
 
 def test_ten_cases_are_identical_and_ten_are_not_and_names_are_distinct():
-    assert len(rivals.CASES) == len({str(case) for case in rivals.CASES}) == 20
-    assert sum(case.share == 0 for case in rivals.CASES) == 10
-    assert {case.kind for case in rivals.CASES if isinstance(case.kind, str)} <= set(TIMES)
+    assert len(other_timers.CASES) == len({str(case) for case in other_timers.CASES}) == 20
+    assert sum(case.share == 0 for case in other_timers.CASES) == 10
+    assert {case.kind for case in other_timers.CASES if isinstance(case.kind, str)} <= set(TIMES)
 
 
 # the record
@@ -397,27 +410,33 @@ def test_each_part_is_kept_and_one_that_breaks_costs_no_other(monkeypatch):
         raise RuntimeError("CUDA error: an illegal address\nmore")
 
     alone, kept, told = Alone(), {}, []
-    monkeypatch.setattr(prove, "PARTS", {**prove.PARTS, "flush": breaks})
-    monkeypatch.setattr(prove, "QUICK", TINY)
+    monkeypatch.setattr(records, "PARTS", {**records.PARTS, "flush": breaks})
+    monkeypatch.setattr(records, "QUICK", TINY)
     names = ("floor", "flush", "modes")
-    prove.run(names, rig, alone, kept.__setitem__, told.append, quick=True)
+    records.run(names, workbench, alone, kept.__setitem__, told.append, quick=True)
     assert list(kept) == list(names)
     assert kept["flush"]["failed"] == "RuntimeError: CUDA error: an illegal address"
     assert kept["modes"]["quick"] is True
-    assert alone.turns == 4  # one to make the rig
+    assert alone.turns == 4  # one to make the workbench
     assert any("Traceback" in line for line in told)
-    assert [row.holds for row in prove.rows(kept)] == [None, False, None]
+    assert [row.holds for row in records.rows(kept)] == [None, False, None]
 
 
 def test_processes_take_the_lease_themselves(monkeypatch):
     alone, kept = Alone(), {}
 
-    def afresh():
+    def in_fresh_process():
         assert not alone.held
         return 2.0
 
-    monkeypatch.setattr(prove, "FULL", TINY)
-    prove.run(("repeat",), lambda: rig(afresh=afresh), alone, kept.__setitem__, truth.quiet)
+    monkeypatch.setattr(records, "FULL", TINY)
+    records.run(
+        ("repeat",),
+        lambda: workbench(in_fresh_process=in_fresh_process),
+        alone,
+        kept.__setitem__,
+        ground_truth.quiet,
+    )
     assert kept["repeat"]["ratio"] == pytest.approx(2)
 
 
@@ -425,49 +444,49 @@ def test_an_interrupt_keeps_what_has_ended(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prove, "FULL", TINY)
-    monkeypatch.setattr(prove, "PARTS", {**prove.PARTS, "aa": interrupted})
-    record = prove.Record(FAKE_GPU, tmp_path / "proof.json")
+    monkeypatch.setattr(records, "FULL", TINY)
+    monkeypatch.setattr(records, "PARTS", {**records.PARTS, "aa": interrupted})
+    record = records.Record(FAKE_GPU, tmp_path / "proof.json")
     with pytest.raises(KeyboardInterrupt):
-        prove.run(("floor", "aa"), rig, Alone(), record.keep, truth.quiet)
-    assert list(prove.read(tmp_path / "proof.json")["parts"]) == ["floor"]
+        records.run(("floor", "aa"), workbench, Alone(), record.keep, ground_truth.quiet)
+    assert list(records.read(tmp_path / "proof.json")["parts"]) == ["floor"]
 
 
 def test_parts_of_the_same_machine_stay_in_the_record(tmp_path):
     path = tmp_path / "proof.json"
-    prove.Record(FAKE_GPU, path).keep("floor", {"graph": 0.123456789})
-    prove.Record(FAKE_GPU, path).keep("spin", {"slope": [1.0]})
-    content = prove.read(path)
+    records.Record(FAKE_GPU, path).keep("floor", {"graph": 0.123456789})
+    records.Record(FAKE_GPU, path).keep("spin", {"slope": [1.0]})
+    content = records.read(path)
     assert content["parts"] == {"spin": {"slope": [1.0]}, "floor": {"graph": 0.12346}}
     assert content["gpu"]["uuid"] == ""
-    other = FakeDevice(None).gpu or prove.replace(FAKE_GPU, driver="1")
-    prove.Record(other, path).keep("aa", {})
-    assert list(prove.read(path)["parts"]) == ["aa"]
+    other = FakeDevice(None).gpu or records.replace(FAKE_GPU, driver="1")
+    records.Record(other, path).keep("aa", {})
+    assert list(records.read(path)["parts"]) == ["aa"]
 
 
 def test_what_is_no_record_is_refused(tmp_path):
     (path := tmp_path / "x.json").write_text('{"schema": 2, "parts": {}}')
     with pytest.raises(UsageError, match="no proof of schema 1"):
-        prove.read(path)
+        records.read(path)
 
 
 def test_unknown_parts_are_refused():
-    assert prove.chosen(None) == prove.ALL
-    assert prove.chosen("spin, aa") == ("spin", "aa")
-    assert "one" not in prove.ALL
+    assert records.parts_named(None) == records.ALL
+    assert records.parts_named("spin, aa") == ("spin", "aa")
+    assert "one" not in records.ALL
     with pytest.raises(UsageError, match="no part is called 'spins'"):
-        prove.chosen("spins")
+        records.parts_named("spins")
 
 
 @pytest.fixture(scope="module")
 def record():
     """Prove all that can be proven on the fake device."""
-    made = {name: part for name, part in prove.PARTS.items() if name != "rivals"}
-    here = rig(dataclasses.replace(CALM, white=5e-5, layout=5e-5))
+    made = {name: part for name, part in records.PARTS.items() if name != "rivals"}
+    here = workbench(dataclasses.replace(CALM, white=5e-5, layout=5e-5))
     found = {name: {"date": "2026-11-22", **part(here, TINY)} for name, part in made.items()}
-    cases = rivals.head_to_head(here, rivals.CASES[:2], {"blocks": by_blocks(here)})
+    cases = other_timers.head_to_head(here, other_timers.CASES[:2], {"blocks": by_blocks(here)})
     found["rivals"] = {"date": "2026-11-21", **cases}
-    path = prove.Record(FAKE_GPU, None)
+    path = records.Record(FAKE_GPU, None)
     for name, figures in found.items():
         path.keep(name, figures)
     return path.content
@@ -479,9 +498,9 @@ def test_a_record_is_small_strict_json(record):
 
 
 def test_all_parts_have_their_lines(record):
-    rows = prove.rows(record["parts"])
+    rows = records.rows(record["parts"])
     assert [row.proof for row in rows if row.holds is False] == []
-    shown = "\n".join(prove.lines(record["parts"]))
+    shown = "\n".join(records.lines(record["parts"]))
     for word in ("graph", "nothing", "MiB", "0.5 % slower", "heated", "3 processes", "identical"):
         assert word in shown
     assert "| ours " in shown
@@ -493,7 +512,7 @@ def test_figures_that_miss_what_is_wanted_do_not_hold(record):
     repeat = {**record["parts"]["repeat"], "sd": 0.006}
     heated = {"ours": {"false_alarms": 0, "refused": 2, "sd": None}}
     drift = {"heated": {**record["parts"]["drift"]["heated"], **heated}}  # all of them refused
-    rows = prove.rows({"aa": aa, "repeat": repeat, "drift": drift})
+    rows = records.rows({"aa": aa, "repeat": repeat, "drift": drift})
     assert [row.holds for row in rows] == [False, False, True, False, False]
 
 
@@ -515,7 +534,7 @@ def test_a_readme_gets_its_section(tmp_path, record, capsys):
 
 
 def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
-    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.gpus", lambda _: [])
+    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.gpus", lambda _: [])
     assert main(["prove"]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
@@ -523,20 +542,20 @@ def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
 def test_the_command_prints_and_keeps(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.gpus", lambda _: [FAKE_GPU])
-    monkeypatch.setattr("pytest_aiperf.commands.CudaMachine.clock", lambda *_: None)
-    monkeypatch.setattr(truth, "on_gpu", lambda _, say: rig(say=say))
+    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.gpus", lambda _: [FAKE_GPU])
+    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.open_device", lambda *_: None)
+    monkeypatch.setattr(ground_truth, "on_gpu", lambda _, progress: workbench(progress=progress))
     path = tmp_path / "proof.json"
     assert main(["prove", "--only=floor,repeat", "--quick", f"--json={path}"]) == 0
     out, err = capsys.readouterr()
     assert "| a kernel that does nothing " in out
     assert "repeat: 2 of 2: " in err
-    assert list(prove.read(path)["parts"]) == ["floor", "repeat"]
+    assert list(records.read(path)["parts"]) == ["floor", "repeat"]
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prove, "PARTS", {**prove.PARTS, "aa": interrupted})
+    monkeypatch.setattr(records, "PARTS", {**records.PARTS, "aa": interrupted})
     assert main(["prove", "--only=floor,aa"]) == 1
     out, err = capsys.readouterr()
     assert "| a kernel that does nothing " in out
@@ -563,7 +582,7 @@ def test_a_gpus_rig_calibrates_its_spins(monkeypatch):
         seen.append(cycles)
         spend(cycles / 2e9)
 
-    def told(cycles, counts):
+    def timed_spin(cycles, counts):
         spin(cycles)
         counts[0] += round(cycles / 2)
         counts[1] += 1
@@ -577,22 +596,24 @@ def test_a_gpus_rig_calibrates_its_spins(monkeypatch):
 
     kernels = {
         "spin": spin,
-        "told": told,
+        "timed_spin": timed_spin,
         "empty": lambda: None,
         "sweep": lambda data, size, _: spend(size),
     }
-    monkeypatch.setattr(truth.nvcc, "Nvcc", lambda *_: lambda _: Kernels(kernels))
-    monkeypatch.setattr(truth, "_SIDE", 8)
-    monkeypatch.setattr(truth.ceilings, "known", lambda _clock, names, _say: {names[0]: 4e12})
-    here = truth.on_gpu(FakeDevice(FAKE_GPU, Noise.none()), truth.quiet)
+    monkeypatch.setattr(ground_truth.nvcc, "Nvcc", lambda *_: lambda _: Kernels(kernels))
+    monkeypatch.setattr(ground_truth, "_SIDE", 8)
+    monkeypatch.setattr(
+        ground_truth.ceilings, "known", lambda _clock, names, _say: {names[0]: 4e12}
+    )
+    here = ground_truth.on_gpu(FakeDevice(FAKE_GPU, Noise.none()), ground_truth.quiet)
     assert len(looked_up) == 4  # which takes the host longer than a launch: never in a call
-    here.told(5e-6)
-    here.told(15e-6)
+    here.timed_spin(5e-6)
+    here.timed_spin(15e-6)
     here.spin(1e-6)
     assert seen[-3:] == [10_000, 30_000, 2_000]
-    assert here.waited() == pytest.approx(10e-6)
-    assert here.waited() == 0  # asked anew
-    assert here.clock.block([here.sweep(3)], Mode.PLAIN).run() == 3
+    assert here.mean_spin_s() == pytest.approx(10e-6)
+    assert here.mean_spin_s() == 0  # asked anew
+    assert here.device.block([here.sweep(3)], Mode.PLAIN).run() == 3
     assert here.limit() == 4e12
     here.heat()
     assert set(here.kinds) == set(TIMES)
@@ -609,21 +630,21 @@ def test_a_process_of_its_own_measures_one_claim(monkeypatch, works):
             Path(path).write_text('{"parts": {"one": {"ratio": 2.5}}}')
         return subprocess.CompletedProcess(command, 0, "", "no GPU\n")
 
-    monkeypatch.setattr(truth.subprocess, "run", ran)
+    monkeypatch.setattr(ground_truth.subprocess, "run", ran)
     if works:
-        assert truth._afresh() == 2.5
+        assert ground_truth._in_fresh_process() == 2.5
     else:
         with pytest.raises(AiperfError, match="failed and said: no GPU"):
-            truth._afresh()
+            ground_truth._in_fresh_process()
 
 
 def test_the_kernels_build_and_take_what_they_are_given():
-    source = truth._KERNELS
+    source = ground_truth._KERNELS
     made = build(source, "sm90")
     kernels = Kernels(source.name, source.read_text(), made.path)
     assert {name: kernels[name].text.partition("(")[2] for name in kernels} == {
         "spin": "long long cycles, cudaStream_t stream)",
-        "told": "long long cycles, unsigned long long* told, cudaStream_t stream)",
+        "timed_spin": "long long cycles, unsigned long long* totals, cudaStream_t stream)",
         "empty": "cudaStream_t stream)",
         "sweep": "const void* in, size_t bytes, unsigned* out, cudaStream_t stream)",
     }

@@ -1,0 +1,1 @@
+"""Checks of pytest-aiperf itself against comparisons whose right answer is known."""

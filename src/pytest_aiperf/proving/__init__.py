@@ -1,1 +1,0 @@
-"""What the plugin says where the truth is known."""
