@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
-from pytest_aiperf.claim.measure import ClaimContext, run
+from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import StoppingRule
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
@@ -19,7 +19,7 @@ from pytest_aiperf.model import Expectation, Outcome, Result
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
-PLAN = StoppingRule(
+RULE = StoppingRule(
     target_half_width=0.05,
     min_replicates=6,
     max_replicates=8,
@@ -84,19 +84,19 @@ def measure_entry(
         fake = FakeDevice(FAKE_GPU, STEADY, entry.faults, seed=5)
         clock = HostDevice() if entry.clock == "host" else fake
     claim = a_claim(**entry.make(**fixtures))
-    case = ClaimContext(
-        blank=BLANK,
-        clock=clock,
+    context = ClaimContext(
+        record=BLANK,
+        device=clock,
         # without the lock, other work could delay the check until a late arm has finished
-        lease=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock(),
-        plan=PLAN,
-        say=_no_progress(),
-        floor=lambda _: 0.002,
-        expected=lambda _: Expectation(),
-        code=lambda: "c0de",
-        ceilings=lambda clock: clock.ceilings(_no_progress()),
+        lock=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock(),
+        rule=RULE,
+        progress=_no_progress(),
+        noise_floor=0.002,
+        ceilings=clock.ceilings(_no_progress()),
+        expectation=Expectation(),
+        code="c0de",
     )
-    return run(claim, case)
+    return measure_claim(claim, context)
 
 
 def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pytest_aiperf import Work
 from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.inputs import SEEDS
-from pytest_aiperf.claim.measure import ClaimContext, run
+from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
 from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, WrongResult
@@ -18,39 +18,41 @@ from tests.plugin.claims import a_claim, doubling
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
 
 
-class Turns:
-    """A lease that writes down who has what."""
+class LoggingLock:
+    """A GPU lock that records how it is entered."""
 
     waited = 0.0
 
     def __init__(self):
         self.log = []
 
-    def _turn(self, name):
+    def _scope(self, name):
         @contextmanager
-        def turn():
+        def scope():
             self.log.append(name)
             yield
 
-        return turn
+        return scope
 
     def __getattr__(self, name):
-        return self._turn(name)
+        return self._scope(name)
 
 
-def a_case(**changes):
+def a_context(**changes):
     noise = replace(Noise.none(), white=0.001)
-    case = ClaimContext(
-        blank=BLANK,
-        clock=FakeDevice(FAKE_GPU, noise),
-        lease=Turns(),
-        plan=STANDARD,
-        say=lambda *_a, **_k: None,
-        floor=lambda clock: 0.002,
-        expected=lambda code: Expectation(),
-        code=lambda: "c0de",
+    device = FakeDevice(FAKE_GPU, noise)
+    context = ClaimContext(
+        record=BLANK,
+        device=device,
+        lock=LoggingLock(),
+        rule=STANDARD,
+        progress=lambda *_a, **_k: None,
+        noise_floor=0.002,
+        ceilings={},
+        expectation=Expectation(),
+        code="c0de",
     )
-    return replace(case, **changes)
+    return replace(context, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +61,12 @@ def not_interpreted(monkeypatch):
 
 
 def test_a_record_leaves_out_what_others_were_waited_for():
-    class Crowded(Turns):
+    class Crowded(LoggingLock):
         def __getattr__(self, name):
             self.waited += 1000.0
             return super().__getattr__(name)
 
-    result, _ = run(a_claim(), a_case(lease=Crowded()))
+    result, _ = measure_claim(a_claim(), a_context(lock=Crowded()))
     assert result.seconds < 0  # here the waiting took no time
 
 
@@ -76,7 +78,7 @@ def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         return claim.inputs(bench)
 
-    result, problem = run(replace(claim, inputs=flips), a_case())
+    result, problem = measure_claim(replace(claim, inputs=flips), a_context())
     assert result.outcome is Outcome.INVALID
     assert "OMP_NUM_THREADS: 4 -> 1" in str(problem)
 
@@ -100,8 +102,8 @@ def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, fl
 
 
 def test_a_claim_that_holds():
-    case = a_case()
-    result, problem = run(a_claim(library=doubling(150)), case)
+    context = a_context()
+    result, problem = measure_claim(a_claim(library=doubling(150)), context)
     assert problem is None
     assert (result.outcome, result.verdict) == (Outcome.PASSED, Verdict.FASTER)
     assert result.speedup.low < 2 < result.speedup.high
@@ -110,25 +112,25 @@ def test_a_claim_that_holds():
 
 
 def test_it_prepares_with_others_and_times_alone():
-    case = a_case()
-    run(a_claim(metric=("device", "wall")), case)
+    context = a_context()
+    measure_claim(a_claim(metric=("device", "wall")), context)
     # a turn for the work, one to learn the contract, one for each seed; then each metric is made
     # ready, timed and challenged; then all is verified, and explained
-    turns = ["prepare"] * (2 + SEEDS)
-    for timed in ("time_device", "time_host"):
-        turns += ["prepare", timed, "prepare"]
-    assert case.lease.log == [*turns, "prepare", "prepare"]
+    turns = ["shared"] * (2 + SEEDS)
+    for timed in ("exclusive_gpu", "exclusive_host"):
+        turns += ["shared", timed, "shared"]
+    assert context.lock.log == [*turns, "shared", "shared"]
 
 
 def test_what_makes_inputs_has_ended_before_another_has_its_turn():
-    case = a_case()
+    context = a_context()
 
     class Watched(FakeDevice):
         def synchronize(self):
-            case.lease.log.append("wait")
+            context.lock.log.append("wait")
 
-    run(a_claim(), replace(case, clock=Watched(FAKE_GPU, Noise.none())))
-    assert case.lease.log[:3] == ["prepare", "wait", "prepare"]
+    measure_claim(a_claim(), replace(context, device=Watched(FAKE_GPU, Noise.none())))
+    assert context.lock.log[:3] == ["shared", "wait", "shared"]
 
 
 def test_memory_that_others_had_is_asked_for_again_alone():
@@ -143,11 +145,11 @@ def test_memory_that_others_had_is_asked_for_again_alone():
             raise OutOfMemoryError
         return doubling(100)(x)
 
-    case = a_case()
-    result, _ = run(a_claim(optimized=crowded), case)
+    context = a_context()
+    result, _ = measure_claim(a_claim(optimized=crowded), context)
     # the third turn found no memory; then replicates are prepared, timed, challenged and so on
-    turns = [*["prepare"] * 3, "time_device", "prepare", "time_device", *["prepare"] * 3]
-    assert case.lease.log == turns
+    turns = [*["shared"] * 3, "exclusive_gpu", "shared", "exclusive_gpu", *["shared"] * 3]
+    assert context.lock.log == turns
     assert result.outcome is Outcome.PASSED
 
 
@@ -155,18 +157,18 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
     class OutOfMemoryError(RuntimeError):
         pass
 
-    case, calls = a_case(), []
+    context, calls = a_context(), []
 
     def greedy(x):
-        calls.append(case.lease.log[-1])
-        if case.lease.log.count("time_device") == 1 and calls.count("prepare") == 6:
+        calls.append(context.lock.log[-1])
+        if context.lock.log.count("exclusive_gpu") == 1 and calls.count("shared") == 6:
             raise OutOfMemoryError
         return reference(x)
 
     reference = a_claim().reference
-    result, problem = run(a_claim(reference=greedy), case)
+    result, problem = measure_claim(a_claim(reference=greedy), context)
     assert problem is None
-    assert case.lease.log[-5:] == ["time_device", *["prepare"] * 2, "time_device", "prepare"]
+    assert context.lock.log[-5:] == ["exclusive_gpu", *["shared"] * 2, "exclusive_gpu", "shared"]
     assert result.outcome is Outcome.PASSED
 
 
@@ -180,7 +182,7 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
     ],
 )
 def test_what_becomes_of_claims_that_do_not_hold(words, outcome, kind):
-    result, problem = run(a_claim(**words), a_case())
+    result, problem = measure_claim(a_claim(**words), a_context())
     assert result.outcome is outcome
     assert isinstance(problem, kind)
     assert str(problem) == result.message
@@ -195,22 +197,22 @@ def test_a_wrong_result_says_more_than_a_disturbed_round():
         return result if len(calls) < 30 else x
 
     clock = FakeDevice(FAKE_GPU, Noise.none(), faults=[Fault(100, "throttle", blocks=10_000)])
-    result, problem = run(a_claim(optimized=tires), a_case(clock=clock))
+    result, problem = measure_claim(a_claim(optimized=tires), a_context(device=clock))
     assert isinstance(problem, WrongResult)
     assert result.outcome is Outcome.FAILED
 
 
 def test_a_debugging_environment_measures_nothing(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    result, _ = run(a_claim(), a_case())
+    result, _ = measure_claim(a_claim(), a_context())
     assert result.outcome is Outcome.INVALID
     assert "CUDA_LAUNCH_BLOCKING" in result.message
 
 
 def test_recorded_figures_of_what_a_caller_waits_for_are_not_compared():
     recorded = Recorded((9.0, 9.5, 9.9), 3, "c0de", "torch 2", "2026-01-01")
-    case = a_case(expected=lambda code: Expectation(recorded=recorded, key="h200"))
-    assert run(a_claim(metric="wall"), case)[0].outcome is Outcome.PASSED
-    lost, _ = run(a_claim(), case)
+    context = a_context(expectation=Expectation(recorded=recorded, key="h200"))
+    assert measure_claim(a_claim(metric="wall"), context)[0].outcome is Outcome.PASSED
+    lost, _ = measure_claim(a_claim(), context)
     assert lost.outcome is Outcome.FAILED
     assert "dropped below the recorded 9.5x" in lost.message

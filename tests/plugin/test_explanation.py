@@ -8,14 +8,14 @@ import torch
 
 from pytest_aiperf import Score, Work, prepared
 from pytest_aiperf.claim import explanation
-from pytest_aiperf.claim.measure import check, run
+from pytest_aiperf.claim.measure import check_claim, measure_claim
 from pytest_aiperf.device.fake import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
 from pytest_aiperf.rules import evidence
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
-from tests.plugin.test_compare import a_case
+from tests.plugin.test_compare import BLANK, a_context
 
 WORK = Work(read=2e08, written=2e08)  # in 100 us 4 TB/s, in 200 us 2 TB/s
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 9e12}
@@ -27,9 +27,9 @@ def not_interpreted(monkeypatch):
 
 
 def explained(**words):
-    changes = {name: words.pop(name) for name in ("expected", "clock") if name in words}
-    case = a_case(ceilings=lambda clock: CEILINGS, **changes)
-    return run(a_claim(**{"work": lambda x: WORK} | words), case)
+    changes = {name: words.pop(name) for name in ("expectation", "device") if name in words}
+    context = a_context(ceilings=CEILINGS, **changes)
+    return measure_claim(a_claim(**{"work": lambda x: WORK} | words), context)
 
 
 def twice(x):
@@ -67,7 +67,7 @@ def test_the_share_that_is_required_is_held_with_its_lower_end():
     assert 0.9 * typical < low < typical
 
     def requiring(share):
-        return explained(expected=lambda code: Expectation(Require(share=share)))[0]
+        return explained(expectation=Expectation(Require(share=share)))[0]
 
     assert requiring(0.9).outcome is Outcome.PASSED
     lost = requiring(0.99)
@@ -127,8 +127,8 @@ def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
         def trace(self, call):
             raise RuntimeError("CUPTI is taken\nby somebody")
 
-    clock = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
-    said, problem = explained(clock=clock, evidence=[evidence.launches(max=1)])
+    device = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
+    said, problem = explained(device=device, evidence=[evidence.launches(max=1)])
     assert problem is None
     assert said.notes[0] == "baseline was not looked into: RuntimeError: CUPTI is taken"
     assert said.evidence[0].value is None
@@ -156,16 +156,16 @@ def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks()
 
 def test_a_metric_that_is_only_shown_cannot_take_the_judged_one_with_it():
     class Unsteady(FakeDevice):
-        def sense(self):
-            return replace(super().sense(), event_reasons=0x20)
+        def telemetry(self):
+            return replace(super().telemetry(), event_reasons=0x20)
 
-    clock = Unsteady(FAKE_GPU, replace(Noise.none(), white=0.001))
+    device = Unsteady(FAKE_GPU, replace(Noise.none(), white=0.001))
     arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
-    said, problem = explained(**arms, metric=("memory", "wall"), clock=clock)
+    said, problem = explained(**arms, metric=("memory", "wall"), device=device)
     assert problem is None
     assert (said.timing.metric, said.also) == (Metric.MEMORY, ())
     assert said.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
-    _, problem = explained(**arms, metric=("wall", "memory"), clock=clock)
+    _, problem = explained(**arms, metric=("wall", "memory"), device=device)
     assert isinstance(problem, InvalidMeasurement)
 
 
@@ -183,10 +183,10 @@ def test_prepared_arms_are_not_counted():
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
-    clock = FakeDevice(None)
-    check(a_claim(optimized=arm, **words), clock)
+    device = FakeDevice(None)
+    check_claim(a_claim(optimized=arm, **words), device, BLANK)
     with pytest.raises(ClaimNotMet, match="has 2 launches a call"):
-        check(a_claim(optimized=lambda x: x * 1 * 2, **words), clock)
+        check_claim(a_claim(optimized=lambda x: x * 1 * 2, **words), device, BLANK)
 
 
 def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
@@ -209,7 +209,7 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
     monkeypatch.setattr(explanation.triton_launches, "count", lambda *_: counted)
     monkeypatch.setattr(explanation.triton_build, "compile_apart", refuse)
     words = {"inputs": lambda bench: torch.randn(4), "evidence": [evidence.opcode("HGMMA", "k")]}
-    check(a_claim(**words), FakeDevice(None))
+    check_claim(a_claim(**words), FakeDevice(None), BLANK)
 
 
 def test_evidence_for_each_byte_needs_the_bytes():

@@ -101,80 +101,95 @@ def claim_of(
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Where a claim stands in the session; the fixture binds it."""
+    """Everything that measuring a claim takes from its session."""
 
-    blank: Result
-    clock: Device
-    lease: GpuLock
-    plan: StoppingRule
-    say: Progress
-    floor: Callable[[Device], float]
-    expected: Callable[[str], Expectation]
-    code: Callable[[], str]
+    record: Result
+    """The claim's record so far: its identity, its seed and the versions of its stack."""
+    device: Device
+    """Device on which the arms are timed."""
+    lock: GpuLock
+    """Lock of the claim's GPUs and of the host; not held when the claim starts."""
+    rule: StoppingRule
+    """How precisely the judged metric is measured."""
+    progress: Progress
+    """Callback that reports phases and figures to the live display."""
+    noise_floor: float
+    """Relative difference that an A/A comparison shows in this session (:func:`noise_floor`)."""
+    ceilings: Mapping[str, float]
+    """This device's limits by name; needed only by claims with ``work``."""
+    expectation: Expectation
+    """Entry of expectations.yaml for this claim, GPU and code."""
+    code: str
+    """Hash of the claim's source code (:func:`source_hash.identity`)."""
     builds: Sequence[Build] = ()
-    ceilings: Callable[[Device], Mapping[str, float]] = lambda _: {}
+    """CUDA builds that the claim uses."""
 
 
-def check(
+def check_claim(
     claim: Claim,
-    clock: Device | None,
+    device: Device | None,
+    record: Result,
     *,
     builds: Sequence[Build] = (),
     archs: Sequence[str] = (),
-) -> tuple[Error, ...]:
-    """Agreement at small sizes, and what evidence can be looked at; nothing is timed.
+) -> Result:
+    """Check agreement at check sizes, and the evidence that needs no GPU; return the record.
 
-    Without a clock the arms cannot run here, and only their builds are looked at.
+    Without a ``device`` the arms cannot run here, and only their builds are checked.
     """
-    if clock is None:
+    agreement: tuple[Error, ...] = ()
+    if device is None:
         explanation.check(claim, builds, None, archs)
-        return ()
-    with uncompiled():
-        trial = Trial(claim, clock, 1, full=False, say=lambda *_a, **_k: None)
-        errors = trial.agreement()
-        explanation.check(claim, builds, trial, archs)
-    return errors
+    else:
+        with uncompiled():
+            trial = Trial(claim, device, 1, full=False, say=lambda *_a, **_k: None)
+            agreement = trial.agreement()
+            explanation.check(claim, builds, trial, archs)
+    return replace(record, against=claim.against, outcome=Outcome.PASSED, agreement=agreement)
 
 
-def run(claim: Claim, case: ClaimContext) -> tuple[Result, AiperfError | None]:
-    """Measure a claim and judge it: its record, and what is to be raised of it."""
-    started = time.monotonic() - case.lease.waited
+def failed(record: Result, why: AiperfError) -> Result:
+    """Return the record of a claim that ended with an error."""
+    outcomes = {WrongResult: Outcome.FAILED, InvalidMeasurement: Outcome.INVALID}
+    return replace(record, outcome=outcomes.get(type(why), Outcome.ERROR), message=str(why))
+
+
+def measure_claim(claim: Claim, case: ClaimContext) -> tuple[Result, AiperfError | None]:
+    """Measure a claim and judge it; return its record and the error to raise."""
+    started = time.monotonic() - case.lock.waited
     result = replace(
-        case.blank,
+        case.record,
         against=claim.against,
-        code=case.code(),
-        gpu=case.clock.gpu,
+        code=case.code,
+        gpu=case.device.gpu,
         kernels=tuple(kernel for made in case.builds for kernel in made.kernels),
     )
     problem: AiperfError | None = None
     try:
-        trial = Trial(claim, case.clock, result.seed, full=True, say=case.say)
-        result, ceilings = _measured(trial, case, result)
-        case.say("explaining")
-        with case.lease.shared():
-            result = explanation.explain(trial, result, case.builds, ceilings)
+        _refuse_debug_environment()
+        trial = Trial(claim, case.device, result.seed, full=True, say=case.progress)
+        result = _measured(trial, case, result)
+        case.progress("explaining")
+        with case.lock.shared():
+            result = explanation.explain(trial, result, case.builds, case.ceilings)
         explanation.hold_limits(result)
-    except WrongResult as why:
-        result, problem = replace(result, outcome=Outcome.FAILED, message=str(why)), why
-    except InvalidMeasurement as why:
-        result, problem = replace(result, outcome=Outcome.INVALID, message=str(why)), why
     except AiperfError as why:
-        result, problem = replace(result, outcome=Outcome.ERROR, message=str(why)), why
+        result, problem = failed(result, why), why
     else:
         result = _judged(result, case)
         if result.outcome is not Outcome.PASSED:
             problem = ClaimNotMet(result.message)
-    spent = time.monotonic() - case.lease.waited - started
+    spent = time.monotonic() - case.lock.waited - started
     return replace(result, seconds=spent), problem
 
 
-def _measured(
-    trial: Trial, case: ClaimContext, result: Result
-) -> tuple[Result, Mapping[str, float]]:
-    claim = trial.claim
-    problem = validity.environment_problem(os.environ)
-    if problem:
+def _refuse_debug_environment() -> None:
+    if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
+
+
+def _measured(trial: Trial, case: ClaimContext, result: Result) -> Result:
+    claim = trial.claim
 
     def prepare(turn: Turn) -> tuple[Work | None, tuple[Error, ...]]:
         with turn():
@@ -183,20 +198,18 @@ def _measured(
             work = claim.work(*args) if claim.work else None
             del args
             trial.hold_settings()
-            case.clock.synchronize()  # or what makes inputs would still run in another's turn
+            case.device.synchronize()  # or what makes inputs would still run in another's turn
         return work, trial.agreement(turn)
 
     work, agreement = _uncrowded(case, prepare)
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in claim.metrics:
-        alone = case.lease.exclusive_host if metric is Metric.WALL else case.lease.exclusive_gpu
+        alone = case.lock.exclusive_host if metric is Metric.WALL else case.lock.exclusive_gpu
         # what is only shown beside the judged figure need not be known as well
-        measurement = Measurement(trial, metric, QUICK if timings else case.plan)
+        measurement = Measurement(trial, metric, QUICK if timings else case.rule)
         _uncrowded(case, partial(_in_turn, measurement.prepare))
         with alone():
-            floor = case.floor(case.clock)
-            ceilings = case.ceilings(case.clock) if claim.work else {}
             try:
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
@@ -204,20 +217,19 @@ def _measured(
                     trial.verify()  # a wrong result says more than a disturbed round
                     raise
                 notes.append(f"{metric} is not shown: {why}")
-            case.clock.release()  # while alone: freeing memory would show in the next claim
+            case.device.release()  # while alone: freeing memory would show in the next claim
         _uncrowded(case, partial(_in_turn, measurement.challenge))
-    case.say("verifying")
+    case.progress("verifying")
     _uncrowded(case, partial(_in_turn, trial.verify))
     timing = timings[0]
     result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
-    result = replace(
+    return replace(
         result,
         notes=tuple(notes),
-        floor=floor if timing.metric in (Metric.DEVICE, Metric.WALL) else 0.0,
+        floor=case.noise_floor if timing.metric in (Metric.DEVICE, Metric.WALL) else 0.0,
         speedup=speedup(timing),
         library=speedup(timing, of="library") if "library" in claim.arms else None,
     )
-    return result, ceilings
 
 
 def _in_turn(step: Callable[[], None], turn: Turn) -> None:
@@ -228,23 +240,22 @@ def _in_turn(step: Callable[[], None], turn: Turn) -> None:
 def _uncrowded(case: ClaimContext, step: Callable[[Turn], T]) -> T:
     """Do a step beside others, and where they leave too little memory for it, once more alone."""
     try:
-        return step(case.lease.shared)
+        return step(case.lock.shared)
     except Exception as why:
         if not is_out_of_memory(why):
             raise
-    case.clock.release()
-    with case.lease.exclusive_gpu():  # alone it is the claim's own fault
+    case.device.release()
+    with case.lock.exclusive_gpu():  # alone it is the claim's own fault
         return step(nullcontext)
 
 
 def _judged(result: Result, case: ClaimContext) -> Result:
     assert result.speedup is not None
     assert result.timing is not None
-    expectation = case.expected(result.code)
     held = verdict.judge(
         result.speedup,
         result.floor,
-        expectation,
+        case.expectation,
         library=result.library,
         share=explanation.least_share(result),
         compare_recorded=not verdict.is_hosts(result),
@@ -252,23 +263,27 @@ def _judged(result: Result, case: ClaimContext) -> Result:
     unproven = evidence.broken(result.evidence)
     return replace(
         result,
-        expectation=expectation,
+        expectation=case.expectation,
         verdict=verdict.verdict(result.speedup, result.floor),
         outcome=Outcome.PASSED if held.holds and not unproven else Outcome.FAILED,
         message="; ".join(filter(None, (unproven, held.why, *held.notes))),
     )
 
 
-def noise_floor(clock: Device, seed: int, plan: StoppingRule, say: Progress) -> float:
-    """Compare an arm with itself: half the noise of this session is at least this large."""
-    inputs, arm = clock.identity()
+def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progress) -> float:
+    """Return the relative difference that an arm shows when it is compared with itself.
+
+    Call it while you hold the exclusive lock: it times the device.
+    """
+    _refuse_debug_environment()
+    inputs, arm = device.noise_probe()
     claim = Claim({"baseline": arm, "optimized": arm}, inputs, arm)
-    metric = Metric.WALL if clock.gpu is None else Metric.DEVICE
-    trial = Trial(replace(claim, metrics=(metric,)), clock, seed, full=True, say=say)
+    metric = Metric.WALL if device.gpu is None else Metric.DEVICE
+    trial = Trial(replace(claim, metrics=(metric,)), device, seed, full=True, say=progress)
     trial.contract = correctness.infer_effects(arm, lambda: trial.make(seed))
     found: list[float] = []
     while len(found) < FLOORS:
-        ratio = speedup(measure(trial, metric, replace(plan, max_replicates=plan.min_replicates)))
+        ratio = speedup(measure(trial, metric, replace(rule, max_replicates=rule.min_replicates)))
         trial.verify()
         found.append(max(ratio.high, 1 / ratio.low) - 1)
         if found[0] <= CALM:

@@ -18,8 +18,8 @@ import pytest
 from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.claim import measure as claims
 from pytest_aiperf.claim import source_hash, torch_compile
-from pytest_aiperf.claim.inputs import Arm, Claim
-from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
+from pytest_aiperf.claim.inputs import Arm, Claim, Progress
+from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD, StoppingRule
 from pytest_aiperf.device.device import Device, calls_per_block, choose_mode
 from pytest_aiperf.errors import AiperfError, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
@@ -47,7 +47,7 @@ def device_of(item: pytest.Item, session: Session) -> Device:
                 int(os.environ["LOCAL_RANK"]),
             )
         with lock_of(item, session).shared():  # a new clock spins, which others would measure
-            item.stash[DEVICE] = session.machine.clock(gpus[mine] if gpus else None, peers)
+            item.stash[DEVICE] = session.machine.open_device(gpus[mine] if gpus else None, peers)
     return item.stash[DEVICE]
 
 
@@ -90,7 +90,7 @@ class Stopwatch:
             return self._time(call, *args)
 
     def _time(self, call: Callable[..., object], *args: object) -> Interval:
-        once = self.clock.once(lambda: call(*args))
+        once = self.clock.estimate_s(lambda: call(*args))
         mode = choose_mode(Metric.WALL if self.clock.gpu is None else Metric.DEVICE, once)
         calls = calls_per_block(mode, once, once)
         block = self.clock.block([lambda: call(*args)] * calls, mode)
@@ -177,9 +177,11 @@ class Compare:
                 self._in_ranks(claim)
                 return
             clock = device_of(item, self._session)
-            claims.check(claim, clock, builds=used, archs=archs)
+            claims.check_claim(
+                claim, clock, self._session.new_result(item), builds=used, archs=archs
+            )
         elif used:
-            claims.check(claim, None, builds=used)
+            claims.check_claim(claim, None, self._session.new_result(item), builds=used)
             self.built_only = True
         else:
             raise pytest.skip.Exception(
@@ -264,27 +266,51 @@ class Compare:
         def say(phase: str, **figures: object) -> None:
             session.send("working", phase=phase, **figures)
 
-        case = claims.ClaimContext(
-            blank=blank,
-            clock=device_of(item, session),
-            lease=lock_of(item, session),
-            plan=plan,
-            say=say,
-            floor=lambda clock: session.floor(
-                item, lambda: claims.noise_floor(clock, blank.seed, plan, say)
-            ),
-            expected=lambda code: session.expected(item, code),
-            code=lambda: source_hash.identity(_files(item)),
-            builds=used,
-            ceilings=lambda clock: session.ceilings(clock, say),
-        )
-        quiet = torch_compile.beside(case.lease, case.clock, _files(item))
+        device, lock = device_of(item, session), lock_of(item, session)
+        code = source_hash.identity(_files(item))
+        problem: AiperfError | None
+        quiet = torch_compile.beside(lock, device, _files(item))
         with quiet, _deterministic(on=session.settings.reproducible):
-            result, problem = claims.run(claim, case)
+            try:
+                floor, ceilings = self._figures_of_the_session(claim, blank.seed, plan, say)
+            except AiperfError as why:
+                record = replace(blank, against=claim.against, code=code, gpu=device.gpu)
+                result, problem = claims.failed(record, why), why
+            else:
+                context = claims.ClaimContext(
+                    record=blank,
+                    device=device,
+                    lock=lock,
+                    rule=plan,
+                    progress=say,
+                    noise_floor=floor,
+                    ceilings=ceilings,
+                    expectation=session.expected(item, code),
+                    code=code,
+                    builds=used,
+                )
+                result, problem = claims.measure_claim(claim, context)
         session.send("result", result=to_json(result))
         if problem is not None:
             raise problem
         return result
+
+    def _figures_of_the_session(
+        self, claim: Claim, seed: int, rule: StoppingRule, progress: Progress
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return the noise floor and the ceilings; measure what no claim has measured yet."""
+        item, session = self._item, self._session
+        device, lock = device_of(item, session), lock_of(item, session)
+        floor = session.known_floor(item)
+        ceilings = session.known_ceilings(device) if claim.work else {}
+        if floor is None or ceilings is None:
+            with lock.exclusive_host() if device.gpu is None else lock.exclusive_gpu():
+                floor = session.floor(
+                    item, lambda: claims.noise_floor(device, seed, rule, progress)
+                )
+                ceilings = session.ceilings(device, progress) if claim.work else {}
+                device.release()  # while alone: freeing memory would show in the next claim
+        return floor, ceilings
 
 
 class Capture:

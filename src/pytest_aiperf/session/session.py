@@ -247,18 +247,31 @@ class Session:
         name = "-".join(g.uuid for g in self.gpus_for(item)) or "host"
         return run.path / f"floor-{name}.json"
 
-    def ceilings(self, clock: Device, say: Callable[[str], object]) -> Mapping[str, float]:
-        """Return what a clock's GPU can do; where it is not known the first claim measures it.
+    def known_ceilings(self, device: Device) -> Mapping[str, float] | None:
+        """Return a device's limits where a claim of this session has measured them."""
+        if device.gpu is None:
+            return {}
+        path = self._ceilings(device.gpu)
+        known: dict[str, float] | None = read_json(path) if path and path.exists() else None
+        return known
+
+    def ceilings(self, device: Device, say: Callable[[str], object]) -> Mapping[str, float]:
+        """Return a device's limits; where they are not known the first claim measures them.
 
         Called under an exclusive lease. All claims of a session are held to the same figures.
         """
-        if self.run is None or clock.gpu is None:
-            return clock.ceilings(say)
-        path = self.run.path / f"ceilings-{clock.gpu.uuid.replace('/', '_')}.json"
-        if not path.exists():
-            atomic_write(path, dumps(dict(clock.ceilings(say)), path.name))
-        found: dict[str, float] = read_json(path)
-        return found
+        known = self.known_ceilings(device)
+        if known is not None:
+            return known
+        measured = dict(device.ceilings(say))
+        path = self._ceilings(device.gpu) if device.gpu else None
+        if path:
+            atomic_write(path, dumps(measured, path.name))
+        return measured
+
+    def _ceilings(self, gpu: Gpu) -> Path | None:
+        uuid = gpu.uuid.replace("/", "_")
+        return self.run.path / f"ceilings-{uuid}.json" if self.run is not None else None
 
     def record(self, result: Result) -> None:
         """Write a finished result to this process's journal; it survives whatever comes."""
