@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_aiperf.device.cuda import CudaMachine
+from pytest_aiperf.device.cuda import CudaMachine, measurable_gpus
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.report import formatting
@@ -47,7 +47,7 @@ def prove(arguments: argparse.Namespace) -> int:
         views.embed(arguments.readme, "proof", record.section(record.read(arguments.record)))
         return DONE
     names = record.parts_named(arguments.only)
-    gpus = CudaMachine().measurable_gpus()[:1]
+    gpus = measurable_gpus(CudaMachine())[:1]
     proof = record.Record(gpus[0], arguments.json)
     done: dict[str, Any] = {}
 

@@ -292,7 +292,9 @@ def on_gpu(clock: Device, say: ceilings.SayLine) -> Workbench:
         out = torch.zeros(1, dtype=torch.int32, device=clock.torch_device)
         return lambda: sweep(data, size, out)
 
-    a, b = (torch.randn(_SIDE, _SIDE, device=clock.torch_device, dtype=torch.bfloat16) for _ in "ab")
+    a, b = (
+        torch.randn(_SIDE, _SIDE, device=clock.torch_device, dtype=torch.bfloat16) for _ in "ab"
+    )
     product = torch.empty_like(a)
     burst = [lambda: torch.mm(a, b, out=product)] * _BURST
     clock.block(burst[:1], Mode.WALL).run()  # its workspace is not to be allocated in a round

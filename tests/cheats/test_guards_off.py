@@ -125,7 +125,9 @@ def a_drift(_path, _patch):
         return seconds[0]
 
     measurement.trial = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
-    measurement.clock = SimpleNamespace(sense=test_validity.senses, peers=SimpleNamespace(all=bool))
+    measurement.clock = SimpleNamespace(
+        telemetry=test_validity.senses, ranks=SimpleNamespace(all=bool)
+    )
     measurement.calls = 1
     buffers = {
         n: SimpleNamespace(ready=SimpleNamespace(run=run)) for n in ("optimized", "baseline")

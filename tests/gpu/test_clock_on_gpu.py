@@ -23,7 +23,7 @@ def copy(cuda):
     source = torch.randn(100 << 20, device="cuda")
     target = torch.empty_like(source)
     call = lambda: target.copy_(source)
-    cuda.settle(call)
+    cuda.stabilize_clocks(call)
     return call
 
 
@@ -37,7 +37,7 @@ def seconds(cuda, call, mode, calls=20):
 def test_the_gpu_is_described(gpu, cuda):
     assert cuda.gpu.l2_bytes > 1 << 20
     assert cuda.gpu.sms == gpu.sms  # NVML's core count agrees with CUDA
-    senses = cuda.sense()
+    senses = cuda.telemetry()
     assert senses.sm_mhz
     assert senses.event_reasons is not None
 
@@ -46,17 +46,17 @@ def test_graph_backlog_and_plain_agree(gpu, cuda, copy):
     times = {mode: seconds(cuda, copy, mode) for mode in (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)}
     for measured in times.values():
         assert measured == pytest.approx(times[Mode.GRAPH], rel=0.03, abs=2e-6), times
-    assert cuda.once(copy) == pytest.approx(times[Mode.GRAPH], rel=0.03, abs=4e-6)
+    assert cuda.estimate_s(copy) == pytest.approx(times[Mode.GRAPH], rel=0.03, abs=4e-6)
     assert seconds(cuda, copy, Mode.WALL) >= times[Mode.GRAPH] * 0.99
 
 
 def test_the_launch_of_a_tiny_kernel_is_left_out(gpu, cuda):
     x = torch.zeros(1, device="cuda")
     call = lambda: x.add_(1)
-    cuda.settle(call)
+    cuda.stabilize_clocks(call)
     graph = seconds(cuda, call, Mode.GRAPH, 500)
     assert graph < 2.5e-6
-    assert cuda.once(call) < 5e-6 < seconds(cuda, call, Mode.WALL, 500)
+    assert cuda.estimate_s(call) < 5e-6 < seconds(cuda, call, Mode.WALL, 500)
 
 
 def test_a_graph_leaves_what_its_last_call_returned(gpu, cuda):
@@ -135,7 +135,7 @@ def test_cupy_is_on_the_clocks_stream_and_its_captured_memory_is_the_graphs(gpu,
 
     a = cupy.random.standard_normal(1 << 24).astype("f4")
     call = lambda: cupy.sqrt(a * a + 1) - a
-    cuda.settle(call)
+    cuda.stabilize_clocks(call)
     expected = cupy.asnumpy(call())
     times = {m: seconds(cuda, call, m) for m in (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)}
     for measured in times.values():
@@ -158,21 +158,21 @@ def test_peak_counts_what_a_call_holds_at_once(gpu, cuda):
         del first
         return torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 
-    assert cuda.peak(call) == 96 << 20
+    assert cuda.peak_bytes(call) == 96 << 20
     assert outside.numel() == 1 << 26
 
 
 def test_what_is_allocated_is_no_longer_free(gpu, cuda):
-    before = cuda.free()
+    before = cuda.free_bytes()
     buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    assert before - cuda.free() == pytest.approx(buffer.nbytes, rel=0.1)
+    assert before - cuda.free_bytes() == pytest.approx(buffer.nbytes, rel=0.1)
 
 
 def test_pads_move_what_is_allocated_next(gpu, cuda):
     addresses = set()
     for seed in range(8):
         cuda.release()
-        pad = cuda.pad(random.Random(seed))
+        pad = cuda.random_padding(random.Random(seed))
         addresses.add(torch.empty(1 << 10, device="cuda").data_ptr())
         del pad
     assert len(addresses) > 4
@@ -180,5 +180,5 @@ def test_pads_move_what_is_allocated_next(gpu, cuda):
 
 def test_settling_ends_within_its_bounds(gpu, cuda, copy):
     start = time.perf_counter()
-    cuda.settle(copy)
+    cuda.stabilize_clocks(copy)
     assert 0.05 <= time.perf_counter() - start < 3.5

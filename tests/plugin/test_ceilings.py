@@ -30,14 +30,14 @@ SOURCE = ceilings._KERNELS
 class Steady:
     """A clock on which every call takes a second, whatever it does."""
 
-    device, gpu = "cpu", GPU
+    torch_device, gpu = "cpu", GPU
 
     def __init__(self, reasons=()):
         self.reasons = list(reasons)
         self.modes = Counter()
         self.released = 0
 
-    def once(self, call):
+    def estimate_s(self, call):
         call()
         return 1.0
 
@@ -45,7 +45,7 @@ class Steady:
         self.modes[mode.value] += 1
         return SimpleNamespace(run=lambda: [call() for call in calls] and float(len(calls)))
 
-    def sense(self):
+    def telemetry(self):
         return GpuState(sm_mhz=1000, event_reasons=self.reasons.pop() if self.reasons else 0)
 
     def synchronize(self):
@@ -302,7 +302,7 @@ def ways(monkeypatch):
     """Have a gauge with made-up ways, and no nvcc."""
     found = {}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
-    monkeypatch.setattr(microbenchmarks, "Gauge", lambda *_: SimpleNamespace(ways=found))
+    monkeypatch.setattr(microbenchmarks, "Microbenchmarks", lambda *_: SimpleNamespace(ways=found))
 
     def refuse(*_, **__):
         raise BuildError("no nvcc: get one\nhere")
@@ -351,8 +351,8 @@ def test_the_clocks_know_their_ceilings(monkeypatch):
 @pytest.mark.parametrize(("count", "own"), [(1, True), (2, False)])
 def test_a_rank_measures_on_a_clock_that_waits_for_no_other(monkeypatch, count, own):
     clock = CudaDevice.__new__(CudaDevice)
-    clock.gpu, clock.peers = GPU, SimpleNamespace(count=count)
-    monkeypatch.setattr(cuda, "CudaClock", lambda gpu: ("alone", gpu))
+    clock.gpu, clock.ranks = GPU, SimpleNamespace(count=count)
+    monkeypatch.setattr(cuda, "CudaDevice", lambda gpu: ("alone", gpu))
     monkeypatch.setattr(cuda.ceilings, "known", lambda clock, say: clock)
     assert CudaDevice.ceilings(clock, print) == (clock if own else ("alone", GPU))
 
@@ -391,9 +391,8 @@ def child(tmp_path, monkeypatch):
 def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
-    child(
-        'test "$2 $3" = "pytest_aiperf.timing.links 2" && echo \'{"p2p": 3.7e11}\' >"$4/found.json"'
-    )
+    right = 'test "$2 $3" = "pytest_aiperf.limits.interconnect 2"'
+    child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/found.json"')
     said = []
     found = ceilings.known_links([GPU, FAKE_GPU], said.append)
     assert found == {"p2p": 3.7e11}
@@ -426,7 +425,7 @@ def command(monkeypatch, tmp_path, capsys):
     measured = {"copy": 4.28e12, "launch": 2.1e-6, "h2d": 55.3e9}
     monkeypatch.setattr(ceilings, "known", lambda *_a, fresh: measured)
     monkeypatch.setattr(ceilings, "known_links", lambda *_a, fresh: {"p2p": 372e9})
-    machine = SimpleNamespace(clock=lambda gpu: SimpleNamespace(gpu=gpu))
+    machine = SimpleNamespace(open_device=lambda gpu: SimpleNamespace(gpu=gpu))
 
     def command(*options, gpus=1):
         machine.gpus = lambda: [GPU] * gpus

@@ -22,8 +22,8 @@ GPU = Gpu("NVIDIA H200", "h200", "GPU-1234", "sm90", 0, 0, 141 << 30, "580")
 def test_the_machine_lists_gpus_and_gives_the_hosts_clock(monkeypatch):
     monkeypatch.setattr(rooms.nvml, "visible", lambda: [GPU])
     assert CudaMachine().gpus() == [GPU]
-    host = CudaMachine().clock(None)
-    assert (host.device, host.gpu, host.sense()) == ("cpu", None, GpuState())
+    host = CudaMachine().open_device(None)
+    assert (host.torch_device, host.gpu, host.telemetry()) == ("cpu", None, GpuState())
 
 
 class FakeCuda:
@@ -170,7 +170,7 @@ def cuda(monkeypatch):
 def test_the_gpu_is_completed_with_what_only_cuda_knows(cuda):
     clock = CudaDevice(GPU)
     assert (clock.gpu.l2_bytes, clock.gpu.sms, clock.gpu.name) == (60 << 20, 132, GPU.name)
-    assert clock.device == "cuda"
+    assert clock.torch_device == "cuda"
 
 
 def test_the_clock_finds_its_gpu_among_several(cuda):
@@ -232,8 +232,8 @@ def test_every_call_runs_on_the_clocks_stream(cuda, mode):
 
     block = clock.block([call], mode)
     block.run()
-    clock.once(call)
-    clock.peak(call)
+    clock.estimate_s(call)
+    clock.peak_bytes(call)
     assert set(seen) == {0xABC0}
     assert block.last == 1
     assert cuda.current is None
@@ -333,16 +333,16 @@ def test_once_leaves_launch_gaps_out_where_it_can(cuda):
         seen.append(seconds)
         cuda.launch(seconds)
 
-    assert clock.once(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
+    assert clock.estimate_s(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
     assert len(seen) == 1
-    assert clock.once(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
+    assert clock.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
     assert len(seen) == 1 + 1 + 10  # too short for one: the events themselves cost some of it
 
     def synchronising():
         cuda.launch(2e-3)
         cuda.synchronize()
 
-    assert clock.once(synchronising) == pytest.approx(2e-3, rel=0.01)
+    assert clock.estimate_s(synchronising) == pytest.approx(2e-3, rel=0.01)
 
 
 def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
@@ -352,7 +352,7 @@ def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
     def call():
         cuda.most = max(cuda.most, cuda.allocated + 250)
 
-    assert clock.peak(call) == 250
+    assert clock.peak_bytes(call) == 250
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
         assert not gc.isenabled()  # a graph that is collected would spoil one being captured
         cuda.launch(1e-3)
 
-    clock.settle(call)
+    clock.stabilize_clocks(call)
     assert cuda.host - begun == pytest.approx(seconds, rel=0.15)
 
 
@@ -384,23 +384,23 @@ def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
         return clock.block([lambda: (ran.append(name), cuda.launch(seconds))], Mode.PLAIN)
 
     begun = cuda.host
-    clock.wake([block("short", 1e-3), block("other", 1e-3)])
+    clock.warm_up([block("short", 1e-3), block("other", 1e-3)])
     assert 0.03 <= cuda.host - begun < 0.04
     assert ran[:3] == ["short", "other", "short"]
     ran.clear()
-    clock.wake([block("long", 0.1), block("other", 0.1)])
+    clock.warm_up([block("long", 0.1), block("other", 0.1)])
     assert ran == ["long", "other"]  # once at least
 
 
 def test_free_memory_is_the_drivers(cuda):
-    assert CudaDevice(GPU).free() == 50 << 30
+    assert CudaDevice(GPU).free_bytes() == 50 << 30
 
 
 def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):
     clock, ran = CudaDevice(GPU), []
     block = clock.block([lambda: ran.append(1) or cuda.launch(1e-3) or 7], Mode.BACKLOG)
     spins = len(cuda.spins)
-    block.again()
+    block.run_untimed()
     assert (len(ran), block.last, len(cuda.spins) - spins) == (1, 7, 0)
     assert cuda.host >= cuda.busy_until
 
@@ -460,7 +460,7 @@ def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
     def replicate(seed):
         clock.release()
         clock.seed(seed)
-        clock.pad(random.Random(seed))
+        clock.random_padding(random.Random(seed))
 
     replicate(1)
     assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # whoever begins has this seed

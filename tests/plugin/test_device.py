@@ -80,9 +80,9 @@ def test_once_repeats_what_is_too_short_to_read(ticks):
         seen.append(ns)
         ticks.ns += ns
 
-    assert HostDevice().once(lambda: call(500)) == pytest.approx(500e-9)
+    assert HostDevice().estimate_s(lambda: call(500)) == pytest.approx(500e-9)
     assert len(seen) == 11
-    assert HostDevice().once(lambda: call(2_000_000)) == pytest.approx(2e-3)
+    assert HostDevice().estimate_s(lambda: call(2_000_000)) == pytest.approx(2e-3)
     assert len(seen) == 12
 
 
@@ -93,15 +93,15 @@ def test_host_settling_is_a_few_calls_and_never_long(ticks):
         seen.append(ns)
         ticks.ns += ns
 
-    HostDevice().settle(lambda: call(1_000))
+    HostDevice().stabilize_clocks(lambda: call(1_000))
     assert len(seen) == 10
-    HostDevice().settle(lambda: call(150_000_000))
+    HostDevice().stabilize_clocks(lambda: call(150_000_000))
     assert len(seen) == 12
 
 
 def test_a_patched_timer_changes_nothing(monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: 0)
-    assert HostDevice().once(lambda: sum(range(1_000))) > 0
+    assert HostDevice().estimate_s(lambda: sum(range(1_000))) > 0
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -132,14 +132,14 @@ def test_the_peak_of_the_host_is_what_a_call_held_at_once():
         del first
         return bytearray(2 << 20)
 
-    assert HostDevice().peak(call) == pytest.approx(3 << 20, abs=64 << 10)
-    assert HostDevice().peak(lambda: None) < 64 << 10
+    assert HostDevice().peak_bytes(call) == pytest.approx(3 << 20, abs=64 << 10)
+    assert HostDevice().peak_bytes(lambda: None) < 64 << 10
     assert len(kept) == 1 << 20
 
 
 def test_pads_differ_and_follow_their_generator():
     def sizes(rng):
-        return [len(piece) for piece in HostDevice().pad(rng)]
+        return [len(piece) for piece in HostDevice().random_padding(rng)]
 
     rng = random.Random(1)
     first, second = sizes(rng), sizes(rng)
@@ -170,7 +170,7 @@ def test_seeding_loads_nothing(monkeypatch):
 
 
 def test_the_hosts_identity_arm_can_be_compared_with_itself():
-    inputs, arm = HostDevice().identity()
+    inputs, arm = HostDevice().noise_probe()
     (full,), (small,) = (inputs(Bench("cpu", 1, full=f)) for f in (True, False))
     assert (len(full), len(small)) == (100_000, 100)
     assert (arm(small)[1:] >= arm(small)[:-1]).all()

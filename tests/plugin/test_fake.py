@@ -45,7 +45,7 @@ def test_without_noise_time_is_what_was_spent(mode):
     block = clock.block([arm(1e-3), arm(2e-3)], mode)
     assert block.run() == pytest.approx(3e-3)
     assert clock.now == pytest.approx(3e-3)
-    assert clock.once(arm(1e-3)) == pytest.approx(1e-3)
+    assert clock.estimate_s(arm(1e-3)) == pytest.approx(1e-3)
     spend(1.0)  # outside a clock: nobody's
     assert clock.now == pytest.approx(4e-3)
 
@@ -92,7 +92,7 @@ def test_drift_spoils_sequential_timing_and_spares_interleaved():
 def test_the_start_is_slow_until_settled():
     noise = quiet(ramp=0.03, ramp_s=0.030)
     cold, warm = FakeDevice(noise=noise), FakeDevice(noise=noise)
-    warm.settle(arm())
+    warm.stabilize_clocks(arm())
     assert blocks(cold, 1)[0] == pytest.approx(1.03, abs=0.002)
     assert blocks(warm, 1)[0] == pytest.approx(1, abs=1e-4)
 
@@ -101,7 +101,7 @@ def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
     clock, rng = FakeDevice(noise=quiet(layout=0.01)), random.Random(3)
     effects = []
     for _ in range(200):
-        clock.pad(rng)
+        clock.random_padding(rng)
         first = clock.block([arm()], Mode.GRAPH)
         second = clock.block([arm()], Mode.GRAPH)
         seen = [(first.run(), second.run()) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
 def test_the_seed_of_the_pads_decides_the_layout():
     def effect(seed):
         clock = FakeDevice(noise=quiet(layout=0.01))
-        clock.pad(random.Random(seed))
+        clock.random_padding(random.Random(seed))
         return clock.block([arm()], Mode.GRAPH).run()
 
     assert effect(1) == effect(1) != effect(2)
@@ -131,9 +131,9 @@ def test_throttling_comes_goes_and_is_felt():
     block = clock.block([arm(1e-3)], Mode.PLAIN)
     states, felt = [], []
     for _ in range(1_000):
-        before = clock.sense()
+        before = clock.telemetry()
         states.append(round(block.run() / 1e-3, 6))
-        felt.append(validity.round_problem(before, clock.sense()) is not None)
+        felt.append(validity.round_problem(before, clock.telemetry()) is not None)
     assert set(states) == {1.0, 1.06}
     assert 5 < states.count(1.06) < 500
     assert all(hit for state, hit in zip(states, felt, strict=True) if state > 1)
@@ -144,9 +144,9 @@ def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
     block = clock.block([arm(1e-3)], Mode.PLAIN)
     seen, problems = [], []
     for _ in range(6):
-        before = clock.sense()
+        before = clock.telemetry()
         seen.append(round(block.run() / 1e-3, 6))
-        problems.append(validity.round_problem(before, clock.sense()))
+        problems.append(validity.round_problem(before, clock.telemetry()))
     assert seen == [1, 1, 1.06, 1.06, 1, 1]
     assert [bool(p) for p in problems] == [False, False, True, True, True, False]
     assert "0x40" in problems[3]
@@ -154,9 +154,9 @@ def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
 
 def test_a_throttle_inside_a_round_leaves_its_mark():
     clock = FakeDevice(noise=Noise.none(), faults=[Fault(1, "throttle")])
-    before = clock.sense()
+    before = clock.telemetry()
     blocks(clock, 4)
-    after = clock.sense()
+    after = clock.telemetry()
     assert after.event_reasons == 0
     assert "violation counter" in validity.round_problem(before, after)
 
@@ -164,7 +164,7 @@ def test_a_throttle_inside_a_round_leaves_its_mark():
 def test_a_power_cap_is_tolerated():
     clock = FakeDevice(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
     assert blocks(clock, 1) == [pytest.approx(1.02)]
-    assert clock.sense().event_reasons == 0x4
+    assert clock.telemetry().event_reasons == 0x4
 
 
 def test_a_raise_comes_in_its_block():
@@ -208,20 +208,20 @@ def test_peak_counts_what_is_held_at_once():
         second, third = Allocation(20), Allocation(5)
         return second, third
 
-    assert clock.peak(call) == 25
-    assert clock.peak(lambda: Allocation(7)) == 7
-    assert clock.peak(lambda: None) == 0
+    assert clock.peak_bytes(call) == 25
+    assert clock.peak_bytes(lambda: Allocation(7)) == 7
+    assert clock.peak_bytes(lambda: None) == 0
     del kept
 
 
 def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
     gpus = FakeMachine().gpus()
     assert gpus == (FAKE_GPU,)
-    first = [blocks(FakeMachine(seed=1).clock(gpus[0]), 3) for _ in range(2)]
-    assert first[0] == first[1] != blocks(FakeMachine(seed=2).clock(gpus[0]), 3)
+    first = [blocks(FakeMachine(seed=1).open_device(gpus[0]), 3) for _ in range(2)]
+    assert first[0] == first[1] != blocks(FakeMachine(seed=2).open_device(gpus[0]), 3)
     machine = FakeMachine(seed=1)
-    assert blocks(machine.clock(None), 3) != blocks(machine.clock(None), 3)
-    assert machine.clock(None).gpu is None
+    assert blocks(machine.open_device(None), 3) != blocks(machine.open_device(None), 3)
+    assert machine.open_device(None).gpu is None
 
 
 def test_clocks_of_one_seed_part_when_their_claims_seed_them():
@@ -229,7 +229,7 @@ def test_clocks_of_one_seed_part_when_their_claims_seed_them():
         clock = FakeDevice(noise=quiet(white=0.01, layout=0.01), seed=1)
         for seed in seeds:
             clock.seed(seed)
-        clock.pad(random.Random(5))
+        clock.random_padding(random.Random(5))
         return blocks(clock, 3)
 
     assert seen(7) == seen(7)
@@ -248,7 +248,7 @@ def test_seeding_makes_inputs_repeatable():
 
 def test_the_identity_arm_takes_time_and_depends_on_the_seed():
     clock = FakeDevice(noise=Noise.none())
-    inputs, negate = clock.identity()
+    inputs, negate = clock.noise_probe()
     (x,), (other,) = (inputs(Bench("cpu", seed, full=True)) for seed in (1, 2))
     assert (x != other).all()
     block = clock.block([lambda: negate(x)], Mode.GRAPH)
@@ -273,12 +273,12 @@ def test_a_machine_is_described_in_json():
     assert (first.arch, first.uuid, first.name) == ("sm100", "fake-0", FAKE_GPU.name)
     assert (second.uuid, second.l2_bytes) == ("x", 5)
     same = FakeMachine(noise=Noise(white=0.0), faults=[Fault(1, "raise", error="lost")], seed=4)
-    one, other = described.clock(first), same.clock(first)
+    one, other = described.open_device(first), same.open_device(first)
     assert blocks(one, 1) == blocks(other, 1)
     with pytest.raises(RuntimeError, match="lost"):
         blocks(one, 1)
     assert [g.uuid for g in fake.machine('{"gpus": 2}').gpus()] == ["fake-0", "fake-1"]
-    honest = fake.machine('{"noise": "none"}').clock(None)
+    honest = fake.machine('{"noise": "none"}').open_device(None)
     assert blocks(honest, 2) == [pytest.approx(1)] * 2
 
 

@@ -201,9 +201,9 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
     class Counting(FakeDevice):
         settlings = 0
 
-        def settle(self, call):
+        def stabilize_clocks(self, call):
             self.settlings += 1
-            super().settle(call)
+            super().stabilize_clocks(call)
 
     clock = Counting(noise=Noise.none())
     trial = a_trial(clock)
@@ -241,12 +241,12 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
             return Block()
 
     class Two(RankGroup):
-        def most(self, figure):
+        def max(self, figure):
             asked.append(figure)
             return figure
 
     asked = []
-    trial = a_trial(Slow(noise=Noise.none(), peers=Two()))
+    trial = a_trial(Slow(noise=Noise.none(), ranks=Two()))
     trial.agreement()
     timed = a_timed(trial)
     assert timed.mode is Mode.BACKLOG
@@ -435,7 +435,7 @@ def test_half_of_the_memory_is_left_to_others():
     class Full(FakeDevice):
         asked = 0
 
-        def free(self):
+        def free_bytes(self):
             self.asked += 1
             return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
 
@@ -464,7 +464,7 @@ def test_ranks_and_the_host_make_nothing_ahead():
 
     assert made_in_the_turn(FakeDevice(None, Noise.none())) == STANDARD.min_replicates - 1
     assert (
-        made_in_the_turn(FakeDevice(noise=Noise.none(), peers=Two())) == STANDARD.min_replicates - 1
+        made_in_the_turn(FakeDevice(noise=Noise.none(), ranks=Two())) == STANDARD.min_replicates - 1
     )
 
 
@@ -523,7 +523,7 @@ def test_the_device_is_awake_before_the_first_round(metric):
     done = []
 
     class Clock(FakeDevice):
-        def wake(self, blocks):
+        def warm_up(self, blocks):
             done.append(len(blocks))
 
     trial = a_trial(Clock(noise=Noise.none()))

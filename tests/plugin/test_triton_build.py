@@ -93,7 +93,7 @@ def test_without_triton_there_is_nothing(monkeypatch):
 
 def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(FakeDevice, "device", "cuda")
+    monkeypatch.setattr(FakeDevice, "torch_device", "cuda")
     functions = [JITFunction(a_kernel(1, "twice"))]
     pieces = [evidence.opcode("HGMMA", kernel="twice")]
     said, problem = explained(evidence=pieces, optimized=lambda x: (launch(1), doubling(100)(x))[1])

@@ -86,7 +86,7 @@ def explain(
     if _about(wanted, *STATIC):
         code = [*of_builds(wanted, builds), *looked.tritons()]
     # on a GPU nothing is left to be looked at elsewhere
-    every = bool(code) or trial.clock.device != "cpu"
+    every = bool(code) or trial.clock.torch_device != "cpu"
     facts = Facts(code, every=every, figures=looked.figures, work=result.work)
     diagnosis = {
         arm: roofline.diagnose(limits.get(arm), looked.traces.get(arm), took)
@@ -165,14 +165,14 @@ class _Looked:
 
     def tritons(self) -> list[Compiled]:
         """Return the Triton kernels of the optimized arm, launched or captured while preparing."""
-        if self.trial.clock.device == "cpu":
+        if self.trial.clock.torch_device == "cpu":
             return []
         return triton_build.launched_by(lambda: self._call("optimized", lambda call: call()))
 
     def _peak(self, call: Callable[[], object]) -> int:
-        self.trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
+        self.trial.clock.peak_bytes(call)  # lazily built handles and workspaces are not the claim's
         self.trial.clock.release()
-        return self.trial.clock.peak(call)
+        return self.trial.clock.peak_bytes(call)
 
     def _call(self, name: str, look: Callable[[Callable[[], object]], Any]) -> Any:
         """Look at one call; what goes wrong costs the look, not the claim."""

@@ -77,7 +77,7 @@ class Trial:
 
     def _raw(self, seed: int) -> Args:
         self.clock.seed(seed)
-        value = self.claim.inputs(Bench(self.clock.device, seed, self.full))
+        value = self.claim.inputs(Bench(self.clock.torch_device, seed, self.full))
         return value if isinstance(value, tuple) else (value,)
 
     def live(self, seed: int) -> list[int]:

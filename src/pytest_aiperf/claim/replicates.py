@@ -73,7 +73,7 @@ def _replicate(trial: Trial, plan: StoppingRule, way: Sampler | ScoreSampler) ->
         timing = way.timing(tuple(done))
         ratio = speedup(timing)
         width = stats.half_width(ratio)
-        senses = trial.clock.sense()
+        senses = trial.clock.telemetry()
         trial.say(
             "measuring",
             replicate=len(done),
@@ -83,9 +83,9 @@ def _replicate(trial: Trial, plan: StoppingRule, way: Sampler | ScoreSampler) ->
             sm_mhz=senses.sm_mhz,
             temperature_c=senses.temperature_c,
         )
-        spent = trial.clock.peers.max(time.monotonic() - started)
+        spent = trial.clock.ranks.max(time.monotonic() - started)
         # each rank of a claim may have scores of its own
-        width = trial.clock.peers.max(width)
+        width = trial.clock.ranks.max(width)
         if len(done) < plan.min_replicates:
             continue
         if width <= plan.target_half_width:

@@ -73,7 +73,7 @@ class Sampler:
         self._ahead.clear()
         self.sets, self.least_calls = self._count_sets()
         first = self._ahead[seeds[0]] = self._warmed(seeds[0])
-        if clock.gpu is None or clock.peers.count > 1:
+        if clock.gpu is None or clock.ranks.count > 1:
             return
         slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in first)
         if self.least_calls == 1 and slow > 2 * LONGEST_BLOCK:  # beside others it may take twice
@@ -81,7 +81,7 @@ class Sampler:
         size = sum(tensors.nbytes(args) for stand in first for args in stand.args[: self.sets])
         room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
         for seed in seeds[1 : int(room / max(1, size))]:
-            if clock.free() < clock.gpu.memory_bytes / 2:
+            if clock.free_bytes() < clock.gpu.memory_bytes / 2:
                 break  # this claim's calls need memory as well, and other claims
             try:
                 self._ahead[seed] = self._warmed(seed)
@@ -102,7 +102,7 @@ class Sampler:
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.in_a_row = IN_A_ROW if slow < SLOW else 2
         # a backlog's calls may take the host longer to enqueue than the GPU to do
-        took = self.clock.peers.max(took)  # or ranks would run different numbers of rounds
+        took = self.clock.ranks.max(took)  # or ranks would run different numbers of rounds
         once = max(sum(seconds.values()) * 2 * self.calls, 2 * took)
         plan = self.plan
         self.rounds_per_replicate = max(
@@ -131,7 +131,7 @@ class Sampler:
         trial.random.shuffle(names)  # whose buffers come first must not favour an arm
         stands = []
         for name in names:
-            pad = self.clock.pad(trial.random)
+            pad = self.clock.random_padding(trial.random)
             args, calls = [], []
             for i in range(self.sets):
                 made = trial.make(seed + i)
@@ -153,7 +153,7 @@ class Sampler:
         """Let the clocks settle under all arms, and return the seconds of one call of each."""
         self.trial.say("warming up")
         firsts = [stand.calls[0] for stand in stands]
-        self.clock.settle(lambda: [call() for call in firsts])
+        self.clock.stabilize_clocks(lambda: [call() for call in firsts])
         return {s.name: self._once(s.calls) for s in stands}
 
     def _once(self, calls: Sequence[Callable[[], object]]) -> float:
@@ -161,7 +161,9 @@ class Sampler:
         found = math.inf
         for call in (*calls, *calls, *calls)[:3]:
             wall = self.metric is Metric.WALL
-            once = self.clock.block([call], Mode.WALL).run() if wall else self.clock.once(call)
+            once = (
+                self.clock.block([call], Mode.WALL).run() if wall else self.clock.estimate_s(call)
+            )
             found = min(found, once)
             if found > LONGEST_BLOCK:
                 break
@@ -204,16 +206,16 @@ class Sampler:
             self.clock.release()
         to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not stands)
         stands = stands or self._stand(seed)
-        pad = self.clock.pad(self.trial.random)  # for results, which lie behind it
+        pad = self.clock.random_padding(self.trial.random)  # for results, which lie behind it
         for stand in stands if to_warm else ():  # waking warms the others
             self._run_each(stand)
         self._blocks(stands)
         if self.metric is Metric.DEVICE:
-            self.clock.wake([stand.ready for stand in stands])
+            self.clock.warm_up([stand.ready for stand in stands])
         by_name = {s.name: s for s in stands}
         rounds: list[Round] = []
         redone = 0
-        senses = self.clock.sense()
+        senses = self.clock.telemetry()
         for _ in range(self.plan.rounds_per_replicate):
             done, problem, senses = self._round(by_name, senses)
             for again in range(REDO):
@@ -221,8 +223,8 @@ class Sampler:
                     break
                 redone += 1
                 if again:  # at once helps where a clock rose from its rest, and nothing else
-                    self.clock.settle(stands[0].calls[0])
-                    senses = self.clock.sense()
+                    self.clock.stabilize_clocks(stands[0].calls[0])
+                    senses = self.clock.telemetry()
                 done, problem, senses = self._round(by_name, senses)
             if problem is not None:
                 raise InvalidMeasurement(
@@ -246,7 +248,7 @@ class Sampler:
         extras = validity.extras()
         for name in order:
             seconds[name].append(stands[name].ready.run() / self.calls)
-        after = self.clock.sense()
+        after = self.clock.telemetry()
         done = Round(
             "".join(name[0].upper() for name in order),
             {name: tuple(s) for name, s in seconds.items()},
@@ -255,7 +257,7 @@ class Sampler:
         )
         problem = validity.round_problem(before, after)
         problem = problem or validity.extra_problem(extras, validity.extras())
-        if not self.clock.peers.all(problem is None):
+        if not self.clock.ranks.all(problem is None):
             problem = problem or "what another rank felt"
         return done, problem, after
 
@@ -313,7 +315,7 @@ class Sampler:
         # where a block updates its inputs, it does so as often as it calls
         for name in in_order if not self._updated else ():
             put(stands[name], other)
-            stands[name].ready.again()
+            stands[name].ready.run_untimed()
             returned, args = stands[name].ready.last, stands[name].args[last]
             again[name] = correctness.kept(correctness.result(returned, args, trial.contract))
         if again:
@@ -324,7 +326,7 @@ class Sampler:
     def _taken(self, stand: ArmBuffers, i: int) -> list[NamedTensor]:
         """Call an arm and take its result at once, in the order of the clock's stream."""
         found = correctness.result(stand.calls[i](), stand.args[i], self.trial.contract)
-        if self.clock.device == "cpu":
+        if self.clock.torch_device == "cpu":
             return correctness.kept(found)
         # what a GPU copies to the host is there only after a wait
         ours = [leaf for leaf in found if str(getattr(leaf[1], "device", "cpu")) != "cpu"]

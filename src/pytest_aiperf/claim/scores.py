@@ -73,9 +73,9 @@ class ScoreSampler:
 
 
 def peak(trial: Trial, call: Callable[[], object]) -> tuple[Score, object]:
-    trial.clock.peak(call)  # lazily built handles and workspaces are not the claim's
+    trial.clock.peak_bytes(call)  # lazily built handles and workspaces are not the claim's
     trial.clock.release()
-    peak = trial.clock.peak(call)
+    peak = trial.clock.peak_bytes(call)
     return Score(float(max(1, peak)), "B", "lower"), call()
 
 

@@ -29,6 +29,7 @@ from .device import (
     Call,
     Device,
     HostDevice,
+    Machine,
     NoiseProbe,
     WallBlock,
     now,
@@ -54,19 +55,20 @@ class CudaMachine:
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
 
-    def measurable_gpus(self) -> Sequence[Gpu]:
-        """List the GPUs; raise where there is none, or where this process could not time them."""
-        gpus = self.gpus()
-        if not gpus:
-            raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
-        if find_spec("torch") is None:
-            raise UsageError("torch is missing: pip install 'pytest-aiperf[gpu]'")
-        if problem := validity.environment_problem(os.environ):
-            raise InvalidMeasurement(problem)
-        return gpus
-
     def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
         return HostDevice(ranks) if gpu is None else CudaDevice(gpu, ranks)
+
+
+def measurable_gpus(machine: Machine) -> Sequence[Gpu]:
+    """List the GPUs; raise where there is none, or where this process cannot time them."""
+    gpus = machine.gpus()
+    if not gpus:
+        raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
+    if find_spec("torch") is None:
+        raise UsageError("torch is missing: pip install 'pytest-aiperf[gpu]'")
+    if problem := validity.environment_problem(os.environ):
+        raise InvalidMeasurement(problem)
+    return gpus
 
 
 class CudaDevice:

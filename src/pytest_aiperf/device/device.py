@@ -33,7 +33,7 @@ _BLOCK: Final = {
 }
 
 Call = Callable[[], object]
-Identity = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
+NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
 """An inputs function and an arm."""
 
 
@@ -43,36 +43,36 @@ class Block(Protocol):
     last: object
 
     def run(self) -> float: ...  # the seconds of all calls together
-    def again(self) -> None: ...  # the same, of which nobody wants to know the seconds
+    def run_untimed(self) -> None: ...  # the same, of which nobody wants to know the seconds
 
 
 class Device(Protocol):
     """Times calls on one device, and says what else a measurement needs of it."""
 
     gpu: Gpu | None
-    device: str
-    peers: RankGroup
+    torch_device: str
+    ranks: RankGroup
 
     def seed(self, seed: int) -> None: ...
 
     # an allocation of random size, so that what is allocated next lies elsewhere; drop to free
-    def pad(self, rng: random.Random) -> object: ...
+    def random_padding(self, rng: random.Random) -> object: ...
 
     # may raise CannotCapture in graph mode; each call has run before
     def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
 
     # an estimate of one call's seconds, to choose a mode and a call count
-    def once(self, call: Call) -> float: ...
+    def estimate_s(self, call: Call) -> float: ...
 
     # run a call until the device's clocks are those of sustained work
-    def settle(self, call: Call) -> None: ...
+    def stabilize_clocks(self, call: Call) -> None: ...
 
     # run blocks, each once at least, until the device has forgotten the pause before them
-    def wake(self, blocks: Sequence[Block]) -> None: ...
-    def sense(self) -> GpuState: ...
+    def warm_up(self, blocks: Sequence[Block]) -> None: ...
+    def telemetry(self) -> GpuState: ...
 
     # the most bytes that a call held allocated at once, beyond those before it
-    def peak(self, call: Call) -> int: ...
+    def peak_bytes(self, call: Call) -> int: ...
 
     # what one warmed call does on the device; None on the host
     def trace(self, call: Call) -> Trace | None: ...
@@ -85,10 +85,10 @@ class Device(Protocol):
     def release(self) -> None: ...
 
     # bytes of the device's memory that nobody has
-    def free(self) -> int: ...
+    def free_bytes(self) -> int: ...
 
     # inputs and an arm that show this device's noise when compared with itself
-    def identity(self) -> Identity: ...
+    def noise_probe(self) -> NoiseProbe: ...
 
 
 class Machine(Protocol):
@@ -97,7 +97,7 @@ class Machine(Protocol):
     def gpus(self) -> Sequence[Gpu]: ...
 
     # of the host where there is no GPU
-    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> Device: ...
+    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device: ...
 
 
 def choose_mode(metric: Metric, fast: float) -> Mode:
@@ -121,38 +121,38 @@ class HostDevice:
     """Times calls with the host's monotonic clock, whatever the mode."""
 
     gpu: Gpu | None = None
-    device = "cpu"
+    torch_device = "cpu"
 
-    def __init__(self, peers: RankGroup | None = None) -> None:
-        self.peers = peers or RankGroup()
+    def __init__(self, ranks: RankGroup | None = None) -> None:
+        self.ranks = ranks or RankGroup()
 
     def seed(self, seed: int) -> None:
         seed_all(seed)
 
-    def pad(self, rng: random.Random) -> object:
+    def random_padding(self, rng: random.Random) -> object:
         return bytearray(rng.randrange(1, 1_024) * 64), bytearray(rng.randrange(64, 8_192) * 4_096)
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  one clock here
-        return WallBlock(calls, self.peers)
+        return WallBlock(calls, self.ranks)
 
-    def once(self, call: Call) -> float:
-        seconds = WallBlock([call], self.peers).run()
-        return seconds if seconds > 1e-3 else WallBlock([call] * 10, self.peers).run() / 10
+    def estimate_s(self, call: Call) -> float:
+        seconds = WallBlock([call], self.ranks).run()
+        return seconds if seconds > 1e-3 else WallBlock([call] * 10, self.ranks).run() / 10
 
-    def settle(self, call: Call) -> None:
+    def stabilize_clocks(self, call: Call) -> None:
         until = now() + 200_000_000
         for _ in range(10):
             call()
-            if not self.peers.all(now() < until):
+            if not self.ranks.all(now() < until):
                 break
 
-    def wake(self, blocks: Sequence[Block]) -> None:
+    def warm_up(self, blocks: Sequence[Block]) -> None:
         pass
 
-    def sense(self) -> GpuState:
+    def telemetry(self) -> GpuState:
         return GpuState()
 
-    def peak(self, call: Call) -> int:
+    def peak_bytes(self, call: Call) -> int:
         tracemalloc.start()
         try:
             before, _ = tracemalloc.get_traced_memory()
@@ -161,7 +161,7 @@ class HostDevice:
             del held
         finally:
             tracemalloc.stop()
-        return int(self.peers.max(max(0, peak - before)))
+        return int(self.ranks.max(max(0, peak - before)))
 
     def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
         return None
@@ -175,10 +175,10 @@ class HostDevice:
     def release(self) -> None:
         gc.collect()
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         return 0  # nobody asks: what a host claim needs is made when it is timed
 
-    def identity(self) -> Identity:
+    def noise_probe(self) -> NoiseProbe:
         import numpy as np
 
         # a sort of 100,000 numbers: about a millisecond of memory and arithmetic
@@ -194,25 +194,25 @@ class WallBlock:
     def __init__(
         self,
         calls: Sequence[Call],
-        peers: RankGroup,
+        ranks: RankGroup,
         drain: Call = lambda: None,
         current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self._calls, self._peers, self._drain, self._current = calls, peers, drain, current
+        self._calls, self._ranks, self._drain, self._current = calls, ranks, drain, current
         self.last: object = None
 
     def run(self) -> float:
         with undisturbed(), self._current():
             self._drain()
-            self._peers.barrier()
+            self._ranks.barrier()
             begun = now()
             for call in self._calls:
                 self.last = call()
             self._drain()
             seconds = (now() - begun) * 1e-9
-        return self._peers.max(seconds)
+        return self._ranks.max(seconds)
 
-    def again(self) -> None:
+    def run_untimed(self) -> None:
         self.run()
 
 

@@ -24,7 +24,7 @@ from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.schema import from_json, to_json
 
-from .device import Block, Call, Identity, seed_all
+from .device import Block, Call, NoiseProbe, seed_all
 
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 FAKE_GPU: Final = Gpu(
@@ -142,15 +142,15 @@ class FakeMachine:
     def gpus(self) -> Sequence[Gpu]:
         return self._gpus
 
-    def clock(self, gpu: Gpu | None, peers: RankGroup | None = None) -> FakeDevice:
+    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> FakeDevice:
         seed = self._random.getrandbits(64)
-        return FakeDevice(gpu, self._noise, self._faults, seed, peers)
+        return FakeDevice(gpu, self._noise, self._faults, seed, ranks)
 
 
 class FakeDevice:
     """Times calls by what they :func:`spend`, and adds noise; ``now`` is the virtual time."""
 
-    device = "cpu"
+    torch_device = "cpu"
 
     def __init__(
         self,
@@ -158,9 +158,9 @@ class FakeDevice:
         noise: Noise | None = None,
         faults: Sequence[Fault] = (),
         seed: int = 0,
-        peers: RankGroup | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
-        self.peers = peers or RankGroup()
+        self.ranks = ranks or RankGroup()
         self.gpu = gpu
         self.now = 0.0
         self._blocks = 0
@@ -180,7 +180,7 @@ class FakeDevice:
         # mixed in, not set: claims forked from one parent differ, and no noise comes a second time
         self._random.seed(self._random.getrandbits(64) ^ seed)
 
-    def pad(self, rng: random.Random) -> object:
+    def random_padding(self, rng: random.Random) -> object:
         self._layout = _generator(self._random.getrandbits(64) ^ rng.getrandbits(64))
         return None
 
@@ -190,17 +190,17 @@ class FakeDevice:
             mode = Mode.PLAIN
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
-    def once(self, call: Call) -> float:
-        return self.peers.max(self._read(self._execute([call], Mode.PLAIN)[0]))
+    def estimate_s(self, call: Call) -> float:
+        return self.ranks.max(self._read(self._execute([call], Mode.PLAIN)[0]))
 
-    def settle(self, call: Call) -> None:
+    def stabilize_clocks(self, call: Call) -> None:
         call()
         self._pass(max(0.3, 10 * self._noise.ramp_s))
 
-    def wake(self, blocks: Sequence[Block]) -> None:
+    def warm_up(self, blocks: Sequence[Block]) -> None:
         pass
 
-    def sense(self) -> GpuState:
+    def telemetry(self) -> GpuState:
         return GpuState(
             sm_mhz=round(_SM_MHZ / (1 + max(0.0, self._slower))),
             temperature_c=85 if self._reasons else 55,
@@ -214,7 +214,7 @@ class FakeDevice:
         say("measuring this GPU's ceilings")
         return CEILINGS
 
-    def peak(self, call: Call) -> int:
+    def peak_bytes(self, call: Call) -> int:
         before = _ledger.peak = _ledger.held
         call()
         return _ledger.peak - before
@@ -232,10 +232,10 @@ class FakeDevice:
     def release(self) -> None:
         pass
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         return self.gpu.memory_bytes - _ledger.held if self.gpu else 0
 
-    def identity(self) -> Identity:
+    def noise_probe(self) -> NoiseProbe:
         import numpy as np
 
         def inputs(bench: Bench) -> tuple[Any, ...]:
@@ -260,7 +260,7 @@ class FakeDevice:
                 time.sleep(3_600)
             self._reasons = fault.reasons
         seconds, last = self._execute(calls, mode)
-        return self.peers.max(self._read(seconds, layout)), last
+        return self.ranks.max(self._read(seconds, layout)), last
 
     def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
         last: object = None
@@ -321,7 +321,7 @@ class FakeBlock:
         seconds, self.last = self.clock.run(self.calls, self.mode, self.layout)
         return seconds
 
-    def again(self) -> None:
+    def run_untimed(self) -> None:
         self.run()
 
 

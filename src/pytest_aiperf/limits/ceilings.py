@@ -148,9 +148,9 @@ def _measured(clock: Device, say: SayLine, names: Sequence[str]) -> dict[str, fl
 
 def _undisturbed(clock: Device, way: Callable[[], float]) -> float | None:
     # the clock itself may change: it is higher under light work
-    before = replace(clock.sense(), sm_mhz=None)
+    before = replace(clock.telemetry(), sm_mhz=None)
     figure = way()
-    return None if round_problem(before, replace(clock.sense(), sm_mhz=None)) else figure
+    return None if round_problem(before, replace(clock.telemetry(), sm_mhz=None)) else figure
 
 
 def _kernels(gpu: Gpu, say: SayLine) -> Mapping[str, Callable[..., object]] | None:

@@ -58,7 +58,7 @@ class Microbenchmarks:
         self._torch: Any = torch
         self._clock, self._sizes = clock, sizes
         self._sms, self._arch = clock.gpu.sms, int(clock.gpu.arch.removeprefix("sm"))
-        self._random = torch.Generator(clock.device).manual_seed(1)
+        self._random = torch.Generator(clock.torch_device).manual_seed(1)
         ways: dict[str, Callable[[], float]] = {"copy": self._copy}
         if kernels is not None:
             self._kernels = kernels
@@ -167,7 +167,7 @@ class Microbenchmarks:
             return self._bytes(rows * columns).view(torch.int8).view(rows, columns)
         kinds = {"fp64": "float64", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
         kind = getattr(torch, kinds.get(dtype, "float32"))
-        made = torch.empty(rows, columns, dtype=kind, device=self._clock.device)
+        made = torch.empty(rows, columns, dtype=kind, device=self._clock.torch_device)
         made.normal_(generator=self._random)
         return made.to(torch.float8_e4m3fn) if dtype == "fp8" else made
 
@@ -213,14 +213,14 @@ class Microbenchmarks:
     # how
 
     def _bytes(self, size: int) -> Any:
-        made = self._torch.empty(size, dtype=self._torch.uint8, device=self._clock.device)
+        made = self._torch.empty(size, dtype=self._torch.uint8, device=self._clock.torch_device)
         return made.random_(generator=self._random)
 
     def _best(self, call: Call, bursts: int = 0) -> float:
         """Return the seconds of a call in its best block; some of them may follow a rest."""
         for _ in range(2):  # the first may load libraries
             call()
-        once = self._clock.once(call)
+        once = self._clock.estimate_s(call)
         mode = choose_mode(Metric.DEVICE, once)
         calls = calls_per_block(mode, once, once)
         block = self._clock.block([call] * calls, mode)

@@ -53,18 +53,18 @@ class TorchRankGroup(RankGroup):
         self.rank = int(dist.get_rank())
         self.count = int(dist.get_world_size())
 
-    def agree(self, told: bool) -> bool:
-        return self.most(0.0 if told else 1.0) == 0.0
+    def all(self, told: bool) -> bool:
+        return self.max(0.0 if told else 1.0) == 0.0
 
-    def most(self, figure: float) -> float:
+    def max(self, figure: float) -> float:
         value = self._torch.tensor([figure], dtype=self._torch.float64)
         self._dist.all_reduce(value, self._dist.ReduceOp.MAX, group=self._host)
         return float(value)
 
-    def meet(self) -> None:
-        self.most(0.0)  # not barrier(), which allocates on the GPU that the groups are bound to
+    def barrier(self) -> None:
+        self.max(0.0)  # not barrier(), which allocates on the GPU that the groups are bound to
 
-    def align(self) -> None:
+    def stream_barrier(self) -> None:
         self._dist.all_reduce(self._mark)
 
 

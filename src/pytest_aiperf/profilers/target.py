@@ -125,19 +125,19 @@ def perform(
                 calls.run()
                 while time.monotonic() < until:
                     calls.run()
-                clock.peers.barrier()  # who leaves the range first may end the capture of all
+                clock.ranks.barrier()  # who leaves the range first may end the capture of all
     except Exception as why:
         name = "" if isinstance(why, AiperfError) else f"{type(why).__name__}: "
         answer = replace(answer, error=f"{name}{why}".partition("\n")[0])
         raise
     finally:
-        if clock.peers.rank == 0:
+        if clock.ranks.rank == 0:
             Path(job.scratch, "answer").write_text(json.dumps(to_json(answer)))
 
 
 def _flush(clock: Device) -> None:
     """Fill the L2 with something else: what the first call reads is cold."""
-    if clock.device == "cuda" and clock.gpu is not None and clock.gpu.l2_bytes:
+    if clock.torch_device == "cuda" and clock.gpu is not None and clock.gpu.l2_bytes:
         import torch
 
         torch.empty(3 * clock.gpu.l2_bytes, dtype=torch.uint8, device="cuda").zero_()
@@ -155,7 +155,7 @@ def _range(tool: Tool, clock: Device) -> Iterator[None]:
             from triton import profiler
 
             marks.enter_context(profiler.scope(RANGE))
-        if clock.device == "cuda":
+        if clock.torch_device == "cuda":
             marks.enter_context(_cuda_range())
         yield
 
@@ -195,7 +195,7 @@ def _torch(job: CaptureJob, clock: Device, warm: Warm) -> Iterator[None]:
     from torch import profiler
 
     kinds = [profiler.ProfilerActivity.CPU]
-    if clock.device == "cuda":
+    if clock.torch_device == "cuda":
         kinds.append(profiler.ProfilerActivity.CUDA)
     deep = job.preset == "deep_dive"
     with profiler.profile(
@@ -228,7 +228,7 @@ def _proton(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
 def _memory(job: CaptureJob, clock: Device, _warm: Warm) -> Iterator[None]:
     import torch
 
-    if clock.device != "cuda":
+    if clock.torch_device != "cuda":
         raise UsageError("torch records the GPU's memory only: run with --gpu, without @host")
     memory: Any = torch.cuda.memory
     clock.release()
