@@ -1,16 +1,16 @@
 """Attention that reads the KV cache through the block table beats gathering its pages first.
 
-A paged cache has no holes, and no sequence must reserve its final length (ch15). But its pages are
-scattered, and PyTorch's attention takes one contiguous array per sequence. Gathering reads the
-whole cache and writes it, padded to the longest sequence, and attention then reads the copy: three
-passes over the cache, and the memory of a second one, for every token. Paged attention looks up the
-page of each key and makes one pass. A page is contiguous, 4 KiB per head with 16 tokens and 16 KiB
-with 64, so the lookup costs next to nothing.
+A paged cache reserves no memory for future tokens (ch15). But a sequence's pages are scattered, and
+PyTorch's attention takes one contiguous array per sequence. Gathering reads the whole cache and
+writes it, padded to the longest sequence, and attention then reads the copy: three passes over the
+cache, and memory for a second one, for every token. Paged attention looks up the page of each key
+and makes one pass. A page is contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the
+lookup costs next to nothing.
 
 Counted in bytes the gain is 3x, times the longest length over the mean (4x here); reading alone is
 also somewhat faster than copying. The gain ends at prefill, which is bound by arithmetic and where
 thousands of queries share one gather. Very uneven lengths leave a few blocks running at the end;
-flash-decoding splits those as well (split_kv_decode).
+flash-decoding would split those (split_kv_decode).
 """
 
 import pytest

@@ -7,7 +7,7 @@ its operands from shared memory and runs asynchronously while another tile's sof
 Both backends do the same arithmetic, forward ("forward") and with the three gradients ("training").
 
 The default depends on the PyTorch version, the GPU and the shapes, so both arms force a backend.
-Recent versions choose cuDNN on Hopper by themselves: there the claim shows what the default gains.
+Recent versions choose cuDNN on Hopper by default: the claim then shows what that choice is worth.
 The limit is the tensor-core rate; softmax, which runs on other units, keeps attention below it.
 On Ampere, with arbitrary masks or in shapes that cuDNN rejects, the FlashAttention 2 and
 memory-efficient backends remain; for short sequences launch overhead dominates.

@@ -3,13 +3,13 @@
 Attention is usually parallel over sequences, heads and blocks of queries. Decoding a single
 sequence leaves one query per head, and groups of query heads share keys and values: 8 blocks for
 132 SMs, each of which reads 33 MB alone. Splitting the cache 64 ways gives 512 blocks. Each stores
-its output, running max and denominator, and a second, tiny kernel merges them exactly.
+its output, running max and denominator, and a second, tiny kernel merges them exactly. PyTorch's
+attention, the library arm, splits the cache as well and is faster than this kernel.
 
-The baseline is the same kernel with one part per head. It isolates the effect of splitting; nobody
-has to start there. PyTorch's attention, the library arm, also splits the cache, and is faster than
-this kernel. Every arm reads the cache once, so the limit is its bytes over the memory bandwidth.
-Batches fill the GPU without splitting: once sequences x key heads reach the number of SMs there is
-little to gain, and short caches do not repay the second kernel.
+The baseline is the same kernel with one part per head: it isolates the effect of splitting and is
+not a practical choice. Every arm reads the cache once, so the limit is its bytes over the memory
+bandwidth. Batches fill the GPU without splitting: once sequences x key heads reach the number of
+SMs there is little to gain, and short caches do not repay the second kernel.
 """
 
 from functools import partial

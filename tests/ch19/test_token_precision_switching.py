@@ -8,8 +8,8 @@ the fp32 matrix: at most 512 rows instead of 32768.
 
 The result is exact as long as the fp32 winner is among the four, that is, as long as no more than
 three others lie within bf16's error of it. In these inputs two tokens compete. Arbitrary logits
-would need a margin test that falls back to more candidates or to fp32. The bf16 copy takes half the
-matrix's memory again. For one sequence the limit is the ratio of bytes, 2x; for many, the ratio of
+would need a margin test that falls back to more candidates or to fp32. The bf16 copy adds half of
+the matrix's memory. For one sequence the limit is the ratio of bytes, 2x; for many, the ratio of
 the arithmetic rates.
 """
 
