@@ -14,7 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from .build import nvcc
-from .device.cuda import CudaMachine
+from .device.cuda import CudaMachine, measurable_gpus
 from .doctor import bundle, clean, doctor, host_facts
 from .errors import InvalidMeasurement, UsageError
 from .limits import ceilings as limits
@@ -27,6 +27,7 @@ from .records.results import atomic_write, document, dumps, lines, read_json, re
 from .report import formatting, markdown, page
 from .report import terminal as views
 from .session import session
+from .text import si
 
 DONE, REFUSED, MISUSE = 0, 1, 2
 
@@ -58,7 +59,7 @@ def ceilings(chosen: argparse.Namespace) -> int:
     cap: a claim's own rate lies in between. Of several GPUs the first is measured, and the links
     between all.
     """
-    gpus, say = CudaMachine().measurable_gpus(), _say
+    gpus, say = measurable_gpus(CudaMachine()), _say
     with GpuLock([g.uuid for g in gpus], on_wait=say).exclusive_host():
         clock = CudaMachine().open_device(gpus[0])
         found = limits.known(clock, (*limits.DEVICE, *limits.HOST), say, fresh=chosen.fresh)
@@ -271,7 +272,7 @@ def tidy(chosen: argparse.Namespace) -> int:
     if not chosen.dry_run:
         clean.remove(found)
     told = "would go" if chosen.dry_run else "removed"
-    sys.stdout.write(f"{told}: {len(found)}, {formatting.amount(float(total), 'B')}\n")
+    sys.stdout.write(f"{told}: {len(found)}, {si(float(total), 'B')}\n")
     return DONE
 
 

@@ -20,6 +20,7 @@ from pytest_aiperf.model import (
 from pytest_aiperf.records.results import figures
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
+from pytest_aiperf.text import percent, si
 
 from .aggregate import JUDGED
 
@@ -61,7 +62,7 @@ def cells(result: Result) -> list[str]:
         _figure(timing, "optimized") if timing else "-",
         str(result.speedup or "-"),
         f"{result.library.value:.2f}x" if result.library else "-",
-        _scaled(per_second / 1e6, 1000, f"M{unit}", f"G{unit}", f"T{unit}") if per_second else "-",
+        si(per_second, unit) if per_second else "-",
         _of_limit(result),
         verdict(result),
         _expected(result.expectation),
@@ -69,25 +70,7 @@ def cells(result: Result) -> list[str]:
 
 
 def _figure(timing: Timing, arm: str) -> str:
-    return amount(stats.typical(timing.replicates, arm), timing.unit)
-
-
-def amount(value: float, unit: str) -> str:
-    """Write a figure with four significant digits in a unit that suits its size."""
-    if unit == "s":
-        return _scaled(value * 1e6, 1000, "us", "ms", "s")
-    if unit in ("B", "bytes"):
-        return _scaled(value, 1024, "B", "KiB", "MiB", "GiB", "TiB")
-    return _scaled(value, 1, unit).rstrip()
-
-
-def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
-    for one in larger:
-        if value < step:
-            break
-        value, unit = value / step, one
-    digits = f"{value:#.4g}".rstrip(".") if abs(value) < 1000 else f"{value:.0f}"
-    return f"{digits} {unit}"
+    return si(stats.typical(timing.replicates, arm), timing.unit)
 
 
 def rate(result: Result) -> tuple[float, str]:
@@ -102,7 +85,7 @@ def rate(result: Result) -> tuple[float, str]:
 
 def _of_limit(result: Result) -> str:
     limit = result.limits.get("optimized")
-    return f"{100 * limit.share:.0f} % {limit.ceiling}" if limit else "-"
+    return f"{percent(limit.share)} {limit.ceiling}" if limit else "-"
 
 
 def reasons(result: Result) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import math
 import os
 import re
 import statistics
@@ -18,8 +17,8 @@ from typing import Any, Final
 from pytest_aiperf.model import Result, Timing
 from pytest_aiperf.records.comparison import versions
 from pytest_aiperf.records.results import atomic_write
-from pytest_aiperf.rules.roofline import shown
 from pytest_aiperf.rules.stats import typical
+from pytest_aiperf.text import short, si
 
 from . import aggregate, charts, formatting, markdown, source_code, terminal
 from .formatting import cells
@@ -81,9 +80,8 @@ def page(
         "colour": _colourer(),
         "pct": lambda place: f"{place:.2f}".rstrip("0").rstrip(".") + "%",
         "px": lambda place: f"{place:.1f}",
-        "figure": _plain,
-        "shown": shown,
-        "time": lambda seconds: formatting.amount(seconds, "s"),
+        "figure": short,
+        "si": si,
     }
     ladders = [_ladder(rungs, root, folder) for rungs in aggregate.ladders(results).values()]
     ladders.sort(key=lambda one: (one["chapter"], one["name"], one["key"]))
@@ -95,8 +93,8 @@ def page(
         title=title,
         script_hash=base64.b64encode(digest).decode(),
         facts=_facts(results, machine),
-        aggregate=aggregate.summarise(results),
-        markdown=list(dict.fromkeys(one["chapter"] for one in ladders)),
+        summary=aggregate.summarise(results),
+        chapters=list(dict.fromkeys(one["chapter"] for one in ladders)),
         ladders=ladders,
         rows=rows,
         timed=[(row, charts.bar(row["result"].speedup, axis)) for row in timed],
@@ -201,12 +199,12 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
             (limit, reached.share if reached else 0.0),
         ),
         "expected": expected,
-        "times": [(a, formatting.amount(_typical(timing, a), timing.unit)) for a in arms if timing],
+        "times": [(a, si(_typical(timing, a), timing.unit)) for a in arms if timing],
         "rate": rate,
         "limit": limit,
         "how": _how(timing),
         "also": [
-            (also.metric.value, arm, formatting.amount(_typical(also, arm), also.unit))
+            (also.metric.value, arm, si(_typical(also, arm), also.unit))
             for also in result.also
             for arm in charts.arms(also)
         ],
@@ -269,14 +267,6 @@ def _link(artefact: str, folder: Path) -> str:
         return ""
     path = os.path.relpath(artefact, folder)
     return urllib.parse.quote(f"./{path}")
-
-
-def _plain(value: float) -> str:
-    """Write an axis's figure: 0.5, 2, 100, 3k, 2M."""
-    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= scale:
-            return f"{value / scale:g}{prefix}"
-    return f"{value:.4g}" if math.isfinite(value) else "-"
 
 
 def _colourer() -> Any:

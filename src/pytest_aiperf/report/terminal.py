@@ -6,16 +6,19 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Against, Outcome, Profile, Result, Verdict
 from pytest_aiperf.records.results import atomic_write, benchmark, figures
+from pytest_aiperf.text import pad, si
+from pytest_aiperf.text import table as columns
 
 from . import aggregate
 from .aggregate import JUDGED
-from .formatting import COLUMNS, amount, cells, clean, escape, notes, reasons, verdict
+from .formatting import COLUMNS, cells, clean, escape, notes, reasons, verdict
 
 PROGRESS: Final = (
     "{claim}",
@@ -44,15 +47,11 @@ def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False)
         chapter, _, name = result.claim.rpartition("/")
         row = [f"  {name}{_mark(result)}", *cells(result)]
         groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
-    rows = [row for group in groups.values() for row in group]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    spare = width - sum(widths) - 2 * (len(widths) - 1)
-    if spare < 0:  # only the names give way: a clipped figure would be another figure
-        widths[0] = max(widths[0] + spare, min(SHORTEST, widths[0]))
-    lines = [_line(list(COLUMNS), widths)] if rows else []
+    head, *body = _columns([row for group in sorted(groups) for row in groups[group]], width)
+    lines = [head] if body else []
+    rows = iter(body)
     for key, chapter in sorted(groups):
-        lines += [clean(f"{chapter or '.'} ({key})")]
-        lines += [_line(row, widths) for row in groups[key, chapter]]
+        lines += [clean(f"{chapter or '.'} ({key})"), *islice(rows, len(groups[key, chapter]))]
     lines += [_fit(note, width) for note in notes(shown)]
     if verbose:
         lines += [line for result in shown for line in reasons(result)]
@@ -65,10 +64,12 @@ def _has_row(result: Result) -> bool:
     return bool(figures(result)) or result.outcome in broken
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    fitted = [_fit(cells[0], widths[0]), *cells[1:]]
-    aligned = zip(fitted, COLUMNS.values(), widths, strict=True)
-    return "  ".join(f"{cell:{side}{room}}" for cell, side, room in aligned).rstrip()
+def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Align rows below the heads; clip only names, because a clipped figure would mislead."""
+    rows, align = [[*COLUMNS], *rows], "".join(COLUMNS.values())
+    figures = "  ".join(["", *pad(rows, align)[0][1:]])
+    room = max(width - len(figures), SHORTEST)
+    return columns([[_fit(row[0], room), *row[1:]] for row in rows], align)
 
 
 def _fit(text: str, width: int) -> str:
@@ -209,11 +210,7 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
         if pair:
             was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
             rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [title]
-    for first, *rest in rows:
-        cells = [f"{cell:>{room}}" for cell, room in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    lines = [title, *columns(rows)]
     for arm in arms:
         lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
         lines.append(f"  {arm.arm}: {arm.artefact}")
@@ -235,4 +232,4 @@ def seen(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
 def _seen(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value:.1%}"
-    return f"{value:.0f}" if not unit and value.is_integer() else amount(value, unit)
+    return f"{value:.0f}" if not unit and value.is_integer() else si(value, unit)

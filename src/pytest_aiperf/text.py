@@ -1,0 +1,74 @@
+"""Figures and columns as text, the same in every table, message and report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Final
+
+_Scales = Sequence[tuple[float, str]]
+
+_SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+"""SI prefixes up to one."""
+
+_LARGE: Final[_Scales] = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
+"""SI prefixes from one upwards; GPUs are compared in TFLOP/s, also beyond a thousand."""
+
+_BINARY: Final[_Scales] = tuple((2.0 ** (10 * i), f"{p}i") for i, p in enumerate("KMGTPE", 1))[::-1]
+"""IEC prefixes, for sizes in memory."""
+
+_RATES: Final = ("B/s", "FLOP/s", "OP/s")
+"""Rates that take an SI prefix; the unit of a score, such as tok/s, is left alone."""
+
+
+def si(value: float, unit: str, digits: int = 4) -> str:
+    """Write a value with ``digits`` significant digits and the prefix that suits its size.
+
+    Seconds become ms, µs or ns; rates (B/s, FLOP/s, OP/s) take k to T; bytes take Ki to Ei.
+    A value of another unit keeps its unit.
+    """
+    if unit in ("B", "bytes"):
+        value, prefix = _scaled(value, (*_BINARY, (1, "")))
+        unit = "B"
+    else:
+        value, prefix = _scaled(value, _SMALL if unit == "s" else _LARGE if unit in _RATES else ())
+    # "#" keeps trailing zeros, so that the figures of a column have equally many digits
+    figure = f"{value:#.{digits}g}".rstrip(".") if abs(value) < 1000 else f"{value:.0f}"
+    return f"{figure} {prefix}{unit}".rstrip()
+
+
+def short(value: float) -> str:
+    """Write the figure of a tick on an axis: 0.5, 2, 100, 3k, 2M."""
+    scaled, prefix = _scaled(value, _LARGE)
+    return f"{scaled:.4g}{prefix}" if math.isfinite(value) else "-"
+
+
+def _scaled(value: float, scales: _Scales) -> tuple[float, str]:
+    if value == 0 or not math.isfinite(value) or not scales:
+        return value, ""
+    scale, prefix = next((s for s in scales if abs(value) >= s[0]), scales[-1])
+    return value / scale, prefix
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Write a share of one in per cent."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def pad(rows: Iterable[Sequence[str]], align: str = "<>") -> list[list[str]]:
+    """Pad cells to their column's width; a short row gets empty cells.
+
+    ``align`` has ``<`` or ``>`` for each column; its last sign holds for the columns that follow.
+    """
+    columns = list(zip_longest(*rows, fillvalue=""))
+    padded = []
+    for side, column in zip(align.ljust(len(columns), align[-1]), columns, strict=False):
+        width = max(map(len, column))
+        padded.append([f"{cell:{side}{width}}" for cell in column])
+    return [list(row) for row in zip(*padded, strict=True)]
+
+
+def table(rows: Iterable[Sequence[str]], align: str = "<>") -> list[str]:
+    """Lay rows out in columns, two spaces apart; ``align`` is that of ``pad``."""
+    return ["  ".join(row).rstrip() for row in pad(rows, align)]
