@@ -22,7 +22,7 @@ SHAPE = {"TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K}
 @triton.jit
 def _tile_origin(tile, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Return the first row and column of a tile in the grouped order."""
-    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    tiles_n, tiles_m = tl.cdiv(n, TILE_N), tl.cdiv(m, TILE_M)
     group_begin = tile // (8 * tiles_n) * 8
     index, group_rows = tile - group_begin * tiles_n, min(8, tiles_m - group_begin)
     return (group_begin + index % group_rows) * TILE_M, index // group_rows * TILE_N

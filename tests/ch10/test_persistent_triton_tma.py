@@ -1,4 +1,4 @@
-"""Tensor descriptors make a Triton GEMM faster than pointers, and a persistent grid adds to that.
+"""Tensor descriptors make a Triton GEMM faster than pointers, and a persistent grid even faster.
 
 With pointers, every thread computes addresses and masks for its loads and keeps them in registers
 that the accumulators need. With a tensor descriptor, Hopper's Tensor Memory Accelerator (TMA) loads

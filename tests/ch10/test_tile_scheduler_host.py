@@ -1,4 +1,4 @@
-"""Stream-K and split-K finish 133 tiles on 132 workers sooner than a schedule of whole tiles.
+"""Stream-K and split-K finish a GEMM with a nearly empty last wave sooner than whole tiles do.
 
 With one tile more than there are SMs, a grid of whole tiles takes twice as long: its second wave is
 almost empty (wave quantisation). Split-K halves the tiles and thus the length of the last wave, but

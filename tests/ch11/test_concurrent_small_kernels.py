@@ -1,4 +1,4 @@
-"""Sixteen kernels of eight blocks are faster at the same time than one after the other.
+"""Sixteen kernels of eight blocks are faster concurrently than one after the other.
 
 A stream runs its kernels in order, even where they are independent. A kernel of 8 blocks occupies 8
 SMs (an H200 has 132), and the next one waits although the other SMs idle. In streams of their own
