@@ -16,7 +16,7 @@ from pytest_aiperf.device.device import calls_per_block, choose_mode
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.model import Bench, Metric, Mode, Verdict
 from pytest_aiperf.rules import stats
-from pytest_aiperf.rules.validity import SPAN, rotation
+from pytest_aiperf.rules.validity import L2_SPANS, rotation
 
 from . import other_timers
 from .ground_truth import SHORT, Heated, Judged, Workbench, judged, longer
@@ -146,7 +146,7 @@ def flush(workbench: Workbench, scale: Scale) -> Figures:
     size = l2 * 3 // 8 >> 14 << 14
     sets = [workbench.sweep(size) for _ in range(rotation(size, l2))]
     beyond = workbench.sweep(8 * l2 >> 14 << 14)
-    times = SPAN * 4
+    times = L2_SPANS * 4
     ways = {
         "rotated": (sets * times, len(sets) * times),
         "warm": (sets[:1] * len(sets) * times, len(sets) * times),

@@ -487,7 +487,7 @@ def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahea
     assert trial.clock.released - before == released
 
 
-@pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.SPAN)])
+@pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.L2_SPANS)])
 def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
     clock = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
     trial = a_trial(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))

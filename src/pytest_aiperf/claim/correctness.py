@@ -15,6 +15,7 @@ from typing import Any
 from pytest_aiperf.device.device import undisturbed
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, Prepared
+from pytest_aiperf.rules.validity import watched
 
 from . import tensors
 from .tensors import Args, NamedTensor, backend_of, dtype, is_exact, signature
@@ -222,6 +223,7 @@ def _hold_made(results: Mapping[str, Result], lent: Mapping[str, Sequence[bool]]
                 )
 
 
+@watched
 def verify(
     results: Mapping[str, Result],
     reference: object,

@@ -13,6 +13,7 @@ from typing import Any
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
 from pytest_aiperf.rules.stats import covered
+from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
 NamedTensor = tuple[str, Any]
@@ -198,6 +199,7 @@ def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
     return {p: backend_of(a).copy(as_int_bits(a)) for p, a in arrays(args).items() if p not in skip}
 
 
+@watched
 def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
     """Return the leaves whose bits are not those of the fingerprint, new and lost ones included."""
     now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}

@@ -49,6 +49,9 @@ _WAKING = 0.03  # memory was 11 % slower for up to 30 ms after a pause of some m
 _SETTLED = (5, 0.02)  # so many readings of the SM clock, within this of each other
 
 
+validity.watched(now, __name__, "now")  # this module's own reference
+
+
 class CudaMachine:
     """The machine that runs this process."""
 
@@ -248,6 +251,7 @@ class CudaDevice:
             hold = min(_MOST_HOLD, 2 * max(hold, enqueued))
         return seconds, 0.0
 
+    @validity.watched
     def timed(self, work: Call, hold: float = 0.0) -> tuple[float, float, bool]:
         """Time work between two events, behind a kernel that spins for ``hold`` seconds.
 

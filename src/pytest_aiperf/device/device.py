@@ -14,8 +14,10 @@ from typing import Any, Final, Protocol
 
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Metric, Mode, Trace
+from pytest_aiperf.rules.validity import watched
 
-now = time.perf_counter_ns  # held from import on, so that an arm that patches time changes nothing
+# bound at import, so that an arm that patches time.perf_counter_ns changes nothing here
+now = watched(time.perf_counter_ns, __name__, "now")
 
 SHORT = 50e-6
 """Below this a call's launch shows in its time, and a block is captured in a graph."""
@@ -201,6 +203,7 @@ class WallBlock:
         self._calls, self._ranks, self._drain, self._current = calls, ranks, drain, current
         self.last: object = None
 
+    @watched
     def run(self) -> float:
         with undisturbed(), self._current():
             self._drain()

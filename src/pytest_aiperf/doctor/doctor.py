@@ -127,7 +127,7 @@ def _clocks(i: int, board: Mapping[str, str]) -> Check:
     name, now, most = f"clocks {i}", board["clocks.sm"], board["clocks.max.sm"]
     said = f"{now} of {most} MHz, {board['pstate']}"
     reasons = board["clocks_event_reasons.active"]
-    if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) and int(reasons, 16) & validity.SLOWED:
+    if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) and int(reasons, 16) & validity.THROTTLED:
         return _todo(name, f"{said}, slowed down ({reasons})", "mind cooling and power: "
                      "nvidia-smi -q -d PERFORMANCE says which")  # fmt: skip
     return _ok(name, said)

@@ -1,4 +1,4 @@
-"""Is this measurement valid: a table of pure questions, each answered by a sentence or None."""
+"""Is this measurement valid? Each check returns a sentence that names the problem, or None."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import GpuState
 
-SPAN = 3
-"""Input sets of a cold measurement span the L2 this many times, and are at least this many."""
-MOST_SETS = 256
-SAME_CLOCK = 0.05
-"""The SM clock may differ by this much between the two sides of a round,"""
-SAME_CAPPED_CLOCK = 0.15
-"""and by this much under the power cap, which has it wander: a mirrored round sees both arms so."""
-POWER_CAP = 0x04
+from . import stats
 
-# Power cap (0x4), idle (0x1) and a chosen clock (0x2, 0x100) are ordinary; these are not.
+L2_SPANS = 3
+"""The input sets of a cold measurement span the L2 this many times; at least as many sets."""
+MAX_INPUT_SETS = 256
+"""More input sets than this are refused: inputs that small cannot be kept cold."""
+MAX_CLOCK_CHANGE = 0.05
+"""Largest relative change of the SM clock across a round."""
+MAX_CAPPED_CLOCK_CHANGE = 0.15
+"""The same under the power cap, where the clock fluctuates; ABBA order exposes both arms to it."""
+POWER_CAP = 0x04
+"""Clock event reason of NVML: the software power cap."""
+
+# The power cap (0x4), an idle GPU (0x1) and clocks set by a user (0x2, 0x100) are normal.
 _REASONS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-SLOWED = sum(_REASONS)
-"""What slows a clock down that did not ask for it."""
+THROTTLED = sum(_REASONS)
+"""Bit mask of the clock event reasons that invalidate a round."""
 _COUNTERS = ("thermal", "board_limit")
 
 _ENVIRONMENT = {
@@ -42,11 +46,11 @@ _ENVIRONMENT = {
     "PYTHONDEVMODE": "Python checks itself while it runs",
     "PYTHONTRACEMALLOC": "Python traces every allocation",
 }
-_EVEN_ZERO = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch asks only whether it is there
-_PROFILED = re.compile(
+_SET_IS_ON = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # even =0: torch tests only whether it is set
+_PROFILER_VARIABLE = re.compile(
     r"(CUDA|NVTX)_INJECTION64_PATH|(NV_(COMPUTE_)?SANITIZER|NV_NSIGHT|NSYS_PROFILING)_.+"
 )
-_PROFILES = re.compile("sanitizer|asan|injection|nsight", re.IGNORECASE)
+_PROFILER_LIBRARY = re.compile("sanitizer|asan|injection|nsight", re.IGNORECASE)
 
 _FLAGS = (
     "backends.cuda.matmul.allow_tf32",
@@ -72,19 +76,28 @@ _FLAGS = (
     "is_inference_mode_enabled",
     "are_deterministic_algorithms_enabled",
 )
-# What measures and judges: an arm that puts something else in its place is found out.
-_OURS = (
+_FOREIGN = (
     *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
     *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
     *("torch.cuda.synchronize", "torch.cuda.stream", "torch.cuda.CUDAGraph.replay"),
-    *("pytest_aiperf.device.device.now", "pytest_aiperf.device.device.WallBlock.run"),
-    *("pytest_aiperf.device.cuda.now", "pytest_aiperf.device.cuda.CudaDevice.timed"),
-    *(
-        "pytest_aiperf.claim.correctness.verify",
-        "pytest_aiperf.claim.tensors.changed",
-        "pytest_aiperf.rules.stats.comparison",
-    ),
 )
+_WATCHED: dict[str, object] = {}
+
+T = TypeVar("T")
+
+
+def watched(function: T, module: str = "", name: str = "") -> T:
+    """Register a function that times or judges: an arm that replaces it is found out.
+
+    A decorator. A value that is not defined under its own name needs ``module`` and ``name``.
+    """
+    module = module or function.__module__
+    _WATCHED[f"{module}.{name or getattr(function, '__qualname__', '')}"] = function
+    return function
+
+
+watched(stats.comparison)
+
 _PERSISTING_L2 = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -102,70 +115,72 @@ _VARIABLES = (
 
 
 def round_problem(before: GpuState, after: GpuState) -> str | None:
-    """Name what disturbed a round, given what the GPU felt at its two sides."""
+    """Name what disturbed a round, given the GPU's state before and after it."""
     reasons = (before.event_reasons or 0) | (after.event_reasons or 0)
     for bit, name in _REASONS.items():
         if reasons & bit:
             return f"clock event reason {bit:#x} ({name})"
     for counter in _COUNTERS:
         if after.violations.get(counter, 0) > before.violations.get(counter, math.inf):
-            return f"the {counter.replace('_', ' ')} violation counter, which grew meanwhile"
+            name = counter.replace("_", " ")
+            return f"the {name} violation counter, which increased during the round"
     if before.sm_mhz and after.sm_mhz:
-        apart = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
-        if apart > (SAME_CAPPED_CLOCK if reasons & POWER_CAP else SAME_CLOCK):
+        change = abs(before.sm_mhz - after.sm_mhz) / max(before.sm_mhz, after.sm_mhz)
+        if change > (MAX_CAPPED_CLOCK_CHANGE if reasons & POWER_CAP else MAX_CLOCK_CHANGE):
             return f"the SM clock, which went from {before.sm_mhz} to {after.sm_mhz} MHz"
     return None
 
 
 def environment_problem(environ: Mapping[str, str]) -> str | None:
-    """Name the environment variable under which no time means anything."""
+    """Name the environment variable that makes every time meaningless."""
     for name, value in sorted(environ.items()):
-        if name in _ENVIRONMENT and (name == _EVEN_ZERO or value not in ("", "0")):
+        if name in _ENVIRONMENT and (name == _SET_IS_ON or value not in ("", "0")):
             return f"{name}={value}: {_ENVIRONMENT[name]}; unset it to measure"
-        preloaded = name == "LD_PRELOAD" and _PROFILES.search(value)
-        if preloaded or (value and _PROFILED.fullmatch(name)):
+        is_preloaded = name == "LD_PRELOAD" and _PROFILER_LIBRARY.search(value)
+        if is_preloaded or (value and _PROFILER_VARIABLE.fullmatch(name)):
             return f"{name}={value}: a profiler is attached; measure without it"
     return None
 
 
 def rotation(set_bytes: int, l2_bytes: int) -> int:
-    """Count the input sets that a cold measurement rotates through."""
+    """Return how many input sets a cold measurement rotates through."""
     if not l2_bytes:
-        return SPAN
-    sets = math.ceil(SPAN * l2_bytes / set_bytes) if set_bytes > 0 else MOST_SETS + 1
-    if sets > MOST_SETS:
+        return L2_SPANS
+    sets = math.ceil(L2_SPANS * l2_bytes / set_bytes) if set_bytes > 0 else MAX_INPUT_SETS + 1
+    if sets > MAX_INPUT_SETS:
         raise UsageError(
-            f"an input set of {set_bytes:,} bytes cannot be kept cold: {SPAN} times the L2 "
-            f"({l2_bytes:,} bytes) would take more than {MOST_SETS} sets; "
+            f"an input set of {set_bytes:,} bytes cannot be kept cold: {L2_SPANS} times the L2 "
+            f"({l2_bytes:,} bytes) would take more than {MAX_INPUT_SETS} sets; "
             'declare cache="warm" or enlarge the inputs'
         )
-    return max(SPAN, sets)
+    return max(L2_SPANS, sets)
 
 
 def flags() -> dict[str, str]:
-    """Read the global switches that no arm may flip; torch's only where torch is loaded."""
-    now = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    """Read the global settings that no arm may change; torch's only where torch is loaded."""
+    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     torch = sys.modules.get("torch")
     if torch is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates some of these names as they are read
-            now |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
-    return now | {name: repr(found) for name in _OURS if (found := _find(name))}
+            settings |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
+    names = (*_FOREIGN, *_WATCHED)
+    return settings | {name: repr(value) for name in names if (value := _find(name))}
 
 
 def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """List each switch that differs, as ``name: before -> after``."""
+    """List each setting that differs, as ``name: before -> after``."""
     return [
         f"{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
-        # what was loaded in between starts with no change
+        # a module that was loaded in between has no value before
         and not ("." in name and (name not in before or name not in after))
     ]
 
 
 def extras() -> dict[str, int]:
-    """Count what calls do beside their work, while they are timed at the latest: never."""
+    """Count what warmed-up calls never do: load kernels, compile, ask the driver for memory."""
     counts = {"Triton, which loaded kernels": _triton_loads()[0]}
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         frames = dynamo.counters["frames"]["total"]
@@ -178,14 +193,14 @@ def extras() -> dict[str, int]:
 
 
 def extra_problem(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
-    """Name what the calls of a round did beside their work."""
+    """Name what the calls of a round did besides their work."""
     grown = [name for name, count in after.items() if count > before.get(name, count)]
-    return f"{grown[0]} meanwhile (warmed calls of one shape do not)" if grown else None
+    return f"{grown[0]} during the round (warmed-up calls of one shape do not)" if grown else None
 
 
 @functools.cache
 def _triton_loads() -> list[int]:
-    """Count the kernels that Triton loads from now on."""
+    """Return a counter of the kernels that Triton loads from now on."""
     count = [0]
 
     def loaded(*_: object, **__: object) -> None:
@@ -202,14 +217,14 @@ def _find(name: str) -> object:
     module, *parts = name.split(".")
     while module in sys.modules and parts and f"{module}.{parts[0]}" in sys.modules:
         module = f"{module}.{parts.pop(0)}"
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in parts:
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _carve_out(torch: Any) -> dict[str, str]:
-    """Read how much of the L2 this context sets aside for what is to persist in it."""
+    """Read how many bytes of the L2 this context reserves for persisting accesses."""
     import ctypes  # late: no other pytest run should load it
 
     cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
@@ -228,11 +243,11 @@ def _flag(torch: Any, name: str) -> str:
     try:
         for part in name.split("."):
             value = getattr(value, part)
-        found = str(value() if callable(value) else value)
+        setting = str(value() if callable(value) else value)
     except (AttributeError, RuntimeError) as error:
-        # not in this version, or torch refuses because an arm mixed its old and new switches
+        # not in this version, or torch refuses because an arm mixed its old and new settings
         return f"unreadable ({type(error).__name__})"
-    if found == "none" and name.endswith("fp32_precision"):  # what the switch above it says
-        above = str(getattr(torch.backends, "fp32_precision", "none"))
-        return "ieee" if above == "none" else above
-    return found
+    if setting == "none" and name.endswith("fp32_precision"):  # inherited from the one above
+        inherited = str(getattr(torch.backends, "fp32_precision", "none"))
+        return "ieee" if inherited == "none" else inherited
+    return setting
