@@ -1,4 +1,4 @@
-// Hopper's mbarriers, TMA loads and wgmma: one short function per PTX instruction.
+// Hopper's mbarriers, TMA loads and wgmma: short functions named after the PTX instructions.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +49,11 @@ __device__ TileOrigin grouped_tile_origin(int index, int m, int n) {
 template <int COUNT>
 __device__ void store_fragments(const float (&acc)[COUNT], bf16* out, int n, int row, int column) {
     const int lane = threadIdx.x % 32;
-    bf16* to = out + size_t(row + lane / 4) * n + column + lane % 4 * 2;
-    for (int i = 0; i < COUNT / 4; ++i, to += 8) {
-        *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(acc[4 * i], acc[4 * i + 1]);
-        *reinterpret_cast<__nv_bfloat162*>(to + 8 * size_t(n)) =
+    bf16* fragment = out + size_t(row + lane / 4) * n + column + lane % 4 * 2;
+    for (int i = 0; i < COUNT / 4; ++i, fragment += 8) {
+        *reinterpret_cast<__nv_bfloat162*>(fragment) =
+            __floats2bfloat162_rn(acc[4 * i], acc[4 * i + 1]);
+        *reinterpret_cast<__nv_bfloat162*>(fragment + 8 * size_t(n)) =
             __floats2bfloat162_rn(acc[4 * i + 2], acc[4 * i + 3]);
     }
 }

@@ -15,24 +15,24 @@
 #include <cstdint>
 #include <cuda_runtime.h>
 
-constexpr int LANES = 256;
+constexpr int THREADS = 256;
 constexpr int WORDS = 16384;
 
 __device__ int next_item;
 
 __device__ void load_table(const int* table, int* shared) {
-    for (int i = threadIdx.x; i < WORDS; i += LANES) shared[i] = table[i];
+    for (int i = threadIdx.x; i < WORDS; i += THREADS) shared[i] = table[i];
     __syncthreads();
 }
 
 // The address of each step depends on the step before, so every step pays the load latency.
 __device__ void walk(const int* table, int steps, int item, int* out) {
-    int word = item * LANES + threadIdx.x;
+    int word = item * THREADS + threadIdx.x;
     for (int i = 0; i < steps; ++i) word = table[(word ^ i) & (WORDS - 1)];
-    out[item * LANES + threadIdx.x] = word;
+    out[item * THREADS + threadIdx.x] = word;
 }
 
-__global__ void __launch_bounds__(LANES)
+__global__ void __launch_bounds__(THREADS)
 walk_static(const int* table, const int* lengths, int* out, int items) {
     extern __shared__ int shared[];
     load_table(table, shared);
@@ -41,7 +41,7 @@ walk_static(const int* table, const int* lengths, int* out, int items) {
 }
 
 template <int CHUNK>
-__global__ void __launch_bounds__(LANES)
+__global__ void __launch_bounds__(THREADS)
 walk_queue(const int* table, const int* lengths, int* out, int items) {
     extern __shared__ int shared[];
     __shared__ int shared_ticket;
@@ -72,7 +72,7 @@ cudaError_t launch(Kernel kernel, const int* table, const int* lengths, int* out
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
-    kernel<<<blocks, LANES, bytes, stream>>>(table, lengths, out, items);
+    kernel<<<blocks, THREADS, bytes, stream>>>(table, lengths, out, items);
     return cudaGetLastError();
 }
 

@@ -8,9 +8,10 @@ a chunk needs, so no events are required inside a stream.
 
 Two streams keep at most two of the three stages busy; three streams are enough. The limit is the
 sum over the maximum of the stage times, 3x where they are equal. The measured gain stays well below
-it: a chunk of 512 rows has too few tiles to fill the GPU, so cuBLAS uses split-K with a reduction
-kernel per chunk. Pipeline fill and drain and the shared PCIe link cost the rest. Host memory must
-be pinned, and there must be enough chunks that the first and the last do not matter.
+it. One reason is in the trace: a chunk of 512 rows has too few tiles to fill the GPU, so cuBLAS
+uses split-K with a reduction kernel per chunk. Pipeline fill and drain, and a PCIe link shared by
+both directions, cost time as well. Host memory must be pinned, and there must be enough chunks that
+the first and the last do not matter.
 """
 
 import pytest

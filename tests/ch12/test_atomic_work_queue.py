@@ -9,10 +9,10 @@ most two items of the slowest.
 The limit is 1.6x, and 1.5x with 4 items per atomicAdd ("chunked"), by a simulation of 132 blocks
 with a free counter. The largest static share is 2.2 times the mean, but one long item is a quarter
 of a share and cannot be split. All rungs run one block per SM, although shared memory would allow
-three; with three, the imbalance would be smaller. A grid of one block per item is balanced by the
-hardware; queues are for persistent blocks with a costly prologue (here a table that each block
-copies to shared memory). Items of equal length gain nothing. Where items are shorter than an
-atomicAdd, blocks wait for the counter; chunks reduce that.
+three, which would hide more latency. A grid of one block per item is balanced by the hardware;
+queues are for persistent blocks with a costly prologue (here a table that each block copies to
+shared memory). Items of equal length gain nothing. Where items are shorter than an atomicAdd,
+blocks wait for the counter; chunks reduce that.
 """
 
 import pytest
@@ -20,7 +20,7 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, evidence
 
-WORDS, LANES = 16384, 256
+WORDS, THREADS = 16384, 256
 
 
 def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -29,7 +29,7 @@ def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     usual = torch.randint(16, 49, (count,), **options)
     is_long = torch.rand(count, device=bench.device) < 1 / 32
     lengths = torch.where(is_long, 32 * usual, usual)
-    return table, lengths, torch.empty(count, LANES, **options), count
+    return table, lengths, torch.empty(count, THREADS, **options), count
 
 
 def walked(table, lengths, out, count):
@@ -41,7 +41,7 @@ def walked(table, lengths, out, count):
     while span < len(steps):  # row i: the last `span` steps up to step i
         targets[span:] = targets[span:].gather(1, targets[:-span] % WORDS)
         span *= 2
-    starts = torch.arange(count * LANES, device=table.device).view(count, LANES)
+    starts = torch.arange(count * THREADS, device=table.device).view(count, THREADS)
     return targets[lengths.long()[:, None] - 1, starts % WORDS]
 
 
