@@ -1,0 +1,53 @@
+"""Run a command as a process group that does not outlive the call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+POLL_S: Final = 0.02
+"""Interval between two checks for the end of the process: short beside any process start."""
+
+
+def run_in_group(
+    command: Sequence[str],
+    log: Path,
+    deadline_s: float,
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> int | None:
+    """Run a command and return its exit status; stdout and stderr go to the file ``log``.
+
+    Returns None when the deadline passed or another thread set ``stop``. In every case the
+    command and all that it started in its process group are dead before this returns or raises.
+    """
+    stop = stop or threading.Event()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    end = time.monotonic() + deadline_s
+    try:
+        # WNOWAIT leaves a zombie: while it is there, no other group can get its number
+        exited = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while not (done := os.waitid(os.P_PID, process.pid, exited)):
+            if time.monotonic() > end or stop.wait(POLL_S):
+                break
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode if done else None
