@@ -85,40 +85,40 @@ def test_what_holds(piece):
     [
         (
             evidence.opcode("UTMALDG", "copy<4>"),
-            "void copy<4>(float*) (k.cu, sm_90a) has 0 UTMALDG, and at least 1 is claimed",
+            "void copy<4>(float*) (k.cu, sm_90a) has 0 UTMALDG; the claim states at least 1",
         ),
-        (evidence.opcode("HGMMA"), "k.cu for sm_90a has 0 HGMMA, and at least 1 is claimed"),
+        (evidence.opcode("HGMMA"), "k.cu for sm_90a has 0 HGMMA; the claim states at least 1"),
         (
             evidence.opcode("LDG.E.128", "copy", min=4),
-            "void copy<1>(float*) (k.cu, sm_90a) has 1 LDG.E.128, and at least 4 is claimed",
+            "void copy<1>(float*) (k.cu, sm_90a) has 1 LDG.E.128; the claim states at least 4",
         ),
         (
             evidence.opcode("EXIT", max=1),
-            "k.cu for sm_90a has 3 EXIT, and at most 1 is claimed",
+            "k.cu for sm_90a has 3 EXIT; the claim states at most 1",
         ),
         (
             evidence.registers(max=64, kernel="copy<4>"),
-            f"{SM100} has 66 registers a thread, and at most 64 is claimed",
+            f"{SM100} has 66 registers per thread; the claim states at most 64",
         ),
         (
             evidence.spills(),
-            f"{SM100} has 8 bytes of spills a thread, and at most 0 is claimed",
+            f"{SM100} has 8 bytes of spills per thread; the claim states at most 0",
         ),
         (
             evidence.launches(max=0),
-            "the optimized arm has 1 launches a call, and at most 0 is claimed",
+            "the optimized arm has 1 launches per call; the claim states at most 0",
         ),
         (
             evidence.counter("dram__bytes.sum", max=0.1, per="baseline"),
-            f"{ARM} has 0.125 dram__bytes.sum to each of the baseline's, and at most 0.1",
+            f"{ARM} has 0.125 times the baseline's dram__bytes.sum; the claim states at most 0.1",
         ),
         (
             evidence.counter("conflicts", max=0.1, per="baseline"),
-            f"the baseline has 0, and {ARM} has 3 conflicts to each of the baseline's",
+            f"the baseline has 0, and {ARM} has 3 conflicts; the claim states at most 0.1",
         ),
         (
             evidence.counter("dram__bytes.sum", min=2, max=3, per="work"),
-            f"{ARM} has 1.25 dram__bytes.sum a byte of work, and at least 2 and at most 3",
+            f"{ARM} has 1.25 dram__bytes.sum per byte of work; the claim states at least 2",
         ),
     ],
 )
@@ -151,10 +151,10 @@ def test_lower_bounds_refuse_what_is_too_much_already_and_prove_no_ratio():
 
 
 def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
-    known = r"known are void copy<1>\(float\*\), void copy<4>"
-    with pytest.raises(UsageError, match=f"LDG of 'copy<8>': no kernel of this claim .*{known}"):
+    known = r"its kernels are void copy<1>\(float\*\), void copy<4>"
+    with pytest.raises(UsageError, match=f"evidence of LDG: no kernel of this claim .*{known}"):
         hold([evidence.opcode("LDG", "copy<8>")], FACTS)
-    with pytest.raises(UsageError, match=r"no kernel of k\.cu for sm_100a is called that"):
+    with pytest.raises(UsageError, match=r"evidence of spills: no kernel of k\.cu for sm_100a has"):
         hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if kept it out
     # of a kernel that only a GPU's compiler would make nothing is said
     (found,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
@@ -321,10 +321,10 @@ def test_registers(compare, nvcc):
     done = project.run()
     done.stdout.fnmatch_lines(
         [
-            "*kernels/wide.cu for sm_90a has 0 UTMALDG, and at least 1 is claimed",
-            "*no kernel of this claim is called that; known are void copy<4>(float4 const[*], *",
-            "*crowded(*) (kernels/spill.cu, sm_90a) has * bytes of spills a thread, and at most 0*",
-            "*crowded(*) (kernels/spill.cu, sm_90a) has 32 registers a thread, and at most 16 is*",
+            "*kernels/wide.cu for sm_90a has 0 UTMALDG; the claim states at least 1",
+            "*no kernel of this claim has * in its name; its kernels are void copy<4>(float4 const[*], *",
+            "*crowded(*) (kernels/spill.cu, sm_90a) has * bytes of spills per thread; *",
+            "*crowded(*) (kernels/spill.cu, sm_90a) has 32 registers per thread; *at most 16*",
             "*4 failed, 1 built*",
         ]
     )
@@ -365,11 +365,11 @@ def test_broken(compare):
     )
     done = project.run()
     done.assert_outcomes(passed=3, failed=2)
-    counted = "the optimized arm, as far as the CPU can count, has 2 launches a call"
+    counted = "the optimized arm, as far as the CPU can count, has 2 launches per call"
     done.stdout.fnmatch_lines(
         [
-            f"*{counted}, and at most 1 is claimed",
-            "*the optimized arm has 1 graph breaks, and at most 0 is claimed",
+            f"*{counted}; the claim states at most 1",
+            "*the optimized arm has 1 graph breaks; the claim states at most 0",
         ]
     )
 
@@ -417,7 +417,7 @@ def test_twice(compare):
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines(
         [
-            "doubled (own.py, sm_90) has 0 HGMMA, and at least 1 is claimed",
-            "*has 2 launches a call, and at most 1 is claimed",
+            "doubled (own.py, sm_90) has 0 HGMMA; the claim states at least 1",
+            "*has 2 launches per call; the claim states at most 1",
         ]
     )

@@ -9,10 +9,10 @@ import torch
 from pytest_aiperf import Score, Work, prepared
 from pytest_aiperf.claim import explanation
 from pytest_aiperf.claim.measure import check_claim, measure_claim
-from pytest_aiperf.device.fake import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
 from pytest_aiperf.rules import evidence
+from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 from tests.plugin.test_compare import BLANK, a_context
@@ -87,9 +87,9 @@ def test_one_replicate_has_no_lower_end():
     [
         (
             evidence.launches(max=1),
-            "the optimized arm has 2 launches a call, and at most 1 is claimed",
+            "the optimized arm has 2 launches per call; the claim states at most 1",
         ),
-        (evidence.kernels(max=1, per="baseline"), "has 2 kernels a call to each of the baseline's"),
+        (evidence.kernels(max=1, per="baseline"), "has 2 times the baseline's kernels per call"),
     ],
 )
 def test_an_extra_launch_fails_a_claim_that_is_faster(piece, said):
@@ -119,7 +119,7 @@ def test_peak_memory_is_that_of_each_arm():
     assert problem is None
     assert held.evidence[0].value == 0.5
     _, problem = explained(**arms, evidence=[evidence.peak_memory(max=99_000)])
-    assert "has 100000 bytes at its peak, and at most 99000 is claimed" in str(problem)
+    assert "has 100000 bytes at its peak; the claim states at most 99000" in str(problem)
 
 
 def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
@@ -185,7 +185,7 @@ def test_prepared_arms_are_not_counted():
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
     device = FakeDevice(None)
     check_claim(a_claim(optimized=arm, **words), device, BLANK)
-    with pytest.raises(ClaimNotMet, match="has 2 launches a call"):
+    with pytest.raises(ClaimNotMet, match="has 2 launches per call"):
         check_claim(a_claim(optimized=lambda x: x * 1 * 2, **words), device, BLANK)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from pytest_aiperf.model import Limit, Trace, Work
 from pytest_aiperf.rules.datasheet import DATASHEET
-from pytest_aiperf.rules.roofline import diagnose, limit_of, shown, too_fast, unit_of
+from pytest_aiperf.rules.roofline import diagnose, limit_of, too_fast, unit_of
+from pytest_aiperf.text import si
 
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "fp32": 60e12, "bf16": 790e12}
 COPY = Work(read=4.28e9, written=4.28e9)  # 2 ms at the copy rate
@@ -82,7 +83,7 @@ def test_no_time_has_no_limit(seconds):
 def test_only_what_is_more_than_a_twentieth_faster_than_its_limit_is_too_fast():
     assert too_fast(memory(1.04)) is None
     said = too_fast(memory(1.10))
-    assert "4.708 TB/s are more than the 4.28 TB/s (copy, measured)" in said
+    assert "4.708 TB/s exceed the 4.280 TB/s that this GPU reaches (copy, measured)" in said
     assert "skips work" in said
     assert "--fresh" in said
     assert "--fresh" not in too_fast(memory(1.10), "datasheet")
@@ -118,7 +119,7 @@ def test_a_graph_with_gaps_is_to_be_fused():
 
 def test_one_kernel_that_waits_for_the_host_is_overhead():
     said = diagnose(None, trace(1e-6), 10e-6)
-    assert said == "overhead-bound: 90 % of the time outside kernels; do more in a launch"
+    assert said == "overhead-bound: 90 % of the time outside kernels; do more per launch"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_traffic_that_work_does_not_count_is_waste():
     assert said.startswith("memory-bound: device memory is 91 % busy with 8.0 times the bytes")
     assert said.endswith("reuse or fuse")
     said = diagnose(memory(0.12), None, 1e-3, counters | {"sectors per load": 32})
-    assert "32 sectors per load where 4 to 16 do" in said
+    assert "32 sectors per load where 4 to 16 suffice" in said
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_traffic_that_work_does_not_count_is_waste():
         ({"l1 share": 0.92, "bank conflicts": 4.2e6}, "4.2e+06 bank conflicts: pad or swizzle"),
         ({"l1 share": 0.92, "sectors per store": 20}, "20 sectors per store where"),
         ({"l1 share": 0.92}, "memory-bound: the L1 and shared memory 92 % busy; make fewer"),
-        ({"sm share": 0.93, "dram share": 0.3}, "compute-bound: the multiprocessors 93 % busy"),
+        ({"sm share": 0.93, "dram share": 0.3}, "compute-bound: the SMs 93 % busy"),
     ],
 )
 def test_a_busy_unit_binds_though_the_share_is_small(counters, said):
@@ -173,11 +174,11 @@ def test_a_busy_unit_binds_though_the_share_is_small(counters, said):
 @pytest.mark.parametrize(
     ("counters", "said"),
     [
-        ({"sectors per load": 32.0, "occupancy": 0.1}, "32 sectors per load where 4 to 16 do"),
-        ({"occupancy": 0.12, "stall barrier": 9.0}, "12 % of the warps that fit are there"),
+        ({"sectors per load": 32.0, "occupancy": 0.1}, "32 sectors per load where 4 to 16 suffice"),
+        ({"occupancy": 0.12, "stall barrier": 9.0}, "occupancy is 12 %"),
         (
             {"occupancy": 0.9, "stall long scoreboard": 20.1, "stall wait": 2.0},
-            "warps wait for device memory: more loads under way",
+            "warps wait for device memory: more loads in flight",
         ),
         ({"stall branch resolving": 5.0}, "warps wait for branch resolving"),
     ],
@@ -195,7 +196,7 @@ def test_counters_alone_say_something():
 
 def test_a_trace_alone_asks_for_work():
     assert diagnose(None, trace(90e-6), 100e-6) == (
-        "the GPU is busy 90 % of the time; give work= to learn what binds"
+        "the GPU is busy 90 % of the time; state work= to learn its limit"
     )
     assert diagnose(None, None, 1e-3) == ""
 
@@ -203,20 +204,20 @@ def test_a_trace_alone_asks_for_work():
 @pytest.mark.parametrize(
     ("name", "figure", "text"),
     [
-        ("copy", 4.28e12, "4.28 TB/s"),
+        ("copy", 4.28e12, "4.280 TB/s"),
         ("h2d", 55.31e9, "55.31 GB/s"),
         ("fp8", 1.4123e15, "1412 TFLOP/s"),
         ("int8", 1.2e15, "1200 TOP/s"),
-        ("launch", 2.1e-6, "2.1 us"),
-        ("graph_launch", 0.51e-6, "510 ns"),
-        ("copy", 3e3, "0.003 MB/s"),
+        ("launch", 2.1e-6, "2.100 µs"),
+        ("graph_launch", 0.51e-6, "510.0 ns"),
+        ("copy", 3e3, "3.000 kB/s"),
     ],
 )
-def test_figures_are_shown_with_the_prefix_that_people_use(name, figure, text):
-    assert shown(figure, unit_of(name)) == text
+def test_figures_take_the_prefix_that_suits_them(name, figure, text):
+    assert si(figure, unit_of(name)) == text
 
 
-def test_the_datasheet_speaks_of_ceilings_only():
+def test_datasheets_name_ceilings_only():
     from pytest_aiperf.limits.ceilings import DEVICE, HOST, LINKS
 
     for key, sheet in DATASHEET.items():

@@ -16,9 +16,10 @@ from pytest_aiperf.errors import AiperfError, BuildError, UsageError
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, loads
 from pytest_aiperf.rules.datasheet import DATASHEET
-from pytest_aiperf.rules.roofline import shown, unit_of
+from pytest_aiperf.rules.roofline import unit_of
 from pytest_aiperf.rules.validity import round_problem
 from pytest_aiperf.schema import to_json
+from pytest_aiperf.text import si
 
 from . import interconnect, microbenchmarks
 
@@ -168,10 +169,10 @@ def table(ceilings: Mapping[str, float], key: str) -> list[str]:
     lines = [f"{'ceiling':<16}{'measured':>16}{'datasheet':>16}{'share':>8}"]
     for name, figure in ceilings.items():
         unit = unit_of(name)
-        line = f"{name:<16}{shown(figure, unit):>16}"
+        line = f"{name:<16}{si(figure, unit):>16}"
         if name in promised:
             share = f"{100 * figure / promised[name]:.0f} %"
-            line += f"{shown(promised[name], unit):>16}{share:>8}"
+            line += f"{si(promised[name], unit):>16}{share:>8}"
         lines.append(line)
     return lines
 

@@ -1,1 +1,1 @@
-"""What figures mean: pure questions and answers, without a clock, a GPU or a file."""
+"""Pure rules: statistics, verdict, validity, evidence and roofline."""

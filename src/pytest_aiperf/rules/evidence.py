@@ -94,25 +94,27 @@ def _evidence(
 
 
 STATIC: Final = (EvidenceKind.OPCODE, EvidenceKind.REGISTERS, EvidenceKind.SPILLS)
-"""Proofs that compiled code gives, without a GPU."""
+"""Kinds that the compiled code answers, without a GPU."""
 
 _NOUNS: Final = {
-    EvidenceKind.REGISTERS: "registers a thread",
-    EvidenceKind.SPILLS: "bytes of spills a thread",
-    EvidenceKind.LAUNCHES: "launches a call",
-    EvidenceKind.KERNELS: "kernels a call",
+    EvidenceKind.REGISTERS: "registers per thread",
+    EvidenceKind.SPILLS: "bytes of spills per thread",
+    EvidenceKind.LAUNCHES: "launches per call",
+    EvidenceKind.KERNELS: "kernels per call",
     EvidenceKind.GRAPH_BREAKS: "graph breaks",
-    EvidenceKind.PEAK_MEMORY: "bytes at its peak",
+    EvidenceKind.PEAK_MEMORY: "bytes of peak memory",
 }
-_RELATIVE: Final = {"": "", "baseline": " to each of the baseline's", "work": " a byte of work"}
+_NO_BASELINE: Final = "the baseline has 0, and "
+"""Begins the place of a finding whose ratio to the baseline does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel as the compiler left it; ``opcodes`` None where nobody disassembled it."""
+    """A compiled kernel."""
 
     kernel: KernelRecord
     opcodes: Mapping[str, int] | None = None
+    """How often each SASS opcode stands in the code; None when it was not disassembled."""
 
     def __str__(self) -> str:
         return f"{self.kernel.function} ({self.kernel.source}, {self.kernel.arch})"
@@ -120,22 +122,22 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one run knows: of each arm figures by name, and of compiled code.
-
-    A figure's name is an EvidenceKind or an ncu metric. ``every`` says that the claim has no
-    other kernels than ``code``; ``at_least`` that more launches and kernels than the counted ones
-    are possible.
-    """
+    """What one run measured of a claim, to hold its evidence against."""
 
     code: Sequence[Compiled] = ()
+    """The compiled kernels that are known."""
     every: bool = False
+    """Whether ``code`` has all kernels of the claim."""
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Arm to figures; a figure's name is an EvidenceKind or an ncu metric."""
     at_least: bool = False
+    """Whether the counts of launches and kernels are lower bounds."""
     work: Work | None = None
+    """The work of one call."""
 
 
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
-    """Say of each piece of evidence what was found, and whether it lies within its bounds."""
+    """Return the figure of each piece of evidence and whether it lies within its bounds."""
     return tuple(
         _of_code(piece, facts) if piece.kind in STATIC else _of_arm(piece, facts)
         for piece in evidence
@@ -143,35 +145,34 @@ def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
 
 
 def broken(findings: Sequence[Finding]) -> str:
-    """Say in a sentence each what does not hold; nothing when all does."""
-    return "; ".join(_sentence(found) for found in findings if not found.held)
+    """Describe the pieces that do not hold, one sentence each; an empty string when all hold."""
+    return "; ".join(_sentence(finding) for finding in findings if not finding.held)
 
 
 def _of_code(piece: Evidence, facts: Facts) -> Finding:
-    """Hold each kernel that is named; where none is, each architecture as a whole."""
-    looked = [
-        c for c in facts.code if piece.kind is not EvidenceKind.OPCODE or c.opcodes is not None
-    ]
-    named = [c for c in looked if piece.kernel in c.kernel.function]
+    """Check every named kernel; where no kernel is named, each build as a whole."""
+    needs_sass = piece.kind is EvidenceKind.OPCODE
+    readable = [c for c in facts.code if not needs_sass or c.opcodes is not None]
+    named = [c for c in readable if piece.kernel in c.kernel.function]
     sources = {c.kernel.source for c in named}
-    builds = {(c.kernel.source, c.kernel.arch) for c in looked if c.kernel.source in sources}
-    lacking = sorted(builds - {(c.kernel.source, c.kernel.arch) for c in named})
-    if lacking or (facts.every and not named):
-        where = "{} for {}".format(*lacking[0]) if lacking else "this claim"
-        known = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
+    builds = {(c.kernel.source, c.kernel.arch) for c in readable if c.kernel.source in sources}
+    missing = sorted(builds - {(c.kernel.source, c.kernel.arch) for c in named})
+    if missing or (facts.every and not named):
+        where = "{} for {}".format(*missing[0]) if missing else "this claim"
+        kernels = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
         raise UsageError(
-            f"{piece.kind} {piece.of} of {piece.kernel!r}: no kernel of {where} is called that; "
-            f"known are {known}"
+            f"evidence of {piece.of or piece.kind}: no kernel of {where} has {piece.kernel!r} in its name; "
+            f"its kernels are {kernels}"
         )
-    found = [(_in_code(piece, code), str(code)) for code in named]
-    if piece.kind is EvidenceKind.OPCODE and not piece.kernel:
+    figures = [(_in_code(piece, code), str(code)) for code in named]
+    if needs_sass and not piece.kernel:
         sums: dict[str, float] = {}
-        for (count, _), code in zip(found, named, strict=True):
+        for (count, _), code in zip(figures, named, strict=True):
             where = f"{code.kernel.source} for {code.kernel.arch}"
             sums[where] = sums.get(where, 0) + count
-        found = [(count, where) for where, count in sums.items()]
-    judged = [Finding(piece, value, _within(piece, value), where) for value, where in found]
-    return min(judged, key=lambda finding: finding.held, default=Finding(piece))
+        figures = [(count, where) for where, count in sums.items()]
+    findings = [Finding(piece, value, _within(piece, value), where) for value, where in figures]
+    return min(findings, key=lambda finding: finding.held, default=Finding(piece))
 
 
 def _in_code(piece: Evidence, code: Compiled) -> float:
@@ -183,9 +184,9 @@ def _in_code(piece: Evidence, code: Compiled) -> float:
     return sum(n for name, n in counts if matches(piece.of, name))
 
 
-def matches(wanted: str, opcode: str) -> bool:
-    """Whether an opcode is the wanted one, or the wanted one with more modifiers."""
-    return fnmatchcase(opcode, wanted) or fnmatchcase(opcode, f"{wanted}.*")
+def matches(pattern: str, opcode: str) -> bool:
+    """Whether an opcode matches, as it stands or with further modifiers."""
+    return fnmatchcase(opcode, pattern) or fnmatchcase(opcode, f"{pattern}.*")
 
 
 def _of_arm(piece: Evidence, facts: Facts) -> Finding:
@@ -196,17 +197,17 @@ def _of_arm(piece: Evidence, facts: Facts) -> Finding:
         return Finding(piece)
     if facts.at_least and piece.kind in (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS):
         if piece.per:
-            return Finding(piece)  # the ratio of two lower bounds bounds nothing
+            return Finding(piece)  # a ratio of two lower bounds is no bound
         where += ", as far as the CPU can count,"
     if piece.per == "work":
         value /= _bytes(facts.work)
     elif piece.per == "baseline":
-        base = facts.figures.get("baseline", {}).get(name)
-        if base is None:
+        baseline = facts.figures.get("baseline", {}).get(name)
+        if baseline is None:
             return Finding(piece)
-        if not base:  # nothing can be said to each of the baseline's when it has none
-            return Finding(piece, value, held=False, where=f"the baseline has 0, and {where}")
-        value /= base
+        if not baseline:  # a ratio to 0 is undefined
+            return Finding(piece, value, held=False, where=f"{_NO_BASELINE}{where}")
+        value /= baseline
     return Finding(piece, value, _within(piece, value), where)
 
 
@@ -217,13 +218,17 @@ def _bytes(work: Work | None) -> float:
 
 
 def _within(piece: Evidence, value: float) -> bool:
-    least = piece.min is None or value >= piece.min
-    return least and (piece.max is None or value <= piece.max)
+    above = piece.min is None or value >= piece.min
+    return above and (piece.max is None or value <= piece.max)
 
 
-def _sentence(found: Finding) -> str:
-    piece = found.evidence
-    noun = _NOUNS.get(piece.kind, piece.of) + _RELATIVE[piece.per]
+def _sentence(finding: Finding) -> str:
+    piece = finding.evidence
+    figure = f"{finding.value:g} {_NOUNS.get(piece.kind, piece.of)}"
+    if piece.per == "work":
+        figure += " per byte of work"
+    elif piece.per == "baseline" and not finding.where.startswith(_NO_BASELINE):
+        figure = f"{finding.value:g} times the baseline's {_NOUNS.get(piece.kind, piece.of)}"
     bounds = [f"at least {piece.min:g}"] if piece.min is not None else []
     bounds += [f"at most {piece.max:g}"] if piece.max is not None else []
-    return f"{found.where} has {found.value:g} {noun}, and {' and '.join(bounds)} is claimed"
+    return f"{finding.where} has {figure}; the claim states {' and '.join(bounds)}"

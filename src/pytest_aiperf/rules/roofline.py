@@ -1,8 +1,7 @@
-"""Which ceiling binds an arm, how near it comes, and what to do about it: pure rules.
+"""Which ceiling limits an arm, how close it comes, and what would help: the roofline model.
 
-The method is the known one of three bottlenecks: a GPU computes, moves bytes, or waits to be told
-what to do, and only what binds is worth mending. Whatever does none of the three waits for itself:
-it is bound by latency.
+An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
+from all three limits is latency-bound: its own instructions wait for each other.
 """
 
 from __future__ import annotations
@@ -12,22 +11,30 @@ from collections.abc import Mapping
 from typing import Final
 
 from pytest_aiperf.model import Limit, Trace, Work
+from pytest_aiperf.text import percent, si
 
 MEMORY: Final = ("copy", "read", "l2")
 
-_LENIENCE = 1.05  # a ceiling is measured like everything else, and parts differ a little
-_IDLE = 0.3  # with this share of the time outside all kernels, overhead binds
-_NEAR = 0.8  # from here on the ceiling itself is what is left
-_FAR = 0.4  # below this share of its ceiling, no ceiling binds
-_BUSY = 0.6  # from here on a unit's counter says that it is what binds
-_WASTE = 1.5  # so many times the counted bytes are traffic that need not be
-_WIDEST = 16  # sectors of a warp that reads 16 bytes a lane, side by side
+_MAX_SHARE = 1.05
+"""A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
+_OVERHEAD_SHARE = 0.3
+"""An arm that spends this share of its time outside kernels is overhead-bound."""
+_NEAR = 0.8
+"""From this share of its ceiling on, only less work helps."""
+_FAR = 0.4
+"""Below this share of its ceiling, an arm is not limited by it."""
+_BUSY = 0.6
+"""From this utilisation on, ncu's counter names the unit that limits an arm."""
+_WASTE = 1.5
+"""From this many times the bytes of ``work`` on, the traffic is avoidable."""
+_FULL_SECTORS = 16
+"""Sectors per request of a warp whose lanes access 16 bytes each, side by side."""
 
 _UNITS = {
     "tensor share": ("compute-bound", "the tensor cores", "only fewer operations help"),
     "sm share": (
         "compute-bound",
-        "the multiprocessors",
+        "the SMs",
         "save instructions that work= does not count: addresses, conversions, special functions",
     ),
     "dram share": ("memory-bound", "device memory", "only fewer bytes help"),
@@ -39,20 +46,20 @@ _UNITS = {
     ),
 }
 _STALLS = {
-    "long scoreboard": "for device memory: more loads under way before the first use",
+    "long scoreboard": "for device memory: more loads in flight before the first use",
     "short scoreboard": "for shared memory: fewer, wider accesses without bank conflicts",
     "mio throttle": "for shared memory's queue: fewer, wider accesses",
     "lg throttle": "for the load queue: fewer, wider loads",
-    "barrier": "at barriers: let blocks be smaller or warps less dependent",
-    "wait": "for the instruction before: more independent work a thread",
-    "math pipe throttle": "for the arithmetic units: they are what binds",
-    "gmma": "for the tensor cores: they are what binds",
+    "barrier": "at barriers: use smaller blocks or fewer dependences between warps",
+    "wait": "for the previous instruction: more independent work per thread",
+    "math pipe throttle": "for the arithmetic units, which are the limit",
+    "gmma": "for the tensor cores, which are the limit",
 }
 
 
 def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, float]) -> Limit | None:
-    """Find the ceiling that allows the least; None where no known ceiling applies."""
-    amounts = {}  # ceiling to amount and rate
+    """Return the ceiling that takes the longest for this work; None where none applies."""
+    amounts = {}  # ceiling: (amount, rate)
     if work.bytes > 0 and (memory := _memory(work, cache, ceilings)):
         amounts[memory[0]] = (work.bytes, memory[1])
     if work.flops > 0 and work.dtype and work.dtype in ceilings:
@@ -66,10 +73,10 @@ def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, floa
 
 
 def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str, float] | None:
-    """Name the ceiling of a call's traffic, and its rate.
+    """Return the ceiling of a call's memory traffic and its rate in bytes per second.
 
-    Reads and writes take turns on the memory bus, and every turn costs: a copy turns most often,
-    and between all reads (or all writes) and a copy the time a byte goes with their mixture.
+    Every switch between reading and writing costs time on the memory bus, and a copy switches most
+    often. Between pure reads (or pure writes) and a copy the time per byte is interpolated.
     """
     if cache == "warm":
         return ("l2", ceilings["l2"]) if "l2" in ceilings else None
@@ -84,18 +91,18 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
 
 
 def too_fast(limit: Limit, source: str = "measured") -> str | None:
-    """Say what a rate would take that this GPU does not have.
+    """Describe a rate that this GPU cannot reach; None where it is possible.
 
-    Of warm caches as well: what a call must read comes through the L2 whatever lies in it, since
-    a kernel finds the L1 and shared memory empty.
+    Holds for warm caches as well: a kernel starts with an empty L1 and empty shared memory, so
+    every byte that it must read passes through the L2.
     """
-    if limit.share <= _LENIENCE:
+    if limit.share <= _MAX_SHARE:
         return None
     again = ", or the ceilings are too low: python -m pytest_aiperf ceilings --fresh"
     return (
-        f"{shown(limit.rate, limit.unit)} are more than the {shown(limit.limit, limit.unit)} "
-        f"({limit.ceiling}, {source}) that this GPU reaches: the arm skips work, or work= counts "
-        "more than a call must do" + (again if source == "measured" else "")
+        f"{si(limit.rate, limit.unit)} exceed the {si(limit.limit, limit.unit)} that this GPU "
+        f"reaches ({limit.ceiling}, {source}): the arm skips work, or work= counts more than a "
+        "call must do" + (again if source == "measured" else "")
     )
 
 
@@ -105,9 +112,9 @@ def diagnose(
     seconds: float,
     counters: Mapping[str, float] | None = None,
 ) -> str:
-    """Say in one line what binds an arm and what would help; nothing where nothing is known.
+    """Describe in one line what limits an arm and what would help; empty where nothing is known.
 
-    ``seconds`` are those of one call as it was timed, so gaps count where the claim counts them;
+    ``seconds`` is the time of one call as the claim counts it, with or without launch gaps;
     ``counters`` are the figures of an ncu profile.
     """
     counters = counters or {}
@@ -124,17 +131,17 @@ def diagnose(
 def _overhead(limit: Limit | None, trace: Trace | None, seconds: float) -> str | None:
     if trace is None or not 0 < seconds < math.inf:
         return None
-    # a traced call may find its data in the cache where the timed one did not; but what runs at
-    # 90 % of a ceiling has idled for 10 % at most
+    # The traced call may hit the cache where the timed ones miss. But an arm at 90 % of a ceiling
+    # is idle for at most 10 % of its time.
     idle = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
-    if idle < _IDLE:
+    if idle < _OVERHEAD_SHARE:
         return None
     items = trace.kernels + trace.copies
     if items < 2:
-        return f"overhead-bound: {_percent(idle)} of the time outside kernels; do more in a launch"
-    advice = "capture a graph or fuse" if trace.launches > 1 else "fuse, it is one launch already"
+        return f"overhead-bound: {percent(idle)} of the time outside kernels; do more per launch"
+    advice = "capture a graph or fuse" if trace.launches > 1 else "fuse: it is one launch already"
     what = "kernels and copies" if trace.copies else "kernels"
-    return f"overhead-bound: {_percent(idle)} of the time between {items} {what}; {advice}"
+    return f"overhead-bound: {percent(idle)} of the time between {items} {what}; {advice}"
 
 
 def _wasted(limit: Limit | None, seconds: float, counters: Mapping[str, float]) -> str | None:
@@ -144,7 +151,7 @@ def _wasted(limit: Limit | None, seconds: float, counters: Mapping[str, float]) 
     if times < _WASTE or counters.get("dram share", 0.0) < _BUSY:
         return None
     return (
-        f"memory-bound: device memory is {_percent(counters['dram share'])} busy with "
+        f"memory-bound: device memory is {percent(counters['dram share'])} busy with "
         f"{times:.1f} times the bytes that work= counts; {_scattered(counters) or 'reuse or fuse'}"
     )
 
@@ -163,13 +170,12 @@ def _bound(limit: Limit | None) -> str | None:
             advice = "feed the units better (larger tiles, a deeper pipeline)"
         elif limit.ceiling in ("fp32", "fp64"):
             advice = "only fewer operations or tensor cores (a narrower dtype) help"
-    return f"{kind}-bound: {_percent(limit.share)} of the {limit.ceiling} rate; {advice}"
+    return f"{kind}-bound: {percent(limit.share)} of the {limit.ceiling} rate; {advice}"
 
 
 def _busiest(counters: Mapping[str, float]) -> str | None:
-    """Name the unit that is busy, with what work= does not count or where nothing is counted."""
-    found = [name for name in _UNITS if name in counters]
-    name = max(found, key=counters.__getitem__, default=None)
+    """Name the busiest unit, where ``work`` does not show the limit."""
+    name = max((n for n in _UNITS if n in counters), key=counters.__getitem__, default=None)
     if name is None or counters[name] < _BUSY:
         return None
     kind, unit, advice = _UNITS[name]
@@ -177,7 +183,7 @@ def _busiest(counters: Mapping[str, float]) -> str | None:
         advice = f"{counters['bank conflicts']:.3g} bank conflicts: pad or swizzle the tile"
     elif name in ("l1 share", "l2 share"):
         advice = _scattered(counters) or advice
-    return f"{kind}: {unit} {_percent(counters[name])} busy; {advice}"
+    return f"{kind}: {unit} {percent(counters[name])} busy; {advice}"
 
 
 def _latency(limit: Limit | None, counters: Mapping[str, float]) -> str | None:
@@ -186,7 +192,7 @@ def _latency(limit: Limit | None, counters: Mapping[str, float]) -> str | None:
     if limit is None:
         head = "latency-bound: no unit is busy"
     else:
-        head = f"latency-bound: {_percent(limit.share)} of the {limit.ceiling} rate"
+        head = f"latency-bound: {percent(limit.share)} of the {limit.ceiling} rate"
     stalls = {n.removeprefix("stall "): v for n, v in counters.items() if n.startswith("stall ")}
     top = max(stalls, key=stalls.__getitem__, default="")
     occupancy = counters.get("occupancy", 1.0)
@@ -194,24 +200,24 @@ def _latency(limit: Limit | None, counters: Mapping[str, float]) -> str | None:
         advice = scattered
     elif occupancy < 0.25:
         advice = (
-            f"{_percent(occupancy)} of the warps that fit are there: more blocks, or blocks that "
-            "take fewer registers and less shared memory"
+            f"occupancy is {percent(occupancy)}: more blocks, or blocks that take fewer "
+            "registers and less shared memory"
         )
     elif top in _STALLS:
         advice = f"warps wait {_STALLS[top]}"
     elif top:
         advice = f"warps wait for {top}"
     else:
-        advice = "more independent work in flight (--profile=ncu says what it waits for)"
+        advice = "more independent work in flight (--profile=ncu shows the stalls)"
     return f"{head}; {advice}"
 
 
 def _scattered(counters: Mapping[str, float]) -> str | None:
     for name in ("sectors per load", "sectors per store"):
-        if (sectors := counters.get(name, 0.0)) > _WIDEST:
+        if (sectors := counters.get(name, 0.0)) > _FULL_SECTORS:
             return (
-                f"{sectors:.0f} {name} where 4 to {_WIDEST} do: let neighbouring lanes take "
-                "neighbouring addresses"
+                f"{sectors:.0f} {name} where 4 to {_FULL_SECTORS} suffice: let neighbouring lanes "
+                "access neighbouring addresses"
             )
     return None
 
@@ -220,11 +226,7 @@ def _unknown(trace: Trace | None, seconds: float) -> str:
     if trace is None or not 0 < seconds < math.inf:
         return ""
     busy = min(1.0, trace.busy / seconds)
-    return f"the GPU is busy {_percent(busy)} of the time; give work= to learn what binds"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"the GPU is busy {percent(busy)} of the time; state work= to learn its limit"
 
 
 def unit_of(ceiling: str) -> str:
@@ -234,10 +236,3 @@ def unit_of(ceiling: str) -> str:
     if ceiling == "int8":
         return "OP/s"
     return "FLOP/s" if ceiling in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8") else "B/s"
-
-
-def shown(figure: float, unit: str) -> str:
-    """Write a rate or a time with the prefix that people use for it."""
-    scales = [(1e-6, "u"), (1e-9, "n")] if unit == "s" else [(1e12, "T"), (1e9, "G"), (1e6, "M")]
-    scale, prefix = next((s for s in scales if figure >= s[0]), scales[-1])
-    return f"{figure / scale:.4g} {prefix}{unit}"

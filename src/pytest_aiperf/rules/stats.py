@@ -1,4 +1,4 @@
-"""Numbers in, numbers out: ratios of arms with their confidence intervals."""
+"""Ratios of arms with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pytest_aiperf.model import Interval, Replicate, Round
 
 LEVEL = 0.99
-"""Confidence of every interval in the house."""
+"""Confidence level of every interval."""
 
 
 @functools.cache
@@ -22,21 +22,21 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def paired_log_ratio(blocks: Round, over: str, under: str) -> float:
-    """Log of one round's ratio: mirrored order makes a linear drift cancel."""
+    """Log of one round's ratio; the mirrored order cancels a linear drift."""
     logs = {arm: statistics.fmean(map(math.log, blocks.seconds[arm])) for arm in (over, under)}
     return logs[over] - logs[under]
 
 
 def log_ratio(replicate: Replicate, over: str, under: str) -> float:
-    """One replicate's figure: the median of its rounds, so that a hiccup in one does not count."""
+    """One replicate's log-ratio: the median of its rounds, robust against one disturbed round."""
     return statistics.median(paired_log_ratio(r, over, under) for r in replicate.rounds)
 
 
 def interval(logs: Sequence[float]) -> Interval:
-    """Student's t-interval of the mean of log ratios, given back as a ratio.
+    """Student's t-interval of the mean of log-ratios, as a ratio.
 
-    With one figure nothing is known of its spread, and the interval is infinitely wide. Figures
-    without any spread (bytes, counts) give an interval of no width.
+    One figure has no spread, and its interval is infinitely wide. Equal figures (bytes, counts)
+    give an interval of zero width.
     """
     mean = statistics.fmean(logs)
     if len(logs) < 2:
@@ -59,7 +59,7 @@ def half_width(ratio: Interval) -> float:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of what at least one of the spans covers; overlaps count once."""
+    """Total length of the union of the spans; overlaps count once."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

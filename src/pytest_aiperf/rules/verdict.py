@@ -1,4 +1,4 @@
-"""Comparison and expectation to verdict; pure."""
+"""From a comparison and an expectation to a verdict."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from dataclasses import dataclass
 from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
 
 SAME_WITHIN = 0.02
-"""Two arms are the same when the whole interval lies within this of 1."""
+"""The verdict is SAME when the whole interval lies within this distance of 1."""
 
 SESSIONS_APART = 0.035
-"""Two sessions' figures of one claim may be so far apart without any change of it.
+"""How far two sessions' intervals of one unchanged claim may lie apart.
 
-An interval knows only the noise of its own session. Of unchanged claims that were timed on the
-device, measured on two H200s, 28 of 71 pairs of intervals did not meet, and 30 of 68 on two others:
-up to 3.2 % lay between their ends, both times. The figure was chosen after such pairs had failed,
-and what it costs is that a smaller loss shows only in a history, as a lasting step.
+An interval covers only the noise of its own session. Between two pairs of H200s, 28 of 71 and 30 of
+68 intervals of unchanged claims did not overlap, and their ends lay up to 3.2 % apart. The price of
+this tolerance: a smaller regression shows only in the history, as a lasting step.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether the claim holds, and why in words; ``notes`` do not decide."""
+    """Whether a claim holds."""
 
     holds: bool
     why: str
+    """The reasons in words, or the verdict and the ratio where the claim holds."""
     notes: tuple[str, ...] = ()
+    """Remarks that do not decide."""
 
 
 def is_hosts(result: Result) -> bool:
-    """Whether a figure is as much the host's as the GPU's: hosts differ more than GPUs do."""
+    """Whether the host decides the figure as much as the GPU: hosts differ more than GPUs do."""
     return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
 
 
 def verdict(ratio: Interval, floor: float) -> Verdict:
-    """Name what an interval says, given the noise floor of the session."""
+    """Return the verdict of an interval, given the noise floor of its session."""
     if ratio.low > 1 + floor:
         return Verdict.FASTER
     if ratio.high < 1 - floor:
@@ -45,7 +46,7 @@ def verdict(ratio: Interval, floor: float) -> Verdict:
 
 
 def is_parity(ratio: Interval) -> bool:
-    """Whether the whole interval says that nothing worth naming lies between two arms."""
+    """Whether the whole interval lies within ``SAME_WITHIN`` of 1."""
     return ratio.low >= 1 - SAME_WITHIN and ratio.high <= 1 + SAME_WITHIN
 
 
@@ -58,16 +59,16 @@ def judge(
     share: float | None = None,
     compare_recorded: bool = True,
 ) -> Judgement:
-    """Hold a comparison against what is expected of it.
+    """Judge a comparison by its expectation.
 
-    Without an expectation a claim needs only FASTER. ``require`` is held with the interval's
-    lower end. A recorded figure is lost when the whole interval lies below the recorded one by
-    more than sessions differ; a figure recorded as SAME allows SAME. Recorded figures of changed
-    code, and those of another host (``compare_recorded`` false), are not compared.
+    Without an expectation a claim needs only FASTER. The interval's lower end must meet
+    ``require``. A claim fails against its recorded figure when its whole interval lies below the
+    recorded one by more than ``SESSIONS_APART``; a figure recorded as SAME allows SAME. Figures
+    recorded from other code, or on another host (``compare_recorded`` false), are not compared.
     """
     expectation = expectation or Expectation()
-    says = verdict(ratio, floor)
-    lost: list[str] = []
+    found = verdict(ratio, floor)
+    failures: list[str] = []
     notes: list[str] = []
     recorded = expectation.recorded if compare_recorded else None
     if recorded and expectation.stale:
@@ -82,31 +83,35 @@ def judge(
         allowed.add(Verdict.SAME)
     required = expectation.require.speedup
     if required is not None and required <= 1:
-        allowed.add(Verdict.SAME)  # a human wrote down that parity is the claim
-    if says not in allowed:
-        lost.append(f"{says} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
+        allowed.add(Verdict.SAME)  # the file states that parity is the claim
+    if found not in allowed:
+        failures.append(f"{found} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
     if required is not None and ratio.low < required:
-        lost.append(f"speedup {ratio}: its lower end is below the required {required:g}x")
+        failures.append(f"speedup {ratio}: its lower end is below the required {required:g}x")
 
-    wanted = expectation.require.library
-    if wanted is not None and library is None:
-        lost.append(f"{wanted:g}x of the library is required, but there is no library arm")
-    elif wanted is not None and library is not None and library.low < wanted:
-        lost.append(f"library ratio {library}: its lower end is below the required {wanted:g}x")
-    wanted = expectation.require.share
-    if wanted is not None and share is None:
-        lost.append(f"{wanted:.0%} of the limit is required, but the claim's share is not known")
-    elif wanted is not None and share is not None and share < wanted:
-        lost.append(f"share of the limit {share:.0%} is below the required {wanted:.0%}")
+    required = expectation.require.library
+    if required is not None and library is None:
+        failures.append(f"{required:g}x of the library is required, but there is no library arm")
+    elif required is not None and library is not None and library.low < required:
+        failures.append(
+            f"library ratio {library}: its lower end is below the required {required:g}x"
+        )
+    required = expectation.require.share
+    if required is not None and share is None:
+        failures.append(
+            f"{required:.0%} of the limit is required, but the claim's share is not known"
+        )
+    elif required is not None and share is not None and share < required:
+        failures.append(f"share of the limit {share:.0%} is below the required {required:.0%}")
 
     if recorded:
         low, value, high = recorded.speedup
         apart = max(floor, SESSIONS_APART)
         if ratio.high < low * (1 - apart):
-            lost.append(
+            failures.append(
                 f"speedup {ratio} has dropped below the recorded {value:g}x [{low:g}, {high:g}] "
                 f"of {expectation.key}"
             )
         elif ratio.low > high * (1 + apart):
             notes.append(f"better than the recorded {value:g}x: --update-expectations records it")
-    return Judgement(not lost, "; ".join(lost) or f"{says}: {ratio}", tuple(notes))
+    return Judgement(not failures, "; ".join(failures) or f"{found}: {ratio}", tuple(notes))
