@@ -1,4 +1,4 @@
-"""Launchers take only what their C takes, and say what is wrong with anything else."""
+"""Launchers accept exactly the arguments of their C function and name each wrong one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pytest_aiperf.build import launcher as room
+from pytest_aiperf.build import launcher
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.errors import BuildError, LaunchError, UsageError
 
@@ -42,7 +42,7 @@ extern "C" int by_value(dim3 grid, cudaStream_t stream) { }
 
 
 def test_extern_c_definitions_are_launchers():
-    assert room.declared(ZOO) == {
+    assert launcher.declared(ZOO) == {
         "single": (
             "cudaError_t",
             "const float* __restrict__ a, float out[], int n = 1'000'000, cudaStream_t stream = 0",
@@ -73,7 +73,7 @@ def test_extern_c_definitions_are_launchers():
     ],
 )
 def test_a_parameter_is_a_type_and_a_name(text, ctype, name):
-    assert room._parameter(text) == (ctype, name)
+    assert launcher._parameter(text) == (ctype, name)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_parameter_is_a_type_and_a_name(text, ctype, name):
         ("by_value", r"argument 1 'grid' of by_value\(\) is dim3, which Python cannot pass"),
     ],
 )
-def test_a_function_that_python_cannot_call_says_why(name, why):
+def test_a_function_that_python_cannot_call_is_refused_with_the_reason(name, why):
     with pytest.raises(UsageError, match=why):
         Kernels("zoo.cu", ZOO, None)[name]
 
@@ -115,9 +115,9 @@ def test_a_function_that_python_cannot_call_says_why(name, why):
     ],
 )
 def test_pointers_name_their_dtypes(ctype, dtypes):
-    pointer, name = room._parameter(f"{ctype} *p")
+    pointer, name = launcher._parameter(f"{ctype} *p")
     assert (pointer[-1], name) == ("*", "p")
-    assert room._pointed(pointer[:-1]) == dtypes
+    assert launcher._pointee_dtypes(pointer[:-1]) == dtypes
 
 
 def tensor(dtype="torch.float32", *, cuda=True, pinned=False, at=64):
@@ -144,7 +144,7 @@ extern "C" void nothing(cudaStream_t stream) {}
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """Launchers of a library that needs no GPU: the host compiler's, so that calls can be tried."""
+    """Launchers of a library built by the host compiler, so that calls need no GPU."""
     folder = tmp_path_factory.mktemp("host")
     stub = folder / "host.cpp"
     stub.write_text("#include <cstddef>\ntypedef void* cudaStream_t;\n" + HOST)
@@ -216,7 +216,7 @@ def test_a_wrong_number_of_arguments_shows_the_signature(host, count):
         host["mix"](*[0] * count)
 
 
-def test_a_cuda_error_is_told_in_words(host):
+def test_a_cuda_error_is_described(host):
     with pytest.raises(LaunchError, match=r"mix\(\) of .*host.cu: .*(700|IllegalAddress)"):
         call(host, n=-700)
 
@@ -250,17 +250,19 @@ def test_an_unknown_launcher_lists_the_known_ones(host):
     assert (host["mix"].name, host["mix"].needs_gpu) == ("mix", True)
 
 
-def test_a_launcher_that_an_if_left_out_says_so(host):
+def test_a_launcher_excluded_by_an_if_is_named(host):
     text = '#if 0\nextern "C" int gone(cudaStream_t s) {}\n#endif\n'
-    with pytest.raises(UsageError, match=r"gone\(\) is in less.cu, but an #if kept it out"):
+    with pytest.raises(UsageError, match=r"gone\(\) is in less.cu, but an #if excluded it"):
         Kernels("less.cu", text, host["mix"]._library)["gone"]()
 
 
-def test_what_does_not_load_says_so(tmp_path):
+def test_a_library_that_does_not_load_is_named(tmp_path):
     with pytest.raises(BuildError, match=r"host.cu is built but does not load: .*none.so"):
         Kernels("host.cu", HOST, tmp_path / "none.so")["nothing"]()
 
 
 def test_without_a_gpu_nothing_is_loaded():
-    with pytest.raises(UsageError, match=r"nothing\(\) is built, but its agreement needs a GPU"):
+    with pytest.raises(
+        UsageError, match=r"nothing\(\) is built, but its results can only be checked on a GPU"
+    ):
         Kernels("host.cu", HOST, None)["nothing"]()
