@@ -2,41 +2,94 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .build.nvcc import Nvcc
-    from .model import Bench, Gpu, Interval, Result, Score, Work, prepared, static
+    from .errors import (
+        AiperfError,
+        BuildError,
+        CannotCapture,
+        CaptureFailed,
+        ClaimNotMet,
+        InvalidMeasurement,
+        LaunchError,
+        ToolMissing,
+        UsageError,
+        WrongResult,
+    )
+    from .model import (
+        Bench,
+        Evidence,
+        Gpu,
+        Interval,
+        Outcome,
+        Profile,
+        Result,
+        Score,
+        Verdict,
+        Work,
+        prepared,
+        static,
+    )
     from .rules import evidence
-    from .session.fixtures import Compare, Stopwatch
+    from .session.fixtures import Capture, Compare, Stopwatch
+    from .session.standalone import measure
+
+    __version__: str
 
 __all__ = [
+    "AiperfError",
     "Bench",
+    "BuildError",
+    "CannotCapture",
+    "Capture",
+    "CaptureFailed",
+    "ClaimNotMet",
     "Compare",
+    "Evidence",
     "Gpu",
     "Interval",
+    "InvalidMeasurement",
+    "LaunchError",
     "Nvcc",
+    "Outcome",
+    "Profile",
     "Result",
     "Score",
     "Stopwatch",
+    "ToolMissing",
+    "UsageError",
+    "Verdict",
     "Work",
+    "WrongResult",
+    "__version__",
     "evidence",
+    "measure",
     "prepared",
     "static",
 ]
 
-_ROOMS = {
-    "Nvcc": "build.nvcc",
+_MODULES = {
+    "Capture": "session.fixtures",
     "Compare": "session.fixtures",
+    "Nvcc": "build.nvcc",
     "Stopwatch": "session.fixtures",
     "evidence": "rules.evidence",
+    "measure": "session.standalone",
 }
+"""Modules of the names that are neither in ``model`` nor in ``errors``."""
 
 
 def __getattr__(name: str) -> Any:
     # Late: every pytest run imports this package for its plugin, and few of them have claims.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = import_module(f".{_ROOMS.get(name, 'model')}", __name__)
-    return getattr(room, name, room)
+    if name == "__version__":
+        return metadata.version("pytest-aiperf")
+    if name in _MODULES:
+        module = import_module(f".{_MODULES[name]}", __name__)
+        return getattr(module, name, module)
+    errors = import_module(".errors", __name__)
+    return getattr(errors if hasattr(errors, name) else import_module(".model", __name__), name)

@@ -1,48 +1,48 @@
-"""What can go wrong; every message says what, where and what to do."""
+"""Exceptions of the plugin; each message states what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
 
 class AiperfError(Exception):
-    """Anything this plugin refuses."""
+    """Base class of all exceptions of this plugin."""
 
 
 class UsageError(AiperfError):
-    """A claim, a flag or a file is written wrong."""
+    """An argument, a marker, an option or a file is wrong."""
 
 
 class BuildError(AiperfError):
-    """nvcc refused a source, or is missing."""
+    """nvcc is missing, or could not build a source file."""
 
 
 class LaunchError(AiperfError):
-    """A kernel launch reported a CUDA error."""
+    """A kernel launch returned a CUDA error."""
 
 
 class InvalidMeasurement(AiperfError):
-    """A guard says that these figures mean nothing."""
+    """The measured times mean nothing, for example because the GPU was throttled."""
 
 
 class CannotCapture(AiperfError):
-    """A call that cannot be captured in a CUDA graph."""
+    """A call cannot be captured in a CUDA graph."""
 
 
 class CaptureFailed(AiperfError):
-    """A profiler's artefact is missing, empty or unreadable."""
+    """A profiler left no artefact, or one that is empty or unreadable."""
 
 
 class ToolMissing(AiperfError):
-    """A profiler is absent, too old or not permitted here."""
-
-
-def is_out_of_memory(why: Exception) -> bool:
-    """Whether a GPU had too little memory left: torch says so, or cupy, neither imported here."""
-    return type(why).__name__ == "OutOfMemoryError"
+    """A profiler is missing, too old or not permitted on this machine."""
 
 
 class WrongResult(AiperfError, AssertionError):
-    """An arm's result is wrong."""
+    """The result of an arm differs from the reference."""
 
 
 class ClaimNotMet(AiperfError, AssertionError):
-    """The verdict does not hold the claim."""
+    """The optimized arm is not as fast as claimed, or evidence does not hold."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or cupy, neither imported here, ran out of GPU memory."""
+    return type(error).__name__ == "OutOfMemoryError"

@@ -63,6 +63,12 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     parser.addini("aiperf_results", "the folder of accepted results", default="results")
     parser.addini("aiperf_kernels", "folders where nvcc() looks", type="args", default=["kernels"])
     parser.addini(
+        "aiperf_folder_markers",
+        "folders whose name becomes a marker of the tests below them",
+        type="args",
+        default=[],
+    )
+    parser.addini(
         "aiperf_interpret",
         "check Triton kernels in its interpreter on machines with a GPU, too",
         type="bool",

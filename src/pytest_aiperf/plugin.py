@@ -1,4 +1,4 @@
-"""Hooks, options, markers, fixtures: what every pytest run loads, so it imports little."""
+"""The pytest plugin: hooks, markers and fixtures. Every pytest run loads it: few imports."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import copy
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import pytest
 
 from . import options
 from .errors import AiperfError, BuildError, UsageError
 from .machine import distributed, requirements
+from .session import SESSION
 
-# Rooms are imported where they are needed: a pytest run without claims must not pay for them.
+# Packages are imported where they are needed: a pytest run without claims must not load them.
 if TYPE_CHECKING:
     from .build.nvcc import Nvcc
-    from .device.device import Machine
     from .model import Gpu
+    from .session.context import ItemContext
+    from .session.cuda_machine import Machine
     from .session.fixtures import Capture, Compare, Stopwatch
     from .session.session import Session
 
-FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
-SESSION = pytest.StashKey["Session"]()
 COMPARE = pytest.StashKey["Compare"]()
+"""The compare fixture of an item that has requested it."""
+WORKERS_PER_GPU: Final = 8
+"""Most xdist workers per GPU with ``-n auto``: while one times, the others build and check."""
 
 # options
 
@@ -45,7 +48,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_aiperf_machine() -> Machine:
-    from .device.cuda import CudaMachine
+    from .session.cuda_machine import CudaMachine
 
     return CudaMachine()
 
@@ -54,60 +57,51 @@ def pytest_aiperf_machine() -> Machine:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
-    # Before any conftest can import torch or triton. torch.cuda.is_available() in a test module
-    # would otherwise initialise CUDA here, and every claim's fork would fail.
+    # Before a conftest can import torch or triton. Otherwise torch.cuda.is_available() in a test
+    # module would initialise CUDA in this process, which no forked claim could use then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options.add_profile(parser, args)
     option = early_config.option
-    known = parser.parse_known_args(args, namespace=copy.copy(option))
-    if known.aiperf_profile and not (known.gpu or known.cpu):
-        setattr(option, "cpu" if known.aiperf_profile.startswith("perf") else "gpu", True)
-    checking = not (known.gpu or known.cpu or known.update_expectations or known.aiperf_profile)
-    # where there is a GPU, a project's own tests may want to run their Triton kernels on it
+    given = parser.parse_known_args(args, namespace=copy.copy(option))
+    if given.aiperf_profile and not (given.gpu or given.cpu):
+        setattr(option, "cpu" if given.aiperf_profile.startswith("perf") else "gpu", True)
+    checking = not (given.gpu or given.cpu or given.update_expectations or given.aiperf_profile)
+    # a project's own tests may run their Triton kernels on the GPU, where there is one
     if checking and (
         early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
     ):
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if known.reproducible:
+    if given.reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for n in range(1, 21):
-        config.addinivalue_line("markers", f"ch{n:02d}: claims of chapter {n} (from the folder)")
+    _add_markers(config)
+    measure = _measure(config)
+    if measure is None and distributed.VARIABLE not in os.environ:
+        return  # a session that checks is opened by the first claim
+    try:
+        session = _session(config, measure)
+        if measure is not None:
+            from .session.runner import register
+
+            register(config, session)
+    except AiperfError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _add_markers(config: pytest.Config) -> None:
+    for folder in config.getini("aiperf_folder_markers"):
+        config.addinivalue_line("markers", f"{folder}: tests in a folder named {folder}")
     for arch in requirements.ARCH_MARKS:
         config.addinivalue_line("markers", f"{arch}: runs only on {arch} (several: any of them)")
     config.addinivalue_line(
         "markers",
-        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs GPUs, of at least this compute "
-        "capability (90 for sm90) and memory in bytes; of several, each has a rank, and without "
-        "--gpu they are checked as ranks on the CPU, unless cpu=False",
+        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs this many GPUs of at least this "
+        "compute capability (90 for sm90) and memory in bytes. A claim of several GPUs runs in one "
+        "process per GPU; without --gpu it is checked so on the CPU, unless cpu=False",
     )
-    config.addinivalue_line("markers", "host: a claim of the host; measured by --cpu and --gpu")
-    measure = _measure(config)
-    if distributed.VARIABLE in os.environ:
-        from .machine import torchrun
-
-        told = torchrun.rank_job(os.environ)
-        assert told is not None
-        config.pluginmanager.register(torchrun.Rank(told), "aiperf-rank")
-    if measure is not None:
-        from .session.runner import Measuring
-
-        if "TORCH_TRACE" not in os.environ and hasattr(config.option, "logger_disable"):
-            # hundreds of lines of what torch compiles, which pytest would show with a failure
-            config.option.logger_disable = [*config.option.logger_disable, "torch.__trace"]
-
-        try:
-            session = _session(config, measure)
-            if getattr(config.option, "maxschedchunk", 1) is None:
-                config.option.maxschedchunk = 1  # xdist deals chunks, as if tests were short
-            if rank := config.pluginmanager.get_plugin("aiperf-rank"):
-                session.send = rank.hear
-            elif session.settings.job is None:
-                config.pluginmanager.register(Measuring(session), "aiperf-measuring")
-        except AiperfError as why:
-            raise pytest.UsageError(str(why)) from None
+    config.addinivalue_line("markers", "host: a claim of the host, measured by --cpu and --gpu")
 
 
 def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
@@ -131,7 +125,7 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
 
 
 def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
-    """Return the session; one that only checks comes to be when the first claim asks for it."""
+    """Return the session of this process; open it if this is the first call."""
     if SESSION not in config.stash:
         from .session.session import open_session
 
@@ -140,85 +134,106 @@ def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None
     return config.stash[SESSION]
 
 
+def _measuring(config: pytest.Config) -> Session | None:
+    """Return the session if it measures or profiles, None if it only checks."""
+    session = config.stash.get(SESSION, None)
+    return session if session is not None and session.settings.measure is not None else None
+
+
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Give each GPU several workers, bounded by cores: they prepare in parallel and time alone."""
+    """Use several workers per GPU, at most one per core: they prepare in parallel, time alone."""
     if not (config.option.gpu or config.option.update_expectations):
         return None
     try:
-        found = config.hook.pytest_aiperf_machine(config=config).gpus()
-    except AiperfError as why:
-        raise pytest.UsageError(str(why)) from None
-    return max(1, min(len(os.sched_getaffinity(0)), 8 * len(found)))
+        gpus = config.hook.pytest_aiperf_machine(config=config).gpus()
+    except AiperfError as error:
+        raise pytest.UsageError(str(error)) from None
+    return max(1, min(len(os.sched_getaffinity(0)), WORKERS_PER_GPU * len(gpus)))
 
 
 # collection
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    chapter = requirements.chapter(item.nodeid)
-    if chapter:
-        item.add_marker(chapter)
+    folders = item.nodeid.partition("::")[0].split("/")[:-1]
+    for name in item.config.getini("aiperf_folder_markers"):
+        if name in folders:
+            item.add_marker(name)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = config.stash.get(SESSION, None)
-    kept, dropped = [], []
+    session = _measuring(config)
     for item in items:
-        uses = not FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
-        try:  # marks of items that use nothing of ours may be other people's marks
-            wanted = (
-                requirements.needs_of(item.iter_markers()) if uses else requirements.Requirements()
-            )
-        except UsageError as why:
-            raise pytest.UsageError(f"{item.nodeid}: {why}") from None
-        item.stash[requirements.REQUIREMENTS] = wanted
-        if ours is not None and not (uses and (ours.settings.measure == "gpu" or wanted.host)):
-            dropped.append(item)
-            continue
-        kept.append(item)
-        why_not = ours.skip_reason(item) if ours is not None else None
-        if why_not:
-            item.add_marker(pytest.mark.skip(reason=why_not))
-    if ours is not None and ours.settings.shard:
-        try:
-            kept, others = ours.split_by_shard(kept)
-        except AiperfError as why:
-            raise pytest.UsageError(str(why)) from None
-        dropped += others
-    items[:] = kept
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-    mine = [(requirements.claim_id(i.nodeid), i.nodeid) for i in items if requirements.is_claim(i)]
-    for claim, first, second in requirements.duplicates(mine):
+        _read_requirements(item)
+    if session is not None:
+        _select(session, config, items)
+    claims = requirements.claims_of(items)
+    for claim, first, second in requirements.duplicates(claims):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
-    if ours is not None:
-        ours.collected(mine)  # in their files' order, as they are shown
-        items[:] = ours.in_order(items)
+    if session is not None:
+        session.write_manifest(claims)  # in the order of files, in which they are shown
+        items[:] = session.in_order(items)
+
+
+def _read_requirements(item: pytest.Item) -> None:
+    # on a test without our fixtures, marks called gpu or host may mean something else
+    marks = item.iter_markers() if requirements.fixtures_of(item) else ()
+    try:
+        item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
+    except UsageError as error:
+        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+
+
+def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests that measure nothing, or nothing of this shard; skip what cannot run here."""
+    selected, deselected = [], []
+    for item in items:
+        required = item.stash[requirements.REQUIREMENTS]
+        measures = session.settings.measure == "gpu" or required.host
+        if not (measures and requirements.fixtures_of(item)):
+            deselected.append(item)
+            continue
+        selected.append(item)
+        if reason := session.skip_reason(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    if session.settings.shard:
+        try:
+            selected, others = session.split_by_shard(selected)
+        except AiperfError as error:
+            raise pytest.UsageError(str(error)) from None
+        deselected += others
+    items[:] = selected
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    building = [i for i in session.items if "nvcc" in getattr(i, "fixturenames", ())]
-    if building and not session.config.option.collectonly and not session.testsfailed:
+    items = [i for i in session.items if "nvcc" in requirements.fixtures_of(i)]
+    if items and not session.config.option.collectonly and not session.testsfailed:
         try:
-            _session(session.config).build_all(building)
+            _session(session.config).build_all(items)
         except BuildError:
-            pass  # no nvcc: each claim that needs it says so
-        except AiperfError as why:
-            raise pytest.UsageError(str(why)) from None
+            pass  # nvcc is missing: each claim that needs it fails with the reason
+        except AiperfError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
-# what a test gets
+# fixtures
+
+
+def _context(request: pytest.FixtureRequest) -> ItemContext:
+    from .session.context import context_of
+
+    return context_of(request.node, _session(request.config))
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
-    """What this GPU is: name, arch, SMs, L2 and memory in bytes."""
-    from .session.fixtures import device_of
-
-    found = device_of(request.node, _session(request.config)).gpu
+    """Describe this GPU: its name, architecture, SMs, and the bytes of its L2 and memory."""
+    found = _context(request).device.gpu
     if found is None:
         pytest.skip("needs a GPU: run with --gpu")
     return found
@@ -227,18 +242,15 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 @pytest.fixture
 def nvcc(request: pytest.FixtureRequest) -> Nvcc:
     """Build a ``.cu`` file: ``nvcc("ch07/copy.cu")["vector"]`` is a launcher."""
-    from .session.fixtures import nvcc_of
-
-    return nvcc_of(request.node, _session(request.config))
+    return _context(request).nvcc
 
 
 @pytest.fixture
 def clock(request: pytest.FixtureRequest) -> Stopwatch:
     """Time one callable with CUDA events or, without a GPU, with the host clock."""
-    from .session.fixtures import Stopwatch, device_of, lock_of
+    from .session.fixtures import Stopwatch
 
-    item, session = request.node, _session(request.config)
-    return Stopwatch(device_of(item, session), lock_of(item, session))
+    return Stopwatch(_context(request))
 
 
 @pytest.fixture
@@ -246,16 +258,16 @@ def capture(request: pytest.FixtureRequest) -> Capture:
     """Profile one callable: ``capture(call, *args, tool="ncu").figures["duration"]``."""
     from .session.fixtures import Capture
 
-    return Capture(request.node, _session(request.config))
+    return Capture(_context(request))
 
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Compare:
-    """State a claim: optimized beats baseline, on the same work."""
+    """State a claim: an optimized arm beats a baseline on the same work."""
     from .session.fixtures import Compare
 
-    request.node.stash[COMPARE] = found = Compare(request.node, _session(request.config))
-    return found
+    request.node.stash[COMPARE] = compare = Compare(_context(request))
+    return compare
 
 
 @pytest.hookimpl(wrapper=True)
@@ -266,16 +278,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return called
 
 
-# what is said
+# reports
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    ours = config.stash.get(SESSION, None)
-    if ours is None:
+    session = _measuring(config)
+    if session is None:
         return ["aiperf: checking (--gpu measures on the GPU, --cpu measures the host claims)"]
-    on = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in ours.gpus) or "this host"
-    what = f"capturing with {ours.settings.profile}" if ours.settings.profile else "measuring"
-    return [f"aiperf: {what} on {on}; seed {ours.settings.seed}; run {ours.settings.run_id}"]
+    settings = session.settings
+    where = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
+    what = f"capturing with {settings.profile}" if settings.profile else "measuring"
+    return [f"aiperf: {what} on {where}; seed {settings.seed}; run {settings.run_id}"]
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -284,14 +297,14 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     raised = call.excinfo
     if raised is not None and isinstance(raised.value, AiperfError):
-        # its sentence is the whole story: no traceback through this package
-        sentence = pytest.fail.Exception(str(raised.value), pytrace=False)
-        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(sentence), sentence, raised.tb))
-    done = yield
+        # the message suffices: no traceback through this package
+        failure = pytest.fail.Exception(str(raised.value), pytrace=False)
+        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(failure), failure, raised.tb))
+    report = yield
     call.excinfo = raised
     if call.when == "call" and COMPARE in item.stash and item.stash[COMPARE].built_only:
-        done.aiperf_built = True  # type: ignore[attr-defined]  # reports take more
-    return done
+        report.aiperf_built = True  # type: ignore[attr-defined]  # xdist sends it, too
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -299,7 +312,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     if report.when == "call" and report.passed:
         if hasattr(report, "aiperf_built"):
             return "built", "b", "BUILT"
-        data = getattr(report, "aiperf", None)
-        if data and data["verdict"] and data["speedup"]:
-            return "passed", ".", f"{data['verdict']} {data['speedup']['value']:.3g}x"
+        figures = getattr(report, "aiperf", None)
+        if figures and figures["verdict"] and figures["speedup"]:
+            return "passed", ".", f"{figures['verdict']} {figures['speedup']:.3g}x"
     return None

@@ -48,17 +48,23 @@ def test_collecting_needs_no_gpu_and_leaves_nothing(project):
     assert not (project.path / ".aiperf").exists()
 
 
-def test_chapters_come_from_folders_and_select(project):
-    for chapter in ("ch07", "ch12"):
+@pytest.mark.parametrize("words", [(), ("--gpu",), ("--gpu", "-n2")])
+def test_folders_give_markers_which_select(project, words):
+    project.write("pytest.ini", "[pytest]\naiperf_folder_markers = ch07 ch12\n")
+    for file in ("ch07/test_7.py", "ch12/deep/test_12.py", "other/test_ch12.py"):
         project.tests(
-            "def test_it(compare): compare(**usual)", f"tests/{chapter}/test_{chapter}.py"
+            "def test_it(compare, request):\n"
+            "    assert [m.name for m in request.node.iter_markers()] == ['ch12']\n"
+            "    compare(**usual)",
+            f"tests/{file}",
         )
-    done = project.run("--strict-markers", "-m", "ch12", "-v")
-    done.assert_outcomes(passed=1, deselected=1)
-    done.stdout.fnmatch_lines(["tests/ch12/test_ch12.py::test_it PASSED*"])
+    done = project.run("--strict-markers", "--strict-config", "-m", "ch12", "-v", *words)
+    deselected = {} if "-n2" in words else {"deselected": 2}
+    done.assert_outcomes(passed=1, **deselected)
+    done.stdout.fnmatch_lines(["*tests/ch12/deep/test_12.py*"])
 
 
-def test_misuse_gets_one_sentence_each(project):
+def test_wrong_use_gets_one_sentence_each(project):
     project.tests(
         """
 def test_twice(compare):
@@ -150,6 +156,51 @@ def test_marks_and_fixtures_of_others_are_left_alone(project):
     project.run().assert_outcomes(passed=2)
 
 
+def test_a_users_own_fixtures_of_our_names_are_left_alone(project):
+    project.write(
+        "ch07/conftest.py",
+        """
+import pytest
+
+@pytest.fixture
+def clock():
+    return "mine"
+
+@pytest.fixture
+def compare():
+    return "mine"
+""",
+    )
+    text = """
+@pytest.mark.gpu("a100")
+@pytest.mark.parametrize("n", [1, 2])
+def test_theirs(clock, compare, n):
+    assert (clock, compare) == ("mine", "mine")
+
+class TestOurs:
+    @pytest.fixture
+    def gpu(self, gpu):
+        return gpu.name
+
+    def test_it(self, gpu):
+        assert gpu == "Fake H200"
+"""
+    project.tests(text)
+    project.run("-k", "theirs").assert_outcomes(passed=2, deselected=1)
+    project.run("--gpu").assert_outcomes(passed=1, deselected=2)
+    assert project.results() == {}
+
+
+def test_a_check_returns_a_record(project):
+    project.tests("""
+def test_it(compare):
+    result = compare(**usual)
+    assert (result.claim, str(result.outcome), result.timing) == ("ch07/it", "PASSED", None)
+    assert {error.arm for error in result.agreement} == {"baseline", "optimized"}
+""")
+    project.run().assert_outcomes(passed=1)
+
+
 def test_kernels_are_built_and_said_to_be_built(project):
     project.write("kernels/copy.cu", CU)
     project.tests(
@@ -221,5 +272,6 @@ def test_the_plugin_is_cheap_to_load_for_those_who_have_no_claims():
     loaded = set(told.stdout.split())
     assert not loaded & {"torch", "numpy", "scipy", "cupy", "triton", "yaml", "pynvml"}
     ours = {name for name in loaded if name.startswith("pytest_aiperf.")}
-    names = ("plugin", "options", "machine", "machine.needs", "machine.peers", "errors")
+    names = ("plugin", "options", "session", "machine", "errors")
+    names += ("machine.requirements", "machine.distributed")
     assert ours == {f"pytest_aiperf.{name}" for name in names}

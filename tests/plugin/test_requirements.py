@@ -27,11 +27,6 @@ def test_claim_ids(nodeid, claim):
     assert requirements.claim_id(nodeid) == claim
 
 
-def test_chapter_comes_from_the_folder():
-    assert requirements.chapter("tests/ch12/test_a.py::test_a") == "ch12"
-    assert requirements.chapter("tests/plugin/test_ch12.py::test_a") is None
-
-
 @pytest.mark.parametrize(
     ("mark", "words"),
     [
@@ -45,11 +40,11 @@ def test_chapter_comes_from_the_folder():
     ],
 )
 def test_missing_needs_are_said_in_words(mark, words):
-    assert requirements.needs_of([mark.mark]).missing([H200]) == words
+    assert requirements.requirements_of([mark.mark]).missing([H200]) == words
 
 
 def test_several_architectures_mean_any_of_them():
-    wanted = requirements.needs_of([pytest.mark.sm90.mark, pytest.mark.sm100.mark])
+    wanted = requirements.requirements_of([pytest.mark.sm90.mark, pytest.mark.sm100.mark])
     assert wanted.missing([H200]) is None
     assert wanted.missing([replace(H200, arch="sm121", name="GB10")]) == (
         "needs sm100 or sm90, GB10 is sm121"
@@ -59,12 +54,12 @@ def test_several_architectures_mean_any_of_them():
 @pytest.mark.parametrize("mark", [pytest.mark.gpu(2), pytest.mark.gpu(cores=3)])
 def test_a_gpu_mark_that_means_nothing_is_refused(mark):
     with pytest.raises(UsageError, match="count=, min_sm="):
-        requirements.needs_of([mark.mark])
+        requirements.requirements_of([mark.mark])
 
 
 def test_host_and_gpu_exclude_each_other():
     with pytest.raises(UsageError, match="either for the host or for GPUs"):
-        requirements.needs_of([pytest.mark.host.mark, pytest.mark.sm90.mark])
+        requirements.requirements_of([pytest.mark.host.mark, pytest.mark.sm90.mark])
 
 
 def test_twins_are_found():

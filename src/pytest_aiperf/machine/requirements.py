@@ -1,8 +1,7 @@
-"""What a collected item is called, and what it needs of a machine."""
+"""Markers and fixtures of a collected item: its claim id and its requirements."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,19 +13,42 @@ from pytest_aiperf.errors import UsageError
 if TYPE_CHECKING:
     from pytest_aiperf.model import Gpu  # costs more than this room, and every pytest run loads it
 
-CHAPTER = re.compile(r"ch\d\d")
+FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
+"""Names of the plugin's fixtures."""
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")
+"""Markers that restrict a test to architectures."""
 REQUIREMENTS = pytest.StashKey["Requirements"]()
-"""Where a collected item keeps its needs."""
+"""Requirements of a collected item, in its stash."""
+
+_PLUGIN = f"{__package__.partition('.')[0]}.plugin"
+
+
+def fixtures_of(item: pytest.Item) -> frozenset[str]:
+    """Return which of the plugin's fixtures an item uses; a user's own of that name is none."""
+    # pytest has no public way to see, before setup, which function a fixture's name stands for
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    used = set()
+    for name in FIXTURES & definitions.keys():
+        for definition in reversed(definitions[name]):  # an override comes after the overridden
+            if definition.func.__module__ == _PLUGIN:
+                used.add(name)
+            if name not in definition.argnames:  # it does not use the one that it overrides
+                break
+    return frozenset(used)
 
 
 def is_claim(item: pytest.Item) -> bool:
-    """Whether an item is a claim: a test that takes the ``compare`` fixture."""
-    return "compare" in getattr(item, "fixturenames", ())
+    """Whether an item is a claim: a test that uses the ``compare`` fixture."""
+    return "compare" in fixtures_of(item)
+
+
+def claims_of(items: Iterable[pytest.Item]) -> list[tuple[str, str]]:
+    """Return the id and the nodeid of each claim among the items."""
+    return [(claim_id(item.nodeid), item.nodeid) for item in items if is_claim(item)]
 
 
 def claim_id(nodeid: str) -> str:
-    """Name a claim by its folder and function: ``ch07/coalesced_copy[vector]``."""
+    """Return the id of a claim, its folder and function: ``ch07/coalesced_copy[vector]``."""
     path, _, rest = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
     function, bracket, param = rest.rpartition("::")[2].partition("[")
@@ -34,31 +56,32 @@ def claim_id(nodeid: str) -> str:
     return f"{folder}/{function.removeprefix('test_')}{bracket}{param}"
 
 
-def chapter(nodeid: str) -> str | None:
-    """Return the chapter whose folder holds this item."""
-    folders = nodeid.partition("::")[0].split("/")[:-1]
-    return next((f for f in folders if CHAPTER.fullmatch(f)), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What the marks of an item ask for."""
+    """Requirements that the markers of an item state."""
 
     host: bool = False
+    """A claim of the host: it needs no GPU."""
     gpu: bool = False
+    """Marked with ``gpu`` or an architecture."""
     count: int = 1
+    """GPUs, at least."""
     min_sm: int | None = None
+    """Compute capability, at least: 90 for sm90."""
     memory: float | None = None
+    """Bytes of GPU memory, at least."""
     archs: tuple[str, ...] = ()
+    """Architectures, one of which is required; empty for any."""
     cpu: bool = True
+    """Whether a claim of several GPUs is checked on the CPU without ``--gpu``."""
 
     @property
     def checked_on_cpu(self) -> bool:
-        """Whether its arms may run without a GPU; those of several ranks may, if not told no."""
+        """Whether the arms can be checked without a GPU."""
         return self.cpu if self.count > 1 else not self.gpu
 
     def missing(self, gpus: Sequence[Gpu]) -> str | None:
-        """Say in words what these GPUs lack; None when nothing."""
+        """Return what these GPUs lack as a reason to skip, or None if nothing is missing."""
         if self.host:
             return None
         if len(gpus) < self.count:
@@ -74,8 +97,8 @@ class Requirements:
         return None
 
 
-def needs_of(marks: Iterable[pytest.Mark]) -> Requirements:
-    """Read an item's marks; raise Misuse for a ``gpu`` mark that means nothing."""
+def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
+    """Read the markers of an item; raise UsageError for a combination without meaning."""
     host, gpu, archs = False, False, []
     count, min_sm, memory, cpu = 1, None, None, True
     for mark in marks:
@@ -103,10 +126,10 @@ def needs_of(marks: Iterable[pytest.Mark]) -> Requirements:
 
 
 def duplicates(claims: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Return claims that share an id: (id, first node, second node)."""
+    """Return the claims that share an id, as (id, first nodeid, second nodeid)."""
     seen: dict[str, str] = {}
-    found = []
+    shared = []
     for claim, nodeid in claims:
         if seen.setdefault(claim, nodeid) != nodeid:
-            found.append((claim, seen[claim], nodeid))
-    return found
+            shared.append((claim, seen[claim], nodeid))
+    return shared

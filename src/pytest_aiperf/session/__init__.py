@@ -1,1 +1,13 @@
-"""One pytest session that measures: what it knows, what tests get, what becomes of them."""
+"""One pytest session: its settings, its records, its fixtures, a process per claim."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .session import Session  # noqa: F401  ruff does not see the string below
+
+SESSION = pytest.StashKey["Session"]()
+"""The session of this process, in pytest's config."""

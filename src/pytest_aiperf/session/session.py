@@ -1,14 +1,13 @@
-"""What one pytest session knows: its settings, its GPUs, its records."""
+"""One pytest session in one process: its role, its GPUs, its records."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,125 +18,104 @@ from typing import Literal
 import pytest
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.device.device import Device, Machine
 from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine import nvml, requirements, torchrun
 from pytest_aiperf.machine.requirements import REQUIREMENTS
 from pytest_aiperf.model import Expectation, Gpu, Outcome, Result
-from pytest_aiperf.profilers import target, tools
+from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
-from pytest_aiperf.records.results import atomic_write, document, dumps, machine_info, read_json
+from pytest_aiperf.records.results import document, machine_info
 from pytest_aiperf.report.live import Live
 
+from .config import Role, Settings, read_settings
+from .cuda_machine import Machine
+from .figures import SharedFigures
+
 RUNS = ".aiperf"
-"""The folder of runs, under pytest's root folder."""
+"""Folder of runs, in pytest's root folder."""
 NOT_RUN = "not run: "
-"""How the reason of a skip begins that is no skip of the claim's own."""
+"""Prefix of skip reasons that come from the session (budget spent), not from the claim."""
 LOST = "its process was lost before it finished"
-"""What is said of a claim that nothing else explains; the run fails then."""
+"""Reason for a claim without a result that nothing else explains; such a run fails."""
+
+Send = Callable[..., None]
+"""Send a message, a kind and its fields, to the process that supervises this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The command line and the ini file, read once."""
-
-    measure: Literal["gpu", "cpu"] | None
-    quick: bool
-    update: bool
-    reproducible: bool
-    debug: bool
-    seed: int
-    started: float
-    run_id: str
-    worker: str
-    budget: float | None
-    deadline: float
-    root: Path
-    expectations: Path
-    results: Path
-    kernels: tuple[Path, ...]
-    profile: str | None = None
-    """TOOL:preset, where this session captures instead of timing."""
-    calls: int = 1
-    job: target.CaptureJob | None = None
-    """What this process is to capture, where it is the child of such a session."""
-    shard: tuple[int, int] | None = None
-    """Which of how many shards this session is, where it is one."""
-    part: torchrun.RankJob | None = None
-    """What this process is a rank of, where it is one."""
-
-    @property
-    def is_worker(self) -> bool:
-        return self.worker != "main"
-
-    @property
-    def threads(self) -> int | None:
-        """A worker's part of the cores, for its claims while they share the host."""
-        workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT") if self.is_worker else None
-        return max(1, len(os.sched_getaffinity(0)) // int(workers)) if workers else None
+def _send_nothing(kind: str, **fields: object) -> None:
+    """Drop a message: no process supervises this one."""
 
 
 @dataclass(slots=True)
 class Session:
-    """One checking or measuring session: on the controller, on a worker, in a claim's process."""
+    """A checking or measuring session, as one process of it sees it."""
 
     settings: Settings
+    role: Role
+    """Role of this process; differs from the settings' role in a claim's process."""
     machine: Machine
+    """Source of GPUs and devices."""
     gpus: tuple[Gpu, ...]
+    """GPUs to measure on; none when only checking, or measuring only the host."""
     expectations: expectations.Expectations
+    figures: SharedFigures
+    """Noise floor and ceilings that all claims of the session use."""
     run: journal.Run | None = None
+    """Folder of the run; None in a process that records nothing."""
     live: Live | None = None
+    """The line that shows progress; None like ``run``."""
+    send: Send = _send_nothing
     results: dict[str, Result] = field(default_factory=dict)
+    """All results by claim, on the controller at the end."""
     closing: list[str] = field(default_factory=list)
+    """Lines that the terminal shows at the end."""
     attempt: int = 1
-    send: Callable[..., None] = lambda *_a, **_k: None
-    """Report from a claim's process to the pytest process: a kind and its payload."""
+    """Number of the current attempt at a claim."""
 
     # an item
 
     def skip_reason(self, item: pytest.Item) -> str | None:
-        """Say why an item cannot be measured, or captured, here; None when it can."""
-        wanted = item.stash[REQUIREMENTS]
-        why_not = wanted.missing(self.gpus) if self.gpus else None
-        if why_not is None and self.settings.profile and requirements.is_claim(item):
+        """Return why an item cannot be measured or profiled here, or None if it can."""
+        required = item.stash[REQUIREMENTS]
+        reason = required.missing(self.gpus) if self.gpus else None
+        if reason is None and self.settings.profile and requirements.is_claim(item):
             tool, _ = tools.chosen(self.settings.profile)
-            if wanted.count > 1 and not tool.ranks:
+            if required.count > 1 and not tool.ranks:
                 others = ", ".join(t.name for t in tools.TOOLS.values() if t.ranks)
-                return (
-                    f"a claim of several GPUs, and {tool.name} looks at one process: try {others}"
-                )
-            if wanted.host and not tool.host:
-                return f"a claim of the host: {tool.name} captures what a GPU does, try perf"
+                return f"a claim of several GPUs: {tool.name} profiles one process, try {others}"
+            if required.host and not tool.host:
+                return f"a claim of the host: {tool.name} profiles the GPU, try perf"
             try:
                 tools.find(tool.name)
-            except ToolMissing as why:
-                return str(why)
-        return why_not
+            except ToolMissing as error:
+                return str(error)
+        return reason
 
     def gpus_for(self, item: pytest.Item) -> tuple[Gpu, ...]:
-        """Return the GPUs of an item on this worker: workers go round the machine's GPUs."""
-        wanted = item.stash[REQUIREMENTS]
-        if self.settings.measure != "gpu" or wanted.host:
+        """Return the GPUs of an item in this process: worker N starts at GPU N, cyclically."""
+        required = item.stash[REQUIREMENTS]
+        if self.settings.measure != "gpu" or required.host:
             return ()
-        first = int(self.settings.worker.removeprefix("gw")) if self.settings.is_worker else 0
-        n = len(self.gpus)
-        return tuple(self.gpus[(first + i) % n] for i in range(wanted.count))
+        first, count = self.settings.worker_index, len(self.gpus)
+        return tuple(self.gpus[(first + i) % count] for i in range(required.count))
 
     def roots(self, item: pytest.Item) -> tuple[Path, ...]:
+        """Return the folders in which nvcc() looks for an item's sources."""
         return (*self.settings.kernels, item.path.parent)
 
     def include(self) -> tuple[Path, ...]:
+        """Return the include folders of all builds."""
         return tuple(k / "include" for k in self.settings.kernels if (k / "include").is_dir())
 
     def archs(self, item: pytest.Item) -> tuple[str, ...]:
         """Return the architectures that an item's kernels are built for in this session."""
         gpus = self.gpus_for(item)
-        return (
-            (gpus[0].arch,) if gpus else (item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS)
-        )
+        if gpus:
+            return (gpus[0].arch,)
+        return item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
-        """Build all that these items name, in parallel; an error waits for its claim."""
+        """Build in parallel what these items name; a build error is raised later, by its claim."""
         wants = {}
         for item in items:
             if list(item.iter_markers("skip")):
@@ -154,49 +132,49 @@ class Session:
         if self.live is not None:
             self.live.show({"phase": "building", "done": done, "total": total})
 
-    # records
+    # the order of items
 
-    def collected(self, claims: Sequence[tuple[str, str]]) -> None:
-        """Write down which claims are going to run: each must end in exactly one outcome."""
+    def write_manifest(self, claims: Sequence[tuple[str, str]]) -> None:
+        """Record which claims will run, as (claim, nodeid): each must end in one outcome."""
         if self.run is not None:
             self.run.manifest(claims)
 
     def split_by_shard(
         self, items: Sequence[pytest.Item]
     ) -> tuple[list[pytest.Item], list[pytest.Item]]:
-        """Part items into those of this session's shard and those of the others."""
+        """Split items into those of this session's shard and the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
-        mine = shards.deal([i.nodeid for i in items], self._recorded(), count)[number - 1]
+        shard = shards.deal([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
         if self.run is not None:
-            claims = [
-                (requirements.claim_id(i.nodeid), i.nodeid)
-                for i in items
-                if requirements.is_claim(i)
-            ]
-            shards.write_manifest(self.run, claims)
-        kept = [i for i in items if i.nodeid in mine]
-        return kept, [i for i in items if i.nodeid not in mine]
+            shards.write_manifest(self.run, requirements.claims_of(items))
+        kept = [i for i in items if i.nodeid in shard]
+        return kept, [i for i in items if i.nodeid not in shard]
 
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-        """Order what several workers take in turn: a long one that came last would be alone."""
-        if not self.settings.is_worker or self.settings.budget is not None:
-            return list(items)  # of a budget, long ones would leave the least to the others
+        """Put long items first for several workers, so that none of them runs last and alone.
+
+        With a budget the order stays: long items first would leave the least to the others.
+        """
+        if self.role is not Role.WORKER or self.settings.budget_s is not None:
+            return list(items)
         try:
-            known = self._recorded()
+            recorded_s = self._recorded_s()
         except UsageError:
-            known = {}  # a broken file keeps nobody from measuring
-        lengths = shards.lengths((i.nodeid for i in items), known)
+            recorded_s = {}  # a broken results file must not stop a measurement
+        lengths = shards.lengths((i.nodeid for i in items), recorded_s)
         return sorted(items, key=lambda item: -lengths[item.nodeid])
 
-    def _recorded(self) -> dict[str, float]:
+    def _recorded_s(self) -> dict[str, float]:
         key = self.gpus[0].key if self.gpus else "cpu"
         return shards.recorded(self.settings.results / f"{key}.json")
 
+    # records
+
     def new_result(self, item: pytest.Item) -> Result:
-        """Return the record of a claim of which nothing is known yet."""
-        if self.settings.part is not None:
-            return self.settings.part.blank  # the ranks' seed is one
+        """Return the record of a claim before anything is measured."""
+        if self.settings.rank_job is not None:
+            return self.settings.rank_job.blank  # all ranks use the same seed
         gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
@@ -212,105 +190,52 @@ class Session:
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             seed=int.from_bytes(hashlib.sha256(salt).digest()[:4], "big") >> 2,
             host=item.stash[REQUIREMENTS].host,
-            stack=_stack(gpus),
+            stack=stack_of(gpus),
             quick=self.settings.quick,
             attempts=self.attempt,
         )
 
-    def expected(self, item: pytest.Item, code: str) -> Expectation:
-        blank, gpus = self.new_result(item), self.gpus_for(item)
-        return self.expectations.lookup(blank.claim, blank.key, gpus[0].arch if gpus else "", code)
-
-    def floor(self, item: pytest.Item, measure: Callable[[], float]) -> float:
-        """Return the noise floor of this session on an item's GPUs; the first claim measures it.
-
-        Called under an exclusive lease, so that nobody else is measuring it at the same time.
-        """
-        known = self.known_floor(item)
-        if known is not None:
-            return known
-        measured = measure()
-        if self.run is not None:
-            path = self._floor(self.run, item)
-            atomic_write(path, dumps(measured, path.name))
-        return measured
-
-    def known_floor(self, item: pytest.Item) -> float | None:
-        """Return the noise floor where a claim of this session has measured it."""
-        if self.settings.part is not None:
-            return self.settings.part.floor
-        if self.run is None or not self._floor(self.run, item).exists():
-            return None
-        return float(read_json(self._floor(self.run, item)))
-
-    def _floor(self, run: journal.Run, item: pytest.Item) -> Path:
-        name = "-".join(g.uuid for g in self.gpus_for(item)) or "host"
-        return run.path / f"floor-{name}.json"
-
-    def known_ceilings(self, device: Device) -> Mapping[str, float] | None:
-        """Return a device's limits where a claim of this session has measured them."""
-        if device.gpu is None:
-            return {}
-        path = self._ceilings(device.gpu)
-        known: dict[str, float] | None = read_json(path) if path and path.exists() else None
-        return known
-
-    def ceilings(self, device: Device, say: Callable[[str], object]) -> Mapping[str, float]:
-        """Return a device's limits; where they are not known the first claim measures them.
-
-        Called under an exclusive lease. All claims of a session are held to the same figures.
-        """
-        known = self.known_ceilings(device)
-        if known is not None:
-            return known
-        measured = dict(device.ceilings(say))
-        path = self._ceilings(device.gpu) if device.gpu else None
-        if path:
-            atomic_write(path, dumps(measured, path.name))
-        return measured
-
-    def _ceilings(self, gpu: Gpu) -> Path | None:
-        uuid = gpu.uuid.replace("/", "_")
-        return self.run.path / f"ceilings-{uuid}.json" if self.run is not None else None
+    def expectation(self, result: Result, arch: str, code: str) -> Expectation:
+        return self.expectations.lookup(result.claim, result.key, arch, code)
 
     def record(self, result: Result) -> None:
-        """Write a finished result to this process's journal; it survives whatever comes."""
+        """Write a finished result to this process's journal; it survives a crash."""
         if self.run is not None:
             self.run.journal(self.settings.worker).append(result)
 
     def budget_exhausted(self) -> str | None:
-        """Say that the session's time budget is spent; None while it is not."""
-        budget = self.settings.budget
-        if budget is None or time.time() - self.settings.started < budget:
+        """Return the skip reason once the session's time budget is spent, else None."""
+        budget_s = self.settings.budget_s
+        if budget_s is None or time.time() - self.settings.started < budget_s:
             return None
-        return f"{NOT_RUN}the session's budget of {budget:g} s is spent"
+        return f"{NOT_RUN}the session's budget of {budget_s:g} s is spent"
 
     # the end
 
     def register_worker(self, pid: int | None) -> None:
-        """Let the controller know a worker's process; None when it has nothing left to stop."""
+        """Write down a worker's process for the controller; None once it has nothing to stop."""
         if self.run is not None:
             path = self.run.path / f"worker-{self.settings.worker}"
             path.unlink(missing_ok=True) if pid is None else path.write_text(str(pid))
 
     def _stop_workers(self) -> None:
-        """Have workers leave their claims now; xdist would give them ten seconds and then kill."""
+        """Have workers end their claims now: xdist would wait ten seconds and then kill them."""
         assert self.run is not None
         for path in self.run.path.glob("worker-*"):
             with suppress(OSError, ValueError):  # it has just ended
                 os.kill(int(path.read_text()), signal.SIGTERM)
 
     def finish(self, *, interrupted: bool, stopped: bool) -> None:
-        """Merge the journals: every collected claim ends in exactly one outcome."""
+        """Merge the journals, so that every collected claim has one outcome; write the results."""
         assert self.run is not None
         if interrupted:
             self._stop_workers()
-        found, torn = journal.read_journals(self.run.path)
-        why = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
-        results = journal.complete(journal.read_manifest(self.run.path), found, why)
+        finished, torn = journal.read_journals(self.run.path)
+        reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
+        results = journal.complete(journal.read_manifest(self.run.path), finished, reason)
         self.results = {r.claim: r for r in results}
         if torn:
-            self.closing.append(f"{torn} torn journal line(s) passed over")
+            self.closing.append(f"{torn} incomplete journal line(s) ignored")
         machine = machine_info(self.gpus)
         from pytest_benchmark.utils import get_commit_info  # late: not needed to measure
 
@@ -329,85 +254,64 @@ class Session:
 def open_session(
     config: pytest.Config, machine: Machine, measure: Literal["gpu", "cpu"] | None
 ) -> Session:
-    """Read the settings; raise UsageError where this machine cannot do what they ask for."""
-    option, given = config.option, getattr(config, "workerinput", {}).get("aiperf", {})
-    started = given.get("started", time.time())
-    start = datetime.fromtimestamp(started, UTC)
-    root = config.rootpath
-    settings = Settings(
-        measure=measure,
-        quick=option.quick,
-        update=option.update_expectations,
-        reproducible=option.reproducible,
-        debug=config.getoption("usepdb", False),
-        seed=given.get("seed", 0 if option.reproducible else secrets.randbelow(2**31)),
-        started=started,
-        run_id=given.get("run_id") or journal.new_run_id(start, os.getpid()),
-        worker=os.environ.get("PYTEST_XDIST_WORKER", "main") if given else "main",
-        budget=option.budget,
-        deadline=_deadline(config.getini("aiperf_deadline")),
-        root=root,
-        expectations=root / str(config.getini("aiperf_expectations")),
-        results=root / str(config.getini("aiperf_results")),
-        kernels=tuple(root / k for k in config.getini("aiperf_kernels")),
-        # a plugin that a conftest names comes too late to add it
-        profile=getattr(option, "aiperf_profile", None),
-        calls=option.aiperf_profile_calls,
-        job=target.job(os.environ),
-        shard=option.shard,
-        part=torchrun.rank_job(os.environ),
+    """Open this process's session; raise UsageError for settings that this machine cannot meet."""
+    settings = read_settings(config, measure)
+    gpus = tuple(machine.gpus()) if measure == "gpu" else ()
+    if measure is not None:
+        _check_measurable(config, gpus, measure)
+    session = Session(
+        settings,
+        settings.role,
+        machine,
+        gpus,
+        # read even if it is not needed yet: a bad file must not fail after an hour of measuring
+        expectations.load(settings.expectations) if measure else expectations.Expectations({}),
+        SharedFigures(None),
     )
-    if measure is None:
-        return Session(settings, machine, (), expectations.Expectations({}))
+    if settings.rank_job is not None:
+        rank = torchrun.Rank(settings.rank_job)
+        config.pluginmanager.register(rank, "aiperf-rank")
+        session.send = rank.hear
+        session.figures = SharedFigures(None, settings.rank_job.floor)
+    elif measure and settings.role is not Role.TARGET and not config.option.collectonly:
+        runs, is_worker = settings.root / RUNS, settings.role is Role.WORKER
+        session.run = (
+            journal.Run(runs / settings.run_id)
+            if is_worker
+            else journal.open_run(runs, settings.run_id)
+        )
+        session.figures = SharedFigures(session.run.path)
+        session.live = Live(config.pluginmanager, session.run.path / "live", worker=is_worker)
+    return session
+
+
+def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) -> None:
     if config.getoption("dist", "no") not in ("no", "load", "worksteal"):
         raise pytest.UsageError(
-            f"--dist {option.dist} loses or hangs tests when a worker dies: "
+            f"--dist {config.option.dist} loses or hangs tests when a worker dies: "
             "use --dist load or worksteal to measure"
         )
-    found = tuple(machine.gpus()) if measure == "gpu" else ()
-    if measure == "gpu" and not found:
+    if measure == "gpu" and not gpus:
         raise pytest.UsageError(
             f"--gpu needs an NVIDIA GPU: {nvml.absence()}; `pytest` checks without one, "
             "`pytest --cpu` measures the host claims"
         )
-    # a bad expectations file is told now, not after an hour
-    session = Session(settings, machine, found, expectations.load(settings.expectations))
-    if not option.collectonly and settings.job is None and settings.part is None:
-        runs = root / RUNS
-        if settings.is_worker:
-            session.run = journal.Run(runs / settings.run_id)
-        else:
-            session.run = journal.open_run(runs, settings.run_id)
-        session.live = Live(
-            config.pluginmanager, session.run.path / "live", worker=settings.is_worker
-        )
-    return session
 
 
 def on_cuda(gpus: Sequence[Gpu]) -> bool:
-    """Whether CUDA names these GPUs so; a fake has another name."""
+    """Whether these are CUDA's GPUs, not the fake ones of a test."""
     return any(g.uuid.startswith("GPU-") for g in gpus)
 
 
-def _deadline(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise pytest.UsageError(f"aiperf_deadline = {text}: give seconds, more than 0")
-    return seconds
-
-
-def _stack(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Name the versions that a figure depends on, from metadata: nothing heavy is imported."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+def stack_of(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return the versions that a figure depends on, from metadata: no heavy import."""
+    stack = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "triton", "cupy-cuda13x", "numpy"):
         with suppress(metadata.PackageNotFoundError):
-            found[package.partition("-")[0]] = metadata.version(package)
+            stack[package.partition("-")[0]] = metadata.version(package)
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        stack["cuda"] = torch.version.cuda
     if gpus:
-        found["driver"] = gpus[0].driver
-    return found
+        stack["driver"] = gpus[0].driver
+    return stack

@@ -1,0 +1,145 @@
+"""Command line, ini file and environment, read once into the settings of a session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from pytest_aiperf.machine import torchrun
+from pytest_aiperf.profilers import target
+from pytest_aiperf.records import journal
+
+
+class Role(StrEnum):
+    """The part that this process plays in a run."""
+
+    CONTROLLER = "controller"
+    """Started by the user: runs the items itself, or distributes them to workers."""
+    WORKER = "worker"
+    """An xdist worker: runs items that the controller sends."""
+    CLAIM = "claim"
+    """Runs one item on behalf of a controller or worker."""
+    RANK = "rank"
+    """One of the processes that torchrun starts for a claim of several GPUs."""
+    TARGET = "target"
+    """Runs one arm under a profiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that the user and the parent process decide about a session."""
+
+    role: Role
+    """Role of the process that read these settings; :class:`Session` has the current one."""
+    measure: Literal["gpu", "cpu"] | None
+    """Where claims are measured; None in a session that only checks."""
+    quick: bool
+    """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, and only once."""
+    update: bool
+    """Write the results into expectations.yaml at the end."""
+    reproducible: bool
+    """Use fixed seeds and deterministic algorithms."""
+    debug: bool
+    """Run items in this process, so that a debugger works (--pdb)."""
+    seed: int
+    """Seed of the session, from which each claim derives its own."""
+    started: float
+    """Unix time at which the controller started."""
+    run_id: str
+    """Name of the run's folder, the same in all processes of the run."""
+    worker: str
+    """xdist's name of the worker ("gw0") that this process is or belongs to, or "main"."""
+    threads: int | None
+    """CPU threads of a worker's claim while other claims share the host; None without workers."""
+    budget_s: float | None
+    """Seconds after which no further claim starts."""
+    deadline_s: float
+    """Seconds that one claim may work."""
+    root: Path
+    """pytest's root folder."""
+    expectations: Path
+    """The expectations file."""
+    results: Path
+    """Folder of the accepted results."""
+    kernels: tuple[Path, ...]
+    """Folders in which nvcc() looks for sources."""
+    profile: str | None = None
+    """TOOL:PRESET of a session that profiles instead of timing."""
+    profile_calls: int = 1
+    """Calls that --profile captures."""
+    shard: tuple[int, int] | None = None
+    """Number of this shard, from 1, and the number of shards."""
+    capture_job: target.CaptureJob | None = None
+    """What to capture, in a profiled process."""
+    rank_job: torchrun.RankJob | None = None
+    """What to run, in a rank."""
+
+    @property
+    def worker_index(self) -> int:
+        """Number of the worker, from 0."""
+        return 0 if self.worker == "main" else int(self.worker.removeprefix("gw"))
+
+
+def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) -> Settings:
+    """Read the settings; raise pytest.UsageError for a value that cannot be used."""
+    option, root = config.option, config.rootpath
+    workerinput = getattr(config, "workerinput", None)
+    shared = (workerinput or {}).get("aiperf", {})  # sent by the controller
+    started = shared.get("started", time.time())
+    capture_job, rank_job = target.job(os.environ), torchrun.rank_job(os.environ)
+    if rank_job is not None:  # also where the ranks are profiled
+        role = Role.RANK
+    elif capture_job is not None:
+        role = Role.TARGET
+    else:
+        role = Role.CONTROLLER if workerinput is None else Role.WORKER
+    return Settings(
+        role=role,
+        measure=measure,
+        quick=option.quick,
+        update=option.update_expectations,
+        reproducible=option.reproducible,
+        debug=config.getoption("usepdb", False),
+        seed=shared.get("seed", 0 if option.reproducible else secrets.randbelow(2**31)),
+        started=started,
+        run_id=shared.get("run_id")
+        or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
+        worker=os.environ["PYTEST_XDIST_WORKER"] if role is Role.WORKER else "main",
+        threads=_threads(os.environ) if measure is not None and role is Role.WORKER else None,
+        budget_s=option.budget,
+        deadline_s=_deadline_s(config.getini("aiperf_deadline")),
+        root=root,
+        expectations=root / str(config.getini("aiperf_expectations")),
+        results=root / str(config.getini("aiperf_results")),
+        kernels=tuple(root / folder for folder in config.getini("aiperf_kernels")),
+        # absent where only a conftest loads the plugin: too late to add the option
+        profile=getattr(option, "aiperf_profile", None),
+        profile_calls=option.aiperf_profile_calls,
+        shard=option.shard,
+        capture_job=capture_job,
+        rank_job=rank_job,
+    )
+
+
+def _threads(environ: Mapping[str, str]) -> int:
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _deadline_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise pytest.UsageError(f"aiperf_deadline = {text}: give seconds, more than 0")
+    return seconds

@@ -1,0 +1,141 @@
+"""One test in the process that runs it: its GPUs, device, lock, kernels and record."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+from pytest_aiperf.build.nvcc import Build, Nvcc
+from pytest_aiperf.claim import source_hash
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.machine.distributed import TorchRankGroup
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id
+from pytest_aiperf.model import Result
+from pytest_aiperf.profilers import capture, tools
+from pytest_aiperf.schema import to_json
+
+from .config import Role
+from .session import Session, on_cuda
+
+
+class ItemContext:
+    """What the fixtures of one test share; each part is made when a fixture first needs it."""
+
+    def __init__(self, item: pytest.Item, session: Session) -> None:
+        self.item = item
+        self.session = session
+        self.settings = session.settings
+        self.requirements = item.stash[REQUIREMENTS]
+        self.gpus = session.gpus_for(item)
+        self.built_only = False
+        """Whether only the builds of the claim were checked."""
+        self._nvcc: Nvcc | None = None
+
+    # parts
+
+    @cached_property
+    def device(self) -> Device:
+        """The device that the test times on; CUDA is initialised here."""
+        ranks, index = None, 0
+        if self.session.role is Role.RANK:
+            ranks = TorchRankGroup("cuda" if on_cuda(self.gpus) else "cpu")
+            index = int(os.environ["LOCAL_RANK"])
+        with self.lock.shared():  # opening a device runs kernels, which would disturb a timing
+            return self.session.machine.open_device(self.gpus[index] if self.gpus else None, ranks)
+
+    @cached_property
+    def lock(self) -> GpuLock:
+        """The lock of the test's GPUs; time spent waiting for it does not count as work."""
+        folder = None
+        if (job := self.settings.rank_job) is not None:
+            # the process that started the ranks holds the real locks for all of them
+            folder = Path(job.scratch, f"locks-{os.environ['RANK']}")
+        return GpuLock(
+            [gpu.uuid for gpu in self.gpus],
+            folder,
+            on_wait=self.wait_for,
+            on_turn=lambda: self.progress("its turn"),
+            threads=self.settings.threads,
+        )
+
+    @property
+    def nvcc(self) -> Nvcc:
+        """Builder of the test's kernels; it loads them only where there is a GPU."""
+        if self._nvcc is None:
+            self._nvcc = Nvcc(
+                roots=self.session.roots(self.item),
+                archs=self.session.archs(self.item),
+                include=self.session.include(),
+                load=bool(self.gpus),
+            )
+        return self._nvcc
+
+    @property
+    def builds(self) -> list[Build]:
+        """Builds that the test has asked for so far."""
+        return self._nvcc.used if self._nvcc is not None else []
+
+    def files(self) -> list[Path]:
+        """List the source files of the claim: its test, its kernels, their headers."""
+        built = self._nvcc.sources if self._nvcc is not None else []
+        module = getattr(self.item, "module", None)
+        return [self.item.path, *built, *source_hash.files(module, self.item.config.rootpath)]
+
+    def new_result(self) -> Result:
+        return self.session.new_result(self.item)
+
+    # messages to the process that supervises this one
+
+    def progress(self, phase: str, **figures: object) -> None:
+        """Report a phase for the live line; the deadline runs on."""
+        self.session.send("working", phase=phase, **figures)
+
+    def wait_for(self, phase: str) -> None:
+        """Report a wait, which stops the deadline until the next :meth:`progress`."""
+        self.session.send("waiting", phase=phase)
+
+    def send_result(self, result: Result) -> None:
+        self.session.send("result", result=to_json(result))
+
+    # the same test in another pytest
+
+    def arguments(self) -> list[str]:
+        """Return pytest arguments that run this test alone, with the settings of this session."""
+        item, settings, option = self.item, self.settings, self.item.config.option
+        function = item.nodeid.partition("::")[2]
+        words = [f"{item.path}::{function}", f"--rootdir={settings.root}", "--capture=no"]
+        words += [f"--{settings.measure}"] if settings.measure else []
+        words += ["-c", str(item.config.inipath)] if item.config.inipath else []
+        words += [word for name in option.plugins for word in ("-p", name)]
+        words += [word for name in option.override_ini or () for word in ("-o", name)]
+        words += ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
+        words += ["--reproducible"] if settings.reproducible else []
+        words += ["--quick"] if settings.quick else []
+        return words
+
+    def capture_request(self, spec: str, calls: int, seed: int) -> capture.CaptureRequest:
+        """Return the request to run this test under a profiler, given as TOOL:PRESET."""
+        tool, preset = tools.chosen(spec)
+        settings = self.settings
+        name = capture.safe(claim_id(self.item.nodeid))
+        folder = settings.root / capture.ARTIFACTS / settings.run_id / name
+        command = (sys.executable, "-m", "pytest", *self.arguments())
+        return capture.CaptureRequest(
+            tool, preset, folder, command, settings.deadline_s, calls, seed
+        )
+
+
+CONTEXT = pytest.StashKey[ItemContext]()
+"""Context of a test; stays on its item."""
+
+
+def context_of(item: pytest.Item, session: Session) -> ItemContext:
+    """Return the context of a test, the same for all of its fixtures."""
+    if CONTEXT not in item.stash:
+        item.stash[CONTEXT] = ItemContext(item, session)
+    return item.stash[CONTEXT]

@@ -1,0 +1,96 @@
+"""Noise floor and ceilings, measured once and shared by all claims of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.model import Gpu
+from pytest_aiperf.records.results import atomic_write, dumps, read_json
+
+
+class SharedFigures:
+    """Figures of this machine that all claims use; the first claim that needs one measures it.
+
+    They lie in the folder of the run, where all processes of the session read them. Without a
+    folder they are kept in memory. A rank is given the noise floor, where it is known.
+    """
+
+    def __init__(self, folder: Path | None, noise_floor: float | None = None) -> None:
+        self._folder = folder
+        self._noise_floor = noise_floor
+        self._memory: dict[str, Any] = {}
+
+    def noise_floor(self, gpus: Sequence[Gpu]) -> float | None:
+        """Return the noise floor of a set of GPUs, or None while it is unknown."""
+        if self._noise_floor is not None:
+            return self._noise_floor
+        value = self._read(_floor_name(gpus))
+        return None if value is None else float(value)
+
+    def keep_noise_floor(self, gpus: Sequence[Gpu], value: float) -> None:
+        self._write(_floor_name(gpus), value)
+
+    def ceilings(
+        self, device: Device, measure: Callable[[], Mapping[str, float]]
+    ) -> Mapping[str, float]:
+        """Return the ceilings of a device, measured if necessary; hold the exclusive lock."""
+        ceilings = self._ceilings(device)
+        if ceilings is None:
+            assert device.gpu is not None
+            ceilings = dict(measure())
+            self._write(_ceilings_name(device.gpu), ceilings)
+        return ceilings
+
+    def for_claim(
+        self,
+        device: Device,
+        gpus: Sequence[Gpu],
+        lock: GpuLock,
+        noise_floor: Callable[[], float],
+        ceilings: Callable[[], Mapping[str, float]] | None,
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return the noise floor and the ceilings; measure what is unknown, under the lock.
+
+        The callbacks measure. A claim that needs no ceilings passes None for them.
+        """
+        floor = self.noise_floor(gpus)
+        limits = {} if ceilings is None else self._ceilings(device)
+        if floor is None or limits is None:
+            with lock.exclusive_host() if device.gpu is None else lock.exclusive_gpu():
+                floor = self.noise_floor(gpus)  # another claim may have measured it meanwhile
+                if floor is None:
+                    floor = noise_floor()
+                    self.keep_noise_floor(gpus, floor)
+                limits = {} if ceilings is None else self.ceilings(device, ceilings)
+                device.release()  # inside the lock: freeing memory would disturb the next claim
+        return floor, limits
+
+    def _ceilings(self, device: Device) -> Mapping[str, float] | None:
+        if device.gpu is None:
+            return {}
+        ceilings: dict[str, float] | None = self._read(_ceilings_name(device.gpu))
+        return ceilings
+
+    def _read(self, name: str) -> Any:
+        if self._folder is None:
+            return self._memory.get(name)
+        path = self._folder / name
+        return read_json(path) if path.exists() else None
+
+    def _write(self, name: str, value: object) -> None:
+        if self._folder is None:
+            self._memory[name] = value
+        else:
+            atomic_write(self._folder / name, dumps(value, name))
+
+
+def _floor_name(gpus: Sequence[Gpu]) -> str:
+    return f"floor-{'-'.join(gpu.uuid for gpu in gpus) or 'host'}.json"
+
+
+def _ceilings_name(gpu: Gpu) -> str:
+    return f"ceilings-{gpu.uuid.replace('/', '_')}.json"

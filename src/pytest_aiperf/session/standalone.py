@@ -1,0 +1,204 @@
+"""Measure a comparison outside pytest."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from pytest_aiperf.claim import source_hash
+from pytest_aiperf.claim.inputs import Arm
+from pytest_aiperf.claim.measure import (
+    ClaimContext,
+    claim_of,
+    failed,
+    measure_claim,
+    noise_floor,
+)
+from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
+from pytest_aiperf.device.device import Device
+from pytest_aiperf.errors import AiperfError, UsageError
+from pytest_aiperf.machine import nvml
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.model import (
+    Bench,
+    Evidence,
+    Expectation,
+    Gpu,
+    Outcome,
+    Prepared,
+    Result,
+    Work,
+)
+from pytest_aiperf.records.journal import new_run_id
+
+from .cuda_machine import CudaMachine, Machine
+from .figures import SharedFigures
+from .fixtures import AgainstName, CacheName, MetricName
+from .session import stack_of
+
+
+def measure(
+    *,
+    baseline: Arm,
+    optimized: Arm,
+    inputs: Callable[[Bench], object],
+    reference: Callable[..., object],
+    work: Callable[..., Work] | None = None,
+    library: Arm | None = None,
+    metric: MetricName | Sequence[MetricName] = "device",
+    against: AgainstName = "idiomatic",
+    cache: CacheName = "cold",
+    precision: str | None = None,
+    evidence: Sequence[Evidence] = (),
+    quick: bool = False,
+    device: Literal["cuda", "cpu"] | None = None,
+    seed: int | None = None,
+) -> Result:
+    """Measure whether ``optimized`` is faster than ``baseline``, in a script or a notebook.
+
+    The arms are checked, timed and judged as in a test that takes the ``compare`` fixture, with
+    the same arguments, but in this process: a crash of an arm ends it. Measuring waits for other
+    processes that use pytest-aiperf on the same GPU. The first call in a process also measures
+    the noise floor and, with ``work``, the limits of the GPU where they are not known yet.
+
+    .. code-block:: python
+
+        result = measure(baseline=torch.softmax, optimized=mine, inputs=rows, reference=exact)
+        print(result.verdict, result.speedup)  # FASTER 1.84x [1.82, 1.86]
+
+    Args:
+        baseline: The arm to beat. Arms are called with the inputs. An arm's result is its
+            return value followed by the arguments that it changed.
+        optimized: The arm that should be faster.
+        inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
+        reference: Returns the correct result in fp64, or exactly.
+        work: Returns the :class:`Work` of one call, which turns times into shares of the
+            GPU's limits.
+        library: A third arm: the library call that a user would otherwise choose.
+        metric: The figure to judge. Of several, the first is judged and all are shown.
+        against: What kind of code the baseline is.
+        cache: "warm" allows the inputs to stay in the L2 cache between calls.
+        precision: Lower precision in which the optimized arm computes, such as "bf16".
+        evidence: Proof of the mechanism, see :mod:`pytest_aiperf.evidence`.
+        quick: Accept a wider interval from fewer replicates.
+        device: Where to measure; by default on the first GPU, or on the host if there is none.
+        seed: Seed of inputs and of the order of blocks; random by default.
+
+    Returns:
+        The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds,
+        FAILED if it is not or if a result is wrong, INVALID if the times mean nothing and ERROR
+        if the comparison cannot be measured. ``message`` gives the reason.
+
+    Raises:
+        UsageError: The arguments make no comparison, or the device does not exist. Exceptions of
+            the arms and of ``inputs`` are raised unchanged.
+
+    """
+    claim = claim_of(
+        baseline=baseline,
+        optimized=optimized,
+        inputs=inputs,
+        reference=reference,
+        work=work,
+        library=library,
+        metric=metric,
+        against=against,
+        cache=cache,
+        precision=precision,
+        evidence=evidence,
+    )
+    machine, gpu, opened = _open_device(device)
+    gpus = () if gpu is None else (gpu,)
+    lock = GpuLock([g.uuid for g in gpus])
+    rule = QUICK if quick else STANDARD
+    seed = secrets.randbelow(2**30) if seed is None else seed
+    code = source_hash.identity(_source_files(optimized, baseline))
+    record = _record(optimized, gpus, seed, quick=quick)
+    try:
+        floor, ceilings = _figures().for_claim(
+            opened,
+            gpus,
+            lock,
+            partial(noise_floor, opened, seed, rule, _no_progress),
+            partial(machine.ceilings, opened, _no_progress) if work else None,
+        )
+    except AiperfError as error:
+        record = replace(record, against=claim.against, code=code, gpu=opened.gpu)
+        return failed(record, error)
+    context = ClaimContext(
+        record=record,
+        device=opened,
+        lock=lock,
+        rule=rule,
+        progress=_no_progress,
+        noise_floor=floor,
+        ceilings=ceilings,
+        expectation=Expectation(),
+        code=code,
+    )
+    result, problem = measure_claim(claim, context)
+    if isinstance(problem, UsageError):
+        raise problem
+    return result
+
+
+@functools.cache
+def _figures() -> SharedFigures:
+    return SharedFigures(None)
+
+
+@functools.cache
+def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | None, Device]:
+    """Open the device once per process: opening it runs kernels."""
+    machine = CudaMachine()
+    gpus = [] if kind == "cpu" else machine.gpus()
+    if kind == "cuda" and not gpus:
+        raise UsageError(f"measure(device='cuda') needs an NVIDIA GPU: {nvml.absence()}")
+    if kind not in ("cuda", "cpu", None):
+        raise UsageError(f"measure(device={kind!r}): known are 'cuda' and 'cpu'")
+    gpu = gpus[0] if gpus else None
+    lock = GpuLock([g.uuid for g in gpus[:1]])
+    with lock.shared():
+        return machine, gpu, machine.open_device(gpu)
+
+
+def _record(optimized: Arm, gpus: Sequence[Gpu], seed: int, *, quick: bool) -> Result:
+    now, function = datetime.now(UTC), _function(optimized)
+    doc = getattr(function, "__doc__", None) or ""
+    return Result(
+        claim=getattr(function, "__name__", None) or type(function).__name__,
+        nodeid="",
+        title=doc.strip().partition("\n")[0],
+        outcome=Outcome.ERROR,
+        key=gpus[0].key if gpus else "cpu",
+        run=new_run_id(now, os.getpid()),
+        started=now.isoformat(timespec="seconds"),
+        seed=seed,
+        host=not gpus,
+        stack=stack_of(gpus),
+        quick=quick,
+    )
+
+
+def _source_files(*arms: Arm) -> list[Path]:
+    """List the files below the current folder that define the arms; a notebook cell has none."""
+    modules = {getattr(_function(arm), "__module__", None) for arm in arms}
+    found: list[ModuleType | None] = [sys.modules.get(str(name)) for name in modules]
+    return [path for module in found for path in source_hash.files(module, Path.cwd())]
+
+
+def _function(arm: Arm) -> Any:
+    return arm.make if isinstance(arm, Prepared) else arm
+
+
+def _no_progress(*_: object, **__: object) -> None:
+    """Show nothing: the caller waits for the result."""
