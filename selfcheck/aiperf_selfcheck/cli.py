@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pytest_aiperf.device.cuda import CudaMachine, measurable_gpus
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.report import formatting
 from pytest_aiperf.report import terminal as views
+from pytest_aiperf.session.cuda_machine import CudaMachine, measurable_gpus
 
 from . import ground_truth, record
 

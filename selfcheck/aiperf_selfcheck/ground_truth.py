@@ -66,7 +66,7 @@ class Workbench:
     """Slow the device down for a while."""
     in_fresh_process: Callable[[], float]
     """The ratio of ``claim`` as a process of its own measures it."""
-    progress: ceilings.SayLine
+    progress: ceilings.ProgressLine
     """Print a line of progress."""
     random: random.Random
     """Source of seeds and orders."""
@@ -256,7 +256,7 @@ def kinds() -> dict[str, NoiseProbe]:
     }
 
 
-def on_gpu(clock: Device, say: ceilings.SayLine) -> Workbench:
+def on_gpu(clock: Device, say: ceilings.ProgressLine) -> Workbench:
     """Make the workbench of a real GPU: kernels of our own, and torch's."""
     import torch
 

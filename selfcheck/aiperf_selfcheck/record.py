@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
-from pytest_aiperf.limits.ceilings import SayLine
+from pytest_aiperf.limits.ceilings import ProgressLine
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
 from pytest_aiperf.report.formatting import escape
@@ -54,7 +54,7 @@ def run(
     make: Callable[[], Workbench],
     alone: Callable[[], AbstractContextManager[object]],
     keep: Callable[[str, Figures], None],
-    say: SayLine,
+    say: ProgressLine,
     *,
     quick: bool = False,
 ) -> None:

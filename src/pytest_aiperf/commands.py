@@ -14,7 +14,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from .build import nvcc
-from .device.cuda import CudaMachine, measurable_gpus
 from .doctor import bundle, clean, doctor, host_facts
 from .errors import InvalidMeasurement, UsageError
 from .limits import ceilings as limits
@@ -27,6 +26,7 @@ from .records.results import atomic_write, document, dumps, lines, read_json, re
 from .report import formatting, markdown, page
 from .report import terminal as views
 from .session import session
+from .session.cuda_machine import CudaMachine, measurable_gpus
 from .text import si
 
 DONE, REFUSED, MISUSE = 0, 1, 2

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import StoppingRule
 from pytest_aiperf.device.device import HostDevice
-from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
 from pytest_aiperf.errors import ClaimNotMet
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Expectation, Outcome, Result
+from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)

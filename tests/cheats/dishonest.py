@@ -18,8 +18,8 @@ import torch
 import pytest_aiperf.claim.correctness
 import pytest_aiperf.device.device
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.device.fake import Allocation, Fault, spend
 from tests.cheats.case import Corpus, State
+from tests.fake_gpu import Allocation, Fault, spend
 from tests.plugin.claims import doubling
 
 cheat = Corpus()

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from pytest_aiperf import Score, Work, prepared, static
-from pytest_aiperf.device.fake import Allocation, Fault, spend, synchronise
 from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import (
     DOUBLE,
@@ -32,6 +31,7 @@ from tests.cheats.dishonest import (
     scoring,
     writing,
 )
+from tests.fake_gpu import Allocation, Fault, spend, synchronise
 from tests.plugin.claims import doubling, vectors
 
 honest = Corpus()

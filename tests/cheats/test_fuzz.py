@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from pytest_aiperf import options
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.device import fake
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.model import Result
@@ -25,6 +24,7 @@ from pytest_aiperf.profilers import capture
 from pytest_aiperf.records import expectations, journal, results, yaml_file
 from pytest_aiperf.rules import validity
 from pytest_aiperf.schema import from_json, to_json
+from tests import fake_gpu
 from tests.plugin.records import result
 from tests.plugin.test_nvcc import HOSTILE
 
@@ -171,7 +171,7 @@ def test_values_of_the_environment(devices, environ):
 )
 def test_descriptions_of_a_fake_machine(text):
     with suppress(UsageError):
-        assert isinstance(fake.machine(text), fake.FakeMachine)
+        assert isinstance(fake_gpu.machine(text), fake_gpu.FakeMachine)
 
 
 def test_the_number_of_fuzzed_tests():

@@ -251,7 +251,7 @@ GUARDS = {
     ),
     "rounds are mirrored": Guard({(sampler, "reversed"): list}, a_drift),
     "no garbage collection in a block": Guard(
-        {(device, "undisturbed"): contextlib.nullcontext},
+        {(device, "gc_disabled"): contextlib.nullcontext},
         calls(test_device.test_no_garbage_is_collected_within_a_block, True),
     ),
     "the timer is bound at import": Guard(
@@ -266,11 +266,11 @@ GUARDS = {
         {(explanation, "hold_limits"): nothing}, caught("bytes_that_do_not_pass")
     ),
     "unsynced work ends the measurement": Guard(
-        {(cuda.CudaDevice, "_refuse_strays"): nothing},
+        {(cuda.CudaDevice, "_refuse_unsynced_work"): nothing},
         on_a_fake_driver(test_cuda.test_work_that_outlives_its_stream_is_refused),
     ),
     "a backlog never runs empty": Guard(
-        {(cuda.CudaDevice, "held_back"): lambda self, work, hold, **_: (self.timed(work)[0], hold)},
+        {(cuda.CudaDevice, "time_behind_blocking_kernel"): lambda self, work, spin, **_: (self.timed(work)[0], spin)},
         on_a_fake_driver(test_cuda.test_a_call_that_synchronises_is_refused_in_backlog),
     ),
     # records and files

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pytest_aiperf.claim.measure import claim_of
-from pytest_aiperf.device.fake import spend
+from tests.fake_gpu import spend
 
 
 def vectors(bench):

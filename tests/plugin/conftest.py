@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.device.fake import VARIABLE
+from tests.fake_gpu import VARIABLE
 
 STEADY = {
     "white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "throttle_per_s": 0, "layout": 0.001,
@@ -25,7 +25,7 @@ import os, signal, subprocess, sys, time
 import numpy as np
 import pytest
 
-from pytest_aiperf.device.fake import spend
+from tests.fake_gpu import spend
 
 
 def vectors(bench):
@@ -44,6 +44,15 @@ usual = {"baseline": slow, "optimized": fast, "inputs": vectors, "reference": la
 
 
 '''
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fake_gpu_on_path():
+    """Let pytest runs in other processes import ``tests.fake_gpu``."""
+    root = str(Path(__file__).parents[2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+        yield
 
 
 class Project:
@@ -73,7 +82,7 @@ class Project:
         return self.write(name, HEAD + text)
 
     def command(self, *arguments: str) -> list[str]:
-        plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.device.fake")
+        plugins = ("no:cacheprovider", "no:hypothesispytest", "tests.fake_gpu")
         return [*(f"-p{name}" for name in plugins), *arguments]
 
     def run(self, *arguments: str) -> pytest.RunResult:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice
 from pytest_aiperf.errors import CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Evidence, EvidenceKind, Outcome, Profile, Work, prepared
@@ -25,6 +24,7 @@ from pytest_aiperf.records import expectations
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import evidence
 from pytest_aiperf.schema import from_json
+from tests.fake_gpu import FAKE_GPU, FakeDevice
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.records import result
 
@@ -439,7 +439,7 @@ def test_figures_stand_side_by_side_with_their_ratio():
     assert text.splitlines()[:5] == [
         "ch07/copy",
         "ncu baseline optimized ratio",
-        " duration 2.000 us 1.000 us 0.5x",
+        " duration 2.000 µs 1.000 µs 0.5x",
         " l2 hit rate 50.0% 75.0% 1.5x",
         " registers 16 16 1x",
     ]
@@ -523,7 +523,7 @@ def test_host_claims_are_for_tools_that_see_the_host(project):
     project.tests("@pytest.mark.host\ndef test_it(compare): compare(**usual)")
     done = project.run("--profile=nsys", "-rs")
     done.assert_outcomes(skipped=1)
-    done.stdout.fnmatch_lines(["*a claim of the host: nsys captures what a GPU does, try perf"])
+    done.stdout.fnmatch_lines(["*a claim of the host: nsys profiles the GPU, try perf"])
 
 
 @pytest.mark.parametrize(

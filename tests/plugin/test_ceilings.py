@@ -1,6 +1,7 @@
 """Ceilings are measured once, kept, and counted right; a GPU is not needed to see that."""
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -13,15 +14,15 @@ from pytest_aiperf import commands
 from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
-from pytest_aiperf.device import cuda
-from pytest_aiperf.device.cuda import CudaDevice
 from pytest_aiperf.device.device import HostDevice
-from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeDevice
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings, interconnect, microbenchmarks
 from pytest_aiperf.limits.microbenchmarks import Microbenchmarks, Sizes
 from pytest_aiperf.model import Gpu, GpuState
-from pytest_aiperf.session.session import Session
+from pytest_aiperf.session import cuda_machine
+from pytest_aiperf.session.cuda_machine import CudaMachine
+from pytest_aiperf.session.figures import SharedFigures
+from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, FakeMachine
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-12/34", "sm90", 132, 60 << 20, 141 << 30, "580.1")
 SOURCE = ceilings._KERNELS
@@ -80,10 +81,10 @@ def kernels():
 
 @pytest.fixture
 def measure(kernels, monkeypatch):
-    monkeypatch.setattr(microbenchmarks, "_REST", 0.0)
+    monkeypatch.setattr(microbenchmarks, "_REST_S", 0.0)
     sizes = Sizes(1 << 18, (1 << 12, 1 << 13), 1 << 12, ((32, 64, 16),), launches=7, rounds=3)
     made = Microbenchmarks(Steady(), sizes, kernels)
-    return lambda name: made.ways[name]()
+    return lambda name: made.benchmarks[name]()
 
 
 def moved(kernels):
@@ -164,20 +165,22 @@ def test_launches_are_counted(measure, kernels):
 def test_pageable_transfers_are_timed_by_the_host(kernels, name):
     clock = Steady()
     made = Microbenchmarks(clock, Sizes(1 << 12, (), 1 << 12, ()), kernels)
-    assert made.ways[name]() == 1 << 12
+    assert made.benchmarks[name]() == 1 << 12
     assert set(clock.modes) == {"wall"}
 
 
 def test_a_gpu_is_asked_only_for_what_it_has(kernels):
     sizes = Sizes(1 << 12, (), 1 << 12, ())
-    without = Microbenchmarks(Steady(), sizes, None).ways
+    without = Microbenchmarks(Steady(), sizes, None).benchmarks
     assert "copy" in without
     assert not {"read", "l2", "shared", "fp32", "launch", "graph_launch"} & set(without)
     old = Steady()
     old.gpu = SimpleNamespace(sms=80, arch="sm70")
-    assert not {"bf16", "tf32", "fp8"} & set(Microbenchmarks(old, sizes, kernels).ways)
-    assert "fp16" in Microbenchmarks(old, sizes, kernels).ways
-    assert {*ceilings.DEVICE, *ceilings.HOST} == set(Microbenchmarks(Steady(), sizes, kernels).ways)
+    assert not {"bf16", "tf32", "fp8"} & set(Microbenchmarks(old, sizes, kernels).benchmarks)
+    assert "fp16" in Microbenchmarks(old, sizes, kernels).benchmarks
+    assert {*ceilings.DEVICE, *ceilings.HOST} == set(
+        Microbenchmarks(Steady(), sizes, kernels).benchmarks
+    )
 
 
 @pytest.mark.parametrize(("free", "memory"), [(140 << 30, 4 << 30), (10 << 30, 2 << 30)])
@@ -223,7 +226,7 @@ def known(tmp_path, monkeypatch):
         clock = SimpleNamespace(gpu=gpu)
         return ceilings.known(clock, names, **words)
 
-    monkeypatch.setattr(ceilings, "_measured", measured)
+    monkeypatch.setattr(ceilings, "_measure", measured)
     return known
 
 
@@ -290,7 +293,7 @@ def test_another_gpu_or_driver_is_measured_anew(known):
 def test_a_folder_that_cannot_be_written_costs_only_time(known, tmp_path):
     (tmp_path / "ceilings").write_text("in the way")
     said = []
-    assert known(say=said.append) == {"copy": 1e12, "bf16": 1e12}
+    assert known(progress=said.append) == {"copy": 1e12, "bf16": 1e12}
     assert "measured anew the next time: cannot write" in said[0]
 
 
@@ -298,26 +301,28 @@ def test_a_folder_that_cannot_be_written_costs_only_time(known, tmp_path):
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    """Have a gauge with made-up ways, and no nvcc."""
-    found = {}
+def benchmarks(monkeypatch):
+    """Replace the micro-benchmarks, and have no nvcc."""
+    made_up = {}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 30))
-    monkeypatch.setattr(microbenchmarks, "Microbenchmarks", lambda *_: SimpleNamespace(ways=found))
+    monkeypatch.setattr(
+        microbenchmarks, "Microbenchmarks", lambda *_: SimpleNamespace(benchmarks=made_up)
+    )
 
     def refuse(*_, **__):
         raise BuildError("no nvcc: get one\nhere")
 
     monkeypatch.setattr(ceilings.nvcc, "build", refuse)
-    return found
+    return made_up
 
 
-def test_a_ceiling_that_cannot_be_measured_costs_only_itself(ways):
+def test_a_ceiling_that_cannot_be_measured_costs_only_itself(benchmarks):
     def fails():
         raise RuntimeError("out of memory\nTried to allocate")
 
-    ways |= {"copy": lambda: 4e12, "fp8": fails}
+    benchmarks |= {"copy": lambda: 4e12, "fp8": fails}
     clock, said = Steady(), []
-    assert ceilings._measured(clock, said.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
+    assert ceilings._measure(clock, said.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
     assert said == [
         "only what libraries reach is measured: no nvcc: get one",
         "measuring this GPU's ceilings: copy",
@@ -328,44 +333,48 @@ def test_a_ceiling_that_cannot_be_measured_costs_only_itself(ways):
 
 
 @pytest.mark.parametrize(("reasons", "found"), [([0x20], {"copy": 4e12}), ([0x20] * 4, {})])
-def test_a_throttled_measurement_is_redone_once(ways, reasons, found):
-    ways["copy"] = lambda: 4e12
+def test_a_throttled_measurement_is_redone_once(benchmarks, reasons, found):
+    benchmarks["copy"] = lambda: 4e12
     said = []
-    assert ceilings._measured(Steady(reasons), said.append, ["copy"]) == found
+    assert ceilings._measure(Steady(reasons), said.append, ["copy"]) == found
     assert ("slowed down" in said[-1]) is not bool(found)
 
 
 # who asks
 
 
-def test_the_clocks_know_their_ceilings(monkeypatch):
-    said = []
-    assert HostDevice().ceilings(said.append) == {}
-    assert FakeDevice(None).ceilings(said.append) == {}
-    assert said == []
-    assert FakeDevice(FAKE_GPU).ceilings(said.append) == CEILINGS
-    assert said == ["measuring this GPU's ceilings"]
+def test_a_machine_has_its_devices_ceilings():
+    lines = []
+    assert CudaMachine().ceilings(HostDevice(), lines.append) == {}
+    assert FakeMachine().ceilings(FakeDevice(None), lines.append) == {}
+    assert lines == []
+    assert FakeMachine().ceilings(FakeDevice(FAKE_GPU), lines.append) == CEILINGS
+    assert lines == ["measuring this GPU's ceilings"]
     assert set(CEILINGS) == set(ceilings.DEVICE)
 
 
-@pytest.mark.parametrize(("count", "own"), [(1, True), (2, False)])
-def test_a_rank_measures_on_a_clock_that_waits_for_no_other(monkeypatch, count, own):
-    clock = CudaDevice.__new__(CudaDevice)
-    clock.gpu, clock.ranks = GPU, SimpleNamespace(count=count)
-    monkeypatch.setattr(cuda, "CudaDevice", lambda gpu: ("alone", gpu))
-    monkeypatch.setattr(cuda.ceilings, "known", lambda clock, say: clock)
-    assert CudaDevice.ceilings(clock, print) == (clock if own else ("alone", GPU))
+@pytest.mark.parametrize(("count", "alone"), [(1, False), (2, True)])
+def test_a_rank_measures_on_a_device_that_waits_for_no_other(monkeypatch, count, alone):
+    device = SimpleNamespace(gpu=GPU, ranks=SimpleNamespace(count=count))
+    monkeypatch.setattr(cuda_machine, "CudaDevice", lambda gpu: ("alone", gpu))
+    monkeypatch.setattr(ceilings, "known", lambda device, progress: device)
+    measured = CudaMachine().ceilings(device, print)
+    assert measured == (("alone", GPU) if alone else device)
 
 
 def test_a_session_measures_once_and_holds_all_claims_to_the_same(tmp_path):
-    run = SimpleNamespace(path=tmp_path)
-    sessions = [Session(None, None, (), None, run=run) for _ in "ab"]
-    clock, said = FakeDevice(FAKE_GPU), []
-    assert sessions[0].ceilings(clock, said.append) == CEILINGS
-    assert sessions[0].ceilings(clock, said.append) == CEILINGS
-    assert sessions[1].ceilings(FakeDevice(FAKE_GPU), said.append) == CEILINGS
-    assert len(said) == 1
-    assert sessions[0].ceilings(FakeDevice(None), said.append) == {}
+    first, second = (SharedFigures(tmp_path) for _ in "ab")
+    lines = []
+
+    def ceilings_of(figures, device):
+        return figures.ceilings(device, lambda: FakeMachine().ceilings(device, lines.append))
+
+    device = FakeDevice(FAKE_GPU)
+    assert ceilings_of(first, device) == CEILINGS
+    assert ceilings_of(first, device) == CEILINGS
+    assert ceilings_of(second, FakeDevice(FAKE_GPU)) == CEILINGS
+    assert len(lines) == 1
+    assert ceilings_of(first, FakeDevice(None)) == {}
 
 
 # the links between GPUs
@@ -392,7 +401,7 @@ def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypat
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     right = 'test "$2 $3" = "pytest_aiperf.limits.interconnect 2"'
-    child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/found.json"')
+    child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/rates.json"')
     said = []
     found = ceilings.known_links([GPU, FAKE_GPU], said.append)
     assert found == {"p2p": 3.7e11}
@@ -404,11 +413,11 @@ def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypat
     ("script", "why"),
     [
         ("echo begun; echo NCCL error >&2; exit 3", r"\(status 3\): NCCL error"),
-        ("sleep 60", r"\(status -9\): nothing was said"),
+        ("sleep 60", r"\(killed after 0.5 s\): no output"),
     ],
 )
 def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, why):
-    monkeypatch.setattr(interconnect, "_DEADLINE", 0.5)
+    monkeypatch.setattr(interconnect, "_DEADLINE_S", 0.5)
     child(script)
     with pytest.raises(InvalidMeasurement, match=why):
         interconnect.measure(2)
@@ -441,10 +450,10 @@ def test_the_table_has_the_datasheet_beside_it(command):
     assert (status, err) == (0, "")
     assert out.splitlines() == [
         "NVIDIA H200",
-        "ceiling                 measured       datasheet   share",
-        "copy                   4.28 TB/s        4.8 TB/s    89 %",
-        "launch                    2.1 us",
-        "h2d                    55.3 GB/s         64 GB/s    86 %",
+        "ceiling   measured  datasheet  share",
+        "copy     4.28 TB/s  4.80 TB/s   89 %",
+        "launch     2.10 µs",
+        "h2d      55.3 GB/s  64.0 GB/s   86 %",
     ]
 
 
@@ -452,7 +461,7 @@ def test_the_file_says_what_gpu_it_was_and_never_which(command, tmp_path):
     file = tmp_path / "results" / "ceilings-h200.json"
     status, out, _ = command("--json", str(file), gpus=2)
     assert status == 0
-    assert "p2p                     372 GB/s        450 GB/s    83 %" in out
+    assert re.search("p2p +372 GB/s +450 GB/s +83 %", out)
     content = json.loads(file.read_text())
     assert content["ceilings"]["p2p"] == 372e9
     assert (content["gpu"]["key"], content["gpu"]["driver"]) == ("h200", "580.1")

@@ -10,9 +10,9 @@ from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.inputs import SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
-from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, Fault, Noise
 from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, WrongResult
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
+from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)

@@ -12,15 +12,17 @@ import pytest
 
 from pytest_aiperf.device import cuda as rooms
 from pytest_aiperf.device import device
-from pytest_aiperf.device.cuda import CudaDevice, CudaMachine
+from pytest_aiperf.device.cuda import CudaDevice
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Gpu, GpuState, Mode
+from pytest_aiperf.session import cuda_machine
+from pytest_aiperf.session.cuda_machine import CudaMachine
 
 GPU = Gpu("NVIDIA H200", "h200", "GPU-1234", "sm90", 0, 0, 141 << 30, "580")
 
 
-def test_the_machine_lists_gpus_and_gives_the_hosts_clock(monkeypatch):
-    monkeypatch.setattr(rooms.nvml, "visible", lambda: [GPU])
+def test_the_machine_lists_gpus_and_opens_the_host(monkeypatch):
+    monkeypatch.setattr(cuda_machine.nvml, "visible", lambda: [GPU])
     assert CudaMachine().gpus() == [GPU]
     host = CudaMachine().open_device(None)
     assert (host.torch_device, host.gpu, host.telemetry()) == ("cpu", None, GpuState())
@@ -186,7 +188,7 @@ def test_the_clock_finds_its_gpu_among_several(cuda):
 
 def test_spins_are_calibrated(cuda):
     clock = CudaDevice(GPU)
-    clock.timed(lambda: None, hold=0.1)
+    clock.timed(lambda: None, blocking_s=0.1)
     assert cuda.spins[-1] == pytest.approx(0.1, rel=0.01)
 
 

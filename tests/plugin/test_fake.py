@@ -7,8 +7,11 @@ import statistics
 
 import pytest
 
-from pytest_aiperf.device import fake
-from pytest_aiperf.device.fake import (
+from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
+from pytest_aiperf.model import Bench, Mode
+from pytest_aiperf.rules import validity
+from tests import fake_gpu
+from tests.fake_gpu import (
     FAKE_GPU,
     Allocation,
     FakeDevice,
@@ -17,9 +20,6 @@ from pytest_aiperf.device.fake import (
     Noise,
     spend,
 )
-from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
-from pytest_aiperf.model import Bench, Mode
-from pytest_aiperf.rules import validity
 
 pytest_plugins = ["pytester"]
 
@@ -183,14 +183,14 @@ def test_a_hang_never_returns(monkeypatch):
         if len(slept) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(fake.time, "sleep", sleep)
+    monkeypatch.setattr(fake_gpu.time, "sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
         blocks(FakeDevice(faults=[Fault(0, "hang")]), 1)
 
 
 def test_a_synchronising_call_is_only_plain_or_wall():
     clock = FakeDevice(noise=Noise.none())
-    calls = [fake.synchronise, arm(1e-3)]
+    calls = [fake_gpu.synchronise, arm(1e-3)]
     with pytest.raises(CannotCapture, match="synchronises"):
         clock.block(calls, Mode.GRAPH)
     with pytest.raises(InvalidMeasurement, match='metric="wall"'):
@@ -257,15 +257,15 @@ def test_the_identity_arm_takes_time_and_depends_on_the_seed():
 
 
 def test_it_fits_where_a_real_clock_fits():
-    from pytest_aiperf.device.cuda import CudaMachine
     from pytest_aiperf.device.device import HostDevice
+    from pytest_aiperf.session.cuda_machine import CudaMachine
 
     for real, pretended in ((CudaMachine(), FakeMachine()), (HostDevice(), FakeDevice())):
         assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
 
 
 def test_a_machine_is_described_in_json():
-    described = fake.machine(
+    described = fake_gpu.machine(
         '{"gpus": [{"arch": "sm100"}, {"uuid": "x", "l2_bytes": 5}], "noise": {"white": 0},'
         ' "seed": 4, "faults": [{"block": 1, "kind": "raise", "error": "lost"}]}'
     )
@@ -277,8 +277,8 @@ def test_a_machine_is_described_in_json():
     assert blocks(one, 1) == blocks(other, 1)
     with pytest.raises(RuntimeError, match="lost"):
         blocks(one, 1)
-    assert [g.uuid for g in fake.machine('{"gpus": 2}').gpus()] == ["fake-0", "fake-1"]
-    honest = fake.machine('{"noise": "none"}').open_device(None)
+    assert [g.uuid for g in fake_gpu.machine('{"gpus": 2}').gpus()] == ["fake-0", "fake-1"]
+    honest = fake_gpu.machine('{"noise": "none"}').open_device(None)
     assert blocks(honest, 2) == [pytest.approx(1)] * 2
 
 
@@ -297,13 +297,13 @@ def test_a_machine_is_described_in_json():
 )
 def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
     with pytest.raises(UsageError, match=said):
-        fake.machine(text)
+        fake_gpu.machine(text)
 
 
 CLAIMS = """
 import numpy as np
 import pytest
-from pytest_aiperf.device.fake import spend
+from tests.fake_gpu import spend
 
 def inputs(bench):
     return (np.random.default_rng(bench.seed).random(16),)
@@ -325,7 +325,7 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
     pytester.makepyfile(CLAIMS)
-    options = ("-ppytest_aiperf.device.fake", "--gpu", "--quick", "--reproducible")
+    options = ("-ptests.fake_gpu", "--gpu", "--quick", "--reproducible")
     pytester.runpytest_subprocess(*options).assert_outcomes(passed=2)
     results = pytester.path / ".aiperf/latest/results.json"
     one, other = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
@@ -338,6 +338,6 @@ def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monk
 
 def test_what_the_description_gets_wrong_is_a_usage_error(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"noise": "loud"}')
-    ended = pytester.runpytest_subprocess("-ppytest_aiperf.device.fake", "--gpu")
+    ended = pytester.runpytest_subprocess("-ptests.fake_gpu", "--gpu")
     assert ended.ret == pytest.ExitCode.USAGE_ERROR
     ended.stderr.fnmatch_lines(["ERROR: PYTEST_AIPERF_FAKE=*noise: a mapping is needed*"])

@@ -58,7 +58,7 @@ def test_it_is_measured_on_the_host(project):
 
 
 def test_it_is_measured_on_a_gpu_and_their_other_tests_are_not_run(project):
-    spending = "    from pytest_aiperf.device.fake import spend\n    spend({} * 1e-6)\n"
+    spending = "    from tests.fake_gpu import spend\n    spend({} * 1e-6)\n"
     text = NUMPY.replace("    z = x + y\n", spending.format(100) + "    z = x + y\n")
     text = text.replace("baseline=lambda x, y: (x + y) * 2", "baseline=twice")
     project.write(

@@ -15,7 +15,13 @@ from pytest_aiperf.claim.inputs import Trial
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
-from pytest_aiperf.device.fake import (
+from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
+from pytest_aiperf.machine.distributed import RankGroup
+from pytest_aiperf.model import Metric, Mode, Verdict
+from pytest_aiperf.rules import validity
+from pytest_aiperf.rules.stats import half_width, t_quantile
+from pytest_aiperf.rules.verdict import verdict
+from tests.fake_gpu import (
     FAKE_GPU,
     Allocation,
     FakeDevice,
@@ -24,12 +30,6 @@ from pytest_aiperf.device.fake import (
     spend,
     synchronise,
 )
-from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
-from pytest_aiperf.machine.distributed import RankGroup
-from pytest_aiperf.model import Metric, Mode, Verdict
-from pytest_aiperf.rules import validity
-from pytest_aiperf.rules.stats import half_width, t_quantile
-from pytest_aiperf.rules.verdict import verdict
 from tests.plugin.claims import a_claim, doubling, vectors
 
 WHITE = replace(Noise.none(), white=0.002)

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pytest_aiperf.device import fake
 from pytest_aiperf.machine import gpu_lock
 from pytest_aiperf.records import expectations, journal, results
 from pytest_aiperf.schema import to_json
+from tests import fake_gpu
 from tests.plugin.conftest import HEAD, STEADY
 
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
@@ -53,8 +53,8 @@ def session(folder, words):
     for name in [n for n in os.environ if n.startswith(("PYTEST_", "TRITON_"))]:
         del os.environ[name]  # of the run that tests us
     os.environ[gpu_lock.VARIABLE] = str(folder / "locks")
-    os.environ[fake.VARIABLE] = json.dumps({"noise": STEADY})
-    plugins = ("no:cacheprovider", "no:hypothesispytest", "pytest_aiperf.device.fake")
+    os.environ[fake_gpu.VARIABLE] = json.dumps({"noise": STEADY})
+    plugins = ("no:cacheprovider", "no:hypothesispytest", "tests.fake_gpu")
     sys.exit(pytest.main([*(f"-p{name}" for name in plugins), "--gpu", "-v", *words]))
 
 

@@ -119,7 +119,7 @@ def test_a_claim_that_is_measured_compiles_beside_others(project):
 import torch
 import torch._dynamo
 
-from pytest_aiperf.device.fake import FAKE_GPU, spend
+from tests.fake_gpu import FAKE_GPU, spend
 from pytest_aiperf.machine.lease import Lease
 
 def refuse(why):

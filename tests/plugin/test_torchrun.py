@@ -56,7 +56,7 @@ def test_ranks_agree_and_a_time_is_the_slowest_one_s(two):
     two.write(
         "conftest.py",
         """
-from pytest_aiperf.device.cuda import CudaMachine
+from pytest_aiperf.session.cuda_machine import CudaMachine
 
 def pytest_aiperf_machine():
     return CudaMachine()  # whose host clock is real

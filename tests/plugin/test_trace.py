@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from pytest_aiperf.device.trace import MOST_NAMES, read, trace
+from pytest_aiperf.device.trace import MAX_NAMES, read, trace
 from pytest_aiperf.model import Trace
 
 
@@ -50,7 +50,7 @@ def test_a_graph_is_one_launch_however_many_kernels_it_runs():
 def test_names_are_the_longest_running_and_few():
     kernels = [item(f"k{i}", 10.0 * i, 1.0 + i % 30, i) for i in range(60)]
     assert read(kernels).names[:2] == ("k29", "k59")
-    assert len(read(kernels).names) == MOST_NAMES
+    assert len(read(kernels).names) == MAX_NAMES
 
 
 @pytest.mark.parametrize("events", [[], [launch("cudaDeviceSynchronize", 0.0, 1)]])
@@ -82,7 +82,7 @@ def test_a_warmed_call_is_watched_once_and_a_machine_without_cupti_gives_none():
 
 @pytest.mark.parametrize("kernels", [1, 3])
 def test_the_fake_clock_takes_each_spend_for_a_kernel(kernels):
-    from pytest_aiperf.device.fake import FAKE_GPU, FakeDevice, spend
+    from tests.fake_gpu import FAKE_GPU, FakeDevice, spend
 
     def call():
         for _ in range(kernels):

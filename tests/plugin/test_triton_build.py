@@ -8,9 +8,9 @@ import pytest
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.sass import Code
-from pytest_aiperf.device.fake import FakeDevice
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.rules import evidence
+from tests.fake_gpu import FakeDevice
 from tests.plugin.claims import doubling
 from tests.plugin.test_explanation import explained
 

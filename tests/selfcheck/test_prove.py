@@ -21,9 +21,9 @@ from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.claim.stopping_rule import StoppingRule
-from pytest_aiperf.device.fake import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Interval, Mode, Verdict
+from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend
 
 ROOT = Path(__file__).parents[2]
 TINY = Scale(runs=2, aa=8, power=4, drift=1, repeat=3, rivals=4)
@@ -534,7 +534,7 @@ def test_a_readme_gets_its_section(tmp_path, record, capsys):
 
 
 def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
-    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.gpus", lambda _: [])
+    monkeypatch.setattr("pytest_aiperf.session.cuda_machine.CudaMachine.gpus", lambda _: [])
     assert main(["prove"]) == 2
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
@@ -542,8 +542,10 @@ def test_without_a_gpu_nothing_is_proven(monkeypatch, capsys):
 def test_the_command_prints_and_keeps(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.gpus", lambda _: [FAKE_GPU])
-    monkeypatch.setattr("pytest_aiperf.device.cuda.CudaMachine.open_device", lambda *_: None)
+    monkeypatch.setattr("pytest_aiperf.session.cuda_machine.CudaMachine.gpus", lambda _: [FAKE_GPU])
+    monkeypatch.setattr(
+        "pytest_aiperf.session.cuda_machine.CudaMachine.open_device", lambda *_: None
+    )
     monkeypatch.setattr(ground_truth, "on_gpu", lambda _, progress: workbench(progress=progress))
     path = tmp_path / "proof.json"
     assert main(["prove", "--only=floor,repeat", "--quick", f"--json={path}"]) == 0

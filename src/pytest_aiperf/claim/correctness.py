@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pytest_aiperf.device.device import undisturbed
+from pytest_aiperf.device.device import gc_disabled
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, Prepared
 from pytest_aiperf.rules.validity import watched
@@ -153,7 +153,7 @@ def _run(arm: Arm, args: Args, contract: ArgumentEffects) -> tuple[object, tuple
 
     No garbage is collected meanwhile: a CUDA graph that went would spoil one being captured.
     """
-    with undisturbed():
+    with gc_disabled():
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
         tensors.poison(args, contract.write_only)
         before = tensors.fingerprint(args, contract.mutated)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pytest_aiperf.device.device import Device, undisturbed
+from pytest_aiperf.device.device import Device, gc_disabled
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Against, Bench, Error, Evidence, Metric, Prepared, Static, Work
 from pytest_aiperf.rules import validity
@@ -128,7 +128,7 @@ class Trial:
                 "it prepares: mark as static only what a caller would hold (weights, tables)"
             )
         overwrite(live, args, self.make(seed + 500_009))
-        with undisturbed():  # as in agreement
+        with gc_disabled():  # as in agreement
             call = arm.make(*args)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return what is timed")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from pytest_aiperf.device.device import LONGEST_BLOCK, Block, calls_per_block, choose_mode
+from pytest_aiperf.device.device import MAX_BLOCK_S, Block, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
@@ -76,7 +76,7 @@ class Sampler:
         if clock.gpu is None or clock.ranks.count > 1:
             return
         slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in first)
-        if self.least_calls == 1 and slow > 2 * LONGEST_BLOCK:  # beside others it may take twice
+        if self.least_calls == 1 and slow > 2 * MAX_BLOCK_S:  # beside others it may take twice
             self.sets = 1  # a slow call is alone in its block
         size = sum(tensors.nbytes(args) for stand in first for args in stand.args[: self.sets])
         room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
@@ -120,7 +120,7 @@ class Sampler:
         size = tensors.nbytes(self.trial.make(self.trial.seed))
         sets = validity.rotation(size, gpu.l2_bytes)
         # a set of several times the L2 evicts itself: one call a block is cold, too
-        return sets, 1 if size >= validity.SPAN * gpu.l2_bytes else sets
+        return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
 
     def _count_calls(self, fast: float, slow: float) -> int:
         return max(self.least_calls, calls_per_block(self.mode, fast, slow))
@@ -165,7 +165,7 @@ class Sampler:
                 self.clock.block([call], Mode.WALL).run() if wall else self.clock.estimate_s(call)
             )
             found = min(found, once)
-            if found > LONGEST_BLOCK:
+            if found > MAX_BLOCK_S:
                 break
         return found
 

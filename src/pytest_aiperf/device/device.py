@@ -1,4 +1,4 @@
-"""What a clock is, how calls share a block, and the clock of the host."""
+"""The protocol of a device, the choice of a timing mode, and the host as a device."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Metric, Mode, Trace
-from pytest_aiperf.rules.validity import watched
 
-# bound at import, so that an arm that patches time.perf_counter_ns changes nothing here
-now = watched(time.perf_counter_ns, __name__, "now")
+now = time.perf_counter_ns  # bound at import, so that an arm that patches time changes nothing
 
-SHORT = 50e-6
-"""Below this a call's launch shows in its time, and a block is captured in a graph."""
-LONG = 20e-3
-"""Above this plain events do: a shorter call of many kernels may still wait for a busy host."""
-LONGEST_BLOCK = 20e-3
+GRAPH_BELOW_S: Final = 50e-6
+"""Calls shorter than this are captured in a graph: their launch would show in their time."""
 
-# The seconds that a block takes at least, and the calls that it holds at most: a launch queue
-# has room for about 1,024 launches, and a call may be several of them.
-_BLOCK: Final = {
-    Mode.GRAPH: (5e-4, 1_000),
-    Mode.BACKLOG: (1e-3, 200),
-    Mode.PLAIN: (5e-3, 1_000),
-    Mode.WALL: (2e-3, 100_000),
-}
+PLAIN_ABOVE_S: Final = 20e-3
+"""Calls longer than this need no blocking kernel; in a shorter one of many kernels, the GPU may
+still wait for a busy host."""
+
+MAX_BLOCK_S: Final = 20e-3
+"""Longest block with more than one call; longer blocks would leave time for fewer rounds."""
+
+_MIN_BLOCK_S: Final = {Mode.GRAPH: 5e-4, Mode.BACKLOG: 1e-3, Mode.PLAIN: 5e-3, Mode.WALL: 2e-3}
+"""Shortest block in each mode: long enough that the timer's resolution is negligible."""
+
+_MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mode.WALL: 100_000}
+"""Most calls per block. A launch queue holds about 1,024 launches, and a call may be several."""
 
 Call = Callable[[], object]
 NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
@@ -40,87 +39,82 @@ NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
 
 
 class Block(Protocol):
-    """Calls that are timed together; ``last`` is what the last of them returned."""
+    """Calls that are timed together."""
 
     last: object
+    """Return value of the last call."""
 
-    def run(self) -> float: ...  # the seconds of all calls together
-    def run_untimed(self) -> None: ...  # the same, of which nobody wants to know the seconds
+    def run(self) -> float:
+        """Return the seconds of all calls together."""
+
+    def run_untimed(self) -> None: ...
 
 
 class Device(Protocol):
-    """Times calls on one device, and says what else a measurement needs of it."""
+    """A device that runs and times calls, with its memory, its clocks and its noise."""
 
     gpu: Gpu | None
+    """None on the host."""
     torch_device: str
+    """Name of the device in torch: ``cuda`` or ``cpu``."""
     ranks: RankGroup
+    """Processes that measure the same claim."""
 
     def seed(self, seed: int) -> None: ...
 
-    # an allocation of random size, so that what is allocated next lies elsewhere; drop to free
-    def random_padding(self, rng: random.Random) -> object: ...
+    def random_padding(self, rng: random.Random) -> object:
+        """Allocate a random size, which moves later allocations; drop the result to free it."""
 
-    # may raise CannotCapture in graph mode; each call has run before
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
+    def block(self, calls: Sequence[Call], mode: Mode) -> Block:
+        """Make a block of calls that have run before; CannotCapture is possible in graph mode."""
 
-    # an estimate of one call's seconds, to choose a mode and a call count
-    def estimate_s(self, call: Call) -> float: ...
+    def estimate_s(self, call: Call) -> float:
+        """Estimate one call's seconds, for the choice of a mode and a call count."""
 
-    # run a call until the device's clocks are those of sustained work
-    def stabilize_clocks(self, call: Call) -> None: ...
+    def stabilize_clocks(self, call: Call) -> None:
+        """Repeat a call until the device runs at its clocks of sustained work."""
 
-    # run blocks, each once at least, until the device has forgotten the pause before them
-    def warm_up(self, blocks: Sequence[Block]) -> None: ...
+    def warm_up(self, blocks: Sequence[Block]) -> None:
+        """Run each block at least once, until an earlier pause no longer shows."""
+
     def telemetry(self) -> GpuState: ...
 
-    # the most bytes that a call held allocated at once, beyond those before it
-    def peak_bytes(self, call: Call) -> int: ...
+    def peak_bytes(self, call: Call) -> int:
+        """Return the peak memory that a call allocates, without what was allocated before."""
 
-    # what one warmed call does on the device; None on the host
-    def trace(self, call: Call) -> Trace | None: ...
+    def trace(self, call: Call) -> Trace | None:
+        """Trace one warmed-up call; None on the host."""
 
-    # this device's limits by name; measured where they are not known, so have the device alone
-    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]: ...
     def synchronize(self) -> None: ...
 
-    # give unused memory back, so that the next replicate allocates afresh
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Free cached memory, so that the next replicate allocates anew."""
 
-    # bytes of the device's memory that nobody has
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Return the device memory that no process has allocated."""
 
-    # inputs and an arm that show this device's noise when compared with itself
-    def noise_probe(self) -> NoiseProbe: ...
-
-
-class Machine(Protocol):
-    """Where clocks come from: ``gpus`` in any process, ``clock`` only in a claim's own."""
-
-    def gpus(self) -> Sequence[Gpu]: ...
-
-    # of the host where there is no GPU
-    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device: ...
+    def noise_probe(self) -> NoiseProbe:
+        """Return inputs and an arm that show this device's noise when compared with itself."""
 
 
-def choose_mode(metric: Metric, fast: float) -> Mode:
-    """Choose how all arms are timed, from the seconds of a call of the fastest."""
+def choose_mode(metric: Metric, fastest_s: float) -> Mode:
+    """Choose the mode of all arms from the seconds per call of the fastest arm."""
     if metric is not Metric.DEVICE:
         return Mode.WALL
-    if fast < SHORT:
+    if fastest_s < GRAPH_BELOW_S:
         return Mode.GRAPH
-    return Mode.BACKLOG if fast < LONG else Mode.PLAIN
+    return Mode.BACKLOG if fastest_s < PLAIN_ABOVE_S else Mode.PLAIN
 
 
-def calls_per_block(mode: Mode, fast: float, slow: float) -> int:
-    """Count the calls of a block: long enough for the faster arm, bearable for the slower."""
-    seconds, most = _BLOCK[mode]
-    wanted = math.ceil(seconds / max(fast, 1e-9))
-    bearable = int(LONGEST_BLOCK / max(slow, 1e-9))
-    return max(1, min(wanted, bearable, most))
+def calls_per_block(mode: Mode, fastest_s: float, slowest_s: float) -> int:
+    """Count calls per block: a long enough block of the fastest arm, a short one of the slowest."""
+    enough = math.ceil(_MIN_BLOCK_S[mode] / max(fastest_s, 1e-9))
+    affordable = int(MAX_BLOCK_S / max(slowest_s, 1e-9))
+    return max(1, min(enough, affordable, _MAX_CALLS[mode]))
 
 
 class HostDevice:
-    """Times calls with the host's monotonic clock, whatever the mode."""
+    """Times calls with the host's monotonic clock in every mode."""
 
     gpu: Gpu | None = None
     torch_device = "cpu"
@@ -168,9 +162,6 @@ class HostDevice:
     def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
         return None
 
-    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:  # noqa: ARG002
-        return {}  # a host's limits are those of the day
-
     def synchronize(self) -> None:
         pass
 
@@ -178,7 +169,7 @@ class HostDevice:
         gc.collect()
 
     def free_bytes(self) -> int:
-        return 0  # nobody asks: what a host claim needs is made when it is timed
+        return 0  # unused: buffers of a host claim are not built ahead
 
     def noise_probe(self) -> NoiseProbe:
         import numpy as np
@@ -191,7 +182,7 @@ class HostDevice:
 
 
 class WallBlock:
-    """What the caller waits, from an empty queue to an empty queue."""
+    """Calls timed by the host, from an empty queue to an empty queue."""
 
     def __init__(
         self,
@@ -203,9 +194,8 @@ class WallBlock:
         self._calls, self._ranks, self._drain, self._current = calls, ranks, drain, current
         self.last: object = None
 
-    @watched
     def run(self) -> float:
-        with undisturbed(), self._current():
+        with gc_disabled(), self._current():
             self._drain()
             self._ranks.barrier()
             begun = now()
@@ -220,8 +210,8 @@ class WallBlock:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Collect no garbage: a collection in mid-block would be the arm's only by chance."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: which arm's block a collection falls into is chance."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -232,11 +222,11 @@ def undisturbed() -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed random, and numpy and torch where they are loaded."""
+    """Seed random, and numpy and torch if they are loaded."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # torch.manual_seed would note 2 ms of who asked, each time
+        if torch.cuda.is_initialized():  # torch.manual_seed would record a stack trace, in 2 ms
             torch.cuda.manual_seed_all(seed)

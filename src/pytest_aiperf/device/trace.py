@@ -1,4 +1,4 @@
-"""What one call does on the GPU, as CUPTI sees it: launches, kernels, copies, and when."""
+"""Trace one call on the GPU through CUPTI: launches, kernels, copies and their times."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from typing import Any, Final
 from pytest_aiperf.model import Trace
 from pytest_aiperf.rules.stats import covered
 
-MOST_NAMES: Final = 16
+MAX_NAMES: Final = 16
+"""Kernel names in a trace: those of the longest total time, so that records stay small."""
 
 _COPIES: Final = ("gpu_memcpy", "gpu_memset")
+"""Categories of a Chrome trace that are copies."""
 
 
-def trace(call: Callable[[], object], clock: Any) -> Trace | None:
-    """Watch one warmed call on the clock's stream; None when nothing of it ran on the GPU.
+def trace(call: Callable[[], object], device: Any) -> Trace | None:
+    """Trace one warmed-up call on the device's stream; None if nothing of it ran on the GPU.
 
-    CUPTI sees every library of the process. It stays loaded and slows launches down: no time is
-    measured after it.
+    CUPTI sees every library of the process. It stays loaded and slows launches down: time nothing
+    after a trace.
     """
     import torch
 
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # a captured graph does not survive its return
     kinds = torch.profiler.ProfilerActivity
-    # without the step before, CUPTI's own start would fall into the call
+    # a warm-up step, or CUPTI's start would fall into the call
     steps = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    with warnings.catch_warnings(), clock.current():
-        warnings.simplefilter("ignore")  # it tells of what was not asked for
+    with warnings.catch_warnings(), device.current():
+        warnings.simplefilter("ignore")  # the profiler warns about options that are not used here
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], schedule=steps) as profiler:
             call()
-            clock.synchronize()
+            device.synchronize()
             profiler.step()
             call()
-            clock.synchronize()
+            device.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
-            written = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    return read(written["traceEvents"])
+            content = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    return read(content["traceEvents"])
 
 
 def read(events: Iterable[Mapping[str, Any]]) -> Trace | None:
-    """Sum up the events of a Chrome trace, which count in microseconds."""
+    """Sum up the events of a Chrome trace, whose times are in microseconds."""
     items = [e for e in events if e.get("cat") in ("kernel", *_COPIES)]
     if not items:
         return None
     kernels = [e for e in items if e["cat"] == "kernel"]
-    # what the host launches, a graph too, has one number, which all that it runs carry
+    # all work of one launch, a graph's too, has the launch's correlation id
     launches = {e.get("args", {}).get("correlation", -i) for i, e in enumerate(items)}
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in items]
-    longest: Counter[str] = Counter()
+    total_us: Counter[str] = Counter()
     for kernel in kernels:
-        longest[kernel["name"]] += kernel["dur"]
+        total_us[kernel["name"]] += kernel["dur"]
     return Trace(
         launches=len(launches),
         kernels=len(kernels),
         copies=len(items) - len(kernels),
-        busy=covered(spans) * 1e-6,  # streams run beside each other
+        busy=covered(spans) * 1e-6,  # work of several streams overlaps
         span=(max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e-6,
-        names=tuple(name for name, _ in longest.most_common(MOST_NAMES)),
+        names=tuple(name for name, _ in total_us.most_common(MAX_NAMES)),
     )

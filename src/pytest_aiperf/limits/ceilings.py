@@ -1,4 +1,4 @@
-"""The limits of this very GPU: measured once for each GPU, driver and torch, and kept on disk."""
+"""The limits of this GPU, measured once per GPU, driver and torch version, and kept on disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_aiperf import text
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, BuildError, UsageError
@@ -19,7 +20,7 @@ from pytest_aiperf.rules.datasheet import DATASHEET
 from pytest_aiperf.rules.roofline import unit_of
 from pytest_aiperf.rules.validity import round_problem
 from pytest_aiperf.schema import to_json
-from pytest_aiperf.text import si
+from pytest_aiperf.text import percent, si
 
 from . import interconnect, microbenchmarks
 
@@ -27,157 +28,161 @@ DEVICE: Final = (
     *("copy", "read", "l2", "shared", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
     *("launch", "graph_launch"),
 )
-"""What claims need to know of their GPU."""
+"""Ceilings of a GPU that rooflines of claims use."""
 HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
+"""Ceilings of the transfers between host and GPU."""
 LINKS: Final = interconnect.NAMES
+"""Ceilings of the links between GPUs."""
 
-SayLine = Callable[[str], object]
+ProgressLine = Callable[[str], object]
+"""Callback that gets one line about the progress."""
 
 _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 
 
 def known(
-    clock: Device,
+    device: Device,
     names: Sequence[str] = DEVICE,
-    say: SayLine = lambda _: None,
+    progress: ProgressLine = lambda _: None,
     *,
     fresh: bool = False,
 ) -> dict[str, float]:
-    """Return the ceilings of a clock's GPU; what is not known yet, or ``fresh``, is measured.
+    """Return the ceilings of a device's GPU; measure missing ones, or all if ``fresh``.
 
-    Bytes or operations a second, and the seconds of a launch; what cannot be measured here is
-    left out. To be called with the GPU to oneself: measuring takes some ten seconds.
+    They are bytes or operations per second, and seconds per launch. A ceiling that cannot be
+    measured here is left out. Measuring takes about ten seconds; hold the exclusive lock.
     """
-    assert clock.gpu is not None
-    measure = functools.partial(_measured, clock, say)
-    return _kept([clock.gpu], names, measure, fresh, say)
+    assert device.gpu is not None
+    measure = functools.partial(_measure, device, progress)
+    return _cached([device.gpu], names, measure, progress, fresh=fresh)
 
 
 def remembered(gpu: Gpu) -> dict[str, float]:
-    """Return what is known of a GPU's ceilings; nothing is measured."""
-    return _read(*_place([gpu]))
+    """Return the ceilings of a GPU that are on disk; measure nothing."""
+    return _read(*_location([gpu]))
 
 
 def known_links(
     gpus: Sequence[Gpu],
-    say: SayLine = lambda _: None,
+    progress: ProgressLine = lambda _: None,
     *,
     fresh: bool = False,
 ) -> dict[str, float]:
-    """Return how fast several GPUs reach each other; they are all the visible ones."""
+    """Return the rates between several GPUs, which must be all visible ones."""
 
     def measure(_: Sequence[str]) -> dict[str, float]:
-        say(f"measuring the links of {len(gpus)} GPUs")
+        progress(f"measuring the links of {len(gpus)} GPUs")
         return interconnect.measure(len(gpus))
 
-    return _kept(gpus, LINKS, measure, fresh, say)
+    return _cached(gpus, LINKS, measure, progress, fresh=fresh)
 
 
-def _kept(
+def _cached(
     gpus: Sequence[Gpu],
     names: Sequence[str],
     measure: Callable[[Sequence[str]], Mapping[str, float]],
+    progress: ProgressLine,
+    *,
     fresh: bool,
-    say: SayLine,
 ) -> dict[str, float]:
-    path, stands = _place(gpus)
-    found = _read(path, stands)
-    if missing := [name for name in names if fresh or name not in found]:
-        found |= measure(missing)
+    path, versions = _location(gpus)
+    ceilings = _read(path, versions)
+    if missing := [name for name in names if fresh or name not in ceilings]:
+        ceilings |= measure(missing)
         try:
-            atomic_write(path, dumps({**stands, "ceilings": found}, "ceilings"))
+            atomic_write(path, dumps({**versions, "ceilings": ceilings}, "ceilings"))
         except UsageError as why:
-            say(f"measured anew the next time: {why}")
-    return {name: found[name] for name in names if name in found}
+            progress(f"measured anew the next time: {why}")
+    return {name: ceilings[name] for name in names if name in ceilings}
 
 
-def _place(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
-    """Return the file of GPUs' ceilings, and what these must have been measured with."""
+def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
+    """Return the file of these GPUs' ceilings, and the versions that make it valid."""
     uuids = "+".join(gpu.uuid for gpu in gpus)
-    if len(gpus) > 1:  # of many, a file's name would become too long
+    if len(gpus) > 1:  # the UUIDs of many GPUs make too long a file name
         uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
     name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
-    # another torch brings another cuBLAS, and our own ways to measure change as well
-    stands = {"torch": metadata.version("torch"), "methods": _methods()}
-    return nvcc.default_cache() / "ceilings" / name, stands
+    # another torch brings another cuBLAS, and the micro-benchmarks change as well
+    versions = {"torch": metadata.version("torch"), "methods": _benchmarks_hash()}
+    return nvcc.default_cache() / "ceilings" / name, versions
 
 
-def _read(path: Path, stands: Mapping[str, str]) -> dict[str, float]:
-    """Read what is known; a file that is torn, or of another stand, says nothing."""
+def _read(path: Path, versions: Mapping[str, str]) -> dict[str, float]:
+    """Read a file of ceilings; a torn file, or one of other versions, has none."""
     try:
         content = loads(path.read_text(encoding="utf-8"), path.name)
-        found = content.pop("ceilings")
-        sound = all(type(figure) is float and figure > 0 for figure in found.values())
+        ceilings = content.pop("ceilings")
+        valid = all(type(rate) is float and rate > 0 for rate in ceilings.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
-    return dict(found) if sound and content == stands else {}
+    return dict(ceilings) if valid and content == versions else {}
 
 
 @functools.cache
-def _methods() -> str:
+def _benchmarks_hash() -> str:
     digest = hashlib.sha256()
     for file in (_KERNELS, Path(microbenchmarks.__file__), Path(interconnect.__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def _measured(clock: Device, say: SayLine, names: Sequence[str]) -> dict[str, float]:
+def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> dict[str, float]:
     import torch
 
-    assert clock.gpu is not None
-    clock.release()
-    sizes = microbenchmarks.Sizes.of(clock.gpu, torch.cuda.mem_get_info()[0])
-    ways = microbenchmarks.Microbenchmarks(clock, sizes, _kernels(clock.gpu, say)).ways
-    found = {}
+    assert device.gpu is not None
+    device.release()
+    sizes = microbenchmarks.Sizes.of(device.gpu, torch.cuda.mem_get_info()[0])
+    kernels = _kernels(device.gpu, progress)
+    benchmarks = microbenchmarks.Microbenchmarks(device, sizes, kernels).benchmarks
+    ceilings = {}
     for name in names:
-        if name not in ways:
+        if name not in benchmarks:
             continue
-        say(f"measuring this GPU's ceilings: {name}")
+        progress(f"measuring this GPU's ceilings: {name}")
+        run = benchmarks[name]
         try:
-            figure = _undisturbed(clock, ways[name]) or _undisturbed(clock, ways[name])
-        except (RuntimeError, AiperfError) as why:  # it costs one ceiling, and no claim
-            say(f"{name} is not measured: {str(why).partition(chr(10))[0]}")
+            rate = _run_undisturbed(device, run) or _run_undisturbed(device, run)
+        except (RuntimeError, AiperfError) as why:  # costs this ceiling only, and no claim
+            progress(f"{name} is not measured: {str(why).partition(chr(10))[0]}")
             continue
         finally:
-            clock.release()
-        if figure:
-            found[name] = figure
+            device.release()
+        if rate:
+            ceilings[name] = rate
         else:
-            say(f"{name} is not measured: the GPU was slowed down meanwhile")
-    return found
+            progress(f"{name} is not measured: the GPU was slowed down meanwhile")
+    return ceilings
 
 
-def _undisturbed(clock: Device, way: Callable[[], float]) -> float | None:
-    # the clock itself may change: it is higher under light work
-    before = replace(clock.telemetry(), sm_mhz=None)
-    figure = way()
-    return None if round_problem(before, replace(clock.telemetry(), sm_mhz=None)) else figure
+def _run_undisturbed(device: Device, benchmark: Callable[[], float]) -> float | None:
+    """Run a micro-benchmark; return None if the GPU was throttled meanwhile."""
+    # the SM clock itself is left out: it is higher under light work
+    before = replace(device.telemetry(), sm_mhz=None)
+    rate = benchmark()
+    return None if round_problem(before, replace(device.telemetry(), sm_mhz=None)) else rate
 
 
-def _kernels(gpu: Gpu, say: SayLine) -> Mapping[str, Callable[..., object]] | None:
+def _kernels(gpu: Gpu, progress: ProgressLine) -> Mapping[str, Callable[..., object]] | None:
     try:
         kernels = nvcc.Nvcc([_KERNELS.parent], [gpu.arch])(_KERNELS.name)
     except BuildError as why:
-        say(f"only what libraries reach is measured: {str(why).partition(chr(10))[0]}")
+        progress(f"only what libraries reach is measured: {str(why).partition(chr(10))[0]}")
         return None
     return {name: kernels[name] for name in kernels}
 
 
 def table(ceilings: Mapping[str, float], key: str) -> list[str]:
-    """Lay ceilings out beside what the datasheet of a GPU key promises."""
-    promised = DATASHEET.get(key, {})
-    lines = [f"{'ceiling':<16}{'measured':>16}{'datasheet':>16}{'share':>8}"]
-    for name, figure in ceilings.items():
-        unit = unit_of(name)
-        line = f"{name:<16}{si(figure, unit):>16}"
-        if name in promised:
-            share = f"{100 * figure / promised[name]:.0f} %"
-            line += f"{si(promised[name], unit):>16}{share:>8}"
-        lines.append(line)
-    return lines
+    """Lay out ceilings beside the datasheet of a GPU key."""
+    specified = DATASHEET.get(key, {})
+    rows = [("ceiling", "measured", "datasheet", "share")]
+    for name, rate in ceilings.items():
+        unit, promise = unit_of(name), specified.get(name)
+        promised = (si(promise, unit, 3), percent(rate / promise)) if promise else ("", "")
+        rows.append((name, si(rate, unit, 3), *promised))
+    return text.table(rows)
 
 
 def record(gpu: Gpu, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    """Make ceilings into what is shared: what GPU it was, never which one."""
+    """Return ceilings as a record to share: the GPU's model without its UUID."""
     about = {"gpu": to_json(replace(gpu, uuid="")), "torch": metadata.version("torch")}
     return {**about, "ceilings": dict(ceilings)}

@@ -1,10 +1,10 @@
-"""A machine that lives in virtual time, with the noise and the faults of a real one.
+"""A machine in virtual time, with the noise and the faults of a real one.
 
-``pytest -p pytest_aiperf.device.fake`` measures on it. The environment variable PYTEST_AIPERF_FAKE
-describes it, as a JSON object whose members may all be missing:
+``pytest -p tests.fake_gpu`` measures on it. The environment variable PYTEST_AIPERF_FAKE describes
+the machine as a JSON object; every member is optional:
 ``{"gpus": 2, "noise": "default", "seed": 1, "faults": [{"block": 3, "kind": "throttle"}]}``.
-``gpus`` is a count or a list of objects with fields of Gpu, ``noise`` is ``"none"``,
-``"default"`` or an object with fields of Noise; fields that are missing are as by default.
+``gpus`` is a count or a list of objects with fields of Gpu. ``noise`` is ``"none"``, ``"default"``
+or an object with fields of Noise; missing fields take their defaults.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe, seed_all
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.schema import from_json, to_json
 
-from .device import Block, Call, NoiseProbe, seed_all
-
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
+"""Environment variable that describes the machine."""
+
 FAKE_GPU: Final = Gpu(
     name="Fake H200",
     key="fake",
@@ -42,32 +43,48 @@ CEILINGS: Final = {
     "tf32": 400e12, "bf16": 790e12, "fp16": 790e12, "fp8": 1.4e15, "int8": 1.4e15,
     "launch": 2.1e-6, "graph_launch": 0.5e-6,
 }  # fmt: skip
+"""Limits of the fake GPU: bytes or operations per second, and seconds per launch."""
+
 _SM_MHZ = 1_980
 _THERMAL = 0x20
+"""NVML's bit for thermal slowdown among the clock event reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How a device strays from the truth; fractions of a time, and seconds.
+    """Deviations of the measured from the true time; fractions of a time unless in seconds.
 
-    ``white`` and ``layout`` are fitted to what an H200 did to identical copies and additions, the
-    noisiest of results/proof-h200.json: log ratios that deviate by 0.41 % between replicates and
-    by 0.44 % between the rounds of one.
+    ``white`` and ``layout`` are fitted to identical copies and additions on an H200, the noisiest
+    arms of results/proof-h200.json: log ratios deviate by 0.41 % between replicates and by 0.44 %
+    between the rounds of one replicate.
     """
 
-    white: float = 0.002  # standard deviation of each block
-    tail: float = 0.25  # a call takes up to this much longer, with this chance
+    white: float = 0.002
+    """Standard deviation of a block."""
+    tail: float = 0.25
+    """Largest delay of a late call."""
     tail_chance: float = 0.01
-    drift: float = 0.006  # standard deviation and correlation time of the clock's wandering
+    """Probability that a call is late."""
+    drift: float = 0.006
+    """Standard deviation of the clock's drift."""
     drift_s: float = 0.020
-    ramp: float = 0.03  # how much slower the first work is, and how fast that goes by
+    """Correlation time of the drift."""
+    ramp: float = 0.03
+    """Slowdown of the first work after a start."""
     ramp_s: float = 0.030
-    throttle: float = 0.06  # depth, length and frequency of thermal throttling
+    """Time constant with which the ramp decays."""
+    throttle: float = 0.06
+    """Slowdown while throttled."""
     throttle_s: float = 0.050
+    """Duration of a throttle."""
     throttle_per_s: float = 0.02
-    layout: float = 0.002  # standard deviation of what a block's addresses do; anew for each pad
-    jump: float = 0.03  # the step between two states, and each block's chance to change state
+    """Throttles per second of work."""
+    layout: float = 0.002
+    """Standard deviation of the effect of a block's addresses; redrawn at each padding."""
+    jump: float = 0.03
+    """Step between two states of the device."""
     jump_chance: float = 0.0005
+    """Probability per block that the state changes."""
 
     @classmethod
     def none(cls) -> Noise:
@@ -76,18 +93,21 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong when the ``block``-th block of a clock runs, counted from 0."""
+    """A fault that begins at the ``block``-th block of a device, counted from 0."""
 
     block: int
     kind: Literal["throttle", "hang", "raise"]
     blocks: int = 1
+    """Number of blocks that a throttle lasts."""
     reasons: int = _THERMAL
+    """Clock event reasons that a throttle shows."""
     error: str = "CUDA error: an illegal memory access was encountered"
+    """Message of a raised error."""
 
 
 @dataclass(slots=True)
 class _Ledger:
-    """What the calls of the running clock spend and hold."""
+    """Time and memory that the calls of the running block use."""
 
     calls: list[float] | None = None
     kernels: int = 0
@@ -100,14 +120,14 @@ _ledger = _Ledger()
 
 
 def spend(seconds: float) -> None:
-    """Take this much device time; does nothing outside a clock."""
+    """Use this much device time; outside a block nothing happens."""
     if _ledger.calls:
         _ledger.calls[-1] += seconds
         _ledger.kernels += 1
 
 
 def synchronise() -> None:
-    """Wait for the device, as a call does that cannot be captured or held back."""
+    """Wait for the device, which a captured or an enqueued call must not do."""
     if _ledger.mode is Mode.GRAPH:
         raise CannotCapture("the call synchronises")
     if _ledger.mode is Mode.BACKLOG:
@@ -115,7 +135,7 @@ def synchronise() -> None:
 
 
 class Allocation:
-    """So many bytes of device memory, free again when this is dropped."""
+    """Device memory of ``size`` bytes, freed when the object is dropped."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -127,7 +147,7 @@ class Allocation:
 
 
 class FakeMachine:
-    """A machine of fake GPUs; each clock it makes draws its own noise from the same seed."""
+    """A machine of fake GPUs; each opened device draws its own noise from the same seed."""
 
     def __init__(
         self,
@@ -146,9 +166,18 @@ class FakeMachine:
         seed = self._random.getrandbits(64)
         return FakeDevice(gpu, self._noise, self._faults, seed, ranks)
 
+    def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
+        if device.gpu is None:
+            return {}
+        progress("measuring this GPU's ceilings")
+        return CEILINGS
+
 
 class FakeDevice:
-    """Times calls by what they :func:`spend`, and adds noise; ``now`` is the virtual time."""
+    """A device that times calls by what they :func:`spend` and adds noise.
+
+    ``now`` is the virtual time in seconds.
+    """
 
     torch_device = "cpu"
 
@@ -186,7 +215,7 @@ class FakeDevice:
 
     def block(self, calls: Sequence[Call], mode: Mode) -> FakeBlock:
         if mode is Mode.GRAPH:
-            self._execute(calls, mode)  # captured; from now on nothing keeps the calls from running
+            self._execute(calls, mode)  # the capture; a replay may do anything
             mode = Mode.PLAIN
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
@@ -208,19 +237,13 @@ class FakeDevice:
             violations={"thermal": self._violation_ns},
         )
 
-    def ceilings(self, say: Callable[[str], object]) -> Mapping[str, float]:
-        if self.gpu is None:
-            return {}
-        say("measuring this GPU's ceilings")
-        return CEILINGS
-
     def peak_bytes(self, call: Call) -> int:
         before = _ledger.peak = _ledger.held
         call()
         return _ledger.peak - before
 
     def trace(self, call: Call) -> Trace | None:
-        """Take each :func:`spend` for a kernel, and the time between them for none."""
+        """Count each :func:`spend` as one kernel, without gaps between kernels."""
         before = _ledger.kernels
         (seconds,), _ = self._execute([call], Mode.PLAIN)
         kernels = _ledger.kernels - before
@@ -248,7 +271,7 @@ class FakeDevice:
         return inputs, negate
 
     def run(self, calls: Sequence[Call], mode: Mode, layout: float) -> tuple[float, object]:
-        """Run the calls of the next block, and meet the faults that are due in it."""
+        """Run the calls of the next block with the faults that are due in it."""
         number, self._blocks = self._blocks, self._blocks + 1
         self._reasons = 0
         for fault in self._faults:
@@ -275,7 +298,7 @@ class FakeDevice:
         return seconds, last
 
     def _read(self, seconds: Sequence[float], layout: float = 0.0) -> float:
-        """Return what the clock reads where calls truly took ``seconds``, and let that pass."""
+        """Let the true ``seconds`` of the calls pass and return the measured time."""
         noise, draw = self._noise, self._random
         truth = sum(seconds)
         if noise.throttle_per_s and draw.random() < noise.throttle_per_s * truth:
@@ -295,30 +318,30 @@ class FakeDevice:
         late = [
             s * noise.tail * draw.random() for s in seconds if draw.random() < noise.tail_chance
         ]
-        strayed = math.exp(layout + noise.white * draw.gauss())
-        return (truth * (1 + self._slower + step) + sum(late)) * strayed
+        error = math.exp(layout + noise.white * draw.gauss())
+        return (truth * (1 + self._slower + step) + sum(late)) * error
 
     def _pass(self, seconds: float) -> None:
         noise = self._noise
         self.now += seconds
         if noise.drift_s:  # an Ornstein-Uhlenbeck process, exact for a step of any length
-            kept = math.exp(-seconds / noise.drift_s)
-            self._wander *= kept
-            self._wander += noise.drift * math.sqrt(1 - kept * kept) * self._random.gauss()
+            decay = math.exp(-seconds / noise.drift_s)
+            self._wander *= decay
+            self._wander += noise.drift * math.sqrt(1 - decay * decay) * self._random.gauss()
 
 
 @dataclass(slots=True)
 class FakeBlock:
-    """Calls whose layout effect stays the same however often they run."""
+    """A block whose layout effect is the same in every run."""
 
-    clock: FakeDevice
+    device: FakeDevice
     calls: Sequence[Call]
     mode: Mode
     layout: float
     last: object = None
 
     def run(self) -> float:
-        seconds, self.last = self.clock.run(self.calls, self.mode, self.layout)
+        seconds, self.last = self.device.run(self.calls, self.mode, self.layout)
         return seconds
 
     def run_untimed(self) -> None:
@@ -334,25 +357,26 @@ class _Description:
 
 
 def machine(text: str) -> FakeMachine:
-    """Make the machine that a JSON text describes."""
+    """Return the machine that a JSON text describes."""
     try:
-        said = from_json(_Description, json.loads(text), VARIABLE)
+        described = from_json(_Description, json.loads(text), VARIABLE)
+        objects = [{}] * described.gpus if type(described.gpus) is int else described.gpus
         gpus = [
             from_json(Gpu, {**to_json(FAKE_GPU), "uuid": f"fake-{i}", **gpu}, f"gpus[{i}]")
-            for i, gpu in enumerate([{}] * said.gpus if type(said.gpus) is int else said.gpus)
+            for i, gpu in enumerate(objects)
         ]
-        noise = {"none": Noise.none(), "default": Noise()}.get(str(said.noise)) or from_json(
-            Noise, said.noise, "noise"
+        noise = {"none": Noise.none(), "default": Noise()}.get(str(described.noise)) or from_json(
+            Noise, described.noise, "noise"
         )
     except (TypeError, ValueError) as why:
-        raise UsageError(f"{VARIABLE}={text}: {why} (see pytest_aiperf.device.fake)") from why
-    return FakeMachine(gpus, noise, said.faults, said.seed)
+        raise UsageError(f"{VARIABLE}={text}: {why} (see tests/fake_gpu.py)") from why
+    return FakeMachine(gpus, noise, described.faults, described.seed)
 
 
 def pytest_aiperf_machine() -> FakeMachine:
-    """Tell the plugin to measure here."""
+    """Have the plugin measure on the fake machine."""
     return machine(os.environ.get(VARIABLE, "{}"))
 
 
 def _generator(seed: int) -> random.Random:
-    return random.Random(seed)  # noqa: S311  noise, not secrets
+    return random.Random(seed)

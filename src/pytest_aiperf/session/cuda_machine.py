@@ -1,0 +1,60 @@
+"""The machine that a session measures on: its GPUs, its devices and their ceilings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Protocol
+
+from pytest_aiperf.device.cuda import CudaDevice
+from pytest_aiperf.device.device import Device, HostDevice
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
+from pytest_aiperf.limits import ceilings
+from pytest_aiperf.machine import nvml
+from pytest_aiperf.machine.distributed import RankGroup
+from pytest_aiperf.model import Gpu
+from pytest_aiperf.rules import validity
+
+
+class Machine(Protocol):
+    """What the hook ``pytest_aiperf_machine`` returns."""
+
+    def gpus(self) -> Sequence[Gpu]:
+        """List the GPUs; any process may call this."""
+
+    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
+        """Return the device of a GPU, or of the host; only a claim's own process calls this."""
+
+    def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
+        """Return a device's limits by name; hold its exclusive lock, as it may measure them."""
+
+
+class CudaMachine:
+    """The machine of this process, through CUDA and NVML."""
+
+    def gpus(self) -> Sequence[Gpu]:
+        return nvml.visible()
+
+    def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
+        return HostDevice(ranks) if gpu is None else CudaDevice(gpu, ranks)
+
+    def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
+        if device.gpu is None:
+            return {}  # a host's limits change with its load
+        if device.ranks.count > 1:
+            # another rank may have its GPU's ceilings on disk, and would not join these blocks
+            device = CudaDevice(device.gpu)
+        return ceilings.known(device, progress=progress)
+
+
+def measurable_gpus(machine: Machine) -> Sequence[Gpu]:
+    """List the GPUs; raise where there is none, or where this process cannot time them."""
+    gpus = machine.gpus()
+    if not gpus:
+        raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
+    if find_spec("torch") is None:
+        raise UsageError("torch is missing: pip install 'pytest-aiperf[gpu]'")
+    if problem := validity.environment_problem(os.environ):
+        raise InvalidMeasurement(problem)
+    return gpus
