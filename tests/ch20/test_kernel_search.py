@@ -1,52 +1,51 @@
-"""A search whose every candidate is judged finds a faster kernel than the one it started from.
+"""A search that judges every candidate finds a faster softmax kernel than the one it started from.
 
-The start is a softmax as one writes it first: three sweeps over a row, with Triton's defaults. The
-search turns one knob at a time (sweeps, warps, tile) and keeps what is faster. Long rows make
-sweeps dear: the rows in flight outgrow the L2 cache, so that each sweep reads memory again, and the
-best candidate, which holds a row in registers, moves half the bytes. torch.compile is the library
-arm: for such rows, eager PyTorch's softmax is slower than the start.
+The start is a softmax as one writes it first: three passes over a row, with Triton's defaults. The
+search varies one parameter at a time (passes, warps, tile) and keeps what is faster. Long rows make
+passes expensive: the rows in flight exceed the L2 cache, so each pass reads memory again. The best
+candidate keeps a row in registers and moves half the bytes. torch.compile is the library arm.
 
-A search is as good as its judge, since whatever the judge lets through will be found. Each
-candidate is a claim of its own here: it must agree with fp64 on fresh inputs, is timed in mirrored
-rounds, and its timed outputs are checked. Two wrong candidates are among them, one that overflows
-and one that remembers its answers, and must be rejected. A language model can take the place of the
-knobs: `python -m kernels.ch20.kernel_search --help`. The search runs once, outside the clock.
+A search is as good as its judge, because it finds whatever the judge lets through. Each candidate
+must agree with fp64 on fresh inputs, is timed in mirrored rounds (ABBA), and its timed outputs are
+checked. Two candidates are wrong on purpose and must be rejected: one overflows, one caches its
+results. The search runs once, before the claim is measured. A language model can replace the
+generator of candidates: `python -m examples.kernel_search --help`.
 """
 
 from functools import cache
 
 import torch
 
-from kernels.ch20 import kernel_search
-from kernels.ch20.kernel_search import Judged
-from pytest_aiperf import Compare, Work, evidence, prepared
+from examples.kernel_search import Judged, default_device, fastest, judge, load, search
+from kernels.ch20 import softmax_variants
+from pytest_aiperf import Compare, Work, evidence
 
 
 @cache
 def searched(device: str) -> Judged:
+    # on the CPU candidates are only checked: the two wrong ones and one of each other body
     budget = 9 if device == "cuda" else 4
-    history = kernel_search.search(
-        kernel_search.turn_knobs, budget, lambda proposal: kernel_search.judge(proposal, device)
+    history = search(
+        softmax_variants.candidates,
+        budget,
+        lambda candidate: judge(candidate, softmax_variants, device),
     )
     for judged in history:
         assert bool(judged.rejected) == judged.name.startswith("wrong"), judged
-    return kernel_search.best(history)
-
-
-def found(x):
-    return kernel_search.loaded(searched(x.device.type).text)
+    return fastest(history, softmax_variants.START)
 
 
 def test_kernel_search(compare: Compare) -> None:
     compare(
-        baseline=kernel_search.loaded(kernel_search.START.text),
-        optimized=prepared(found),
+        baseline=load(softmax_variants.START),
+        optimized=load(searched(default_device()).source),
         library=torch.compile(lambda x: torch.softmax(x, 1), dynamic=False),
-        inputs=kernel_search.rows,
-        work=lambda x: Work(bytes=2 * x.nbytes),
-        reference=lambda x: torch.softmax(x.double(), 1),
+        against="previous rung",
+        inputs=softmax_variants.inputs,
+        work=lambda x: Work(read=x.nbytes, written=x.nbytes),
+        reference=softmax_variants.reference,
         evidence=[
-            evidence.kernels(most=1),
-            evidence.counter("dram__bytes.sum", most=0.8, per="baseline"),
+            evidence.kernels(max=1),
+            evidence.counter("dram__bytes.sum", max=0.8, per="baseline"),
         ],
     )

@@ -1,0 +1,1 @@
+"""Programs that use pytest-aiperf as a library."""

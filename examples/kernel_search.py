@@ -1,0 +1,275 @@
+"""Search for a faster kernel: every candidate is checked and timed by pytest-aiperf.
+
+    python -m examples.kernel_search kernels.ch20.softmax_variants
+    python -m examples.kernel_search kernels.ch20.softmax_variants --endpoint https://HOST/v1
+
+A task is a Python module (see `Task`). Candidates come from its own generator, or from a language
+model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with a
+function ``run``. It is rejected if it raises, if its result is wrong on fresh inputs, or if it
+caches results: the inputs are overwritten in place between calls. The others are timed against the
+start with `pytest_aiperf.measure`. Without a GPU candidates are only checked.
+
+Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
+not from malice: run it in a container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import triton
+
+from pytest_aiperf import Bench, measure, prepared
+
+TOLERANCE = 1e-3
+"""Largest error of an element, relative to it and to the RMS of the result: fp32 and TF32 pass."""
+
+MODEL_TIMEOUT_S = 300
+"""Seconds to wait for an answer of the endpoint: a long answer of a large model takes minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A candidate with its speedup over the start, or with the reason why it was rejected."""
+
+    name: str
+    source: str
+    speedup: float | None = None
+    """None if the candidate was rejected, or only checked."""
+    rejected: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a few words."""
+        return self.rejected or (f"{self.speedup:.2f}x" if self.speedup else "agrees")
+
+
+Candidate = tuple[str, str]
+"""Name and source code."""
+
+Candidates = Callable[[list[Judged]], Iterator[Candidate]]
+"""Yields candidates; the list holds what became of the previous ones, and grows meanwhile."""
+
+
+class Task(Protocol):
+    """What a task module defines."""
+
+    START: str
+    """Source code of the kernel to beat."""
+    PROMPT: str
+    """The task in words, for a language model."""
+
+    def candidates(self, history: list[Judged]) -> Iterator[Candidate]:
+        """Yield names and sources; called once, with the growing history."""
+
+    def inputs(self, bench: Bench) -> object:
+        """Draw the arguments of ``run``: one tensor or a tuple of them."""
+
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Compute the result in fp64."""
+
+
+@cache
+def load(source: str) -> Callable[..., torch.Tensor]:
+    """Import a candidate and return its ``run``. Triton reads kernels from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "candidate.py")
+        file.write_text(source)
+        spec = importlib.util.spec_from_file_location("candidate", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return cast("Callable[..., torch.Tensor]", module.run)
+
+
+def default_device() -> str:
+    """Return "cuda", or "cpu" where there is no GPU or Triton interprets its kernels."""
+    usable = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+    return "cuda" if usable else "cpu"
+
+
+def check(run: Callable[..., torch.Tensor], task: Task, device: str) -> None:
+    """Compare with the reference at small sizes, twice: other values in the same tensors."""
+    inputs = _draw(task, device, seed=1)
+    for seed in (1, 2):
+        for old, new in zip(inputs, _draw(task, device, seed), strict=True):
+            old.copy_(new)
+        result, expected = run(*inputs).double(), task.reference(*inputs)
+        rms = float(expected.square().mean().sqrt())
+        torch.testing.assert_close(result, expected, rtol=TOLERANCE, atol=TOLERANCE * rms)
+
+
+def _draw(task: Task, device: str, seed: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seed)
+    inputs = task.inputs(Bench(device=device, seed=seed, full=False))
+    return inputs if isinstance(inputs, tuple) else (cast("torch.Tensor", inputs),)
+
+
+def judge(candidate: Candidate, task: Task, device: str) -> Judged:
+    """Check a candidate and, on a GPU, time it against the start."""
+    name, source = candidate
+
+    def warmed_up(*inputs: torch.Tensor) -> Callable[..., torch.Tensor]:
+        # measure() overwrites the inputs after this call, so a cached result is wrong
+        run = load(source)
+        run(*inputs)
+        return run
+
+    try:
+        check(load(source), task, device)
+        if device == "cpu":
+            return Judged(name, source)
+        result = measure(
+            baseline=load(task.START),
+            optimized=prepared(warmed_up),
+            inputs=task.inputs,
+            reference=task.reference,
+            against="previous rung",
+            quick=True,
+            device="cuda",
+        )
+    except Exception as error:  # noqa: BLE001  a candidate may fail in any way
+        reason = " ".join(str(error).split())  # on one line
+        return Judged(name, source, rejected=f"{type(error).__name__}: {reason}")
+    if result.speedup is None:
+        return Judged(name, source, rejected=result.message)
+    return Judged(name, source, result.speedup.value)
+
+
+def search(
+    candidates: Candidates,
+    budget: int,
+    judge: Callable[[Candidate], Judged],
+    progress: Callable[[Judged], object] = lambda _: None,
+) -> list[Judged]:
+    """Judge up to ``budget`` candidates, which may build on the verdicts of the previous ones."""
+    history: list[Judged] = []
+    for _, candidate in zip(range(budget), candidates(history), strict=False):
+        history.append(judge(candidate))
+        progress(history[-1])
+    return history
+
+
+def fastest(history: Sequence[Judged], start: str) -> Judged:
+    """Return the fastest candidate that was not rejected, or the start if none is faster.
+
+    If nothing was timed, this is the last candidate that was not rejected.
+    """
+    accepted = [judged for judged in reversed(history) if not judged.rejected]
+    best = max(accepted, key=lambda judged: judged.speedup or 1, default=None)
+    return best if best and (best.speedup or 1) >= 1 else Judged("start", start, 1)
+
+
+def ask_model(task: Task, endpoint: str, model: str, key: str) -> Candidates:
+    """Return a generator of a language model's answers; each prompt holds the last verdicts."""
+
+    def candidates(history: list[Judged]) -> Iterator[Candidate]:
+        for number in count(1):
+            verdicts = [f"{judged.name}: {judged.summary}" for judged in history[-5:]]
+            best = fastest(history, task.START)
+            prompt = "\n".join(
+                [task.PROMPT, *verdicts, f"The fastest so far:\n```python\n{best.source}```"]
+            )
+            body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+            request = urllib.request.Request(  # noqa: S310  main() requires http or https
+                f"{endpoint.rstrip('/')}/chat/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+            )
+            with urllib.request.urlopen(request, timeout=MODEL_TIMEOUT_S) as reply:  # noqa: S310  as above
+                answer: str = json.load(reply)["choices"][0]["message"]["content"]
+            block = re.search(r"```(?:python)?\n(.*?)```", answer, re.DOTALL)
+            yield f"{model} {number}", block[1] if block else answer
+
+    return candidates
+
+
+def judge_in_subprocess(
+    candidate: Candidate, task_name: str, device: str, timeout_s: float
+) -> Judged:
+    """Judge a candidate that may hang or crash."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, reply = Path(folder, "candidate.json"), Path(folder, "judged.json")
+        request.write_text(json.dumps(candidate))
+        command = [sys.executable, "-m", "examples.kernel_search", task_name, "--device", device]
+        command += ["--judge", str(request), str(reply)]
+        try:
+            subprocess.run(command, timeout=timeout_s, check=True)
+        except subprocess.SubprocessError as error:
+            return Judged(*candidate, rejected=str(error))
+        return Judged(**json.loads(reply.read_text()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a search from the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m examples.kernel_search",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", help="module that defines the task: kernels.ch20.softmax_variants")
+    parser.add_argument("--budget", type=int, default=9, help="number of candidates to judge")
+    parser.add_argument("--endpoint", help="URL of a language model's API: https://HOST/v1")
+    parser.add_argument("--model", default="default", help="name of the model at the endpoint")
+    parser.add_argument(
+        "--key", default="OPENAI_API_KEY", help="environment variable that holds the API key"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="time limit per candidate of a language model"
+    )
+    parser.add_argument("--out", type=Path, help="file for the source of the fastest candidate")
+    parser.add_argument(
+        "--device", default=default_device(), choices=("cuda", "cpu"), help="cpu: only check"
+    )
+    parser.add_argument("--judge", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    task: Any = importlib.import_module(options.task)
+    if options.judge:
+        request, reply = options.judge
+        judged = judge(tuple(json.loads(request.read_text())), task, options.device)
+        reply.write_text(json.dumps(asdict(judged)))
+        return
+    if options.endpoint and not options.endpoint.startswith(("http://", "https://")):
+        parser.error("--endpoint must start with http:// or https://")
+
+    def progress(judged: Judged) -> None:
+        print(f"{judged.name}: {judged.summary}", flush=True)  # noqa: T201  a command's output
+
+    candidates: Candidates = task.candidates
+    judge_candidate: Callable[[Candidate], Judged] = partial(
+        judge, task=task, device=options.device
+    )
+    if options.endpoint:
+        key = os.environ.get(options.key, "")
+        candidates = ask_model(task, options.endpoint, options.model, key)
+        judge_candidate = partial(
+            judge_in_subprocess,
+            task_name=options.task,
+            device=options.device,
+            timeout_s=options.seconds,
+        )
+    best = fastest(search(candidates, options.budget, judge_candidate, progress), task.START)
+    progress(best)
+    if options.out:
+        options.out.write_text(best.source)
+
+
+if __name__ == "__main__":
+    main()
