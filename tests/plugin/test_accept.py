@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.__main__ import main
+from pytest_aiperf.cli import main
 from pytest_aiperf.model import Interval, Outcome
 from pytest_aiperf.records import expectations
 from pytest_aiperf.records.results import read_results

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_aiperf import commands
-from pytest_aiperf.__main__ import main
+from pytest_aiperf import cli
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
+from pytest_aiperf.cli import main
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings, interconnect, microbenchmarks
@@ -438,7 +438,7 @@ def command(monkeypatch, tmp_path, capsys):
 
     def command(*options, gpus=1):
         machine.gpus = lambda: [GPU] * gpus
-        monkeypatch.setattr(commands, "CudaMachine", lambda: machine)
+        monkeypatch.setattr(cli, "CudaMachine", lambda: machine)
         status = main(["ceilings", *options])
         return (status, *capsys.readouterr())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.__main__ import main
+from pytest_aiperf.cli import main
 from pytest_aiperf.doctor import bundle, clean, doctor
 from pytest_aiperf.doctor import host_facts as asked
 from pytest_aiperf.doctor.doctor import State, checks
@@ -380,7 +380,7 @@ def test_clean_can_only_say_so(littered, tmp_path, capsys):
     assert main(["clean", "--dry-run"]) == 0
     assert sorted(tmp_path.rglob("*")) == before
     out = capsys.readouterr().out.splitlines()
-    assert out[-1].startswith("would go: 9, ")
+    assert out[-1].startswith("would be removed: 9, ")
     assert str(tmp_path / "here" / ".aiperf" / RUN) in out
 
 

@@ -12,7 +12,7 @@ from pytest_aiperf.records import history
 from pytest_aiperf.records.history import Flag, Gate, Night
 from tests.plugin.records import result
 
-SENTINEL = history.SENTINELS[0]
+SENTINEL = "ch01/batched_gemm"
 
 
 def night(epoch="driver 580", sentinel=1e-3, void="", **claims):
@@ -103,6 +103,12 @@ def test_a_night_is_made_of_valid_results_on_one_gpu():
     assert made.key == "h200"
     with pytest.raises(UsageError, match="one kind of GPU"):
         history.night_of([*rows, measured("ch07/other", 1.0, key="b200")])
+
+
+def test_only_sentinels_are_recorded_with_their_seconds():
+    rows = [measured(SENTINEL, 1.5), measured("ch07/copy", 1.5)]
+    assert list(history.night_of(rows, [SENTINEL]).sentinels) == [SENTINEL]
+    assert not history.night_of(rows).sentinels
 
 
 def test_history_is_appended_and_read_back(tmp_path):

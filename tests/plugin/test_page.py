@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.__main__ import main
+from pytest_aiperf.cli import main
 from pytest_aiperf.model import (
     Against,
     Evidence,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_aiperf.__main__ import main
+from pytest_aiperf.cli import main
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome
 from pytest_aiperf.records import shards

@@ -17,10 +17,10 @@ from aiperf_selfcheck.checks import Scale, fit
 from aiperf_selfcheck.ground_truth import Heated, Judged, Workbench
 from aiperf_selfcheck.other_timers import Answer, Case
 
-from pytest_aiperf.__main__ import main
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.claim.stopping_rule import StoppingRule
+from pytest_aiperf.cli import main
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Interval, Mode, Verdict
 from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend

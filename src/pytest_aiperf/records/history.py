@@ -7,7 +7,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,9 +19,6 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART
 from pytest_aiperf.schema import from_json, to_json
 
 from .results import dumps, loads, sync, writing
-
-SENTINELS: Final = ("ch01/batched_gemm", "ch07/vectorized_copy[vector]", "ch12/graph_replay")
-"""Claims whose optimized arm says whether the machine is well: arithmetic, memory, launching."""
 
 NIGHTS: Final = 30
 """A band is made of so many valid nights at most,"""
@@ -76,8 +73,11 @@ class Gate:
     provisional: tuple[str, ...] = ()
 
 
-def night_of(results: Sequence[Result]) -> Night:
-    """Make a history line of one run's results on one kind of GPU."""
+def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Night:
+    """Make a history line of one run's results on one kind of GPU.
+
+    ``sentinels`` are ids of claims whose optimized arm shows whether the machine is well.
+    """
     keys = {r.key for r in results if not r.host}
     if len(keys) != 1:
         raise UsageError(
@@ -97,7 +97,7 @@ def night_of(results: Sequence[Result]) -> Night:
         sentinels={
             r.claim: stats.typical(r.timing.replicates, "optimized")
             for r in valid
-            if r.claim in SENTINELS and r.timing
+            if r.claim in sentinels and r.timing
         },
     )
 

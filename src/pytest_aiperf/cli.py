@@ -1,0 +1,431 @@
+"""The commands of `python -m pytest_aiperf`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from .build import nvcc
+from .doctor import bundle, host_facts
+from .doctor import clean as artifacts
+from .doctor import doctor as diagnosis
+from .errors import AiperfError, InvalidMeasurement, UsageError
+from .limits import ceilings as limits
+from .machine.gpu_lock import GpuLock
+from .model import Outcome, Result
+from .profilers import capture as profiler
+from .profilers import target, tools
+from .records import comparison, expectations, history, journal, shards
+from .records.results import atomic_write, document, dumps, lines, read_json, read_results
+from .report import formatting, markdown, page, terminal
+from .session.cuda_machine import CudaMachine, measurable_gpus
+from .session.session import RUNS
+from .text import si
+
+DONE, FAILED, WRONG = 0, 1, 2
+"""Exit statuses."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; an error of the plugin is one sentence on stderr and exit status 2."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser, commands = _parser()
+    try:
+        if words[:1] == ["prove"] and "prove" not in commands:
+            raise UsageError("this command is a package: pip install pytest-aiperf-selfcheck")
+        given = parser.parse_args(words)
+        return int(given.run(given))
+    except AiperfError as error:
+        sys.stderr.write(f"{words[0]}: {error}\n")
+        return WRONG
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
+    """Return the parser and the names of its commands, in the order in which help lists them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pytest_aiperf",
+        description="Inspect this machine and work with results. `pytest` measures claims.",
+        epilog="Exit status: 0 done; 1 the command found a problem, such as a regression (see the "
+        "help of each command); 2 an argument, a file or this machine is not usable.",
+    )
+    subcommands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+
+    # this machine
+    add = _command(subcommands, doctor)
+    add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
+    add("--capture", action="store_true", help="with --bundle: add the output of each profiler on "
+        "a matrix product")  # fmt: skip
+    add = _command(subcommands, ceilings)
+    add("--fresh", action="store_true", help="measure again what is known already")
+    add("--json", metavar="FILE", type=Path, help="also write the ceilings as JSON, with the GPU's "
+        "model but not its UUID")  # fmt: skip
+    add = _command(subcommands, capture)
+    add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
+    add("function", metavar="FILE.py::FUNCTION", help="a function without parameters")
+    add("--calls", metavar="N", type=int, default=1, help="calls to profile (default: %(default)s)")
+    add("--deadline", metavar="SECONDS", type=float, default=300,
+        help="time limit (default: %(default)s)")  # fmt: skip
+    for entry in entry_points(group="pytest_aiperf.commands"):
+        entry.load()(subcommands)
+
+    # results
+    add = _command(subcommands, report)
+    add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
+    add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
+    add("-o", "--output", metavar="FILE", type=Path,
+        help="file to write (default: report.html, or stdout for Markdown)")  # fmt: skip
+    add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
+    add("--readme", metavar="FILE", type=Path, help="instead, update the tables in this file")
+    add = _command(subcommands, compare)
+    add("old", metavar="OLD", type=Path, help="a results.json, or a folder of them")
+    add("new", metavar="NEW", type=Path, help="the same, of a later run")
+    add = _command(subcommands, accept)
+    add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
+    add("--expectations", metavar="PATH", type=Path, default=Path("expectations.yaml"),
+        help="the file to update (default: %(default)s)")  # fmt: skip
+    add("--results", metavar="DIR", type=Path, default=Path("results"),
+        help="the folder of accepted results, one file per GPU (default: %(default)s)")  # fmt: skip
+    add("--dry-run", action="store_true", help="show what would change, and write nothing")
+
+    # CI
+    add = _command(subcommands, merge)
+    add("parts", metavar="RESULTS.json", type=Path, nargs="+", help="the results of each shard")
+    add("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
+    add = _command(subcommands, complete)
+    add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
+    add = _command(subcommands, gate)
+    add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
+    add("--history", metavar="DIR", type=Path, default=Path("history"),
+        help="folder of the histories, one per GPU (default: %(default)s)")  # fmt: skip
+    add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[],
+        help="results of further runs of the flagged claims")  # fmt: skip
+    add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims there")
+    add("--sentinels", metavar="FILE", type=Path, help="ids of sentinel claims, one per line")
+    add = _command(subcommands, drift)
+    add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
+
+    add = _command(subcommands, clean)
+    add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
+    return parser, subcommands.choices
+
+
+def _command(
+    subcommands: Any, run: Callable[[argparse.Namespace], int]
+) -> Callable[..., argparse.Action]:
+    """Add the command of a function, helped by its docstring; return its ``add_argument``."""
+    text = inspect.getdoc(run) or ""
+    parser = subcommands.add_parser(
+        run.__name__, help=text.partition("\n")[0].rstrip("."), description=text
+    )
+    parser.set_defaults(run=run)
+    add: Callable[..., argparse.Action] = parser.add_argument
+    return add
+
+
+# this machine
+
+
+def doctor(given: argparse.Namespace) -> int:
+    """Show what works on this machine, and how to fix the rest.
+
+    Exit status 1 if something is broken; optional things that are absent do not count. The archive
+    of `--bundle` names neither the machine nor its user, and holds no secret of the environment.
+    """
+    if given.capture and not given.bundle:
+        raise UsageError("--capture adds to an archive: name one with --bundle FILE.tar.gz")
+    host = host_facts.Host()
+    checks = diagnosis.checks(host)
+    _print(checks)
+    if given.bundle:
+        bundle.write(given.bundle, bundle.contents(host, checks, capture=given.capture))
+        sys.stdout.write(f"written: {given.bundle}\n")
+    return FAILED if bundle.broken(checks) else DONE
+
+
+def ceilings(given: argparse.Namespace) -> int:
+    """Measure the limits of this machine's GPU and print them beside its datasheet.
+
+    Each limit is measured once per GPU, driver and torch, on random data, and its best block
+    counts. For matrix rates that is the better of short bursts at full clocks and of sustained
+    work under the power cap. Of several GPUs, the first is measured, and the links between all.
+    """
+    gpus = measurable_gpus(CudaMachine())
+    with GpuLock([g.uuid for g in gpus], on_wait=_progress).exclusive_host():
+        device = CudaMachine().open_device(gpus[0])
+        names = (*limits.DEVICE, *limits.HOST)
+        found = limits.known(device, names, _progress, fresh=given.fresh)
+        if len(gpus) > 1:
+            try:
+                found |= limits.known_links(gpus, _progress, fresh=given.fresh)
+            except InvalidMeasurement as error:
+                _progress(str(error))
+    assert device.gpu is not None
+    _print([device.gpu.name, *limits.table(found, device.gpu.key)])
+    if given.json:
+        text = dumps(limits.record(device.gpu, found), "ceilings", indent=1)
+        atomic_write(given.json, f"{text}\n")
+    return DONE
+
+
+def _progress(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def capture(given: argparse.Namespace) -> int:
+    """Profile one function of your own, as `pytest --profile` profiles an arm.
+
+    The function runs in a process under the profiler: first to warm up, then inside the range
+    "aiperf", whose figures are printed. Artefacts and the tool's output go to artifacts/.
+    """
+    tool, preset = tools.chosen(given.tool)
+    path, _, name = given.function.partition("::")
+    job = target.job(os.environ)
+    if job is not None:  # this is the process under the profiler
+        gpus = CudaMachine().gpus()[:1]
+        device = CudaMachine().open_device(gpus[0] if gpus else None)
+        lock = GpuLock([g.uuid for g in gpus])
+        target.perform(job, device, lock, lambda: (_function(Path(path), name), None))
+        return DONE
+    run = journal.new_run_id(datetime.now(UTC), os.getpid())
+    request = profiler.CaptureRequest(
+        tool,
+        preset,
+        Path(profiler.ARTIFACTS, run, profiler.safe(name)).absolute(),
+        (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function),
+        given.deadline,
+        given.calls,
+    )
+    profile, _ = profiler.capture(request, "call")
+    sys.stdout.write("".join(f"{line}\n" for line in terminal.profile(name, [profile])))
+    return DONE
+
+
+def _function(path: Path, name: str) -> Callable[[], object]:
+    spec = spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file: name FILE.py::FUNCTION")
+    sys.path.insert(0, str(path.parent))  # as if it were run as a script
+    sys.modules[path.stem] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[[], object] | None = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{path} has no function {name!r}")
+    return function
+
+
+# results
+
+
+def report(given: argparse.Namespace) -> int:
+    """Write the results of one or more runs as an HTML page, as Markdown, or into a README.
+
+    Explanations and code are read from the tests and kernels below the current folder. `--readme`
+    replaces the text between `<!-- results -->` and `<!-- /results -->`.
+    """
+    results = [result for path in given.results for result in read_results(path)]
+    if given.readme:
+        terminal.embed(given.readme, "results", markdown.tables(results))
+        return DONE
+    output = given.output
+    if given.format == "md":
+        text = markdown.markdown(results, Path.cwd())
+    else:
+        output = output or Path("report.html")
+        content = read_json(given.results[0])
+        machine = {"commit": content.get("commit_info")}
+        if isinstance(info := content.get("machine_info"), dict):
+            machine |= info
+        text = page.page(results, machine, given.title, root=Path.cwd(), folder=output.parent)
+    if output:
+        atomic_write(output, text)
+        sys.stdout.write(f"written: {output}\n")
+    else:
+        sys.stdout.write(text)
+    return DONE
+
+
+def compare(given: argparse.Namespace) -> int:
+    """Compare two runs claim by claim, on the same kind of GPU.
+
+    Exit status 1 if a claim has regressed.
+    """
+    old, new = _results_in(given.old), _results_in(given.new)
+    changes = comparison.changes(old, new)
+    text = [f"differs: {line}" for line in comparison.environment(old, new)]
+    for change in changes:
+        ratio = f"  {change.ratio}" if change.ratio else ""
+        why = f"  ({change.why})" if change.why else ""
+        text.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
+    count = Counter(change.state.value for change in changes)
+    _print([*text, ", ".join(f"{n} {state}" for state, n in count.items()) or "no claims"])
+    return FAILED if count[comparison.State.REGRESSED] else DONE
+
+
+def _results_in(path: Path) -> list[Result]:
+    """Read a results file, or all of a folder."""
+    other = ("ceilings-", "proof-")  # files of other kinds, in the folder of accepted results
+    folder = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
+    files = folder if path.is_dir() else [path]
+    return [result for file in files for result in read_results(file)]
+
+
+def accept(given: argparse.Namespace) -> int:
+    """Write a run's figures into expectations.yaml and results/, on any machine.
+
+    A result is accepted if a full run on a GPU measured it, its verdict is conclusive and it meets
+    its requirements; the others are listed with the reason. `require` is never written. Exit status
+    1 if all results are refused.
+    """
+    results = read_results(given.measured)
+    machine = read_json(given.measured).get("machine_info", {})
+    update = expectations.propose_update(given.expectations, results, datetime.now(UTC).date())
+    if not given.dry_run:
+        update = update.write(given.results, machine)
+    state = "unchanged" if given.dry_run or not update.accepted else "written"
+    counts = f"{len(update.accepted)} accepted, {len(update.refused)} refused"
+    text = [*update.lines(), update.diff(), f"{counts}; {given.expectations} {state}"]
+    sys.stdout.write("".join(f"{line}\n" for line in text if line))
+    return FAILED if update.refused and not update.accepted else DONE
+
+
+# CI
+
+
+def merge(given: argparse.Namespace) -> int:
+    """Merge the results of the shards of a run; the last result of a claim counts.
+
+    Every record is validated, so files of unknown origin may be merged.
+    """
+    merged = {(r.claim, r.key): r for path in given.parts for r in read_results(path)}
+    for claim, key in merged:
+        if not claim.isprintable():
+            raise UsageError(f"{claim!r} is no claim's name: it has a line break or the like")
+        if not re.fullmatch(r"[a-z0-9]*", key):  # files are named after it
+            raise UsageError(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
+    machine = read_json(given.parts[0]).get("machine_info", {})
+    content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
+    atomic_write(given.output, lines(content))
+    sys.stdout.write(f"{len(merged)} claims written: {given.output}\n")
+    return DONE
+
+
+def complete(given: argparse.Namespace) -> int:
+    """Check that every claim of a run, or of all its shards, has an outcome.
+
+    Exit status 1 if a claim has no outcome, or broke before it had a figure.
+    """
+    outcomes = shards.gathered(given.runs)
+    text = []
+    for claim, result in sorted(outcomes.items()):
+        if result is None:
+            text.append(f"no outcome: {claim}")
+        elif shards.broken(result):
+            text.append(f"{result.outcome}: {claim}: {result.message.partition(chr(10))[0]}")
+    count = Counter(str(r.outcome if r else Outcome.NOT_RUN) for r in outcomes.values())
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
+    _print([*text, f"{len(outcomes)} claims: {counts or 'none'}"])
+    return FAILED if text else DONE
+
+
+def gate(given: argparse.Namespace) -> int:
+    """Compare a nightly run with the history of its GPU, and add it to the history.
+
+    A claim is flagged if it falls below the band of its own past. Exit status 1 if all further runs
+    (`--again`) confirm a flag, or a shift of many claims at once. A night in which a sentinel claim
+    leaves its band is void: the machine is not well, and nothing is flagged.
+    """
+    results = [r for r in read_results(given.measured) if not r.host]
+    again = [read_results(path) for path in given.again]
+    sentinels = _lines_of(given.sentinels) if given.sentinels else ()
+    keys = sorted({r.key for r in results if r.speedup})
+    if not keys:
+        raise UsageError(f"{given.measured} has no figure of a GPU: there is nothing to compare")
+    text: list[str] = []
+    flagged: set[str] = set()
+    failed = False
+    for key in keys:
+        night = history.night_of([r for r in results if r.key == key], sentinels)
+        path = given.history / f"{key}.jsonl"
+        judged = history.judge(history.read_history(path), night)
+        confirmed = history.confirmed(judged.flags, again)
+        text += _gate_lines(key, night, judged, confirmed, again=bool(again))
+        flagged |= {flag.claim for flag in judged.flags}
+        failed |= bool(confirmed or (judged.shift and again))
+        if again or not judged.flags:  # a night is added once, when its flags are settled
+            history.append(path, replace(night, void=judged.void))
+    if given.flagged:
+        ids = sorted({r.nodeid for r in results if r.claim in flagged})
+        atomic_write(given.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
+    _print(text)
+    return FAILED if failed else DONE
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _gate_lines(
+    key: str,
+    night: history.Night,
+    judged: history.Gate,
+    confirmed: Sequence[history.Flag],
+    *,
+    again: bool,
+) -> list[str]:
+    text = [f"void: {judged.void}"] if judged.void else []
+    text += [f"shift: {judged.shift}"] if judged.shift else []
+    for flag in judged.flags if not judged.shift else ():
+        state = "confirmed" if flag in confirmed else "not confirmed"
+        text.append(f"{state if again else 'flagged, to be measured again'}: {flag}")
+    counts = f"{len(judged.provisional)} provisional, {len(judged.flags)} flagged"
+    return [*text, f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed"]
+
+
+def drift(given: argparse.Namespace) -> int:
+    """Find lasting changes in a history that no single night shows.
+
+    Change points are found by PELT in the nights of the latest software and driver. Exit status 1
+    if there are any.
+    """
+    nights = history.read_history(given.history)
+    steps = history.change_points(nights) if nights else []
+    _print(f"{claim}: {ratio:.3f}x since {night}" for claim, night, ratio in steps)
+    return FAILED if steps else DONE
+
+
+# housekeeping
+
+
+def clean(given: argparse.Namespace) -> int:
+    """Remove the plugin's builds, ceilings, runs and profiles.
+
+    Runs and profiles are removed below the current folder only. Accepted results and symbolic
+    links stay. Do not run it while a session measures.
+    """
+    found = artifacts.find_artifacts(Path.cwd(), nvcc.default_cache(), RUNS, profiler.ARTIFACTS)
+    size = sum(artifacts.size(path) for path in found)
+    _print(found)
+    if not given.dry_run:
+        artifacts.remove(found)
+    state = "would be removed" if given.dry_run else "removed"
+    sys.stdout.write(f"{state}: {len(found)}, {si(float(size), 'B')}\n")
+    return DONE
+
+
+def _print(text: Iterable[object]) -> None:
+    """Print lines without the control characters that a record may hold."""
+    sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in text))
