@@ -215,11 +215,11 @@ def alone(monkeypatch):
 
 def test_the_code_of_a_binary_is_looked_at_once(tmp_path):
     code, file = sass.parse(SASS), tmp_path / "new/sass.json"
-    assert sass.kept(file, lambda: code) == code
-    assert sass.kept(file, lambda: pytest.fail("looked again")) == code
+    assert sass.cached(file, lambda: code) == code
+    assert sass.cached(file, lambda: pytest.fail("looked again")) == code
     file.write_text('{"copy": {"LDG.E": 1}}')  # as an older version kept it
-    assert sass.kept(file, lambda: code) == sass.kept(file, dict) == code
-    assert sass.kept(Path("/dev/null/x/sass.json"), lambda: code) == code  # nothing can be kept
+    assert sass.cached(file, lambda: code) == sass.cached(file, dict) == code
+    assert sass.cached(Path("/dev/null/x/sass.json"), lambda: code) == code  # nothing can be kept
 
 
 def test_an_old_disassembler_gives_way_to_one_that_knows_the_architecture(tmp_path, alone):
@@ -227,24 +227,24 @@ def test_an_old_disassembler_gives_way_to_one_that_knows_the_architecture(tmp_pa
     (tmp_path / "sass.txt").write_text(SASS)
     new = a_tool(tmp_path / "new", f'while read l; do echo "$l"; done < {tmp_path}/sass.txt')
     with pytest.raises(BuildError, match=r"unknown arch.*pytest-aiperf\[sass\]"):
-        sass.read(Path("x.so"), nvcc=str(old))
-    assert sass.read(Path("x.so"), ["void copy<4>(float*)"], str(new))
-    with pytest.raises(BuildError, match="gives no code of void other"):
-        sass.read(Path("x.so"), ["void other"], str(new))
+        sass.disassemble(Path("x.so"), nvcc=str(old))
+    assert sass.disassemble(Path("x.so"), ["void copy<4>(float*)"], str(new))
+    with pytest.raises(BuildError, match="prints no code of void other"):
+        sass.disassemble(Path("x.so"), ["void other"], str(new))
 
 
 @pytest.mark.parametrize("printed", ["", "Function : f"])
 def test_no_code_is_no_absence_of_opcodes(tmp_path, alone, printed):
     empty = a_tool(tmp_path / "empty", f"echo '{printed}'")
-    with pytest.raises(BuildError, match="gives no code"):
-        sass.read(Path("x.so"), nvcc=str(empty))
+    with pytest.raises(BuildError, match="prints no code"):
+        sass.disassemble(Path("x.so"), nvcc=str(empty))
 
 
 def test_without_a_disassembler_it_says_what_to_install(tmp_path, alone):
     with pytest.raises(
         BuildError, match=r"there is no cuobjdump; pip install 'pytest-aiperf\[sass"
     ):
-        sass.read(tmp_path / "x.so", nvcc=str(tmp_path / "nvcc"))
+        sass.disassemble(tmp_path / "x.so", nvcc=str(tmp_path / "nvcc"))
 
 
 CU = """
@@ -262,11 +262,11 @@ extern "C" int wide(const float *from, float *to, int n, cudaStream_t stream) {
 def test_the_code_of_every_architecture_is_read_and_kept(tmp_path, monkeypatch, arch):
     (tmp_path / "wide.cu").write_text(CU)
     made = nvcc.build(tmp_path / "wide.cu", arch)
-    ((name, opcodes),) = nvcc.sass(made).items()
+    ((name, opcodes),) = nvcc.opcode_counts(made).items()
     assert name == "void copy<4>(float4 const*, float4*)"
     assert opcodes["LDG.E.128"] == 4
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("disassembled again"))
-    assert nvcc.sass(made) == {name: opcodes}
+    assert nvcc.opcode_counts(made) == {name: opcodes}
 
 
 # transcripts: what is planted turns a claim red, without a GPU

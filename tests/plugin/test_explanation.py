@@ -207,7 +207,7 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
 
     counted = explanation.triton_launches.Count(1, 1, [(None, (), {})])
     monkeypatch.setattr(explanation.triton_launches, "count", lambda *_: counted)
-    monkeypatch.setattr(explanation.triton_build, "compile_apart", refuse)
+    monkeypatch.setattr(explanation.triton_build, "compile_for_targets", refuse)
     words = {"inputs": lambda bench: torch.randn(4), "evidence": [evidence.opcode("HGMMA", "k")]}
     check_claim(a_claim(**words), FakeDevice(None), BLANK)
 

@@ -1,4 +1,4 @@
-"""Builds are keyed by content and published whole, however many ask for them at once."""
+"""Builds are keyed by content and published atomically, even when several processes race."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.build import nvcc as room
-from pytest_aiperf.build.nvcc import Nvcc, Want, build, build_all, nvcc_names
+from pytest_aiperf.build import nvcc as nvcc_module
+from pytest_aiperf.build.nvcc import BuildRequest, Nvcc, build, build_parallel, nvcc_calls
 from pytest_aiperf.errors import BuildError, UsageError
+from pytest_aiperf.machine import process_group
 
 SCALE = """
 #include "factor.h"
@@ -49,14 +50,14 @@ def source(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where builds are kept, also of those who are told no folder."""
+    """The build cache, also the default one."""
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def fake_nvcc(tmp_path, monkeypatch):
-    """A compiler that counts its compilations and does what the test's shell lines say."""
+    """A compiler that counts its runs and executes the shell lines of the test."""
 
     def make(lines, release="99.9"):
         script = tmp_path / "nvcc"
@@ -67,21 +68,21 @@ def fake_nvcc(tmp_path, monkeypatch):
         )
         script.chmod(0o755)
         monkeypatch.setenv("CUDACXX", str(script))
-        room.find_nvcc.cache_clear()
+        nvcc_module.find_nvcc.cache_clear()
         return lambda: len((tmp_path / "runs").read_text().split())
 
     yield make
-    room.find_nvcc.cache_clear()
+    nvcc_module.find_nvcc.cache_clear()
 
 
 def published(cache):
-    return [p for p in cache.iterdir() if p.is_dir()]
+    return [p for p in cache.iterdir() if p.is_dir() and p.name != "locks"]
 
 
 # the real compiler
 
 
-def test_a_build_has_its_launcher_and_what_ptxas_said(source, cache):
+def test_a_build_has_its_launcher_and_the_output_of_ptxas(source, cache):
     made = build(source, "sm90", cache=cache)
     assert ctypes.CDLL(str(made.path)).scale
     assert made.arch == "sm_90a"
@@ -98,9 +99,12 @@ def test_a_build_has_its_launcher_and_what_ptxas_said(source, cache):
 def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cache):
     bad = source.with_name("-bad.cu")
     bad.write_text('extern "C" int f(cudaStream_t stream) {\n  return nonsense;\n}\n')
-    wants = [Want(source, arch) for arch in ARCHS] + [Want(bad, "sm90"), Want(bad, "sm90", ("-x",))]
+    requests = [BuildRequest(source, arch) for arch in ARCHS] + [
+        BuildRequest(bad, "sm90"),
+        BuildRequest(bad, "sm90", ("-x",)),
+    ]
     seen = []
-    *four, broken, refused = build_all(wants, progress=lambda *step: seen.append(step))
+    *four, broken, refused = build_parallel(requests, progress=lambda *step: seen.append(step))
     assert [b.arch for b in four] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
     assert len({b.path for b in four}) == 4
     assert [(done, total) for done, total, _ in seen] == [(i, 6) for i in range(1, 7)]
@@ -116,16 +120,16 @@ def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cac
 
 def test_racing_processes_publish_one_build(source, cache):
     script = (
-        "import sys; from pathlib import Path; from pytest_aiperf.building.build import build\n"
+        "import sys; from pathlib import Path; from pytest_aiperf.build.nvcc import build\n"
         "print(build(sys.argv[1], 'sm90', cache=Path(sys.argv[2])).path)"
     )
     command = [sys.executable, "-c", script, str(source), str(cache)]
-    env = {**os.environ, "PYTHONPATH": str(Path(room.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(nvcc_module.__file__).parents[2])}
     racers = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    said = {racer.communicate()[0] for racer in racers}
-    assert said == {f"{published(cache)[0] / 'library.so'}\n"}
+    paths = {racer.communicate()[0] for racer in racers}
+    assert paths == {f"{published(cache)[0] / 'library.so'}\n"}
     assert len(published(cache)) == 1
 
 
@@ -134,7 +138,7 @@ def test_racing_processes_publish_one_build(source, cache):
 WRITES = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 
 
-def test_what_the_cache_has_is_not_compiled_again(source, cache, fake_nvcc):
+def test_a_cached_build_is_not_compiled_again(source, cache, fake_nvcc):
     runs = fake_nvcc(WRITES)
     first = build(source, "sm90", cache=cache)
     copy = source.with_name("copy.cu")
@@ -145,7 +149,9 @@ def test_what_the_cache_has_is_not_compiled_again(source, cache, fake_nvcc):
 
 
 @pytest.mark.parametrize("how", ["header", "deep header", "source", "flags", "arch", "nvcc", "env"])
-def test_what_decides_the_build_decides_the_entry(how, source, cache, fake_nvcc, monkeypatch):
+def test_everything_that_determines_the_build_determines_the_entry(
+    how, source, cache, fake_nvcc, monkeypatch
+):
     runs = fake_nvcc(WRITES)
     include = source.parent / "include"
     (include / "deep").mkdir(parents=True)
@@ -191,13 +197,13 @@ def test_a_torn_entry_is_built_anew(torn, source, cache, fake_nvcc):
 
 def test_threads_of_one_process_compile_once(source, cache, fake_nvcc, monkeypatch):
     runs = fake_nvcc(f"sleep 0.2; {WRITES}")
-    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(4))
-    made = build_all([Want(source, "sm90")] * 4)
+    monkeypatch.setattr(nvcc_module.os, "sched_getaffinity", lambda _: range(4))
+    made = build_parallel([BuildRequest(source, "sm90")] * 4)
     assert len(set(made)) == 1
     assert runs() == 1
 
 
-def test_what_a_killed_run_left_is_cleared(source, cache, fake_nvcc):
+def test_leftovers_of_a_killed_run_are_cleared(source, cache, fake_nvcc):
     fake_nvcc(WRITES)
     made = build(source, "sm90", cache=cache)
     key = made.path.parent.name
@@ -217,7 +223,7 @@ def test_a_source_edited_while_it_compiles_is_compiled_again(source, cache, fake
     assert len(published(cache)) == 1
 
 
-def test_a_cache_that_cannot_be_written_says_so(source, tmp_path, fake_nvcc):
+def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, fake_nvcc):
     fake_nvcc(WRITES)
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"cannot build .*PYTEST_AIPERF_CACHE moves it"):
@@ -226,10 +232,10 @@ def test_a_cache_that_cannot_be_written_says_so(source, tmp_path, fake_nvcc):
 
 def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
-    assert room.default_cache() == tmp_path
+    assert nvcc_module.default_cache() == tmp_path
     monkeypatch.delenv("PYTEST_AIPERF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert room.default_cache() == Path("/somewhere/pytest-aiperf")
+    assert nvcc_module.default_cache() == Path("/somewhere/pytest-aiperf")
 
 
 # compilers that fail
@@ -251,14 +257,14 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(
     source, cache, fake_nvcc, tmp_path, monkeypatch
 ):
     fake_nvcc(f"sleep 60 & : > {tmp_path}/child.$!; wait")
-    asked = []
+    calls = []
 
     def monotonic():  # the deadline comes as soon as there is a child to kill
-        asked.append(None)
-        return 1000.0 if len(asked) > 1 and any(tmp_path.glob("child.*")) else 0.0
+        calls.append(None)
+        return 1000.0 if len(calls) > 1 and any(tmp_path.glob("child.*")) else 0.0
 
-    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(room, "DEADLINE", 0.1)
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(nvcc_module, "DEADLINE_S", 0.1)
     with pytest.raises(BuildError, match=r"did not build .* within 0.1 s\n.*-gencode"):
         build(source, "sm90", cache=cache)
     assert published(cache) == []
@@ -299,10 +305,14 @@ def test_ctrl_c_ends_every_compiler(source, cache, fake_nvcc, tmp_path, monkeypa
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: range(2))
-    wants = [Want(source, "sm90"), Want(source, "sm100"), Want(source, "sm103")]
+    monkeypatch.setattr(nvcc_module.os, "sched_getaffinity", lambda _: range(2))
+    requests = [
+        BuildRequest(source, "sm90"),
+        BuildRequest(source, "sm100"),
+        BuildRequest(source, "sm103"),
+    ]
     with pytest.raises(KeyboardInterrupt):
-        build_all(wants, progress=interrupted)
+        build_parallel(requests, progress=interrupted)
     assert not any(alive(slow.suffix[1:]) for slow in tmp_path.glob("slow.*"))
     assert len(published(cache)) == 1
 
@@ -310,23 +320,23 @@ def test_ctrl_c_ends_every_compiler(source, cache, fake_nvcc, tmp_path, monkeypa
 # the toolchain
 
 
-def test_no_nvcc_says_how_to_get_one(monkeypatch):
+def test_without_nvcc_the_error_names_the_package(monkeypatch):
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
-    room.find_nvcc.cache_clear()
+    nvcc_module.find_nvcc.cache_clear()
     with pytest.raises(BuildError, match=r"no nvcc: pip install 'pytest-aiperf\[toolchain\]', or"):
-        room.find_nvcc()
+        nvcc_module.find_nvcc()
 
 
 def test_cudacxx_comes_first_and_must_be_there(fake_nvcc, tmp_path, monkeypatch):
     fake_nvcc("")
-    assert room.find_nvcc() == (str(tmp_path / "nvcc"), "release 99.9\n")
+    assert nvcc_module.find_nvcc() == (str(tmp_path / "nvcc"), "release 99.9\n")
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
-    room.find_nvcc.cache_clear()
+    nvcc_module.find_nvcc.cache_clear()
     with pytest.raises(BuildError, match="CUDACXX is '/nowhere/nvcc'"):
-        room.find_nvcc()
+        nvcc_module.find_nvcc()
 
 
 def test_the_toolkit_that_the_environment_names_comes_before_the_path(
@@ -337,10 +347,10 @@ def test_the_toolkit_that_the_environment_names_comes_before_the_path(
     named = (tmp_path / "nvcc").rename(tmp_path / "toolkit" / "bin" / "nvcc")
     monkeypatch.delenv("CUDACXX")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    assert room.find_nvcc()[0] == str(named)
+    assert nvcc_module.find_nvcc()[0] == str(named)
 
 
-def test_a_pip_nvcc_is_told_where_its_libraries_are(
+def test_a_pip_nvcc_gets_the_folder_of_its_libraries(
     source, cache, fake_nvcc, tmp_path, monkeypatch
 ):
     fake_nvcc(f"echo $*\n{WRITES}")
@@ -349,8 +359,10 @@ def test_a_pip_nvcc_is_told_where_its_libraries_are(
     nvcc = (tmp_path / "nvcc").rename(root / "bin" / "nvcc")
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    which = room.shutil.which
-    monkeypatch.setattr(room.shutil, "which", lambda name, **k: which(name) if not k else None)
+    which = nvcc_module.shutil.which
+    monkeypatch.setattr(
+        nvcc_module.shutil, "which", lambda name, **k: which(name) if not k else None
+    )
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: str(nvcc))
     assert f"-L{root / 'lib'}" in build(source, "sm90", cache=cache).log.split()
 
@@ -408,16 +420,18 @@ def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
     nvcc("scale.cu")
     assert len(nvcc.used) == 4
     assert nvcc.sources == [source, source.with_name("factor.h")]
-    with pytest.raises(UsageError, match=r"scale\(\) is built, but its agreement needs a GPU"):
+    with pytest.raises(
+        UsageError, match=r"scale\(\) is built, but its results can only be checked on a GPU"
+    ):
         kernels["scale"](1, 2, 3)
 
 
-def test_nvcc_names_the_folders_it_tried(tmp_path):
+def test_nvcc_calls_the_folders_it_tried(tmp_path):
     with pytest.raises(UsageError, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
         Nvcc([tmp_path / "a", tmp_path / "b"], ["sm90"])("ch99/x.cu")
 
 
-def test_nvcc_raises_what_the_build_says(source, cache, fake_nvcc):
+def test_nvcc_raises_the_error_of_the_build(source, cache, fake_nvcc):
     fake_nvcc("exit 1")
     nvcc = Nvcc([source.parent], ["sm90"])
     with pytest.raises(BuildError, match="could not build"):
@@ -436,7 +450,7 @@ def test_names_are_read_from_a_test_module_without_running_it():
             e = nvcc("y.cu", None), nvcc("y.cu", flags=[rung])
             # nvcc("no.cu")
     """)
-    assert sorted(nvcc_names(text)) == [
+    assert sorted(nvcc_calls(text)) == [
         ("ch06/x.cu", ("-O2",)),
         ("ch07/copy.cu", ()),
         ("ch07/copy.cu", ("-DN=4",)),

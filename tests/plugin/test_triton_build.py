@@ -39,7 +39,9 @@ def launch(monkeypatch):
     jit = SimpleNamespace(JITFunction=JITFunction)
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", jit)
     monkeypatch.setattr(
-        triton_build.sass, "read", lambda file: {file.read_text(): Code({"HGMMA": 1}, 32, 0, 0)}
+        triton_build.sass,
+        "disassemble",
+        lambda file: {file.read_text(): Code({"HGMMA": 1}, 32, 0, 0)},
     )
     gc.freeze()
     yield lambda handle: [told(SimpleNamespace(data={"function": handle})) for told in hooks]
@@ -54,7 +56,7 @@ def names(found):
 def test_only_what_was_launched_is_looked_at_though_it_is_frozen(launch):
     functions = [JITFunction(a_kernel(1, "small"), a_kernel(2, "large")), JITFunction()]
     gc.freeze()
-    [found] = triton_build.launched_by(lambda: launch(2))
+    [found] = triton_build.launched_kernels(lambda: launch(2))
     assert (found.kernel.function, found.kernel.arch) == ("large", "sm_90")
     assert found.opcodes == {"HGMMA": 1}
     assert functions
@@ -65,30 +67,30 @@ def test_a_graph_does_not_tell_so_that_all_kernels_are_looked_at(launch):
         JITFunction(a_kernel(1, "small"), SimpleNamespace()),
         JITFunction(a_kernel(2, "x")),
     ]
-    assert names(triton_build.launched_by(lambda: None)) == ["small", "x"]
+    assert names(triton_build.launched_kernels(lambda: None)) == ["small", "x"]
     assert functions
 
 
 def test_a_function_that_inductor_has_stripped_is_passed_over(launch):
     functions = [JITFunction(a_kernel(1, "theirs")), JITFunction(a_kernel(2, "ours"))]
     functions[0].fn = None
-    assert names(triton_build.launched_by(lambda: launch(2))) == ["ours"]
+    assert names(triton_build.launched_kernels(lambda: launch(2))) == ["ours"]
 
 
 def test_a_call_that_goes_wrong_leaves_no_hook(launch):
     functions = [JITFunction(a_kernel(1, "small"))]
     with pytest.raises(ZeroDivisionError):
-        triton_build.launched_by(lambda: 1 / 0)
+        triton_build.launched_kernels(lambda: 1 / 0)
     assert functions
 
 
 def test_a_claim_without_triton_s_kernels_is_not_run_again(launch):
-    assert triton_build.launched_by(pytest.fail) == []
+    assert triton_build.launched_kernels(pytest.fail) == []
 
 
 def test_without_triton_there_is_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
-    assert triton_build.launched_by(lambda: None) == []
+    assert triton_build.launched_kernels(lambda: None) == []
 
 
 def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
@@ -102,4 +104,4 @@ def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
     functions.clear()
     _, problem = explained(evidence=pieces)
     assert isinstance(problem, UsageError)
-    assert "no kernel of this claim is called that; known are none" in str(problem)
+    assert "no kernel of this claim has 'twice' in its name; its kernels are none" in str(problem)

@@ -1,4 +1,4 @@
-"""A .cu file to a shared library, kept in a cache that is keyed by content."""
+"""Compile .cu files to shared libraries, in a cache keyed by content."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,61 +19,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pytest_aiperf.errors import AiperfError, BuildError, UsageError
+from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.machine.nvml import nvcc_arch
+from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import KernelRecord
 
-from .sass import KEPT, demangled, kept, packaged, read
+from .sass import CACHE_FILE, cached, demangle, disassemble, find_in_packages
 
 if TYPE_CHECKING:
     from .launcher import Kernels
 
-DEADLINE: Final = 300.0
-"""Seconds after which a compilation is killed."""
+DEADLINE_S: Final = 300.0
+"""Time after which a compilation is killed: CUTLASS templates take up to two minutes."""
 
-# What begins like one of a build's own flags gives way to it.
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
-# Anything else could run a program, or read and write files of its author's choice.
+"""Default flags by prefix; a flag of the build with the same prefix replaces the default."""
+
 _ALLOWED: Final = (
     *("-O[0-3]", r"-std=c\+\+(14|17|20)", r"-D[A-Za-z_]\w*(=[\w.+-]*)?", "-lineinfo"),
     *("--use_fast_math", r"-maxrregcount=\d+", "-rdc=true", "-l(cuda|cublas|cublasLt|cudadevrt)"),
     *("--expt-relaxed-constexpr", "--extended-lambda"),
 )
+"""Patterns of allowed flags; any other could run programs or read and write arbitrary files."""
+
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A source as a shared library for one architecture, and what the compiler said."""
+    """A source compiled for one architecture."""
 
     path: Path
+    """The shared library."""
     source: Path
+    """The .cu file."""
     arch: str
+    """The architecture as nvcc names it: "sm_90a"."""
     kernels: tuple[KernelRecord, ...]
+    """The resources of each kernel, as ptxas reports them."""
     log: str
+    """The output of the compiler."""
 
 
 @functools.cache
 def find_nvcc() -> tuple[str, str]:
-    """Find nvcc, and what it says of its version.
+    """Return the path of nvcc and the output of ``nvcc --version``.
 
-    The first of $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, pip packages and conda that has it.
+    Looked up in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, pip packages, conda.
     """
-    chosen = os.environ.get("CUDACXX")
+    cudacxx = os.environ.get("CUDACXX")
     homes = [f"{os.environ[v]}/bin" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
     path = os.pathsep.join([*homes, os.environ.get("PATH", os.defpath)])
-    nvcc = shutil.which(chosen or "nvcc", path=path)
-    if nvcc is None and chosen:
-        raise BuildError(f"CUDACXX is {chosen!r}, which is not an executable: unset or mend it")
-    if nvcc is None:
-        nvcc = packaged("nvcc")
+    nvcc = shutil.which(cudacxx or "nvcc", path=path)
+    if nvcc is None and cudacxx:
+        raise BuildError(f"CUDACXX is {cudacxx!r}, which is no executable: unset or correct it")
+    nvcc = nvcc or find_in_packages("nvcc")
     if nvcc is None:
         raise BuildError(
             "no nvcc: pip install 'pytest-aiperf[toolchain]', or put a CUDA toolkit on PATH"
         )
-    asked = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    return nvcc, asked.stdout
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    return nvcc, version.stdout
 
 
 def build(
@@ -87,223 +93,212 @@ def build(
     cache: Path | None = None,
     stop: threading.Event | None = None,
 ) -> Build:
-    """Compile ``source`` for ``arch`` ("sm90", or nvcc's own "sm_100f"), unless the cache has it.
+    """Compile ``source`` for ``arch`` ("sm90", or nvcc's own "sm_100f") unless it is in the cache.
 
-    Of several threads and processes that ask, one compiles; ``stop`` ends it from another thread.
+    Threads and processes may build the same source at once: one compiles, the others wait.
+    Another thread ends the compilation by setting ``stop``.
     """
-    source = Path(source).absolute()  # so that no file's name can be read as a flag
+    source = Path(source).absolute()  # so that no file name can be read as a flag
     if not source.is_file():
-        raise UsageError(f"there is no {shown(source)} to build")
+        raise UsageError(f"there is no {display_path(source)} to build")
     target = _target(arch)
     folders = [Path(folder).absolute() for folder in include]
     cache = cache or default_cache()
     try:
         nvcc = _nvcc(target, flags)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while (log := _log(entry := cache / _key(nvcc, reached(source, folders)))) is None:
-            with _alone(entry) as scratch:
+        while (log := _log(entry := cache / _key(nvcc, read_sources(source, folders)))) is None:
+            with _scratch_folder(entry) as scratch:
                 if _log(entry) is not None:
                     continue  # another process or thread was faster
                 includes = [f"-I{folder}" for folder in folders]
                 command = [*nvcc, *includes, "-o", _LIBRARY, str(source)]
-                what = f"{shown(source)} for {target}"
-                _compile(command, what, scratch, stop or threading.Event())
-                if entry.name != _key(nvcc, reached(source, folders)):
-                    continue  # edited while it compiled: what came out belongs to no one content
-                shutil.rmtree(entry, ignore_errors=True)  # it may be there, torn
-                scratch.rename(entry)  # atomic: nobody sees half an entry
+                name = f"{display_path(source)} for {target}"
+                _compile(command, name, scratch, stop or threading.Event())
+                if entry.name != _key(nvcc, read_sources(source, folders)):
+                    continue  # the source was edited meanwhile: the library may match neither text
+                shutil.rmtree(entry, ignore_errors=True)  # an incomplete entry may be in the way
+                scratch.rename(entry)  # atomic: readers see no incomplete entry
     except OSError as error:
         raise BuildError(
-            f"cannot build {shown(source)} in {cache} (PYTEST_AIPERF_CACHE moves it): {error}"
+            f"cannot build {display_path(source)} in {cache} (PYTEST_AIPERF_CACHE moves it): "
+            f"{error}"
         ) from error
     return Build(entry / _LIBRARY, source, target, _kernels(log, source, target), log)
 
 
-def sass(made: Build) -> dict[str, dict[str, int]]:
-    """Count the opcodes of each kernel of a build, by demangled name; kept beside the library."""
-    functions = [kernel.function for kernel in made.kernels]
-    codes = kept(made.path.with_name(KEPT), lambda: read(made.path, functions, find_nvcc()[0]))
+def opcode_counts(built: Build) -> dict[str, dict[str, int]]:
+    """Count the SASS opcodes of each kernel of a build, by demangled name."""
+    functions = [kernel.function for kernel in built.kernels]
+    codes = cached(
+        built.path.with_name(CACHE_FILE),
+        lambda: disassemble(built.path, functions, find_nvcc()[0]),
+    )
     return {name: code.opcodes for name, code in codes.items()}
 
 
 def default_cache() -> Path:
-    """Where builds are kept: $PYTEST_AIPERF_CACHE, or the user's own cache folder."""
-    if chosen := os.environ.get("PYTEST_AIPERF_CACHE"):
-        return Path(chosen).absolute()
+    """Return the build cache: $PYTEST_AIPERF_CACHE, or a folder in the user's cache."""
+    if folder := os.environ.get("PYTEST_AIPERF_CACHE"):
+        return Path(folder).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pytest-aiperf"
 
 
-def reached(source: Path, include: Sequence[Path] = ()) -> dict[Path, bytes]:
-    """Read a source and, recursively, every header of ours that it may include, in a fixed order.
+def read_sources(source: Path, include: Sequence[Path] = ()) -> dict[Path, bytes]:
+    """Read a source and, recursively, the headers that it may include, in a fixed order.
 
-    A header that lies neither beside its includer nor in ``include`` is the compiler's.
+    Headers that lie neither beside their includer nor in ``include`` belong to the compiler and
+    are left out.
     """
-    found: dict[Path, bytes] = {}
-    waiting = [source]
-    while waiting:
-        file = waiting.pop(0)
-        if file in found:
+    contents: dict[Path, bytes] = {}
+    queue = [source]
+    while queue:
+        file = queue.pop(0)
+        if file in contents:
             continue
-        found[file] = file.read_bytes()
-        for name in re.findall(rb'(?m)^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', found[file]):
+        contents[file] = file.read_bytes()
+        for name in re.findall(rb'(?m)^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', contents[file]):
             headers = [(d / os.fsdecode(name)).resolve() for d in (file.parent, *include)]
-            waiting += [header for header in headers if header.is_file()]
-    return found
+            queue += [header for header in headers if header.is_file()]
+    return contents
 
 
 def _target(arch: str) -> str:
     if not re.fullmatch(r"sm\d{2,3}|sm_\d{2,3}[af]?", arch):
-        raise UsageError(f"{arch!r} is no architecture: sm90, sm100 or nvcc's own sm_100f are")
+        raise UsageError(f"{arch!r} is no architecture: use sm90, sm100 or nvcc's own sm_100f")
     return arch if "_" in arch else nvcc_arch(arch)
 
 
 def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
-    """Give the compiler and its options: all but the files."""
+    """Return the compiler and its options, without the files."""
     if isinstance(flags, str):
         raise UsageError(f"flags= takes a list: [{flags!r}]")
     for flag in flags:
         if not re.fullmatch("|".join(_ALLOWED), flag, re.ASCII):
             raise UsageError(f"nvcc flag {flag!r} is not allowed (allowed: {', '.join(_ALLOWED)})")
     nvcc, _ = find_nvcc()
-    given = tuple(flags)
-    kept = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in given)]
-    # a toolkit's nvcc knows where its libraries are
+    defaults = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in flags)]
+    # the nvcc of a toolkit finds its libraries, that of a pip package does not
     pip = [f"-L{Path(nvcc).parents[1] / 'lib'}"] if "site-packages" in Path(nvcc).parts else []
     return [
         *(nvcc, "-shared", "-Xcompiler", "-fPIC", "-cudart=static", "--ptxas-options=-v"),
-        *(f"-gencode=arch=compute_{target[3:]},code={target}", *kept, *given, *pip),
+        *(f"-gencode=arch=compute_{target[3:]},code={target}", *defaults, *flags, *pip),
     ]
 
 
 def _key(nvcc: Sequence[str], files: Mapping[Path, bytes]) -> str:
-    """Hash all that decides what comes out of the compiler; where a file lies does not."""
-    names = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # nvcc takes flags from these
-    ambient = [os.environ.get(name, "") for name in names]
-    digest = hashlib.sha256(json.dumps([nvcc, find_nvcc()[1], ambient]).encode())
+    """Hash everything that determines the library; the folders of the files do not."""
+    names = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # nvcc reads flags from these
+    environment = [os.environ.get(name, "") for name in names]
+    digest = hashlib.sha256(json.dumps([nvcc, find_nvcc()[1], environment]).encode())
     for content in files.values():
         digest.update(b"%d:" % len(content) + content)
     return digest.hexdigest()[:32]
 
 
 def _log(entry: Path) -> str | None:
-    """Read what the compiler said of an entry; None when it is absent or torn, to be built anew."""
+    """Read the compiler's log of a cache entry; None if the entry is absent or incomplete."""
     try:
         record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
-        whole = (entry / _LIBRARY).stat().st_size == record["size"]
-        return str(record["log"]) if whole else None
+        complete = (entry / _LIBRARY).stat().st_size == record["size"]
+        return str(record["log"]) if complete else None
     except (OSError, ValueError):
         return None
 
 
 @contextmanager
-def _alone(entry: Path) -> Iterator[Path]:
-    """Wait until nobody else builds an entry; give a folder to build it in."""
-    scratch = entry.with_suffix(".new")
-    with locked(entry.with_suffix(".lock")):
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed run left it
-        scratch.mkdir(mode=0o700)
+def _scratch_folder(entry: Path) -> Iterator[Path]:
+    """Lock a cache entry against other builders and create a folder to build it in."""
+    scratch, locks = entry.with_suffix(".new"), entry.parent / "locks"
+    create_tagged(locks, 0o700)
+    with locked(locks / entry.name):
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
+        create_tagged(scratch, 0o700)
         try:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _compile(command: Sequence[str], what: str, room: Path, stop: threading.Event) -> None:
-    """Run nvcc; leave in ``room`` the library and its record, or raise."""
-    status = _run(command, room, stop)
-    log = demangled((room / "log").read_text(encoding="utf-8", errors="replace"))
-    shown = shlex.join(command)
+def _compile(command: Sequence[str], name: str, folder: Path, stop: threading.Event) -> None:
+    """Run nvcc; write the library and its record to ``folder``, or raise BuildError."""
+    # a killed nvcc leaves its temporary files in the folder, which is removed
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    output = folder / "log"
+    status = run_in_group(command, output, DEADLINE_S, cwd=folder, env=environment, stop=stop)
+    if stop.is_set():
+        raise BuildError("the build was stopped")
+    log = demangle(output.read_text(encoding="utf-8", errors="replace"))
+    command_line = shlex.join(command)
     if status is None:
-        raise BuildError(f"nvcc did not build {what} within {DEADLINE:g} s\n{shown}")
-    if status != 0 or not (room / _LIBRARY).is_file():
+        raise BuildError(f"nvcc did not build {name} within {DEADLINE_S:g} s\n{command_line}")
+    if status != 0 or not (folder / _LIBRARY).is_file():
         lines = log.strip().splitlines()
         error = r"(?i)\b(error|fatal)\s*:|^nvcc fatal|undefined reference|cannot find"
-        why = [line for line in lines if re.search(error, line)][:5] or lines[-5:]
-        if status < 0 or not why:
-            why.append(f"nvcc ended with status {status}")
-        raise BuildError("\n".join([f"nvcc could not build {what}", *why, shown]))
-    record = {"size": (room / _LIBRARY).stat().st_size, "log": log}  # the size tells a torn library
-    (room / _RECORD).write_text(json.dumps(record), encoding="utf-8")
-
-
-def _run(command: Sequence[str], room: Path, stop: threading.Event) -> int | None:
-    """Run to the exit status; None when the deadline came first. Nothing outlives this call."""
-    with (room / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=room,
-            env={**os.environ, "TMPDIR": str(room)},  # a killed nvcc leaves nothing elsewhere
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    until = time.monotonic() + DEADLINE
-    try:
-        while (status := process.poll()) is None and time.monotonic() < until:
-            if stop.wait(0.02):
-                raise BuildError("the build was stopped")
-        return status
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # nvcc's own children too
-            process.wait()
+        causes = [line for line in lines if re.search(error, line)][:5] or lines[-5:]
+        if status < 0 or not causes:
+            causes.append(f"nvcc ended with status {status}")
+        raise BuildError("\n".join([f"nvcc could not build {name}", *causes, command_line]))
+    record = {"size": (folder / _LIBRARY).stat().st_size, "log": log}
+    (folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
 
 
 def _kernels(log: str, source: Path, target: str) -> tuple[KernelRecord, ...]:
     entry = r"(?s)Compiling entry function '([^\n]+)' for '[^\n]+?'(.*?Used (\d+) registers[^\n]*)"
     return tuple(
         KernelRecord(
-            source=shown(source),
+            source=display_path(source),
             arch=target,
             function=name,
             registers=int(registers),
-            spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", said))),
-            shared_bytes=sum(map(int, re.findall(r"(\d+) bytes smem", said))),
+            spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", usage))),
+            shared_bytes=sum(map(int, re.findall(r"(\d+) bytes smem", usage))),
         )
-        for name, said, registers in re.findall(entry, log)
+        for name, usage, registers in re.findall(entry, log)
     )
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
+    """Return a path relative to the current folder, if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """One build that a session will need."""
+class BuildRequest:
+    """One build that a session needs."""
 
     source: Path
     arch: str
     flags: Sequence[str] = ()
 
 
-def build_all(
-    wants: Sequence[Want],
+def build_parallel(
+    requests: Sequence[BuildRequest],
     *,
     include: Sequence[Path] = (),
     progress: Callable[[int, int, Build | AiperfError], None] = lambda *_: None,
 ) -> list[Build | AiperfError]:
-    """Build in parallel; give back, in the order of ``wants``, each build or why there is none.
+    """Build in one thread per core; return each build, or the error that prevented it, in order.
 
-    ``progress(done, total, latest)`` is called in the caller's own thread.
+    The calling thread calls ``progress(done, total, latest)`` after each.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     stop = threading.Event()
-    make = functools.partial(build, include=include, stop=stop)
 
-    def one(want: Want) -> Build | AiperfError:
+    def attempt(request: BuildRequest) -> Build | AiperfError:
         try:
-            return make(want.source, want.arch, flags=want.flags)
+            return build(
+                request.source, request.arch, include=include, flags=request.flags, stop=stop
+            )
         except AiperfError as error:
-            return error  # it is told by the claim that asks for this build, and costs no other
+            return error  # raised later by the claim that needs this build
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(one, want) for want in wants]
+        futures = [pool.submit(attempt, request) for request in requests]
         try:
             for done, future in enumerate(as_completed(futures), 1):
-                progress(done, len(wants), future.result())
+                progress(done, len(requests), future.result())
         except BaseException:  # Ctrl-C: no compiler may outlive the session
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -311,9 +306,9 @@ def build_all(
     return [future.result() for future in futures]
 
 
-def nvcc_names(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """List what a test module builds as (file, flags): its ``nvcc("...")`` calls with literals."""
-    found: dict[tuple[str, tuple[str, ...]], None] = {}
+def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """List the ``nvcc("...")`` calls of a test module with literal arguments, as (file, flags)."""
+    calls: dict[tuple[str, tuple[str, ...]], None] = {}
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(ast.Name("nvcc"), [ast.Constant(str(name)), *rest], keywords):
@@ -321,53 +316,55 @@ def nvcc_names(text: str) -> list[tuple[str, tuple[str, ...]]]:
             case _:
                 continue
         try:
-            found[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
+            calls[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
         except (TypeError, ValueError):
-            continue  # only known when the test runs: it is built then
-    return list(found)
+            continue  # the flags are computed: the test builds this file when it runs
+    return list(calls)
 
 
 @dataclass(slots=True)
 class Nvcc:
-    """Builds a .cu file and gives its launchers; the value of the ``nvcc`` fixture.
-
-    With ``load`` false nothing is loaded and the launchers cannot be called; with it, ``archs``
-    is the architecture of the GPU in use. ``used`` are the builds made so far.
-    """
+    """The value of the ``nvcc`` fixture: builds a .cu file and returns its launchers."""
 
     roots: Sequence[Path]
+    """Folders of .cu files, searched in order."""
     archs: Sequence[str]
+    """Architectures to build for; with ``load``, only that of the GPU in use."""
     include: Sequence[Path] = ()
+    """Folders of headers."""
     load: bool = True
+    """Whether launchers can be called; without a GPU they are only built."""
     used: list[Build] = field(default_factory=list)
+    """The builds so far."""
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
         """Build the file ``name`` of the first root that has it, for every architecture."""
-        from .launcher import Kernels  # with ctypes, which no other pytest run should load
+        from .launcher import Kernels  # late: it loads ctypes
 
         source = find_source(name, self.roots)
         if source is None:
-            tried = ", ".join(shown(Path(root).absolute()) for root in self.roots)
+            roots = ", ".join(display_path(Path(root).absolute()) for root in self.roots)
             raise UsageError(
-                f"there is no {name} in {tried or 'any folder: no kernel folder is known'}"
+                f"there is no {name} in {roots or 'any folder: no kernel folder is configured'}"
             )
-        wants = [Want(source, arch, flags) for arch in self.archs]
+        requests = [BuildRequest(source, arch, flags) for arch in self.archs]
         builds = []
-        for made in build_all(wants, include=self.include):
-            if not isinstance(made, Build):
-                raise made
-            builds.append(made)
+        for outcome in build_parallel(requests, include=self.include):
+            if not isinstance(outcome, Build):
+                raise outcome
+            builds.append(outcome)
         self.used += (b for b in builds if b not in self.used)
         text = source.read_text(encoding="utf-8", errors="replace")
-        return Kernels(shown(source.absolute()), text, builds[0].path if self.load else None)
+        library = builds[0].path if self.load else None
+        return Kernels(display_path(source.absolute()), text, library)
 
     @property
     def sources(self) -> list[Path]:
-        """The files that ``used`` was built from, headers included."""
+        """The sources and headers of the builds so far."""
         folders = [Path(folder).absolute() for folder in self.include]
-        return list({f: None for b in self.used for f in reached(b.source, folders)})
+        return list({f: None for b in self.used for f in read_sources(b.source, folders)})
 
 
 def find_source(name: str, roots: Sequence[Path]) -> Path | None:
-    """Find a .cu file in the first root that has it."""
+    """Return the path of a .cu file in the first root that has it."""
     return next((root / name for root in roots if (root / name).is_file()), None)

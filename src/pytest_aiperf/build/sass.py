@@ -1,4 +1,4 @@
-"""The machine code of kernels, as counts of their opcodes."""
+"""Disassemble kernels and count their SASS opcodes."""
 
 from __future__ import annotations
 
@@ -17,115 +17,122 @@ from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.errors import BuildError
+from pytest_aiperf.machine.cache_folder import create_tagged
 
-DEADLINE: Final = 120.0
+DEADLINE_S: Final = 120.0
+"""Time limit of one disassembly, which usually takes about a second."""
 
-KEPT: Final = "sass.json"
-"""What lies beside a binary in the cache: its code, since a disassembler takes about a second."""
+CACHE_FILE: Final = "sass.json"
+"""Name of the file beside a binary in the build cache that stores its disassembly."""
 
 _FUNCTION: Final = re.compile(r"\s*Function\s*:\s*(.+?)\s*")
-# an address, perhaps a predicate (@P0, @!UPT), and the opcode with its modifiers
+# an address, an optional predicate (@P0, @!UPT), and the opcode with its modifiers
 _INSTRUCTION: Final = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-_USAGE: Final = re.compile(r"\s*Function\s+(.+?):\s*")
-_FIGURES: Final = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_USAGE_HEADER: Final = re.compile(r"\s*Function\s+(.+?):\s*")
+_USAGE: Final = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What one kernel of a binary is made of; ``stack`` bytes a thread are mostly spills."""
+    """The machine code of one kernel."""
 
     opcodes: dict[str, int]
+    """Number of instructions by opcode."""
     registers: int
+    """Registers per thread."""
     stack: int
+    """Bytes of stack per thread, mostly spilled registers."""
     shared: int
+    """Bytes of static shared memory per block."""
 
 
-def read(binary: Path, kernels: Collection[str] = (), nvcc: str | None = None) -> dict[str, Code]:
-    """Disassemble a library or a cubin; each of ``kernels``, by demangled name, must be in it.
+def disassemble(
+    binary: Path, kernels: Collection[str] = (), nvcc: str | None = None
+) -> dict[str, Code]:
+    """Disassemble a library or a cubin, which must contain ``kernels`` (demangled names).
 
-    The first disassembler that can read it does: an older one may not know the architecture.
+    Disassemblers are tried in turn: an older one may not know the architecture.
     """
-    why = "there is no cuobjdump"
-    for tool in _tools(nvcc):
+    problem = "there is no cuobjdump"
+    for tool in _disassemblers(nvcc):
         try:
             done = subprocess.run(
                 [tool, "-sass", "-res-usage", str(binary)],
                 capture_output=True,
-                timeout=DEADLINE,
+                timeout=DEADLINE_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            why = f"{tool}: {error}"
+            problem = f"{tool}: {error}"
             continue
-        found = parse(demangled(done.stdout.decode(errors="replace")))
-        missing = [name for name in kernels if not found.get(name)]
-        if found and not missing and all(code.opcodes for code in found.values()):
-            return found
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        why = f"{tool} gives no code" + (f" of {missing[0]}" if missing else "")
-        why += f" ({said[-1]})" if said else ""
+        codes = parse(demangle(done.stdout.decode(errors="replace")))
+        missing = [name for name in kernels if not codes.get(name)]
+        if codes and not missing and all(code.opcodes for code in codes.values()):
+            return codes
+        stderr = done.stderr.decode(errors="replace").strip().splitlines()
+        problem = f"{tool} prints no code" + (f" of {missing[0]}" if missing else "")
+        problem += f" ({stderr[-1]})" if stderr else ""
     raise BuildError(
-        f"the SASS of {binary} cannot be read: {why}; pip install 'pytest-aiperf[sass]', or put "
-        "the cuobjdump of a CUDA toolkit on PATH that knows the architecture"
+        f"the SASS of {binary} cannot be read: {problem}; pip install 'pytest-aiperf[sass]', or "
+        "put the cuobjdump of a CUDA toolkit on PATH that knows the architecture"
     )
 
 
-def kept(path: Path, look: Callable[[], dict[str, Code]]) -> dict[str, Code]:
-    """Return the code that a file keeps, or look and have the file keep it."""
+def cached(file: Path, disassembly: Callable[[], dict[str, Code]]) -> dict[str, Code]:
+    """Read a disassembly from a file; without a readable one, disassemble and write it."""
     try:
-        return {k: Code(**v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {k: Code(**v) for k, v in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError):
-        found = look()
-        fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        with suppress(OSError):  # what cannot be kept is looked at again the next time
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = json.dumps({name: asdict(code) for name, code in found.items()})
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)
-        return found
+        codes = disassembly()
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+        with suppress(OSError):  # a full disk costs a second disassembly, not the claim
+            create_tagged(file.parent, 0o700)
+            text = json.dumps({name: asdict(code) for name, code in codes.items()})
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
+        return codes
 
 
 def parse(text: str) -> dict[str, Code]:
-    """Count the opcodes of each function in what ``cuobjdump -sass -res-usage`` prints."""
+    """Count the opcodes of each function in the output of ``cuobjdump -sass -res-usage``."""
     opcodes: dict[str, Counter[str]] = {}
     usage: dict[str, tuple[int, int, int]] = {}
-    name = counted = ""
+    function = usage_of = ""
     for line in text.splitlines():
         if header := _FUNCTION.fullmatch(line):
-            counted = header[1]
-            opcodes.setdefault(counted, Counter())
-        elif counted and (instruction := _INSTRUCTION.match(line)):
-            opcodes[counted][instruction[1]] += 1
-        elif header := _USAGE.fullmatch(line):
-            name = header[1]
-        elif figures := _FIGURES.search(line):
-            usage[name] = (int(figures[1]), int(figures[2]), int(figures[3]))
+            function = header[1]
+            opcodes.setdefault(function, Counter())
+        elif function and (instruction := _INSTRUCTION.match(line)):
+            opcodes[function][instruction[1]] += 1
+        elif header := _USAGE_HEADER.fullmatch(line):
+            usage_of = header[1]
+        elif figures := _USAGE.search(line):
+            usage[usage_of] = (int(figures[1]), int(figures[2]), int(figures[3]))
     return {n: Code(dict(count), *usage.get(n, (0, 0, 0))) for n, count in opcodes.items()}
 
 
-def demangled(text: str) -> str:
-    """Put C++ names as their author wrote them, where there is a c++filt."""
+def demangle(text: str) -> str:
+    """Demangle the C++ names in a text, where c++filt is installed."""
     if tool := shutil.which("c++filt"):
         done = subprocess.run([tool], input=text, capture_output=True, text=True, check=False)
         return done.stdout or text
     return text
 
 
-def packaged(program: str) -> str | None:
-    """Find a program of CUDA in pip packages, conda or a toolkit."""
-    from cuda import pathfinder  # late: most runs find it on PATH
+def find_in_packages(program: str) -> str | None:
+    """Find a CUDA program in pip packages, conda or a toolkit."""
+    from cuda import pathfinder  # late: most runs find the program on PATH
 
-    # older pathfinders find libraries only
-    found = getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)(program)
-    return str(found) if found else None
+    # older versions only find libraries
+    path = getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)(program)
+    return str(path) if path else None
 
 
-def _tools(nvcc: str | None) -> Iterator[str]:
-    """List the disassemblers here, the one that belongs to the compiler first."""
-    found = [nvcc and shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent))]
-    found.append(shutil.which("cuobjdump"))
-    found.append(packaged("cuobjdump"))
-    if spec := find_spec("triton"):  # found, not imported
+def _disassemblers(nvcc: str | None) -> Iterator[str]:
+    """Yield the paths of cuobjdump: beside the compiler, on PATH, in packages, in Triton."""
+    paths = [nvcc and shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent))]
+    paths += [shutil.which("cuobjdump"), find_in_packages("cuobjdump")]
+    if spec := find_spec("triton"):  # does not import it
         folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin"
-        found.append(shutil.which("cuobjdump", path=str(folder)))
-    yield from dict.fromkeys(tool for tool in found if tool)
+        paths.append(shutil.which("cuobjdump", path=str(folder)))
+    yield from dict.fromkeys(path for path in paths if path)

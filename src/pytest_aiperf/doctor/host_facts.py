@@ -104,7 +104,7 @@ class Host:
             source.write_text(_KERNEL, encoding="utf-8")
             made = nvcc.build(source, arch, cache=Path(scratch))
             if disassemble:
-                nvcc.sass(made)
+                nvcc.opcode_counts(made)
 
     def cores(self) -> set[int]:
         return os.sched_getaffinity(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_aiperf.build.sass import packaged
+from pytest_aiperf.build.sass import find_in_packages
 from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine.nvml import visible
 
@@ -282,7 +282,7 @@ def program(name: str) -> str | None:
     """Find a program: on PATH, in CUDA's packages and toolkit, in Nsight's own installations."""
     if path := shutil.which(name):
         return path
-    if name != "perf" and (path := packaged(name)):
+    if name != "perf" and (path := find_in_packages(name)):
         return path
     ncu = shutil.which("ncu")
     homes = [*(Path(ncu).resolve().parents[:3] if ncu else ()), Path("/opt/nvidia")]

@@ -120,13 +120,14 @@ class Session:
         for item in items:
             if list(item.iter_markers("skip")):
                 continue
-            for name, flags in nvcc.nvcc_names(item.path.read_text(encoding="utf-8")):
+            for name, flags in nvcc.nvcc_calls(item.path.read_text(encoding="utf-8")):
                 source = nvcc.find_source(name, self.roots(item))
                 for arch in self.archs(item) if source else ():
                     assert source is not None
-                    wants[source, arch, flags] = nvcc.Want(source, arch, flags)
+                    wants[source, arch, flags] = nvcc.BuildRequest(source, arch, flags)
         if wants:
-            nvcc.build_all(list(wants.values()), include=self.include(), progress=self._show_build)
+            requests = list(wants.values())
+            nvcc.build_parallel(requests, include=self.include(), progress=self._show_build)
 
     def _show_build(self, done: int, total: int, _: object) -> None:
         if self.live is not None:
@@ -174,12 +175,13 @@ class Session:
     def new_result(self, item: pytest.Item) -> Result:
         """Return the record of a claim before anything is measured."""
         if self.settings.rank_job is not None:
-            return self.settings.rank_job.blank  # all ranks use the same seed
+            return self.settings.rank_job.record  # all ranks use the same seed
         gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
         salt = f"{self.settings.seed}:{claim}:{self.attempt}".encode()
         doc = getattr(getattr(item, "module", None), "__doc__", None) or ""
+        callspec = getattr(item, "callspec", None)
         return Result(
             claim=claim,
             nodeid=item.nodeid,
@@ -193,6 +195,7 @@ class Session:
             stack=stack_of(gpus),
             quick=self.settings.quick,
             attempts=self.attempt,
+            rung_index=sum(callspec.indices.values()) if callspec else 0,
         )
 
     def expectation(self, result: Result, arch: str, code: str) -> Expectation:
@@ -271,8 +274,8 @@ def open_session(
     if settings.rank_job is not None:
         rank = torchrun.Rank(settings.rank_job)
         config.pluginmanager.register(rank, "aiperf-rank")
-        session.send = rank.hear
-        session.figures = SharedFigures(None, settings.rank_job.floor)
+        session.send = rank.receive
+        session.figures = SharedFigures(None, settings.rank_job.noise_floor)
     elif measure and settings.role is not Role.TARGET and not config.option.collectonly:
         runs, is_worker = settings.root / RUNS, settings.role is Role.WORKER
         session.run = (

@@ -1,0 +1,35 @@
+"""Mark folders that this plugin creates, so that they can be removed again without a guess."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+TAG_FILE: Final = "CACHEDIR.TAG"
+"""The name that https://bford.info/cachedir/ gives to the mark of a folder with generated data."""
+
+_TAG: Final = """\
+Signature: 8a477f597d28d172789f06886806bc55
+# Created by pytest-aiperf; `python -m pytest_aiperf clean` removes this folder.
+"""
+
+
+def create_tagged(folder: Path, mode: int = 0o777) -> None:
+    """Create a folder with its tag; an existing folder may belong to others and stays as it is."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+    else:
+        (folder / TAG_FILE).write_text(_TAG, encoding="utf-8")
+
+
+def is_tagged(folder: Path) -> bool:
+    """Whether this plugin created a folder for the current user; links are not followed."""
+    tag = folder / TAG_FILE
+    if folder.is_symlink() or tag.is_symlink() or not tag.is_file():
+        return False
+    return folder.stat().st_uid == os.geteuid() and tag.read_text(errors="replace") == _TAG
