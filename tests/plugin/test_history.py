@@ -177,15 +177,15 @@ def runs(rng, spreads, flags, slowed=()):
 
 def test_false_alarms_are_at_most_one_a_month_at_250_claims():
     rng, spreads = random.Random(7), spreads_of(250)
-    history = [night(**simulated(rng, spreads)) for _ in range(10)]
+    nights = [night(**simulated(rng, spreads)) for _ in range(10)]
     alarms, months = 0, 4
     for _ in range(30 * months):
         tonight = night(**simulated(rng, spreads))
-        gate = history.judge(history, tonight)
+        gate = history.judge(nights, tonight)
         alarms += bool(gate.shift) + len(
             history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags)))
         )
-        history.append(tonight)
+        nights.append(tonight)
     assert alarms <= months
 
 
@@ -194,13 +194,13 @@ def test_five_percent_is_found_within_three_nights():
     quick = [i for i, spread in enumerate(spreads) if spread < 0.01]
     found = 0
     for slow in quick:
-        history = [night(**simulated(rng, spreads)) for _ in range(12)]
+        nights = [night(**simulated(rng, spreads)) for _ in range(12)]
         for _ in range(3):
             tonight = night(**simulated(rng, spreads, {slow}))
-            gate = history.judge(history, tonight)
+            gate = history.judge(nights, tonight)
             sure = history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags, {slow})))
             if f"c{slow}" in {f.claim for f in sure}:
                 found += 1
                 break
-            history.append(tonight)
+            nights.append(tonight)
     assert found >= 0.95 * len(quick)
