@@ -1,10 +1,10 @@
 """FlexAttention with a block mask beats attention with a dense mask for a sliding window.
 
 With a window of 1024 tokens, 94 % of the scores of 16384 tokens are masked. PyTorch's attention
-takes the mask as a tensor: it computes all products and reads 512 MiB of mask per head.
-FlexAttention takes the mask as a function. A block mask records once per tile of 128 x 128 whether
-all, some or none of it is visible; the kernel skips the empty tiles, and evaluates the function
-only in the partly visible ones, at the two edges of the window.
+takes the mask as a tensor: it computes all products and reads 512 MiB of mask per head. In
+FlexAttention the mask is a function. A block mask records once per tile of 128 x 128 whether all,
+some or none of it is visible; the kernel skips empty tiles, and evaluates the function only in
+partly visible ones, at the two edges of the window.
 
 Both masks are built outside the timed region, once for all layers, as models do; the baseline's is
 additive, because PyTorch would otherwise convert it in each call. The kernel visits 9 of 128 tiles
@@ -47,8 +47,8 @@ COMPILED = torch.compile(flex.flex_attention, dynamic=False)
 
 def block_mask(q, _k, _v, window):
     length = q.shape[2]
-    visible = sliding_window(window)
-    mask = flex.create_block_mask(visible, None, None, length, length, device=q.device)
+    rule = sliding_window(window)
+    mask = flex.create_block_mask(rule, None, None, length, length, device=q.device)
     visited_share = 1 - mask.sparsity() / 100
     assert visited_share < 0.1 or length < 1000
     return lambda q, k, v, _: COMPILED(q, k, v, block_mask=mask)

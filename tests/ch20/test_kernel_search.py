@@ -12,18 +12,22 @@ results. The search runs once, before the claim is measured. A language model ca
 generator of candidates: `python -m examples.kernel_search --help`.
 """
 
-from functools import cache
+import os
 
 import torch
 
-from examples.kernel_search import Judged, default_device, fastest, judge, load, search
+from examples.kernel_search import default_device, fastest, judge, load, search
 from kernels.ch20 import softmax_variants
 from pytest_aiperf import Compare, Work, evidence
 
+# A profiler runs this test again in a child, where nothing can be timed: it inherits the result.
+FOUND = "KERNEL_SEARCH_FOUND"
 
-@cache
-def searched(device: str) -> Judged:
-    # on the CPU candidates are only checked: the two wrong ones and one of each other body
+
+def searched(device: str) -> str:
+    if FOUND in os.environ:
+        return os.environ[FOUND]
+    # on the CPU candidates are only checked: the two wrong ones and each other body
     budget = 9 if device == "cuda" else 4
     history = search(
         softmax_variants.candidates,
@@ -32,13 +36,16 @@ def searched(device: str) -> Judged:
     )
     for judged in history:
         assert bool(judged.rejected) == judged.name.startswith("wrong"), judged
-    return fastest(history, softmax_variants.START)
+    found = fastest(history, softmax_variants.START).source
+    if device == "cuda":
+        os.environ[FOUND] = found
+    return found
 
 
 def test_kernel_search(compare: Compare) -> None:
     compare(
         baseline=load(softmax_variants.START),
-        optimized=load(searched(default_device()).source),
+        optimized=load(searched(default_device())),
         library=torch.compile(lambda x: torch.softmax(x, 1), dynamic=False),
         against="previous rung",
         inputs=softmax_variants.inputs,

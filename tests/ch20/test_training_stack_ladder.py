@@ -4,8 +4,7 @@ The step of a model with 23 million weights launches a few hundred kernels, most
 "fused" replaces foreach AdamW's eight passes over weights and moments by one. "compiled" also fuses
 the operations between the GEMMs, forward and backward: norms, activation functions, casts of the
 fp32 weights, residuals. "graph" launches the whole step at once, which removes the launch overhead
-of Python. Each rung is judged against eager PyTorch in bf16; loss, weights and both moments must
-agree.
+of Python. Each rung is judged against eager PyTorch in bf16; loss, weights and moments must agree.
 
 Launch overhead hides most of what the first two rungs save. They are judged on device time, "graph"
 on wall time, so the three ratios are not comparable. The order of the rungs matters little, but
