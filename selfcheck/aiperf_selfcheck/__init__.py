@@ -1,1 +1,1 @@
-"""Checks of pytest-aiperf itself against comparisons whose right answer is known."""
+"""Checks of pytest-aiperf against comparisons and times whose right answer is known."""

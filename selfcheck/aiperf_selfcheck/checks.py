@@ -1,4 +1,4 @@
-"""The parts of the proof: what the harness says where the truth is known."""
+"""The parts of the self-check: times and comparisons whose right answer is known."""
 
 from __future__ import annotations
 
@@ -12,105 +12,123 @@ from functools import partial
 from typing import Any, Final
 
 from pytest_aiperf.claim.stopping_rule import STANDARD
-from pytest_aiperf.device.device import calls_per_block, choose_mode
+from pytest_aiperf.device.device import Device, calls_per_block, choose_mode
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.model import Bench, Metric, Mode, Verdict
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import L2_SPANS, rotation
 
 from . import other_timers
-from .ground_truth import SHORT, Heated, Judged, Workbench, judged, longer
+from .ground_truth import SHORT, Comparison, HeatedDevice, Workbench, calibrate_slowdown, compare
 
-SPINS: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
-SHARES: Final = (0.005, 0.01, 0.02, 0.05)
-_TIMED: Final = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)
-_PLAIN_FROM: Final = 1e-3  # below this launches show, and the mode is not used
-_DRIFTING: Final = ("gemm", "copy")
+SPINS_S: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
+"""Durations of the spin kernels: each mode is fitted over the range in which claims use it."""
+
+SLOWDOWNS: Final = (0.005, 0.01, 0.02, 0.05)
+"""Shares by which ``power`` slows one arm: from the target half-width to ten times that."""
+
+_DEVICE_MODES: Final = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)
+"""Modes that measure device time."""
+
+_PLAIN_FROM_S: Final = 1e-3
+"""Shortest spin for which plain mode is fitted: launches show in shorter calls, and claims time
+those in another mode."""
+
+_DRIFT_KINDS: Final = ("gemm", "copy")
+"""Kinds that ``drift`` compares: one heats the GPU, one is bound by its memory."""
 
 Figures = dict[str, Any]
+"""Figures of one part, as its record stores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How often each part tries."""
+    """Sample sizes of the parts."""
 
     runs: int
+    """Timed blocks per figure."""
     aa: int
+    """Comparisons of identical arms, all kinds together."""
     power: int
+    """Comparisons per slowdown."""
     drift: int
+    """Comparisons per kind, heated and rested each."""
     repeat: int
-    rivals: int
+    """Processes that measure the same claim."""
+    cases: int
+    """Cases that every timer judges."""
 
 
-FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, rivals=len(other_timers.CASES))
-QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, rivals=4)
+FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, cases=len(other_timers.CASES))
+QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, cases=4)
 
 
-# the clock
+# times
 
 
 def spin(workbench: Workbench, scale: Scale) -> Figures:
-    """Hold each mode's times against kernels that spin, from 2 us to 100 ms.
+    """Fit each mode's block times to the true times of kernels that spin for 2 µs to 100 ms.
 
-    The truth is what the same kernels read off the GPU's global timer at their start and at their
-    end, summed over a block's calls, right before a block of kernels that tell nothing (a kernel's
-    end waits for what it writes) is timed. That timer does not follow the SM clock. It steps by
-    32 ns on an H200 (by 1 us on some GPUs), which the sum over a block's calls evens out. Events
-    may be stamped from the same crystal, so the host's clock, which is not, is held against the
-    timer, too: one spin of 100 ms less one of 20 ms, so that the launch cancels.
-    A kernel's own begin and end lie outside of its two readings: they are in the constant.
+    The kernels of a reference block, run right before the timed block, read the GPU's global timer
+    at their start and at their end. The kernels of the timed block write nothing, because a kernel
+    ends only after its writes. The global timer does not follow the SM clock. Its step is 32 ns on
+    an H200 (1 µs on some GPUs), which the sum over a block's calls averages out. CUDA events may
+    come from the same oscillator, so ``host_clock`` compares the timer with the host's clock: one
+    spin of 100 ms minus one of 20 ms, which cancels the launch.
+    A kernel's start and end lie outside its two timer reads; they are in the constant per call.
     """
-    found: Figures = {}
-    for mode in _TIMED:
-        points = [_spun(workbench, mode, seconds, scale.runs) for seconds in SPINS]
-        domain = [p for p, s in zip(points, SPINS, strict=True) if _domain(mode, s)]
-        slope, a_call, a_block = fit(*zip(*domain, strict=True))
-        found[mode.value] = {
+    fits: Figures = {}
+    for mode in _DEVICE_MODES:
+        points = [_time_spins(workbench, mode, seconds, scale.runs) for seconds in SPINS_S]
+        fitted = [p for p, s in zip(points, SPINS_S, strict=True) if _is_used(mode, s)]
+        slope, per_call_s, per_block_s = fit(*zip(*fitted, strict=True))
+        fits[mode.value] = {
             "slope": slope,
-            "a_call_us": a_call * 1e6,
-            "a_block_us": a_block * 1e6,
-            "over_us": [round((got - want) / calls * 1e6, 3) for want, calls, got in points],
+            "a_call_us": per_call_s * 1e6,
+            "a_block_us": per_block_s * 1e6,
+            "over_us": [round((got - true) / calls * 1e6, 3) for true, calls, got in points],
         }
     pairs = [
-        [_spun(workbench, Mode.WALL, seconds, 1) for seconds in (SPINS[-1], SPINS[-2])]
+        [_time_spins(workbench, Mode.WALL, seconds, 1) for seconds in (SPINS_S[-1], SPINS_S[-2])]
         for _ in range(scale.runs)
     ]
     host = statistics.median((long[2] - short[2]) / (long[0] - short[0]) for long, short in pairs)
-    return {"seconds": list(SPINS), **found, "host_clock": host}
+    return {"seconds": list(SPINS_S), **fits, "host_clock": host}
 
 
-def _domain(mode: Mode, seconds: float) -> bool:
-    return mode is not Mode.PLAIN or seconds >= _PLAIN_FROM
+def _is_used(mode: Mode, seconds: float) -> bool:
+    return mode is not Mode.PLAIN or seconds >= _PLAIN_FROM_S
 
 
-def _spun(workbench: Workbench, mode: Mode, seconds: float, runs: int) -> tuple[float, int, float]:
-    """Return a block's true seconds, its calls, and its seconds as the clock says."""
+def _time_spins(
+    workbench: Workbench, mode: Mode, seconds: float, runs: int
+) -> tuple[float, int, float]:
+    """Return a block's true seconds, its calls, and its seconds as the device measures them."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
-    block, truth = (
-        workbench.device.block([partial(kind, seconds)] * calls, mode)
-        for kind in (workbench.spin, workbench.timed_spin)
+    block, reference = (
+        workbench.device.block([partial(kernel, seconds)] * calls, mode)
+        for kernel in (workbench.spin, workbench.timed_spin)
     )
-    for each in (block, truth):
-        each.run()  # uploads
-    workbench.mean_spin_s()
-    wants, overs = [], []
+    for warm_up in (block, reference):
+        warm_up.run()  # uploads the graph
+    workbench.mean_spin_s()  # resets the total
+    true_s, excess_s = [], []
     for _ in range(runs):
-        truth.run()
-        wants.append(
-            workbench.mean_spin_s() * calls
-        )  # a mean: a block that is held back too short runs again
-        overs.append(block.run() - wants[-1])
-    want = statistics.median(wants)
-    return want, calls, want + statistics.median(overs)
+        reference.run()
+        # by the mean, because a block whose blocking kernel was too short runs again
+        true_s.append(workbench.mean_spin_s() * calls)
+        excess_s.append(block.run() - true_s[-1])
+    truth = statistics.median(true_s)
+    return truth, calls, truth + statistics.median(excess_s)
 
 
 def fit(
     truths: Sequence[float], calls: Sequence[int], measured: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Fit blocks' seconds as slope * truth + constant a call + constant a block.
+    """Fit blocks' seconds as slope * truth + constant per call + constant per block.
 
-    By least squares of the relative errors, so that the longest do not decide alone. Without two
-    different numbers of calls the two constants are one, told as that of a call.
+    Least squares of the relative errors, so that the longest blocks do not dominate. If all blocks
+    have the same number of calls, the constant per block is 0 and that per call contains both.
     """
     import numpy as np
 
@@ -118,128 +136,133 @@ def fit(
         np.asarray(v, dtype=float) * s for v, s in ((truths, 1e6), (calls, 1), (measured, 1e6))
     )
     columns = [x, n, np.ones_like(x)] if len(set(calls)) > 1 else [x, n]
-    solved, *_ = np.linalg.lstsq(np.stack(columns, 1) / x[:, None], y / x, rcond=None)
-    slope, a_call, a_block = [*map(float, solved), 0.0][:3]
-    return slope, a_call * 1e-6, a_block * 1e-6
+    solution, *_ = np.linalg.lstsq(np.stack(columns, 1) / x[:, None], y / x, rcond=None)
+    slope, per_call, per_block = [*map(float, solution), 0.0][:3]
+    return slope, per_call * 1e-6, per_block * 1e-6
 
 
 def floor(workbench: Workbench, scale: Scale) -> Figures:
-    """Time a kernel that does nothing: no call can seem shorter."""
-    found = {}
+    """Time an empty kernel: the shortest time per call that each mode can report."""
+    per_call_us = {}
     for mode in Mode:
         calls = calls_per_block(mode, 1e-6, 1e-6)
         block = workbench.device.block([workbench.empty] * calls, mode)
         block.run()
-        found[mode.value] = statistics.median(block.run() for _ in range(scale.runs)) / calls * 1e6
-    return found
+        seconds = statistics.median(block.run() for _ in range(scale.runs))
+        per_call_us[mode.value] = seconds / calls * 1e6
+    return per_call_us
 
 
 def flush(workbench: Workbench, scale: Scale) -> Figures:
-    """Show that rotated inputs are cold: the time of a read, three times over.
+    """Show that rotated inputs are cold: time the same read in three ways.
 
-    ``rotated`` as the harness does it, ``flushed`` behind a read of eight times the L2 (whose own
-    time is taken off), and ``warm`` of the same bytes again and again. Warm bytes come faster than
-    device memory could give them, and cold ones do not. Rates leave out what an empty kernel takes.
+    ``rotated`` goes round several buffers, as claims do. ``flushed`` reads one buffer after a read
+    of eight times the L2, whose own time is subtracted. ``warm`` reads one buffer again and again.
+    Only warm reads can be faster than device memory. The time of an empty kernel is subtracted
+    from each before its rate is computed.
     """
     assert workbench.device.gpu is not None
     l2 = workbench.device.gpu.l2_bytes or 32 << 20
     size = l2 * 3 // 8 >> 14 << 14
     sets = [workbench.sweep(size) for _ in range(rotation(size, l2))]
-    beyond = workbench.sweep(8 * l2 >> 14 << 14)
-    times = L2_SPANS * 4
+    flushing = workbench.sweep(8 * l2 >> 14 << 14)
+    repeats = L2_SPANS * 4
     ways = {
-        "rotated": (sets * times, len(sets) * times),
-        "warm": (sets[:1] * len(sets) * times, len(sets) * times),
-        "flushed": ([beyond, sets[0]] * times, times),
-        "flush": ([beyond] * times, times),
-        "empty": ([workbench.empty] * len(sets) * times, len(sets) * times),
+        "rotated": (sets * repeats, len(sets) * repeats),
+        "warm": (sets[:1] * len(sets) * repeats, len(sets) * repeats),
+        "flushed": ([flushing, sets[0]] * repeats, repeats),
+        "flush": ([flushing] * repeats, repeats),
+        "empty": ([workbench.empty] * len(sets) * repeats, len(sets) * repeats),
     }
-    took = {}
+    times = {}
     for name, (calls, count) in ways.items():
         block = workbench.device.block(calls, Mode.GRAPH)
         block.run()
-        took[name] = statistics.median(block.run() for _ in range(scale.runs)) / count
-    took["flushed"] -= took.pop("flush")
-    empty = took.pop("empty")
-    limit = workbench.limit()
+        times[name] = statistics.median(block.run() for _ in range(scale.runs)) / count
+    times["flushed"] -= times.pop("flush")
+    empty = times.pop("empty")
+    limit = workbench.read_limit()
+    extra_when_flushed = times["flushed"] - times["warm"]
     return {
         "bytes": size,
         "sets": len(sets),
         "limit": limit,
-        **{f"{name}_us": seconds * 1e6 for name, seconds in took.items()},
-        **{f"{name}_of_limit": size / (seconds - empty) / limit for name, seconds in took.items()},
-        "as_cold_as_flushed": (took["rotated"] - took["warm"]) / (took["flushed"] - took["warm"]),
+        **{f"{name}_us": seconds * 1e6 for name, seconds in times.items()},
+        **{f"{name}_of_limit": size / (seconds - empty) / limit for name, seconds in times.items()},
+        "as_cold_as_flushed": (times["rotated"] - times["warm"]) / extra_when_flushed,
     }
 
 
 def modes(workbench: Workbench, scale: Scale) -> Figures:
-    """Time one copy in each mode, in turns."""
+    """Time one copy in each mode, one block of each mode per round."""
     inputs, arm = workbench.kinds["copy"]
     workbench.device.seed(workbench.seed())
     args = inputs(Bench(workbench.device.torch_device, 0, full=True))
     call = partial(arm, *args)
     workbench.device.block([call], Mode.WALL).run()
     workbench.device.stabilize_clocks(call)
-    once = workbench.device.estimate_s(call)
-    made = {
-        mode: (n := calls_per_block(mode, once, once), workbench.device.block([call] * n, mode))
-        for mode in Mode
-    }
-    seen: dict[Mode, list[float]] = {mode: [] for mode in Mode}
+    call_s = workbench.device.estimate_s(call)
+    counts = {mode: calls_per_block(mode, call_s, call_s) for mode in Mode}
+    blocks = {mode: workbench.device.block([call] * counts[mode], mode) for mode in Mode}
+    times: dict[Mode, list[float]] = {mode: [] for mode in Mode}
     for _ in range(scale.runs + 1):
-        for mode, (calls, block) in made.items():
-            seen[mode].append(block.run() / calls)
-    took = {mode.value: statistics.median(times[1:]) * 1e6 for mode, times in seen.items()}
-    device = [took[mode.value] for mode in _TIMED]
-    return {"us": took, "apart": max(device) / min(device) - 1}
+        for mode, block in blocks.items():
+            times[mode].append(block.run() / counts[mode])
+    us = {mode.value: statistics.median(runs[1:]) * 1e6 for mode, runs in times.items()}
+    device_us = [us[mode.value] for mode in _DEVICE_MODES]
+    return {"us": us, "apart": max(device_us) / min(device_us) - 1}
 
 
-# the verdicts
+# verdicts
 
 
 def aa(workbench: Workbench, scale: Scale) -> Figures:
-    """Compare identical arms, each time from fresh allocations; ask again where they differ."""
-    level = workbench.floor()
-    found: dict[str, list[Judged]] = {name: [] for name in workbench.kinds}
-    sure = 0
-    broken = ""
+    """Compare identical arms, each time with new allocations; repeat each false alarm.
+
+    As a claim that fails is measured again, so is a pair that differs; ``confirmed`` counts those
+    that differ again in the same direction.
+    """
+    noise_floor = workbench.noise_floor()
+    comparisons: dict[str, list[Comparison]] = {name: [] for name in workbench.kinds}
+    confirmed = 0
+    error = ""
     try:
-        for name, i in _turns(workbench.kinds, scale.aa):
+        for name, i in _cycle(workbench.kinds, scale.aa):
             inputs, arm = workbench.kinds[name]
-            one = judged(workbench.device, inputs, (arm, arm), level, SHORT, workbench.seed())
-            if one.alarm:  # as a claim that fails is measured again
-                again = judged(
-                    workbench.device, inputs, (arm, arm), level, STANDARD, workbench.seed()
-                )
-                sure += again.verdict is one.verdict
-            found[name].append(one)
+            measure = partial(compare, workbench.device, inputs, (arm, arm), noise_floor)
+            comparison = measure(SHORT, workbench.seed())
+            if comparison.is_alarm:
+                again = measure(STANDARD, workbench.seed())
+                confirmed += again.verdict is comparison.verdict
+            comparisons[name].append(comparison)
             _progress(workbench, "aa", i, scale.aa)
-    except Exception as why:  # noqa: BLE001  minutes of comparisons are kept
+    except Exception as why:  # noqa: BLE001  keep minutes of comparisons, whatever went wrong
         workbench.progress(traceback.format_exc())
-        broken = f"{type(why).__name__}: {why}"
+        error = f"{type(why).__name__}: {why}"
     return {
-        "broken": broken,
-        "floor": level,
-        **counted([one for ones in found.values() for one in ones]),
-        "confirmed": sure,
-        "kinds": {name: counted(ones) for name, ones in found.items() if ones},
+        "broken": error,
+        "floor": noise_floor,
+        **aggregate([c for of_kind in comparisons.values() for c in of_kind]),
+        "confirmed": confirmed,
+        "kinds": {name: aggregate(of_kind) for name, of_kind in comparisons.items() if of_kind},
     }
 
 
-def counted(ones: Sequence[Judged]) -> Figures:
-    """Count what comparisons of identical arms said; the deviations are those of a log ratio."""
-    valid = [one for one in ones if one.ratio]
-    ratios = [one.ratio.value for one in ones if one.ratio]
-    widths = [stats.half_width(one.ratio) for one in ones if one.ratio]
+def aggregate(comparisons: Sequence[Comparison]) -> Figures:
+    """Count the verdicts on identical arms; average widths and standard deviations."""
+    valid = [c for c in comparisons if c.ratio]
+    ratios = [c.ratio.value for c in comparisons if c.ratio]
+    widths = [stats.half_width(c.ratio) for c in comparisons if c.ratio]
+    seconds = [c.seconds for c in comparisons]
     return {
-        "comparisons": len(ones),
-        "refused": len(ones) - len(valid),
-        "false_alarms": sum(one.alarm for one in ones),
+        "comparisons": len(comparisons),
+        "refused": len(comparisons) - len(valid),
+        "false_alarms": sum(c.is_alarm for c in comparisons),
         "beyond_3_percent": sum(max(ratio, 1 / ratio) >= 1.03 for ratio in ratios),
         "half_width": statistics.median(widths) if widths else None,
-        "replicate_sd": _pooled(one.replicate_sd for one in valid),
-        "round_sd": _pooled(one.round_sd for one in valid),
-        "seconds_each": statistics.fmean(one.seconds for one in ones) if ones else None,
+        "replicate_sd": _pooled(c.replicate_sd for c in valid),
+        "round_sd": _pooled(c.round_sd for c in valid),
+        "seconds_each": statistics.fmean(seconds) if seconds else None,
     }
 
 
@@ -249,139 +272,145 @@ def _pooled(deviations: Iterable[float]) -> float | None:
 
 
 def power(workbench: Workbench, scale: Scale) -> Figures:
-    """Count how often a slowdown is seen: both arms spin, one of them longer.
+    """Count how often a known slowdown is detected: both arms spin, one of them longer.
 
-    The longer arm is baseline and optimized in turn.
+    Which arm is slower is random.
     """
-    level = workbench.floor()
-    made = {name: longer(workbench, kind) for name, kind in workbench.kinds.items()}
-    found: Figures = {}
-    for share in SHARES:
+    noise_floor = workbench.noise_floor()
+    slowdowns = {n: calibrate_slowdown(workbench, kind) for n, kind in workbench.kinds.items()}
+    figures: Figures = {}
+    for share in SLOWDOWNS:
         seen = wrong = refused = 0
-        logs = []
-        for name, i in _turns(workbench.kinds, scale.power):
-            slow, fast = made[name](share)
-            faster = workbench.random.random() < 0.5
-            arms = (slow, fast) if faster else (fast, slow)
-            one = judged(
-                workbench.device, workbench.kinds[name][0], arms, level, SHORT, workbench.seed()
+        log_ratios = []
+        for name, i in _cycle(workbench.kinds, scale.power):
+            slow, fast = slowdowns[name](share)
+            is_faster = workbench.random.random() < 0.5
+            arms = (slow, fast) if is_faster else (fast, slow)
+            inputs, _ = workbench.kinds[name]
+            comparison = compare(
+                workbench.device, inputs, arms, noise_floor, SHORT, workbench.seed()
             )
-            seen += one.verdict is (Verdict.FASTER if faster else Verdict.SLOWER)
-            wrong += one.verdict is (Verdict.SLOWER if faster else Verdict.FASTER)
-            refused += one.ratio is None
-            if one.ratio:
-                logs.append(math.log(one.ratio.value) * (1 if faster else -1))
+            seen += comparison.verdict is (Verdict.FASTER if is_faster else Verdict.SLOWER)
+            wrong += comparison.verdict is (Verdict.SLOWER if is_faster else Verdict.FASTER)
+            refused += comparison.ratio is None
+            if comparison.ratio:
+                log_ratios.append(math.log(comparison.ratio.value) * (1 if is_faster else -1))
             _progress(workbench, f"power at {share:.1%}", i, scale.power)
-        measured = math.expm1(statistics.fmean(logs)) if logs else None
-        found[f"{share:g}"] = {
-            "of": scale.power, "seen": seen, "wrong": wrong, "refused": refused, "mean": measured,
+        mean = math.expm1(statistics.fmean(log_ratios)) if log_ratios else None
+        figures[f"{share:g}"] = {
+            "of": scale.power, "seen": seen, "wrong": wrong, "refused": refused, "mean": mean,
         }  # fmt: skip
-    return found
+    return figures
 
 
 def drift(workbench: Workbench, scale: Scale) -> Figures:
-    """Compare identical arms while the device is heated before blocks, and after a rest.
+    """Compare identical arms while the GPU is heated before random blocks, and after a rest.
 
-    Ours beside the median of 20 blocks of one arm, then of 20 of the other, which is called
-    different beyond 2 %.
+    ``ours`` counts the verdicts of the harness. ``sequential`` is the ratio of two medians: 20
+    blocks of one arm, then 20 of the other, judged by a threshold of 2 %.
     """
-    level = workbench.floor()
-    found: Figures = {}
-    for stress in ("heated", "cold"):
-        ours: list[Judged] = []
-        theirs: list[float] = []
+    noise_floor = workbench.noise_floor()
+    figures: Figures = {}
+    for condition in ("heated", "cold"):
+        comparisons: list[Comparison] = []
+        sequential: list[float] = []
         effects: list[float] = []
-        for name, i in _turns(_DRIFTING, len(_DRIFTING) * scale.drift):
+        for name, i in _cycle(_DRIFT_KINDS, len(_DRIFT_KINDS) * scale.drift):
             inputs, arm = workbench.kinds[name]
-            clock: Any = (
-                Heated(workbench.device, workbench.heat, workbench.random)
-                if stress == "heated"
-                else workbench.device
+            device: Any = workbench.device
+            if condition == "heated":
+                device = HeatedDevice(device, workbench.heat, workbench.random)
+            _rest(workbench, condition)
+            sequential.append(_sequential_ratio(device, inputs, arm, workbench.seed()))
+            _rest(workbench, condition)
+            comparisons.append(
+                compare(device, inputs, (arm, arm), noise_floor, SHORT, workbench.seed())
             )
-            _rest(workbench, stress)
-            theirs.append(_sequential(clock, inputs, arm, workbench.seed()))
-            _rest(workbench, stress)
-            ours.append(judged(clock, inputs, (arm, arm), level, SHORT, workbench.seed()))
-            if stress == "heated":
-                effects.append(clock.effect())
-            _progress(workbench, stress, i, len(_DRIFTING) * scale.drift)
-        logs = [math.log(ratio) for ratio in theirs]
-        values = [math.log(one.ratio.value) for one in ours if one.ratio]
-        found[stress] = {
-            "comparisons": len(ours),
+            if condition == "heated":
+                effects.append(device.effect())
+            _progress(workbench, condition, i, len(_DRIFT_KINDS) * scale.drift)
+        by_threshold = [other_timers.by_threshold(ratio) for ratio in sequential]
+        log_ratios = [math.log(c.ratio.value) for c in comparisons if c.ratio]
+        figures[condition] = {
+            "comparisons": len(comparisons),
             "slower_after_heat": statistics.fmean(effects) if effects else None,
             "ours": {
-                "false_alarms": sum(one.alarm for one in ours),
-                "refused": len(ours) - len(values),
-                "sd": statistics.stdev(values) if len(values) > 1 else None,
+                "false_alarms": sum(c.is_alarm for c in comparisons),
+                "refused": len(comparisons) - len(log_ratios),
+                "sd": _deviation(log_ratios),
             },
             "sequential": {
-                "false_alarms": sum(
-                    other_timers.by_threshold(ratio) is not Verdict.SAME for ratio in theirs
-                ),
-                "sd": statistics.stdev(logs) if len(logs) > 1 else None,
+                "false_alarms": sum(verdict is not Verdict.SAME for verdict in by_threshold),
+                "sd": _deviation([math.log(ratio) for ratio in sequential]),
             },
         }
-    return found
+    return figures
 
 
-def _rest(workbench: Workbench, stress: str) -> None:
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _rest(workbench: Workbench, condition: str) -> None:
     workbench.device.release()
-    if stress == "cold":
+    if condition == "cold":
         time.sleep(workbench.rest_s)
 
 
-def _sequential(
-    clock: Any, inputs: Callable[..., Any], arm: Callable[..., object], seed: int
+def _sequential_ratio(
+    device: Device, inputs: Callable[..., Any], arm: Callable[..., object], seed: int
 ) -> float:
-    clock.seed(seed)
-    args = inputs(Bench(clock.torch_device, seed, full=True))
+    device.seed(seed)
+    args = inputs(Bench(device.torch_device, seed, full=True))
     call = partial(arm, *args)
-    clock.block([call], Mode.WALL).run()
-    once = clock.estimate_s(call)
-    mode = choose_mode(Metric.DEVICE, once)
-    block = clock.block([call] * calls_per_block(mode, once, once), mode)
+    device.block([call], Mode.WALL).run()
+    call_s = device.estimate_s(call)
+    mode = choose_mode(Metric.DEVICE, call_s)
+    block = device.block([call] * calls_per_block(mode, call_s, call_s), mode)
     first, second = ([block.run() for _ in range(20)] for _ in range(2))
-    return float(statistics.median(first) / statistics.median(second))
+    return statistics.median(first) / statistics.median(second)
 
 
 def one(workbench: Workbench, _: Scale) -> Figures:
-    """Measure one real claim: softmax by torch against softmax written out."""
+    """Measure one real claim: torch's softmax against a softmax of separate operations."""
     inputs, *arms = workbench.claim
-    found = judged(workbench.device, inputs, (arms[0], arms[1]), 0.0, STANDARD, workbench.seed())
-    if found.ratio is None:
+    comparison = compare(
+        workbench.device, inputs, (arms[0], arms[1]), 0.0, STANDARD, workbench.seed()
+    )
+    if comparison.ratio is None:
         raise InvalidMeasurement("the GPU was disturbed: let it cool and run again")
-    return {"ratio": found.ratio.value, "half_width": stats.half_width(found.ratio)}
+    return {"ratio": comparison.ratio.value, "half_width": stats.half_width(comparison.ratio)}
 
 
 def repeat(workbench: Workbench, scale: Scale) -> Figures:
-    """Measure that claim in processes of their own."""
+    """Measure that claim in several new processes."""
     ratios = []
     for i in range(1, scale.repeat + 1):
-        ratios.append(workbench.in_fresh_process())
+        ratios.append(workbench.measure_in_new_process())
         workbench.progress(f"repeat: {i} of {scale.repeat}: {ratios[-1]:.4f}x")
     return {
         "processes": len(ratios),
         "ratio": statistics.geometric_mean(ratios),
-        "sd": statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else None,
+        "sd": _deviation([math.log(ratio) for ratio in ratios]),
     }
 
 
 def head_to_head(workbench: Workbench, scale: Scale) -> Figures:
-    """Let our rule and others judge the same comparisons of known truth."""
+    """Let the harness and other timers judge the same cases."""
     return other_timers.head_to_head(
-        workbench, other_timers.CASES[: scale.rivals], other_timers.on_gpu(workbench)
+        workbench, other_timers.CASES[: scale.cases], other_timers.on_gpu(workbench)
     )
 
 
-def _turns(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
-    each = list(names)
-    return ((each[i % len(each)], i + 1) for i in range(count))
+def _cycle(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
+    """Cycle through names; number the items from 1 to ``count``."""
+    listed = list(names)
+    return ((listed[i % len(listed)], i + 1) for i in range(count))
 
 
-def _progress(workbench: Workbench, what: str, done: int, of: int) -> None:
+def _progress(workbench: Workbench, phase: str, done: int, of: int) -> None:
     if done == of or done % 20 == 0:
-        workbench.progress(f"{what}: {done} of {of}")
+        workbench.progress(f"{phase}: {done} of {of}")
 
 
 PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
@@ -396,4 +425,4 @@ PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
     "repeat": repeat,
     "one": one,
 }
-"""The parts in their order; ``one`` is what each process of ``repeat`` does."""
+"""The parts in the order of the record; each process of ``repeat`` runs ``one``."""

@@ -46,10 +46,10 @@ extern "C" cudaError_t empty(cudaStream_t stream) {
 
 // Reads every byte once, bypassing the L1.
 __global__ void __launch_bounds__(THREADS) read_once(const uint4* in, unsigned* out) {
-    const uint4* mine = in + size_t(blockIdx.x) * THREADS * VECTORS + threadIdx.x;
+    const uint4* vectors = in + size_t(blockIdx.x) * THREADS * VECTORS + threadIdx.x;
     uint4 loaded[VECTORS];
 #pragma unroll
-    for (int k = 0; k < VECTORS; ++k) loaded[k] = __ldcg(mine + k * THREADS);
+    for (int k = 0; k < VECTORS; ++k) loaded[k] = __ldcg(vectors + k * THREADS);
     unsigned sum = 0;
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) sum ^= loaded[k].x ^ loaded[k].y ^ loaded[k].z ^ loaded[k].w;

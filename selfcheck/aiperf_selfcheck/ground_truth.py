@@ -1,4 +1,4 @@
-"""Comparisons whose truth is known: identical arms, an arm that spins longer, a heated GPU."""
+"""Comparisons with a known answer: identical arms, arms that spin longer, a heated GPU."""
 
 from __future__ import annotations
 
@@ -17,22 +17,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.claim.inputs import Claim, Trial
-from pytest_aiperf.claim.measure import noise_floor
+from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.claim.measure import noise_floor as measure_noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings
-from pytest_aiperf.model import Bench, Interval, Metric, Mode, Timing, Verdict
+from pytest_aiperf.model import Bench, CacheName, Interval, Metric, Mode, Timing, Verdict
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import verdict
 
 SHORT: Final = replace(STANDARD, max_replicates=12, time_budget_s=0.4)
-"""How long a comparison takes where hundreds are made: half a second, a claim takes some."""
-LEAD: Final = 1e-6
-"""Both arms of a comparison with a longer arm spin at least so long: a kernel is not free."""
-_SIDE, _BURST = 8192, 12  # 12 products of 1.6 ms on an H200: its power cap acts within them
+"""Stopping rule where hundreds of comparisons are made: about half a second for each."""
+
+MIN_SPIN_S: Final = 1e-6
+"""Both arms of a slowdown spin at least this long, so that both pay for an extra kernel."""
+
+_HEAT_MATRIX_SIDE: Final = 8192
+"""Rows and columns of the matrices that heat the GPU: a product takes 1.6 ms on an H200."""
+
+_HEAT_PRODUCTS: Final = 12
+"""Matrix products per heating: 20 ms on an H200, whose power cap acts within that time."""
+
 _KERNELS: Final = Path(__file__).with_name("ground_truth.cu")
 
 Arm = Callable[..., object]
@@ -55,170 +63,177 @@ class Workbench:
     timed_spin: Callable[[float], object]
     """The same, adding the seconds on the GPU's global timer to a running total."""
     mean_spin_s: Callable[[], float]
-    """Mean seconds per ``timed_spin`` since the last call, on that independent timer."""
+    """Mean seconds per ``timed_spin`` since the last call, on the GPU's global timer."""
     empty: Call
     """Launch a kernel that does nothing."""
     sweep: Callable[[int], Call]
     """Make a call that reads this many bytes."""
-    limit: Callable[[], float]
+    read_limit: Callable[[], float]
     """Bytes per second that device memory can deliver."""
     heat: Call
     """Slow the device down for a while."""
-    in_fresh_process: Callable[[], float]
-    """The ratio of ``claim`` as a process of its own measures it."""
+    measure_in_new_process: Callable[[], float]
+    """Measure ``claim`` in a new process; return its ratio."""
     progress: ceilings.ProgressLine
     """Print a line of progress."""
     random: random.Random
     """Source of seeds and orders."""
     rest_s: float = 0.7
-    """How long the device rests before a comparison on a cold GPU."""
-    known_floor: float | None = None
+    """Seconds of rest before a comparison on a cold GPU."""
+    cached_noise_floor: float | None = None
     """The noise floor, once it has been measured."""
 
-    def floor(self) -> float:
-        """Return the noise floor, measured once, as a session does."""
-        if self.known_floor is None:
-            self.known_floor = noise_floor(self.device, self.seed(), STANDARD, quiet)
-        return self.known_floor
+    def noise_floor(self) -> float:
+        """Return the noise floor, measured once, as in a session."""
+        if self.cached_noise_floor is None:
+            self.cached_noise_floor = measure_noise_floor(
+                self.device, self.seed(), STANDARD, no_progress
+            )
+        return self.cached_noise_floor
 
     def seed(self) -> int:
         return self.random.randrange(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """One comparison: no verdict and no ratio where a guard refused it.
-
-    ``replicate_sd`` is that of the log ratios between replicates, ``round_sd`` that between the
-    rounds of one: the fake device's noise is fitted to them.
-    """
+class Comparison:
+    """Outcome of one comparison of two arms."""
 
     verdict: Verdict | None
+    """None if a guard refused the measurement."""
     ratio: Interval | None
+    """None if a guard refused the measurement."""
     seconds: float
+    """Seconds that the comparison took."""
     replicate_sd: float = 0.0
+    """Standard deviation of the log ratio between replicates."""
     round_sd: float = 0.0
+    """Standard deviation of the log ratio between the rounds of a replicate."""
 
     @property
-    def alarm(self) -> bool:
-        """Whether it tells its arms apart."""
+    def is_alarm(self) -> bool:
+        """Whether the verdict is that the arms differ."""
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER)
 
 
-def quiet(*_said: object, **_figures: object) -> None:
+def no_progress(*_phase: object, **_figures: object) -> None:
     """Report no progress."""
 
 
-def judged(  # noqa: PLR0917  a comparison's own parts
-    clock: Device,
+def compare(  # noqa: PLR0917  the same order everywhere
+    device: Device,
     inputs: Callable[[Bench], object],
     arms: Arms,
-    floor: float,
-    plan: StoppingRule,
+    noise_floor: float,
+    rule: StoppingRule,
     seed: int,
-    cache: str = "cold",
-) -> Judged:
-    """Compare two arms as a claim does, from fresh allocations and seeds."""
-    begun = time.monotonic()
+    cache: CacheName = "cold",
+) -> Comparison:
+    """Compare two arms as a claim does, from new allocations and seeds."""
+    started = time.monotonic()
     baseline, optimized = arms
     claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
-    trial = Trial(claim, clock, seed, full=True, say=quiet)
+    bound = BoundClaim(claim, device, seed, full=True)
     try:
-        timing = measure(trial, Metric.DEVICE, plan)
+        timing = measure(bound, Metric.DEVICE, rule)
     except InvalidMeasurement:
-        return Judged(None, None, time.monotonic() - begun)
+        return Comparison(None, None, time.monotonic() - started)
     finally:
-        trial.verify()
+        bound.verify()
     ratio = speedup(timing)
-    seconds = time.monotonic() - begun
-    return Judged(verdict(ratio, floor), ratio, seconds, *spreads(timing))
+    seconds = time.monotonic() - started
+    return Comparison(verdict(ratio, noise_floor), ratio, seconds, *deviations(timing))
 
 
-def spreads(timing: Timing) -> tuple[float, float]:
-    """Return the deviations of a log ratio between replicates, and between rounds of one."""
+def deviations(timing: Timing) -> tuple[float, float]:
+    """Return the standard deviations of the log ratio: between replicates, and between rounds."""
     arms = ("baseline", "optimized")
-    between = [stats.log_ratio(r, *arms) for r in timing.replicates]
-    within = [
+    ratios = [stats.log_ratio(r, *arms) for r in timing.replicates]
+    round_variances = [
         statistics.variance([stats.paired_log_ratio(round_, *arms) for round_ in r.rounds])
         for r in timing.replicates
         if len(r.rounds) > 1
     ]
-    apart = statistics.stdev(between) if len(between) > 1 else 0.0
-    return apart, math.sqrt(statistics.fmean(within)) if within else 0.0
+    replicate_sd = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
+    return replicate_sd, math.sqrt(statistics.fmean(round_variances)) if round_variances else 0.0
 
 
-def longer(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:
-    """Return what makes two arms of a kind, the first of which takes a share longer.
+def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:
+    """Return a function that makes two arms of a kind, the first slower by the given share.
 
-    Both spin; by how much a longer spin prolongs a call is measured first, in the harness's very
-    conditions, with a spin so long that the noise does not matter, and then scaled down.
+    Both arms spin before they work. The effect of a spin on a call is measured once, under the
+    conditions of a claim and with a spin so long that noise is negligible, then scaled down.
     """
     inputs, arm = kind
 
-    def spinning(seconds: float) -> Callable[..., object]:
-        def spun(*args: object) -> object:
+    def with_spin(seconds: float) -> Arm:
+        def spin_then_call(*args: object) -> object:
             workbench.spin(seconds)
             return arm(*args)
 
-        return spun
+        return spin_then_call
 
     workbench.device.seed(0)
     call = partial(arm, *inputs(Bench(workbench.device.torch_device, 0, full=True)))
     workbench.device.block([call], Mode.WALL).run()
-    extra = max(2e-6, 0.2 * workbench.device.estimate_s(call))
+    extra_s = max(2e-6, 0.2 * workbench.device.estimate_s(call))
     del call
-    base = spinning(LEAD)
-    # the floor plays no part: only the ratio is asked for
-    found = judged(
-        workbench.device, inputs, (spinning(LEAD + extra), base), 0.0, STANDARD, workbench.seed()
-    )
-    if found.ratio is None or found.ratio.value < 1.05:
-        raise InvalidMeasurement("spinning longer did not show: let the GPU cool and run again")
-    grown = found.ratio.value - 1
-    return lambda share: (spinning(LEAD + extra * share / grown), base)
+    fast = with_spin(MIN_SPIN_S)
+    slow = with_spin(MIN_SPIN_S + extra_s)
+    # the noise floor decides only the verdict, and only the ratio is used
+    comparison = compare(workbench.device, inputs, (slow, fast), 0.0, STANDARD, workbench.seed())
+    if comparison.ratio is None or comparison.ratio.value < 1.05:
+        raise InvalidMeasurement(
+            "a long spin did not slow its arm by 5 %: let the GPU cool and run again"
+        )
+    slowdown = comparison.ratio.value - 1
+    return lambda share: (with_spin(MIN_SPIN_S + extra_s * share / slowdown), fast)
 
 
-class Heated:
-    """A clock that makes its device slow before half of its blocks, at random."""
+class HeatedDevice:
+    """A device that is heated before a random half of its timed blocks."""
 
-    def __init__(self, clock: Device, heat: Call, rng: random.Random) -> None:
-        self._clock, self._heat, self._random = clock, heat, rng
-        self._runs: list[tuple[list[float], list[float]]] = []
+    def __init__(self, device: Device, heat: Call, rng: random.Random) -> None:
+        self._device, self._heat, self._random = device, heat, rng
+        self._log_seconds: list[tuple[list[float], list[float]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._clock, name)
+        return getattr(self._device, name)
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:
-        block = self._clock.block(calls, mode)
-        if mode is Mode.WALL:  # nothing is timed by it here
+        block = self._device.block(calls, mode)
+        if mode is Mode.WALL:  # not timed here: these blocks only warm up
             return block
-        self._runs.append(([], []))
-        return _HeatedBlock(block, self._warmed, self._runs[-1])
+        self._log_seconds.append(([], []))
+        return _HeatedBlock(block, self._heat_at_random, self._log_seconds[-1])
 
-    def _warmed(self) -> bool:
-        heated = self._random.random() < 0.5
-        if heated:
+    def _heat_at_random(self) -> bool:
+        is_heated = self._random.random() < 0.5
+        if is_heated:
             self._heat()
-        return heated
+        return is_heated
 
     def effect(self) -> float:
-        """Return by how much blocks took longer after the heat than without: the attack's force."""
-        means = [[statistics.fmean(run) for run in both] for both in self._runs if all(both)]
-        return math.expm1(statistics.fmean(h - c for c, h in means)) if means else 0.0
+        """Return by which share blocks took longer after heating than without."""
+        means = [[statistics.fmean(run) for run in both] for both in self._log_seconds if all(both)]
+        return math.expm1(statistics.fmean(hot - cold for cold, hot in means)) if means else 0.0
 
 
 class _HeatedBlock:
     def __init__(
-        self, block: Block, warmed: Callable[[], bool], runs: tuple[list[float], list[float]]
+        self,
+        block: Block,
+        heat_at_random: Callable[[], bool],
+        log_seconds: tuple[list[float], list[float]],
     ) -> None:
-        self._block, self._warmed, self._runs = block, warmed, runs
+        self._block, self._heat_at_random, self._log_seconds = block, heat_at_random, log_seconds
         self.last = block.last
 
     def run(self) -> float:
-        heated = self._warmed()
+        is_heated = self._heat_at_random()
         seconds = self._block.run()
         self.last = self._block.last
-        self._runs[heated].append(math.log(seconds))
+        self._log_seconds[is_heated].append(math.log(seconds))
         return seconds
 
     def run_untimed(self) -> None:
@@ -230,110 +245,113 @@ class _HeatedBlock:
 
 
 def kinds() -> dict[str, NoiseProbe]:
-    """Name arms of four kinds: bound by memory, by arithmetic, by both, and by their launch."""
+    """Return arms bound by memory, by arithmetic, by both, and by launch overhead."""
     import torch
 
-    def copying(bench: Bench) -> tuple[Any, ...]:
+    def copy_inputs(bench: Bench) -> tuple[Any, ...]:
         a = torch.randn(1 << 25, device=bench.device)
         return a, torch.empty_like(a)
 
-    def matrices(bench: Bench) -> tuple[Any, ...]:
+    def gemm_inputs(bench: Bench) -> tuple[Any, ...]:
         a = torch.randn(4096, 4096, device=bench.device, dtype=torch.bfloat16)
         return a, torch.randn_like(a)
 
-    def rows(bench: Bench) -> tuple[Any, ...]:
+    def softmax_inputs(bench: Bench) -> tuple[Any, ...]:
         return (torch.randn(8192, 4096, device=bench.device),)
 
-    def million(bench: Bench) -> tuple[Any, ...]:
+    def add_inputs(bench: Bench) -> tuple[Any, ...]:
         x = torch.randn(1_000_000, device=bench.device)
         return x, torch.randn_like(x)
 
     return {
-        "copy": (copying, lambda a, out: out.copy_(a)),
-        "gemm": (matrices, torch.mm),
-        "softmax": (rows, lambda x: torch.softmax(x, 1)),
-        "add": (million, torch.add),
+        "copy": (copy_inputs, lambda a, out: out.copy_(a)),
+        "gemm": (gemm_inputs, torch.mm),
+        "softmax": (softmax_inputs, lambda x: torch.softmax(x, 1)),
+        "add": (add_inputs, torch.add),
     }
 
 
-def on_gpu(clock: Device, say: ceilings.ProgressLine) -> Workbench:
-    """Make the workbench of a real GPU: kernels of our own, and torch's."""
+def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
+    """Make the workbench of a real GPU, from this package's kernels and torch's."""
     import torch
 
-    assert clock.gpu is not None
-    kernels = nvcc.Nvcc([_KERNELS.parent], [clock.gpu.arch])(_KERNELS.name)
-    # each once: to look a kernel up takes the host longer than to launch it
+    assert device.gpu is not None
+    kernels = nvcc.Nvcc([_KERNELS.parent], [device.gpu.arch])(_KERNELS.name)
+    # looked up once: a lookup takes the host longer than a launch
     names = ("empty", "sweep", "spin", "timed_spin")
-    empty, sweep, launch_spin, launch_timed_spin = (kernels[name] for name in names)
-    counts = torch.zeros(2, dtype=torch.int64, device=clock.torch_device)
+    empty, sweep_bytes, launch_spin, launch_timed_spin = (kernels[name] for name in names)
+    totals = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
 
     def mean_spin_s() -> float:
-        clock.synchronize()
-        nanoseconds, count = counts.tolist()
-        counts.zero_()
-        clock.synchronize()
+        device.synchronize()
+        nanoseconds, count = totals.tolist()
+        totals.zero_()
+        device.synchronize()
         return float(nanoseconds * 1e-9 / max(1, count))
 
-    def calibrated(cycles: int) -> float:
-        clock.block([lambda: launch_timed_spin(cycles, counts)], Mode.WALL).run()
+    def measure_clock_hz(cycles: int) -> float:
+        device.block([lambda: launch_timed_spin(cycles, totals)], Mode.WALL).run()
         return cycles / mean_spin_s()
 
-    calibrated(10_000_000)  # the first finds the GPU asleep
-    cycles_per_s = calibrated(100_000_000)
+    measure_clock_hz(10_000_000)  # wakes the GPU from its idle clocks
+    clock_hz = measure_clock_hz(100_000_000)
 
     def spin(seconds: float) -> None:
-        launch_spin(round(seconds * cycles_per_s))
+        launch_spin(round(seconds * clock_hz))
 
     def timed_spin(seconds: float) -> None:
-        launch_timed_spin(round(seconds * cycles_per_s), counts)
+        launch_timed_spin(round(seconds * clock_hz), totals)
 
-    def sweeping(size: int) -> Call:
-        data = torch.randint(256, (size,), dtype=torch.uint8, device=clock.torch_device)
-        out = torch.zeros(1, dtype=torch.int32, device=clock.torch_device)
-        return lambda: sweep(data, size, out)
+    def sweep(size: int) -> Call:
+        data = torch.randint(256, (size,), dtype=torch.uint8, device=device.torch_device)
+        out = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        return lambda: sweep_bytes(data, size, out)
 
     a, b = (
-        torch.randn(_SIDE, _SIDE, device=clock.torch_device, dtype=torch.bfloat16) for _ in "ab"
+        torch.randn(
+            _HEAT_MATRIX_SIDE, _HEAT_MATRIX_SIDE, device=device.torch_device, dtype=torch.bfloat16
+        )
+        for _ in "ab"
     )
     product = torch.empty_like(a)
-    burst = [lambda: torch.mm(a, b, out=product)] * _BURST
-    clock.block(burst[:1], Mode.WALL).run()  # its workspace is not to be allocated in a round
+    products = [lambda: torch.mm(a, b, out=product)] * _HEAT_PRODUCTS
+    device.block(products[:1], Mode.WALL).run()  # allocates cuBLAS's workspace before any round
 
-    def limit() -> float:
-        found = ceilings.known(clock, ("read",), say)
-        if "read" not in found:
+    def read_limit() -> float:
+        limits = ceilings.known(device, ("read",), progress)
+        if "read" not in limits:
             raise InvalidMeasurement("the read ceiling of this GPU is not known")
-        return float(found["read"])
+        return float(limits["read"])
 
-    def written_out(x: Any) -> Any:
+    def softmax_of_operations(x: Any) -> Any:
         e = torch.exp(x - x.amax(1, keepdim=True))
         return e / e.sum(1, keepdim=True)
 
-    known = kinds()
-    rows, softmax = known["softmax"]
+    arms = kinds()
+    softmax_inputs, softmax = arms["softmax"]
     return Workbench(
-        device=clock,
-        kinds=known,
-        claim=(rows, written_out, softmax),
+        device=device,
+        kinds=arms,
+        claim=(softmax_inputs, softmax_of_operations, softmax),
         spin=spin,
         timed_spin=timed_spin,
         mean_spin_s=mean_spin_s,
         empty=empty,
-        sweep=sweeping,
-        limit=limit,
-        heat=lambda: clock.block(burst, Mode.WALL).run(),
-        in_fresh_process=_in_fresh_process,
-        progress=say,
+        sweep=sweep,
+        read_limit=read_limit,
+        heat=lambda: device.block(products, Mode.WALL).run(),
+        measure_in_new_process=_measure_in_new_process,
+        progress=progress,
         random=random.Random(),  # noqa: S311  seeds and orders, not secrets
     )
 
 
-def _in_fresh_process() -> float:
+def _measure_in_new_process() -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one.json")
         command = [sys.executable, "-m", "pytest_aiperf", "prove", "--only=one", f"--json={path}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        if done.returncode or not path.exists():
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise AiperfError(f"{' '.join(command[1:])} failed and said: {said}")
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        if process.returncode or not path.exists():
+            error = (process.stderr.strip().splitlines() or ["no error output"])[-1]
+            raise AiperfError(f"{' '.join(command[1:])} failed: {error}")
         return float(json.loads(path.read_text(encoding="utf-8"))["parts"]["one"]["ratio"])

@@ -1,4 +1,4 @@
-"""The same comparisons of known truth, judged by our rule and by the ways that are in use."""
+"""The same comparisons with a known answer, judged by the harness and by other timers."""
 
 from __future__ import annotations
 
@@ -12,174 +12,190 @@ from typing import Any, Final
 
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.device import Call, NoiseProbe, now
-from pytest_aiperf.model import Bench, Verdict
+from pytest_aiperf.model import Bench, CacheName, Verdict
 
-from .ground_truth import Arms, Heated, Workbench, judged, longer
+from .ground_truth import Arm, Arms, HeatedDevice, Workbench, calibrate_slowdown, compare
 
 THRESHOLD: Final = 1.02
-"""Above this ratio, or below its inverse, the other ways' arms count as different: they give no
-interval, and 2 % is what people call noise."""
-_PAIRS, _WARM_UP = 100, 10
-_WALL_SECONDS: Final = 0.25
+"""Ratio from which on the arms of another timer count as different. Other timers give no interval,
+and 2 % is what is commonly called noise."""
 
-Way = Callable[[Call], float]
-"""Seconds of a call, as one of the other ways measures it."""
+_EVENT_PAIRS: Final = 100
+"""Calls timed by ``events``, whose median is reported."""
+
+_EVENT_WARM_UPS: Final = 10
+"""Calls that ``events`` makes before them."""
+
+_WALL_BUDGET_S: Final = 0.25
+"""Time that ``wall`` spends per arm; pytest-benchmark's default is 1 s."""
+
+Timer = Callable[[Call], float]
+"""Another timer: seconds per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A comparison: optimized is faster by ``share``, and may cost the host ``overhead`` seconds.
-
-    ``kind`` names one of the workbench's kinds, or is the seconds of a kernel that only spins.
-    ``stress`` is the heater, or a GPU that has rested.
-    """
+    """A comparison with a known answer, as every timer gets it."""
 
     kind: str | float
+    """Name of one of the workbench's kinds, or the seconds of a kernel that only spins."""
     share: float = 0.0
-    overhead: float = 0.0
-    stress: str = ""
+    """Share by which the optimized arm is faster; 0 for identical arms."""
+    host_overhead_s: float = 0.0
+    """Seconds that each call of the optimized arm occupies the host."""
+    condition: str = ""
+    """``heated``: the GPU is heated at random. ``cold``: the GPU rests before."""
 
     def __str__(self) -> str:
         name = self.kind if isinstance(self.kind, str) else f"spin {self.kind * 1e6:g} us"
-        host = f"+{self.overhead * 1e6:g} us on the host" if self.overhead else ""
-        return " ".join(filter(None, (name, f"{1 + self.share:g}x", host, self.stress)))
+        host = f"+{self.host_overhead_s * 1e6:g} us on the host" if self.host_overhead_s else ""
+        return " ".join(filter(None, (name, f"{1 + self.share:g}x", host, self.condition)))
 
 
 CASES: Final = (
-    # identical and not in turn, so that the first few are a fair sample
+    # alternately identical and different, so that the first few are a fair sample
     Case(5e-6), Case(5e-6, 0.05),
-    Case("copy", stress="heated"), Case("copy", 0.03, stress="heated"),
-    Case(5e-6, overhead=20e-6), Case(5e-6, 0.05, overhead=20e-6),
-    Case("gemm", stress="cold"), Case("gemm", 0.03, stress="cold"),
+    Case("copy", condition="heated"), Case("copy", 0.03, condition="heated"),
+    Case(5e-6, host_overhead_s=20e-6), Case(5e-6, 0.05, host_overhead_s=20e-6),
+    Case("gemm", condition="cold"), Case("gemm", 0.03, condition="cold"),
     Case("add"), Case(20e-6, 0.03),
-    Case("gemm", stress="heated"), Case("gemm", 0.03, stress="heated"),
+    Case("gemm", condition="heated"), Case("gemm", 0.03, condition="heated"),
     Case("softmax"), Case("softmax", 0.03),
-    Case(50e-6, overhead=100e-6), Case(50e-6, 0.05, overhead=100e-6),
-    Case(1e-3, stress="heated"), Case(1e-3, 0.03, stress="heated"),
-    Case("copy", stress="cold"), Case("copy", 0.03, stress="cold"),
+    Case(50e-6, host_overhead_s=100e-6), Case(50e-6, 0.05, host_overhead_s=100e-6),
+    Case(1e-3, condition="heated"), Case(1e-3, 0.03, condition="heated"),
+    Case("copy", condition="cold"), Case("copy", 0.03, condition="cold"),
 )  # fmt: skip
-"""Ten of identical arms, and ten with a difference."""
+"""Ten cases of identical arms and ten with a difference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one way says of one comparison; without a ratio it declined."""
+class Judgement:
+    """One timer's verdict on one case."""
 
     truth: float
+    """The true ratio."""
     verdict: Verdict | None
+    """None if a guard refused the measurement."""
     ratio: float | None
+    """The measured ratio; None if a guard refused the measurement."""
     seconds: float
+    """Seconds that the comparison took."""
 
 
-def scored(answers: Sequence[Answer]) -> dict[str, float | int | None]:
-    """Count false alarms, what was seen of true differences, and how far the ratios are off.
+def score(judgements: Sequence[Judgement]) -> dict[str, float | int | None]:
+    """Count false alarms and detected differences, and average the errors of the ratios.
 
-    A verdict in the wrong direction is a false alarm, whatever the truth. ``bias`` is the mean of
-    the ratios' relative errors, ``error`` that of their sizes, ``worst`` the largest.
+    A verdict in the wrong direction is a false alarm, whatever the truth. ``bias`` is the mean
+    relative error of the ratios, ``error`` the mean of its absolute value, ``worst`` the largest.
     """
-    told = sum(a.verdict in (Verdict.FASTER, Verdict.SLOWER) for a in answers)
-    right = sum(a.truth > 1 and a.verdict is Verdict.FASTER for a in answers)
-    off = [math.log(a.ratio / a.truth) for a in answers if a.ratio]
+    alarms = sum(j.verdict in (Verdict.FASTER, Verdict.SLOWER) for j in judgements)
+    detected = sum(j.truth > 1 and j.verdict is Verdict.FASTER for j in judgements)
+    errors = [math.log(j.ratio / j.truth) for j in judgements if j.ratio]
     return {
-        "identical": sum(a.truth == 1 for a in answers),
-        "false_alarms": told - right,
-        "different": sum(a.truth > 1 for a in answers),
-        "seen": right,
-        "bias": statistics.fmean(off) if off else None,
-        "error": statistics.fmean(map(abs, off)) if off else None,
-        "worst": max(map(abs, off), default=None),
-        "seconds_each": statistics.fmean(a.seconds for a in answers) if answers else None,
+        "identical": sum(j.truth == 1 for j in judgements),
+        "false_alarms": alarms - detected,
+        "different": sum(j.truth > 1 for j in judgements),
+        "seen": detected,
+        "bias": statistics.fmean(errors) if errors else None,
+        "error": statistics.fmean(map(abs, errors)) if errors else None,
+        "worst": max(map(abs, errors), default=None),
+        "seconds_each": statistics.fmean(j.seconds for j in judgements) if judgements else None,
     }
 
 
 def by_threshold(ratio: float) -> Verdict:
-    """Judge a bare ratio as people do who have no interval."""
+    """Judge a ratio that has no interval."""
     if ratio > THRESHOLD:
         return Verdict.FASTER
     return Verdict.SLOWER if ratio < 1 / THRESHOLD else Verdict.SAME
 
 
 def head_to_head(
-    workbench: Workbench, cases: Sequence[Case], ways: Mapping[str, Way]
+    workbench: Workbench, cases: Sequence[Case], timers: Mapping[str, Timer]
 ) -> dict[str, Any]:
-    """Let our rule and the other ways judge each case, in a random order each time."""
-    floor = workbench.floor()
-    made: dict[str, Callable[[float], Arms]] = {}
-    found: dict[str, list[Answer]] = {name: [] for name in ("ours", *ways)}
+    """Let the harness (``ours``) and the timers judge each case, each time in a random order."""
+    noise_floor = workbench.noise_floor()
+    slowdowns: dict[str, Callable[[float], Arms]] = {}
+    judgements: dict[str, list[Judgement]] = {name: [] for name in ("ours", *timers)}
     judges = {
-        "ours": partial(_ours, floor=floor),
-        **{n: partial(_theirs, w) for n, w in ways.items()},
+        "ours": partial(_judge_by_harness, noise_floor=noise_floor),
+        **{name: partial(_judge_by_timer, timer) for name, timer in timers.items()},
     }
     for number, case in enumerate(cases, 1):
         workbench.progress(f"rivals: {number} of {len(cases)}: {case}")
-        kind, arms = _arms(workbench, case, made)
+        kind, arms = _arms(workbench, case, slowdowns)
         for name in workbench.random.sample(list(judges), len(judges)):
             workbench.device.release()
-            if case.stress == "cold":
+            if case.condition == "cold":
                 time.sleep(workbench.rest_s)
-            begun = time.monotonic()
+            started = time.monotonic()
             verdict, ratio = judges[name](workbench, case, kind, arms)
-            seconds = time.monotonic() - begun
-            found[name].append(Answer(1 + case.share, verdict, ratio, seconds))
+            seconds = time.monotonic() - started
+            judgements[name].append(Judgement(1 + case.share, verdict, ratio, seconds))
     return {
         "threshold": THRESHOLD,
         "cases": {
-            str(case): {n: round(a[i].ratio or 0, 4) for n, a in found.items()}
+            str(case): {name: round(of[i].ratio or 0, 4) for name, of in judgements.items()}
             for i, case in enumerate(cases)
         },
-        "ways": {name: scored(answers) for name, answers in found.items()},
+        "ways": {name: score(of) for name, of in judgements.items()},
     }
 
 
 def _arms(
-    workbench: Workbench, case: Case, made: dict[str, Callable[[float], Arms]]
+    workbench: Workbench, case: Case, slowdowns: dict[str, Callable[[float], Arms]]
 ) -> tuple[NoiseProbe, Arms]:
-    """Make a case's inputs and arms: baseline is the longer one."""
+    """Make a case's inputs and arms; the baseline is the slower one."""
     if isinstance(case.kind, str):
         kind = workbench.kinds[case.kind]
-        if case.share and case.kind not in made:
-            made[case.kind] = longer(workbench, kind)
-        slow, fast = made[case.kind](case.share) if case.share else (kind[1], kind[1])
+        if case.share and case.kind not in slowdowns:
+            slowdowns[case.kind] = calibrate_slowdown(workbench, kind)
+        slow, fast = slowdowns[case.kind](case.share) if case.share else (kind[1], kind[1])
     else:
-        kind = (workbench.kinds["add"][0], _spinning(workbench, case.kind))
-        slow, fast = _spinning(workbench, case.kind * (1 + case.share)), kind[1]
-    return kind, (slow, _busy(fast, case.overhead) if case.overhead else fast)
+        kind = (workbench.kinds["add"][0], _spin_arm(workbench, case.kind))
+        slow, fast = _spin_arm(workbench, case.kind * (1 + case.share)), kind[1]
+    if case.host_overhead_s:
+        fast = _with_host_overhead(fast, case.host_overhead_s)
+    return kind, (slow, fast)
 
 
-def _spinning(workbench: Workbench, seconds: float) -> Callable[..., object]:
-    def spun(*args: object) -> object:
+def _spin_arm(workbench: Workbench, seconds: float) -> Arm:
+    def spin(*args: object) -> object:
         workbench.spin(seconds)
         return args[0]
 
-    return spun
+    return spin
 
 
-def _busy(arm: Any, seconds: float) -> Callable[..., object]:
+def _with_host_overhead(arm: Arm, seconds: float) -> Arm:
     def call(*args: object) -> object:
-        until = now() + seconds * 1e9
-        while now() < until:
+        end = now() + seconds * 1e9
+        while now() < end:
             pass
         return arm(*args)
 
     return call
 
 
-def _ours(
-    workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms, *, floor: float
+def _judge_by_harness(
+    workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms, *, noise_floor: float
 ) -> tuple[Verdict | None, float | None]:
-    clock: Any = workbench.device
-    if case.stress == "heated":
-        clock = Heated(clock, workbench.heat, workbench.random)
-    # what a spinning kernel reads does not matter
-    cache = "cold" if isinstance(case.kind, str) else "warm"
-    said = judged(clock, kind[0], arms, floor, STANDARD, workbench.seed(), cache)
-    return said.verdict, said.ratio.value if said.ratio else None
+    device: Any = workbench.device
+    if case.condition == "heated":
+        device = HeatedDevice(device, workbench.heat, workbench.random)
+    # a spin kernel reads nothing, so its inputs need no rotation
+    cache: CacheName = "cold" if isinstance(case.kind, str) else "warm"
+    comparison = compare(device, kind[0], arms, noise_floor, STANDARD, workbench.seed(), cache)
+    return comparison.verdict, comparison.ratio.value if comparison.ratio else None
 
 
-def _theirs(
-    way: Way, workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms
+def _judge_by_timer(
+    timer: Timer, workbench: Workbench, case: Case, kind: NoiseProbe, arms: Arms
 ) -> tuple[Verdict | None, float | None]:
-    """Time one arm, then the other, on the same inputs; the heater comes before either, or not."""
+    """Time the arms one after the other on the same inputs.
+
+    In a heated case, the GPU is heated before each arm with probability 1/2.
+    """
     workbench.device.seed(workbench.seed())
     args = kind[0](Bench(workbench.device.torch_device, 0, full=True))
     seconds = []
@@ -187,25 +203,27 @@ def _theirs(
         call: Call = partial(arm, *args)
         call()  # loads libraries
         workbench.device.synchronize()
-        if case.stress == "heated" and workbench.random.random() < 0.5:
+        if case.condition == "heated" and workbench.random.random() < 0.5:
             workbench.heat()
-        seconds.append(way(call))
+        seconds.append(timer(call))
     ratio = seconds[0] / seconds[1]
     return by_threshold(ratio), ratio
 
 
-def on_gpu(workbench: Workbench) -> dict[str, Way]:
-    """Return the other ways on a real GPU, as their users write them.
+def on_gpu(workbench: Workbench) -> dict[str, Timer]:
+    """Return the other timers on a real GPU, as people use them.
 
-    ``do_bench`` is triton's, by its median; ``events`` the median of 100 event pairs; ``wall``
-    what a function that synchronises gives under pytest-benchmark, by its minimum: one call a
-    round (its timer resolves that), for a quarter of a second instead of one.
+    ``do_bench`` is the median of Triton's function of that name. ``events`` is the median of 100
+    pairs of CUDA events. ``wall`` is the minimum that pytest-benchmark reports for a function that
+    synchronizes: one call per round, because its timer resolves that, and a shorter time budget.
     """
     import torch
 
     def events(call: Call) -> float:
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_PAIRS)]
-        for _ in range(_WARM_UP):
+        pairs = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_EVENT_PAIRS)
+        ]
+        for _ in range(_EVENT_WARM_UPS):
             call()
         for start, end in pairs:
             start.record()
@@ -215,19 +233,19 @@ def on_gpu(workbench: Workbench) -> dict[str, Way]:
         return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) * 1e-3
 
     def wall(call: Call) -> float:
-        least, until = math.inf, now() + _WALL_SECONDS * 1e9
-        while now() < until:
-            begun = now()
+        shortest, end = math.inf, now() + _WALL_BUDGET_S * 1e9
+        while now() < end:
+            started = now()
             call()
             torch.cuda.synchronize()
-            least = min(least, (now() - begun) * 1e-9)
-        return least
+            shortest = min(shortest, (now() - started) * 1e-9)
+        return shortest
 
-    ways: dict[str, Way] = {"events": events, "wall": wall}
+    timers: dict[str, Timer] = {"events": events, "wall": wall}
     try:
         from triton.testing import do_bench
     except ImportError:
         workbench.progress("rivals: triton is not installed, so do_bench is left out")
     else:
-        ways["do_bench"] = lambda call: float(do_bench(call, return_mode="median")) * 1e-3
-    return ways
+        timers["do_bench"] = lambda call: float(do_bench(call, return_mode="median")) * 1e-3
+    return timers

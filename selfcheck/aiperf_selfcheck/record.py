@@ -1,4 +1,4 @@
-"""The proof of the harness as a record: run its parts, keep what they found, lay it out."""
+"""The record of a self-check: run its parts, store their figures, show them in tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_aiperf import text
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.limits.ceilings import ProgressLine
 from pytest_aiperf.model import Gpu
@@ -23,94 +24,103 @@ from .checks import FULL, PARTS, QUICK, Figures
 from .ground_truth import Workbench
 
 SCHEMA: Final = 1
+"""Version of the record's JSON."""
+
 ALL: Final = tuple(name for name in PARTS if name != "one")
-_UNLEASED: Final = "repeat"  # its processes take the lease themselves
+"""Parts that run by default."""
+
+_LOCKS_ITSELF: Final = "repeat"
+"""Part whose processes acquire the GPU lock, so that the caller must not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the proof: what was tried, what came out, what was wanted of it."""
+    """One line of the table of checks."""
 
-    proof: str
-    found: str
-    wanted: str = ""
-    holds: bool | None = None
+    check: str
+    """What is checked."""
+    measured: str
+    """The figures."""
+    bound: str = ""
+    """The bound of the figures; empty if they have none."""
+    is_met: bool | None = None
+    """Whether the figures meet the bound; None if they have none."""
 
 
-def parts_named(text: str | None) -> tuple[str, ...]:
-    """Read the names of parts; all of them where none is named."""
-    if text is None:
+def parts_named(names: str | None) -> tuple[str, ...]:
+    """Split the comma-separated names of ``--only``; without any, return all parts."""
+    if names is None:
         return ALL
-    names = tuple(word.strip() for word in text.split(","))
-    if unknown := [name for name in names if name not in PARTS]:
-        raise UsageError(
-            f"--only={text}: no part is called {unknown[0]!r}; known are {', '.join(ALL)}"
-        )
-    return names
+    parts = tuple(name.strip() for name in names.split(","))
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise UsageError(f"--only={names}: no part {unknown[0]!r}; choose from {', '.join(ALL)}")
+    return parts
 
 
 def run(
     names: Sequence[str],
-    make: Callable[[], Workbench],
-    alone: Callable[[], AbstractContextManager[object]],
-    keep: Callable[[str, Figures], None],
-    say: ProgressLine,
+    open_workbench: Callable[[], Workbench],
+    lock_scope: Callable[[], AbstractContextManager[object]],
+    store: Callable[[str, Figures], None],
+    progress: ProgressLine,
     *,
     quick: bool = False,
 ) -> None:
-    """Run parts of the proof, each with the GPU to itself, and keep each as soon as it ends.
+    """Run parts, each under the exclusive lock, and store the figures of each as it ends.
 
-    A part that breaks costs no other: it is kept as ``failed``, and why.
+    If a part raises, its error is stored as ``failed``, and the other parts go on.
     """
     workbench: Workbench | None = None
     for name in names:
-        say(f"{name}: begins")
-        begun = time.monotonic()
+        progress(f"{name}: begins")
+        started = time.monotonic()
         figures: Figures
         try:
             if workbench is None:
-                with alone():
-                    workbench = make()
-            with nullcontext() if name == _UNLEASED else alone():
+                with lock_scope():
+                    workbench = open_workbench()
+            with nullcontext() if name == _LOCKS_ITSELF else lock_scope():
                 figures = PARTS[name](workbench, QUICK if quick else FULL)
                 workbench.device.release()
-        except Exception as why:  # noqa: BLE001  whatever it is, the other parts go on
-            say(traceback.format_exc())
+        except Exception as why:  # noqa: BLE001  whatever went wrong, the other parts go on
+            progress(traceback.format_exc())
             figures = {"failed": f"{type(why).__name__}: {str(why).partition(chr(10))[0]}"}
         date = datetime.now(UTC).date().isoformat()
-        about = {"date": date, "seconds": time.monotonic() - begun, "quick": quick}
-        keep(name, {**about, **figures})
+        store(
+            name, {"date": date, "seconds": time.monotonic() - started, "quick": quick, **figures}
+        )
 
 
 class Record:
-    """What was proven, of one kind of machine; on disk after each part, where a file is named."""
+    """Figures of the parts on one GPU, written to a file after each part if one is named."""
 
     def __init__(self, gpu: Gpu, path: Path | None) -> None:
-        """Parts that the file knows of the same GPU, driver and torch stay."""
+        """Keep the file's other parts if GPU model, driver and torch are the same."""
         self._path = path
         self.content: dict[str, Any] = {
             "schema": SCHEMA,
-            "gpu": to_json(replace(gpu, uuid="")),  # what GPU it was, not which one
+            "gpu": to_json(replace(gpu, uuid="")),  # the model, not the individual GPU
             "torch": metadata.version("torch"),
             "command": "python -m pytest_aiperf prove",
             "parts": {},
         }
         if path is not None and path.exists():
-            known = read(path)
-            if all(known.get(k) == v for k, v in self.content.items() if k != "parts"):
-                self.content["parts"] = known["parts"]
+            earlier = read(path)
+            if all(earlier.get(k) == v for k, v in self.content.items() if k != "parts"):
+                self.content["parts"] = earlier["parts"]
 
-    def keep(self, name: str, figures: Figures) -> Figures:
-        """Put a part in the place of what was known of it; return it as it was written."""
-        kept: Figures = _rounded(figures)
-        parts = {**self.content["parts"], name: kept}
+    def store(self, name: str, figures: Figures) -> Figures:
+        """Replace a part's figures; return them as they are written."""
+        rounded: Figures = _rounded(figures)
+        parts = {**self.content["parts"], name: rounded}
         self.content["parts"] = {name: parts[name] for name in PARTS if name in parts}
         if self._path is not None:
             atomic_write(self._path, f"{dumps(self.content, 'proof', indent=1)}\n")
-        return kept
+        return rounded
 
 
 def _rounded(value: Any) -> Any:
+    """Round floats to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
@@ -119,57 +129,62 @@ def _rounded(value: Any) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a record; Misuse where it is none."""
+    """Read a record; raise UsageError if the file is not one."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA or "parts" not in content:
-        raise UsageError(f"{path} is no proof of schema {SCHEMA}: write it anew with prove --json")
+        raise UsageError(
+            f"{path} is not a self-check record of schema {SCHEMA}: "
+            "write a new one with prove --json FILE"
+        )
     return content
 
 
-# as people read it
+# tables
 
 
 def rows(parts: Mapping[str, Figures]) -> list[Row]:
-    """Say what was found of each part, beside what was wanted."""
-    found = []
+    """Return each check with its figures and its bound."""
+    table = []
     for name, figures in parts.items():
         if "failed" in figures:
-            found.append(Row(name, f"failed: {figures['failed']}", "", holds=False))
+            table.append(Row(name, f"failed: {figures['failed']}", "", is_met=False))
         elif name in _ROWS:
-            found += _ROWS[name](figures)
-    return found
+            table += _ROWS[name](figures)
+    return table
 
 
 def _spin(f: Figures) -> Iterator[Row]:
-    wanted = "slope 1 +- 0.001, at most 0.6 us a call"
+    bound = "slope 1 ± 0.001, at most 0.6 µs per call"
     for mode in ("graph", "backlog", "plain"):
-        g, graph = f[mode], mode == "graph"
-        said = f"slope {g['slope']:.5f}, {g['a_call_us']:+.2f} us a call, "
-        said += f"{g['a_block_us']:+.2f} us a block"
-        holds = abs(g["slope"] - 1) <= 1e-3 and abs(g["a_call_us"]) <= 0.6
-        proof = f"kernels that spin from 2 us to 100 ms: {mode}"
-        yield Row(proof, said, wanted if graph else "", holds if graph else None)
+        g, has_bound = f[mode], mode == "graph"
+        measured = f"slope {g['slope']:.5f}, {g['a_call_us']:+.2f} µs per call, "
+        measured += f"{g['a_block_us']:+.2f} µs per block"
+        is_met = abs(g["slope"] - 1) <= 1e-3 and abs(g["a_call_us"]) <= 0.6
+        check = f"spin kernels of 2 µs to 100 ms, {mode} mode"
+        yield Row(check, measured, bound if has_bound else "", is_met if has_bound else None)
     host = f["host_clock"]
-    yield Row("the truth of these against the host's clock", f"{host:.5f}", "1 +- 0.001",
-              abs(host - 1) <= 1e-3)  # fmt: skip
+    is_met = abs(host - 1) <= 1e-3
+    yield Row("host's clock against the GPU's timer", f"{host:.5f}", "1 ± 0.001", is_met)
 
 
 def _floor(f: Figures) -> Iterator[Row]:
     modes = ("graph", "backlog", "plain", "wall")
-    yield Row("a kernel that does nothing", ", ".join(f"{mode} {f[mode]:.2f} us" for mode in modes))
+    yield Row("an empty kernel, per call", ", ".join(f"{mode} {f[mode]:.2f} µs" for mode in modes))
 
 
 def _flush(f: Figures) -> Iterator[Row]:
-    share = {way: f[f"{way}_of_limit"] for way in ("rotated", "flushed", "warm")}
-    said = ", ".join(f"{way} {_percent(value, 0)}" for way, value in share.items())
-    proof = f"a read of {f['bytes'] / (1 << 20):.3g} MiB, of the read ceiling"
-    holds = share["rotated"] <= 1 < share["warm"] and f["as_cold_as_flushed"] >= 0.9
-    yield Row(proof, said, "rotated as flushed, and at most 100 %; warm above", holds)
+    shares = {way: f[f"{way}_of_limit"] for way in ("rotated", "flushed", "warm")}
+    measured = ", ".join(f"{way} {text.percent(share)}" for way, share in shares.items())
+    check = f"a {f['bytes'] / (1 << 20):.3g} MiB read, share of the read ceiling"
+    is_met = shares["rotated"] <= 1 < shares["warm"] and f["as_cold_as_flushed"] >= 0.9
+    bound = "rotated as cold as flushed, at most 100 %; warm above"
+    yield Row(check, measured, bound, is_met)
 
 
 def _modes(f: Figures) -> Iterator[Row]:
-    said = ", ".join(f"{mode} {us:.4g} us" for mode, us in f["us"].items())
-    yield Row("one copy in each mode", f"{said}; {_percent(f['apart'], 1)} apart without wall")
+    measured = ", ".join(f"{mode} {us:.4g} µs" for mode, us in f["us"].items())
+    spread = text.percent(f["apart"], 1)
+    yield Row("one copy in each mode", f"{measured}; device modes differ by {spread}")
 
 
 def _drift(f: Figures) -> Iterator[Row]:
@@ -177,44 +192,55 @@ def _drift(f: Figures) -> Iterator[Row]:
         if not isinstance(g, Mapping):
             continue
         heat = g["slower_after_heat"]
-        how = "after a rest" if heat is None else f"heated (blocks {_percent(heat, 1)} longer)"
-        ours, theirs = g["ours"], g["sequential"]
-        said = f"{ours['false_alarms']} of {g['comparisons']}{_refused(ours)}; "
-        said += f"sequential medians {theirs['false_alarms']}"
-        # that every one was refused would prove nothing
-        holds = not ours["false_alarms"] and ours["refused"] < g["comparisons"]
-        yield Row(f"false alarms, {how}", said, "0", holds)
+        gpu = (
+            "rested GPU" if heat is None else f"heated GPU (blocks {text.percent(heat, 1)} longer)"
+        )
+        harness, sequential = g["ours"], g["sequential"]
+        measured = f"{harness['false_alarms']} of {g['comparisons']}{_refused(harness)}; "
+        measured += f"medians in sequence: {sequential['false_alarms']}"
+        # if every comparison was refused, none was tested
+        is_met = not harness["false_alarms"] and harness["refused"] < g["comparisons"]
+        yield Row(f"false alarms, {gpu}", measured, "none", is_met)
 
 
 def _power(f: Figures) -> Iterator[Row]:
-    for share, wanted in (("0.005", 0.0), ("0.01", 0.8), ("0.02", 0.95), ("0.05", 1.0)):
+    for share, required in (("0.005", 0.0), ("0.01", 0.8), ("0.02", 0.95), ("0.05", 1.0)):
         g = f[share]
-        mean = "" if g["mean"] is None else f", by {_percent(g['mean'])} on average"
-        said = f"{g['seen']} of {g['of']} seen, {g['wrong']} the wrong way{_refused(g)}{mean}"
-        holds = g["seen"] >= wanted * g["of"] and not g["wrong"]
-        least = f"at least {_percent(wanted, 0)}" if wanted else "none the wrong way"
-        yield Row(f"one arm {_percent(float(share), 1)} slower", said, least, holds)
+        mean = "" if g["mean"] is None else f", mean {_percent(g['mean'])}"
+        measured = f"{g['seen']} of {g['of']} detected, {g['wrong']} in the wrong direction"
+        is_met = g["seen"] >= required * g["of"] and not g["wrong"]
+        bound = f"at least {text.percent(required)} detected, " if required else ""
+        yield Row(
+            f"one arm {text.percent(float(share), 1)} slower",
+            f"{measured}{_refused(g)}{mean}",
+            f"{bound}none in the wrong direction",
+            is_met,
+        )
 
 
 def _repeat(f: Figures) -> Iterator[Row]:
     sd = f["sd"]
-    said = f"{f['ratio']:.3f}x" + ("" if sd is None else f", sd {_percent(sd)}")
-    holds = sd is not None and sd <= 0.005
-    yield Row(f"one claim in {f['processes']} processes", said, "sd at most 0.5 %", holds)
+    measured = f"{f['ratio']:.3f}x" + ("" if sd is None else f", standard deviation {_percent(sd)}")
+    is_met = sd is not None and sd <= 0.005
+    check = f"one claim in {f['processes']} processes"
+    yield Row(check, measured, "standard deviation at most 0.5 %", is_met)
 
 
 def _aa(f: Figures) -> Iterator[Row]:
     n, alarms, beyond = f["comparisons"], f["false_alarms"], f["beyond_3_percent"]
-    said = f"{alarms} of {n}{_refused(f)}, {beyond} at 1.03x or more"
-    said += f"; then {f['broken']}" if f["broken"] else ""
-    holds = alarms <= 0.01 * n and not beyond and not f["broken"]
-    yield Row("false alarms of identical arms", said, "at most 1 %, 0", holds)
+    measured = f"{alarms} of {n}{_refused(f)}, {beyond} at 1.03x or more"
+    measured += f"; stopped by {f['broken']}" if f["broken"] else ""
+    is_met = alarms <= 0.01 * n and not beyond and not f["broken"]
+    bound = "at most 1 %, none at 1.03x or more"
+    yield Row("false alarms on identical arms", measured, bound, is_met)
     again = f["confirmed"]
-    yield Row("the same, measured again", f"{again} of {n}", "at most 0.1 %", again <= 0.001 * n)
+    yield Row(
+        "false alarms confirmed by a repeat", f"{again} of {n}", "at most 0.1 %", again <= 0.001 * n
+    )
     width = f["half_width"]
     if width is not None:
-        said = f"{_percent(width)}, {f['seconds_each']:.2g} s each"
-        yield Row("median half-width of an interval", said, "at most 0.5 %", width <= 0.005)
+        measured = f"{_percent(width)}, {f['seconds_each']:.2g} s per comparison"
+        yield Row("median half-width of an interval", measured, "at most 0.5 %", width <= 0.005)
 
 
 def _refused(f: Figures) -> str:
@@ -227,54 +253,55 @@ _ROWS: Final[Mapping[str, Callable[[Figures], Iterator[Row]]]] = {
 }  # fmt: skip
 
 
-def tables(parts: Mapping[str, Figures], shown: Callable[[str], str] = str) -> str:
-    """Lay parts out in Markdown tables; ``shown`` escapes what a cell says."""
-    made = [
-        _table(
-            ("proof", "found", "wanted", "holds"),
-            [(r.proof, r.found, r.wanted, {None: "", True: "yes", False: "NO"}[r.holds])
-             for r in rows(parts)],
-            shown,
-        )
-    ]  # fmt: skip
+def tables(parts: Mapping[str, Figures], escape_cell: Callable[[str], str] = str) -> str:
+    """Return parts as Markdown tables; ``escape_cell`` escapes the text of a cell."""
+    met = {None: "", True: "yes", False: "NO"}
+    checks = [(r.check, r.measured, r.bound, met[r.is_met]) for r in rows(parts)]
+    sections = [_table(("check", "measured", "bound", "met"), checks, escape_cell)]
     if "kinds" in (f := parts.get("aa", {})):
         head = ("identical arms", "false alarms", "half-width", "sd of replicates", "sd of rounds")
-        made.append(_table(head, [
-            (kind, f"{g['false_alarms']} of {g['comparisons']}", _percent(g["half_width"]),
-             _percent(g["replicate_sd"]), _percent(g["round_sd"]))
-            for kind, g in f["kinds"].items()], shown))  # fmt: skip
+        kinds = [
+            (kind, f"{g['false_alarms']} of {g['comparisons']}",
+             *(_percent(g[name]) for name in ("half_width", "replicate_sd", "round_sd")))
+            for kind, g in f["kinds"].items()
+        ]  # fmt: skip
+        sections.append(_table(head, kinds, escape_cell))
     if "ways" in (f := parts.get("rivals", {})):
-        columns = ("way", "false alarms", "seen", "bias", "mean error", "worst", "seconds")
-        made.append(_table(columns, [
-            (way, f"{g['false_alarms']} of {g['identical']}", f"{g['seen']} of {g['different']}",
+        columns = ("timer", "false alarms", "detected", "bias", "mean error", "worst error", "time")
+        timers = [
+            ("pytest-aiperf" if timer == "ours" else timer,
+             f"{g['false_alarms']} of {g['identical']}", f"{g['seen']} of {g['different']}",
              *(_percent(g[name]) for name in ("bias", "error", "worst")),
-             f"{g['seconds_each']:.2f}") for way, g in f["ways"].items()], shown))  # fmt: skip
+             f"{g['seconds_each']:.2f} s")
+            for timer, g in f["ways"].items()
+        ]  # fmt: skip
+        sections.append(_table(columns, timers, escape_cell))
     if "ratio" in (f := parts.get("one", {})):
-        made.append(f"{f['ratio']:.4f}x +- {_percent(f['half_width'])}")
-    return "\n\n".join(made)
+        sections.append(f"{f['ratio']:.4f}x ± {_percent(f['half_width'])}")
+    return "\n\n".join(sections)
 
 
 def lines(parts: Mapping[str, Figures]) -> list[str]:
-    """Lay parts out for a terminal; nothing where there are none."""
+    """Return parts as lines for a terminal; none without parts."""
     return tables(parts).splitlines() if parts else []
 
 
-def _percent(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{100 * value:.{digits}f} %"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else text.percent(share, 2)
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]], shown: Callable[[str], str]) -> str:
-    cells = [list(head), *([shown(cell) for cell in line] for line in lines)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = [[c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in cells]
-    padded.insert(1, ["-" * w for w in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+def _table(
+    head: Sequence[str], table: Sequence[Sequence[str]], escape_cell: Callable[[str], str]
+) -> str:
+    cells = text.pad([head, *([escape_cell(cell) for cell in row] for row in table)], "<")
+    cells.insert(1, ["-" * len(cell) for cell in cells[0]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def section(record: Mapping[str, Any]) -> str:
-    """Write what a README says of a record."""
+    """Return the section of a README that shows a record."""
     gpu, parts = record["gpu"], record["parts"]
     dates = sorted({f["date"] for f in parts.values()})
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "never"
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no parts"
     stack = f"{gpu['name']}, driver {gpu['driver']}, torch {record['torch']}, {when}"
     return f"{escape(stack)}, `{record['command']}`:\n\n{tables(parts, escape)}"

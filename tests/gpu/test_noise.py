@@ -7,8 +7,8 @@ claim.
 from collections import Counter
 
 import pytest
-from aiperf_selfcheck.checks import counted
-from aiperf_selfcheck.ground_truth import judged, longer, on_gpu, quiet
+from aiperf_selfcheck.checks import aggregate
+from aiperf_selfcheck.ground_truth import calibrate_slowdown, compare, no_progress, on_gpu
 
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.cuda import CudaDevice
@@ -19,7 +19,7 @@ COMPARISONS = 25
 
 @pytest.fixture
 def workbench(gpu):
-    return on_gpu(CudaDevice(gpu), quiet)
+    return on_gpu(CudaDevice(gpu), no_progress)
 
 
 @pytest.fixture(params=["copy", "gemm", "softmax", "add"])
@@ -28,14 +28,14 @@ def kind(request, workbench):
 
 
 def verdicts(workbench, inputs, arms):
-    """Compare the same two arms repeatedly, each time with new allocations and seeds."""
-    floor = workbench.floor()
+    """Count the verdicts of repeated comparisons, each with new allocations and another seed."""
+    noise_floor = workbench.noise_floor()
     comparisons = [
-        judged(workbench.device, inputs, arms, floor, STANDARD, workbench.seed())
+        compare(workbench.device, inputs, arms, noise_floor, STANDARD, workbench.seed())
         for _ in range(COMPARISONS)
     ]
     counts = Counter(comparison.verdict for comparison in comparisons)
-    print(dict(counts), {"floor": floor, **counted(comparisons)})
+    print(dict(counts), {"floor": noise_floor, **aggregate(comparisons)})
     return counts
 
 
@@ -46,6 +46,6 @@ def test_identical_arms_are_not_told_apart(workbench, kind):
 
 
 def test_an_arm_slowed_by_two_percent_is_slower(workbench, kind):
-    slow, fast = longer(workbench, kind)(0.02)
+    slow, fast = calibrate_slowdown(workbench, kind)(0.02)
     counts = verdicts(workbench, kind[0], (fast, slow))
     assert counts[Verdict.SLOWER] >= COMPARISONS - 1
