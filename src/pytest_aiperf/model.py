@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar, cast
@@ -11,6 +12,12 @@ SCHEMA: Final = 2
 """Version of a result record. A newer one is refused, an older one is upgraded when it is read."""
 
 T = TypeVar("T")
+
+# The words of compare(); a test compares them with the enums.
+MetricName = Literal["device", "wall", "memory", "score"]
+AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
+CacheName = Literal["cold", "warm"]
+PrecisionName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e5m2", "fp8"]
 
 
 class Metric(StrEnum):
@@ -269,6 +276,35 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Lines of a file that define an arm, or that it uses."""
+
+    file: str
+    """Path relative to the project's root folder."""
+    first: int
+    """First line, counted from 1."""
+    last: int
+    """Last line."""
+    digest: str
+    """Checksum of the lines, so that a report shows nothing else in their place."""
+
+    @classmethod
+    def of(cls, file: str, first: int, last: int, content: Sequence[str]) -> Source:
+        """Note lines of a file with this content."""
+        return cls(file, first, last, _digest(content[first - 1 : last]))
+
+    def text(self, content: Sequence[str]) -> str | None:
+        """Return the lines from the file's content; None where they have changed."""
+        lines = content[self.first - 1 : self.last]
+        return "\n".join(lines) if _digest(lines) == self.digest else None
+
+
+def _digest(lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Everything measured for one comparison, raw."""
 
@@ -345,6 +381,7 @@ class Result:
     diagnosis: Mapping[str, str] = field(default_factory=dict)
     profiles: tuple[Profile, ...] = ()
     notes: tuple[str, ...] = ()
+    sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     expectation: Expectation | None = None
     code: str = ""
     gpu: Gpu | None = None
@@ -352,6 +389,8 @@ class Result:
     seconds: float = 0.0
     attempts: int = 1
     quick: bool = False
+    rung_index: int = 0
+    """Position among the rungs of its ladder, in the order of the test's parameters."""
     schema: int = SCHEMA
 
 

@@ -1,4 +1,4 @@
-"""What many results say together: how they ended, their means, their ladders."""
+"""Aggregates of many results: counts of outcomes, means, ladders."""
 
 from __future__ import annotations
 
@@ -11,28 +11,39 @@ from typing import Final
 from pytest_aiperf.model import Against, Metric, Outcome, Result
 
 JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
+"""Outcomes of claims that were measured and judged."""
 UNTRIED: Final = (Outcome.SKIPPED, Outcome.NOT_RUN)
+"""Outcomes of claims that did not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts and means; a mean of nothing is None, and says of how many claims it is."""
+    """Counts and means of a list of results."""
 
     claims: int
+    """Claims that ran: neither skipped nor left out."""
     ends: Mapping[str, int]
+    """How many of them have each verdict, or each outcome without a verdict."""
     failed: int
+    """How many of them did not pass."""
     skipped: Mapping[str, int]
+    """Skipped claims by reason."""
     not_run: int
+    """Claims that the session did not reach."""
     mean: float | None
+    """Geometric mean of the speedups against non-naive baselines; None without any."""
     averaged: int
+    """How many speedups the mean is of."""
     share: float | None
+    """Median share of the limit that the optimized arms reach; None without any."""
     shares: int
+    """How many shares the median is of."""
 
 
 def summarise(results: Sequence[Result]) -> Summary:
-    """Count and average; what did not run is counted, never averaged."""
+    """Count and average results; claims that did not run are counted, never averaged."""
     ended = [r for r in results if r.outcome not in UNTRIED]
-    speedups = [  # losers too, or the mean would flatter; bytes and scores are no speedups
+    speedups = [  # lost claims count too; ratios of bytes and scores are no speedups
         r.speedup.value
         for r in ended
         if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
@@ -55,41 +66,41 @@ def summarise(results: Sequence[Result]) -> Summary:
 
 
 def end(result: Result) -> str:
-    """Name a claim's verdict, or its outcome where there is none."""
+    """Return a claim's verdict, or its outcome without one."""
     if result.outcome in JUDGED and result.verdict is not None:
         return result.verdict.value
     return result.outcome.value
 
 
 def folder(result: Result) -> str:
-    """Name the folder that a claim lies in."""
+    """Return the folder of a claim's test, which is its chapter."""
     return result.claim.rpartition("/")[0] or "."
 
 
 def ladders(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
-    """Put the rungs of each ladder together, in their order, by GPU and name of the test.
+    """Group the rungs of each ladder by GPU and test, in the order of the test's parameters.
 
     A claim without rungs is a ladder of one.
     """
-    found: dict[tuple[str, str], list[Result]] = {}
+    groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        found.setdefault((result.key, result.claim.partition("[")[0]), []).append(result)
-    return found
+        groups.setdefault((result.key, result.claim.partition("[")[0]), []).append(result)
+    return {name: sorted(rungs, key=lambda r: r.rung_index) for name, rungs in groups.items()}
 
 
 def rung(result: Result) -> str:
-    """Name a claim's rung; empty where it has none."""
+    """Return the name of a claim's rung; empty without one."""
     return result.claim.partition("[")[2].removesuffix("]")
 
 
 def heights(rungs: Sequence[Result]) -> list[float]:
-    """Work out how many times faster than the ladder's bottom each measured rung is.
+    """Return each measured rung's speedup over the bottom of the ladder.
 
-    A rung that is measured against the one before stands on it.
+    The speedup of a rung that is measured against the previous one is multiplied by that one's.
     """
-    found: list[float] = []
+    speedups: list[float] = []
     for result in rungs:
         assert result.speedup is not None
-        ground = found[-1] if found and result.against is Against.PREVIOUS_RUNG else 1.0
-        found.append(ground * result.speedup.value)
-    return found
+        previous = speedups[-1] if speedups and result.against is Against.PREVIOUS_RUNG else 1.0
+        speedups.append(previous * result.speedup.value)
+    return speedups

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import os
 import re
 import statistics
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +23,8 @@ from . import aggregate, charts, formatting, markdown, source_code, terminal
 from .formatting import cells
 
 INDEX: Final = "index.html"
-HIGHLIGHTED: Final = 1 << 20
-"""So many characters of code are coloured; colours double its size, and a page must open fast."""
+MAX_COLORED: Final = 1 << 20
+"""Characters of code that are colored: colors double its size, and a page must open fast."""
 
 HEADS: Final = (
     "claim",
@@ -40,19 +39,6 @@ HEADS: Final = (
     "expected",
 )
 """The table's columns; sorted by what they mean, not by what they say."""
-
-_COLOURS: Final = (  # the first prefix of a token's kind that fits names its colour
-    ("Comment.Preproc", "p"),
-    ("Comment", "c"),
-    ("Keyword.Type", "t"),
-    ("Keyword", "k"),
-    ("Literal.String", "s"),
-    ("Literal.Number", "n"),
-    ("Name.Function", "f"),
-    ("Name.Class", "f"),
-    ("Name.Decorator", "p"),
-    ("Operator.Word", "k"),
-)
 
 
 def page(
@@ -77,7 +63,7 @@ def page(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {
-        "colour": _colourer(),
+        "highlight": _highlighter(),
         "pct": lambda place: f"{place:.2f}".rstrip("0").rstrip(".") + "%",
         "px": lambda place: f"{place:.1f}",
         "figure": short,
@@ -161,15 +147,12 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
 def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]:
     """Collect what the page shows of one test: its words once, and each of its claims."""
     first = rungs[0]
-    told = source_code.source(first.nodeid, root)
-    order = {name: i for i, name in enumerate(told.rungs)}
-    rungs = sorted(rungs, key=lambda r: order.get(aggregate.rung(r), len(order)))
     return {
         "name": first.claim.partition("[")[0],
         "chapter": aggregate.folder(first),
         "key": first.key,
         "title": first.title,
-        "explanation": told.explanation,
+        "explanation": source_code.explanation(first.nodeid, root),
         "where": first.nodeid.partition("::")[0],
         "stairs": charts.ladder(rungs),
         "rows": [_row(result, root, folder) for result in rungs],
@@ -214,7 +197,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "evidence": [(f, formatting.claimed(f.evidence)) for f in result.evidence],
         "profiles": _profiles(result, folder),
         "strip": charts.strip(result),
-        "code": source_code.source(result.nodeid, root).arms,
+        "code": source_code.arms(result, root),
     }
 
 
@@ -269,35 +252,17 @@ def _link(artefact: str, folder: Path) -> str:
     return urllib.parse.quote(f"./{path}")
 
 
-def _colourer() -> Any:
-    """Make the filter that colours code, until the page's share of colours is used up."""
-    left = HIGHLIGHTED
+def _highlighter() -> Callable[[source_code.Code], Any]:
+    """Return the filter that colors code; code beyond MAX_COLORED characters stays plain."""
+    colored = 0
 
-    def colour(code: source_code.Code) -> Any:
-        nonlocal left
+    def highlight(code: source_code.Code) -> Any:
+        nonlocal colored
         from markupsafe import Markup, escape
 
-        left -= len(code.text)
-        return escape(code.text) if left < 0 else Markup(_coloured(code))  # noqa: S704 (escaped)
+        colored += len(code.text)
+        if colored > MAX_COLORED:
+            return escape(code.text)
+        return Markup(source_code.highlight(code))  # noqa: S704  Pygments escapes the text
 
-    return colour
-
-
-@functools.lru_cache(maxsize=1024)
-def _coloured(code: source_code.Code) -> str:
-    from markupsafe import escape
-    from pygments.lexers import get_lexer_by_name
-
-    out: list[str] = []
-    last, held = "", ""
-    tokens = get_lexer_by_name(code.language, stripnl=False).get_tokens(code.text)
-    for kind, text in [*tokens, (None, "")]:
-        name = str(kind).removeprefix("Token.")
-        colour = next((c for prefix, c in _COLOURS if name.startswith(prefix)), "")
-        if kind is not None and (colour == last or not text.strip()):
-            held += text
-            continue
-        safe = str(escape(held))
-        out.append(f"<i class={last}>{safe}</i>" if last else safe)
-        last, held = colour, text
-    return "".join(out).rstrip("\n")
+    return highlight

@@ -13,8 +13,8 @@ from typing import NoReturn, Protocol
 
 import pytest
 
-from pytest_aiperf.claim import measure, source_hash, torch_compile
-from pytest_aiperf.claim.inputs import Claim
+from pytest_aiperf.claim import measure, provenance, source_hash, torch_compile
+from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.errors import AiperfError, ToolMissing
 from pytest_aiperf.machine import torchrun
@@ -83,6 +83,7 @@ class Measure:
             _deterministic(on=context.settings.reproducible),
         ):
             result, error = self._measure(claim, context, source_hash.identity(files))
+        result = replace(result, sources=provenance.locate(claim.arms, context.settings.root))
         context.send_result(result)
         if error is not None:
             raise error
@@ -141,6 +142,7 @@ class Profile:
         except ToolMissing as missing:
             raise pytest.skip.Exception(str(missing), _use_item_location=True) from None
         context.progress("reading")
+        result = replace(result, sources=provenance.locate(claim.arms, context.settings.root))
         context.send_result(result)
         if error is not None:
             raise error
@@ -177,11 +179,11 @@ class Ranks:
             ending = torchrun.run(job, count, context.arguments(), settings.deadline_s, environ)
             context.progress("reading")
         if ending.skipped:
-            raise pytest.skip.Exception(ending.why, _use_item_location=True)
+            raise pytest.skip.Exception(ending.message, _use_item_location=True)
         if ending.result is not None:
             context.send_result(ending.result)
-        if ending.why:
-            raise AiperfError(ending.why)
+        if ending.message:
+            raise AiperfError(ending.message)
         if settings.capture_job is not None:
             pytest.exit("captured", returncode=0)
         result = ending.result or replace(record, outcome=Outcome.PASSED)

@@ -1,0 +1,117 @@
+"""The lines of a CUDA source that one launcher needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+_CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
+_TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
+_VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
+_WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: Literal["code", "comment", "directive"]
+    text: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A function, type, variable or macro at file or namespace level."""
+
+    first: int
+    last: int
+    defines: frozenset[str]
+    uses: frozenset[str]
+
+
+def needed(text: str, launcher: str) -> list[tuple[int, int]]:
+    """Return the first and last lines of what a launcher needs, itself included, in file order."""
+    pieces = list(_pieces(text))
+    spans: set[tuple[int, int]] = set()
+    seen, names = {launcher}, [launcher]
+    while names:
+        name = names.pop()
+        for piece in pieces:
+            if name in piece.defines and (piece.first, piece.last) not in spans:
+                spans.add((piece.first, piece.last))
+                names += piece.uses - seen
+                seen |= piece.uses
+    return sorted(spans)
+
+
+def _pieces(text: str) -> Iterator[_Piece]:
+    """Split a file at its outermost level; braces of namespaces and extern "C" do not count."""
+    tokens: list[_Token] = []  # of the piece that is being read
+    comment = _Token("comment", "", 0, -1)  # the lines of comment above it
+    wrappers: list[bool] = []  # of each open brace, whether it only wraps pieces
+    complete, end = False, 0  # whether only a semicolon may follow; last line of the piece before
+    for token in [*_tokens(text), _Token("directive", "", 0, 0)]:
+        if tokens and complete and token.text != ";":
+            yield _piece(tokens, comment)
+            tokens, complete, end = [], False, tokens[-1].last
+        if token.kind == "comment":
+            if not tokens and token.first > end:
+                first = comment.first if token.first == comment.last + 1 else token.first
+                comment = _Token("comment", "", first, token.last)
+        elif token.kind == "directive":
+            if all(wrappers) and token.text:
+                yield _piece([token], comment)
+                end = token.last
+        else:
+            tokens.append(token)
+            if token.text == "{":
+                wraps = all(wrappers) and _WRAPPER.match(" ".join(t.text for t in tokens))
+                wrappers.append(bool(wraps))
+                tokens = [] if wraps else tokens
+            elif token.text == "}":
+                wrapped = wrappers.pop() if wrappers else True
+                tokens = [] if wrapped else tokens
+                complete = not wrapped and all(wrappers)
+            elif token.text == ";":
+                complete = all(wrappers)
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    """Yield the tokens of a file, without white space and the contents of its strings."""
+    from pygments.lexers import CudaLexer  # late: only reports need it
+    from pygments.token import Comment, String, Whitespace
+
+    line, directive, start = 1, "", 1
+    for _, kind, value in CudaLexer(stripnl=False).get_tokens_unprocessed(text):
+        first, line = line, line + value.count("\n")
+        if kind in Comment.Preproc or kind in Comment.PreprocFile:
+            start = start if directive else first
+            directive += value
+            if value == "\n" and not directive.endswith("\\\n"):
+                yield _Token("directive", directive, start, first)
+                directive = ""
+        elif kind in Comment:
+            yield _Token("comment", value, first, line - value.endswith("\n"))
+        elif kind not in Whitespace and (kind not in String or value in ('"', "C")):
+            yield _Token("code", value, first, line)
+
+
+def _piece(tokens: list[_Token], comment: _Token) -> _Piece:
+    first, last = tokens[0].first, tokens[-1].last
+    start = comment.first if comment.last == first - 1 else first
+    code = " ".join(word for t in tokens for word in re.findall(r"\w+|[^\w\s]", t.text))
+    names = frozenset(re.findall(r"\b[A-Za-z_]\w*", code))
+    return _Piece(start, last, _defined(code), names)
+
+
+def _defined(code: str) -> frozenset[str]:
+    """Name what a piece defines, from its tokens with a space between each two."""
+    if code.startswith("#"):
+        return frozenset(re.findall(r"^# define (\w+)", code))
+    head = re.sub(r"__launch_bounds__ \([^)]*\)", "", code.partition("{")[0])
+    if code.endswith("}") or ("=" not in head and "(" in head):
+        return frozenset(_CALLED.findall(head)[:1])
+    head = re.sub(r"^template < [^{;]*? ?> (?=struct|class|using)", "", head)
+    return frozenset(_TYPE.findall(head)[:1] or _VARIABLE.findall(code))

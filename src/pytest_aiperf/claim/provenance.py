@@ -1,0 +1,225 @@
+"""Where the source code of a claim's arms is, so that reports can show it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from pytest_aiperf.build import cuda_source
+from pytest_aiperf.build.launcher import Kernels, Launcher
+from pytest_aiperf.model import Prepared, Source
+
+_PLUGIN: Final = Path(__file__).parents[1]
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Code = ast.stmt | ast.expr
+
+
+def locate(arms: Mapping[str, object], root: Path) -> dict[str, tuple[Source, ...]]:
+    """Find the lines below ``root`` that define each arm, and those that they use.
+
+    A function that another one makes is shown as its maker. Of a .cu file, a launcher has the
+    lines that it needs. An arm without a line below ``root`` is left out.
+    """
+    located = {}
+    for arm, value in arms.items():
+        search = _Search(root.resolve())
+        search.visit(value)
+        if sources := tuple(search.sources()):
+            located[arm] = sources
+    return located
+
+
+class _File:
+    """A Python file and what its statements define."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.classes = {n.name: n for n in self.tree.body if isinstance(n, ast.ClassDef)}
+        self.assigned: dict[str, ast.stmt] = {}
+        self.imported: dict[str, tuple[str, str]] = {}
+        for node in self.tree.body:
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                self.imported |= {a.asname or a.name: (module, a.name) for a in node.names}
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.assigned |= {name: node for t in targets for name in _Used(t).names}
+
+    @classmethod
+    def read(cls, path: Path) -> _File | None:
+        """Parse a file; None if it has disappeared or is being edited."""
+        try:
+            return cls(ast.parse(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, SyntaxError):
+            return None
+
+    def definition(self, function: FunctionType) -> _Code | None:
+        """Return the outermost function around a function, tests left out, or its lambda."""
+        line = function.__code__.co_firstlineno
+        starts = {place[::2] for place in function.__code__.co_positions()}
+        for node in ast.walk(self.tree):  # outer nodes come first
+            if isinstance(node, _Function) and not node.name.startswith("test"):
+                first, last = _span(node)
+                if first <= line <= last:
+                    return node
+            elif isinstance(node, ast.Lambda) and node.lineno == line:
+                body = node.body  # several lambdas may begin on one line
+                if (body.lineno, body.col_offset) in starts:
+                    return node
+        return None
+
+
+class _Used:
+    """The names, attributes and strings in a piece of code."""
+
+    def __init__(self, node: ast.AST) -> None:
+        nodes = list(ast.walk(node))
+        self.names = {n.id for n in nodes if isinstance(n, ast.Name)}
+        self.attributes = frozenset(n.attr for n in nodes if isinstance(n, ast.Attribute))
+        self.strings = {str(n.value) for n in nodes if isinstance(n, ast.Constant)}
+
+
+class _Search:
+    """The lines that one arm needs, by file."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: dict[int, object] = {}  # by id; kept alive, so that no id is used twice
+        self._files: dict[Path, _File | None] = {}
+        self._named: set[tuple[Path, str, frozenset[str]]] = set()
+        self._spans: dict[Path, set[tuple[int, int]]] = {}
+
+    def sources(self) -> Iterator[Source]:
+        for path, spans in self._spans.items():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            for first, last in _merged(spans, lines):
+                yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
+
+    def visit(self, value: Any, strings: Collection[str] = ()) -> None:
+        """Add the lines of a callable; of built kernels, those that ``strings`` name."""
+        value = _unwrapped(value)
+        if isinstance(value, Kernels):
+            for name in {*value} & {*strings}:
+                self._add_launcher(value.source, name)
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Launcher):
+            self._add_launcher(value.source, value.name)
+        elif isinstance(value, functools.partial):
+            self.visit((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, (tuple, list)):
+            for part in value:
+                self.visit(part, strings)
+        elif isinstance(value, FunctionType):
+            self._add_function(value)
+        elif not isinstance(value, ModuleType):
+            self._add_class(value if isinstance(value, type) else type(value))
+
+    def _add_launcher(self, source: str, name: str) -> None:
+        path = Path(source).resolve()
+        if path.is_relative_to(self._root) and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            self._spans.setdefault(path, set()).update(cuda_source.needed(text, name))
+
+    def _add_function(self, function: FunctionType) -> None:
+        path = Path(function.__code__.co_filename)
+        node = file.definition(function) if (file := self._file(path)) else None
+        if node is not None:
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            bound = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+            self._add(path, node, function.__globals__, bound)
+
+    def _add_class(self, kind: type) -> None:
+        module = sys.modules.get(kind.__module__)
+        path = Path(getattr(module, "__file__", None) or "")
+        node = file.classes.get(kind.__name__) if (file := self._file(path)) else None
+        if node is not None:
+            self._add(path, node, vars(module), {})
+
+    def _add(
+        self, path: Path, node: _Code, namespace: Mapping[str, Any], bound: Mapping[str, Any]
+    ) -> None:
+        """Add the lines of a definition, and those of all that it names."""
+        self._spans.setdefault(path.resolve(), set()).add(_span(node))
+        used = _Used(node)
+        strings = used.strings | {value for value in bound.values() if isinstance(value, str)}
+        for name in sorted(used.names):
+            if name in bound:
+                self.visit(bound[name], strings)
+            else:
+                self._add_name(path, name, namespace, used.attributes)
+
+    def _add_name(
+        self, path: Path, name: str, namespace: Mapping[str, Any], attributes: frozenset[str]
+    ) -> None:
+        """Add what a global name of a file stands for; of a module, the named attributes."""
+        file = self._file(path)
+        if file is None or name not in namespace or (path, name, attributes) in self._named:
+            return
+        self._named.add((path, name, attributes))
+        value = namespace[name]
+        module, original = file.imported.get(name, ("", ""))
+        if isinstance(value, ModuleType):
+            for attribute in sorted(attributes):
+                inner = Path(getattr(value, "__file__", None) or "")
+                self._add_name(inner, attribute, vars(value), attributes)
+        elif module in sys.modules:
+            inner = Path(getattr(sys.modules[module], "__file__", None) or "")
+            self._add_name(inner, original, vars(sys.modules[module]), attributes)
+        elif name in file.assigned:
+            self._add(path, file.assigned[name], namespace, {})
+        self.visit(value)
+
+    def _file(self, path: Path) -> _File | None:
+        """Read a Python file of the project; None for one of a library or of this plugin."""
+        if path not in self._files:
+            real = path.resolve()
+            project = real.suffix == ".py" and real.is_relative_to(self._root)
+            library = "site-packages" in real.parts or real.is_relative_to(_PLUGIN)
+            self._files[path] = _File.read(real) if project and not library else None
+        return self._files[path]
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function that a prepared arm, a bound method or a compiled function wraps."""
+    while True:
+        inner: Any
+        if isinstance(value, Prepared):
+            inner = value.make
+        elif isinstance(value, MethodType):
+            inner = value.__func__
+        else:
+            # not getattr: some objects have an attribute of every name
+            attributes = getattr(value, "__dict__", {})
+            inner = attributes.get("__wrapped__")  # also of torch.compile(function)
+            if type(value).__module__.startswith("triton."):
+                inner = attributes.get("fn")
+            elif type(value).__name__ == "OptimizedModule":  # of torch.compile(module)
+                inner = attributes["_modules"]["_orig_mod"]
+        if inner is None:
+            return value
+        value = inner
+
+
+def _span(node: _Code) -> tuple[int, int]:
+    """Return the first and last line of a piece of code, decorators included."""
+    lines = [n.lineno for n in (node, *getattr(node, "decorator_list", []))]
+    return min(lines), node.end_lineno or max(lines)
+
+
+def _merged(spans: Collection[tuple[int, int]], lines: Sequence[str]) -> list[tuple[int, int]]:
+    """Join spans with nothing but blank lines between them."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and not "".join(lines[merged[-1][1] : first - 1]).strip():
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
