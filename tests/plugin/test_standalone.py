@@ -1,0 +1,158 @@
+"""`pytest_aiperf.measure`: the arms of a claim, outside pytest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pytest_aiperf
+from pytest_aiperf import Outcome, UsageError, Verdict, Work, prepared
+from pytest_aiperf.session import standalone
+from tests.fake_gpu import FAKE_GPU, FakeMachine, Noise
+
+from .claims import doubling, vectors
+
+STEADY = Noise(white=0.001, tail_chance=0, drift=0, ramp=0, throttle_per_s=0, layout=0.001)
+USUAL = {
+    "baseline": doubling(200),
+    "optimized": doubling(100),
+    "inputs": vectors,
+    "reference": lambda x: x + x,
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A fake machine with one GPU, and its own locks and caches."""
+    monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the run of these tests
+    machine = FakeMachine(noise=STEADY)
+    monkeypatch.setattr(standalone, "CudaMachine", lambda: machine)
+    caches = (standalone._figures, standalone._open_device)
+    for cache in caches:
+        cache.cache_clear()
+    yield machine
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_the_record_of_a_comparison_on_the_gpu():
+    result = pytest_aiperf.measure(**USUAL, quick=True, seed=7)
+    assert (result.outcome, result.verdict) == (Outcome.PASSED, Verdict.FASTER)
+    assert result.speedup.low < 2 < result.speedup.high
+    assert (result.claim, result.key, result.gpu, result.seed) == ("double", "fake", FAKE_GPU, 7)
+    assert result.floor > 0
+    assert result.code
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome", "message"),
+    [
+        ({"optimized": doubling(200)}, Outcome.FAILED, "SAME where FASTER is claimed"),
+        ({"optimized": lambda x: x * 3}, Outcome.FAILED, "optimized"),
+        ({"work": lambda _: Work(read=1e12)}, Outcome.INVALID, "that this GPU reaches"),
+    ],
+    ids=["not faster", "wrong", "faster than the limit"],
+)
+def test_what_a_test_would_fail_for_is_in_the_record(words, outcome, message):
+    result = pytest_aiperf.measure(**USUAL | words, quick=True)
+    assert result.outcome is outcome
+    assert message in result.message
+
+
+def test_a_debugging_environment_is_in_the_record(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    result = pytest_aiperf.measure(**USUAL)
+    assert result.outcome is Outcome.INVALID
+    assert "CUDA_LAUNCH_BLOCKING" in result.message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"metric": "speed"}, "one of device, wall, memory, score"),
+        ({"metric": ()}, "metric"),
+        ({"optimized": 3}, "needs a callable, not 3"),
+        ({"optimized": lambda x, y: x}, "does not take the 1 values"),
+        ({"device": "tpu"}, "known are 'cuda' and 'cpu'"),
+    ],
+)
+def test_wrong_use_is_raised(words, message):
+    with pytest.raises(UsageError, match=message):
+        pytest_aiperf.measure(**USUAL | words)
+
+
+def test_an_exception_of_an_arm_is_raised():
+    def broken(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pytest_aiperf.measure(**USUAL | {"optimized": broken})
+
+
+def test_noise_floor_and_ceilings_are_measured_once(machine, monkeypatch):
+    measured = []
+    noise_floor, ceilings = standalone.noise_floor, machine.ceilings
+    monkeypatch.setattr(
+        standalone, "noise_floor", lambda *words: measured.append("floor") or noise_floor(*words)
+    )
+    monkeypatch.setattr(
+        machine, "ceilings", lambda *words: measured.append("ceilings") or ceilings(*words)
+    )
+    work = {"work": lambda x: Work(read=x.nbytes)}
+    for words in ({}, {}, work, work):
+        assert pytest_aiperf.measure(**USUAL, **words, quick=True).outcome is Outcome.PASSED
+    assert measured == ["floor", "ceilings"]
+
+
+def test_a_machine_without_a_gpu_measures_on_the_host(machine, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: ())
+    with pytest.raises(UsageError, match="needs an NVIDIA GPU"):
+        pytest_aiperf.measure(**USUAL, device="cuda")
+    result = pytest_aiperf.measure(**USUAL, quick=True)
+    assert (result.key, result.host, result.gpu) == ("cpu", True, None)
+
+
+def test_the_host_is_chosen_where_there_is_a_gpu():
+    result = pytest_aiperf.measure(**USUAL, device="cpu", quick=True)
+    assert (result.key, result.gpu) == ("cpu", None)
+
+
+def test_a_prepared_arm_gives_the_result_its_name():
+    def ready(x):
+        """Double without delay."""
+        return doubling(50)
+
+    result = pytest_aiperf.measure(**USUAL | {"optimized": prepared(ready)}, quick=True)
+    assert (result.claim, result.title) == ("ready", "Double without delay.")
+
+
+def test_a_script_measures_on_this_host(tmp_path):
+    script = tmp_path / "sort.py"
+    script.write_text(
+        "import numpy as np\n"
+        "import pytest_aiperf as p\n"
+        "result = p.measure(\n"
+        "    baseline=lambda x: np.array(sorted(x)),\n"
+        "    optimized=np.sort,\n"
+        "    inputs=lambda bench: (np.random.rand(bench.size(20_000, check=100)),),\n"
+        "    reference=lambda x: np.sort(x),\n"
+        "    metric='wall', device='cpu', quick=True)\n"
+        "assert result.verdict is p.Verdict.FASTER, result\n"
+        "print(result.outcome, result.claim)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "PASSED sort\n"
+    assert list(Path(tmp_path).iterdir()) == [script, tmp_path / "locks"]
+
+
+def test_everything_exported_exists():
+    for name in pytest_aiperf.__all__:
+        assert getattr(pytest_aiperf, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pytest_aiperf.nothing
+    assert np.isfinite(float(pytest_aiperf.__version__.split(".")[0]))
