@@ -35,7 +35,7 @@ class Claim:
                     gpus,
                     folder,
                     on_wait=lambda _: os.write(said, b"w"),
-                    on_turn=lambda: os.write(said, b"t"),
+                    on_acquired=lambda: os.write(said, b"t"),
                 )
                 with getattr(theirs, turn)():
                     os.write(said, b"+")
@@ -77,7 +77,7 @@ class Claim:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(gpu_lock, "PATIENCE", 0.0)
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def claim(tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("prepare",), ("prepare",)),
-        (("prepare", A), ("time_device", B)),
-        (("time_device", A), ("time_device", B)),
-        (("time_device", A), ("prepare", B)),
+        (("shared",), ("shared",)),
+        (("shared", A), ("exclusive_gpu", B)),
+        (("exclusive_gpu", A), ("exclusive_gpu", B)),
+        (("exclusive_gpu", A), ("shared", B)),
     ],
 )
 def test_these_share(claim, first, second):
@@ -113,14 +113,14 @@ def test_these_share(claim, first, second):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("prepare", A), ("time_device", A)),
-        (("time_device", A), ("prepare", A)),
-        (("time_device", A), ("time_device", A)),
-        (("time_device", A, B), ("time_device", B)),
-        (("time_host", A), ("prepare", B)),
-        (("time_host", A), ("time_device", B)),
-        (("time_host", A), ("time_host", B)),
-        (("prepare", A), ("time_host", B)),
+        (("shared", A), ("exclusive_gpu", A)),
+        (("exclusive_gpu", A), ("shared", A)),
+        (("exclusive_gpu", A), ("exclusive_gpu", A)),
+        (("exclusive_gpu", A, B), ("exclusive_gpu", B)),
+        (("exclusive_host", A), ("shared", B)),
+        (("exclusive_host", A), ("exclusive_gpu", B)),
+        (("exclusive_host", A), ("exclusive_host", B)),
+        (("shared", A), ("exclusive_host", B)),
     ],
 )
 def test_these_exclude_each_other(claim, first, second):
@@ -133,24 +133,24 @@ def test_these_exclude_each_other(claim, first, second):
 
 
 def test_a_killed_holder_frees_its_lease(claim):
-    one = claim("time_host")
+    one = claim("exclusive_host")
     assert one.enters
-    two = claim("time_device")
+    two = claim("exclusive_gpu")
     assert two.waits
     one.kill()
     assert two.gets_its_turn
 
 
 def test_a_process_that_the_holder_forked_does_not_keep_the_lease(claim):
-    one = claim("time_device", forks=True)
+    one = claim("exclusive_gpu", forks=True)
     assert one.enters
     one.leave()
     assert one.hears() == "-"
-    assert claim("time_device").enters
+    assert claim("exclusive_gpu").enters
 
 
 @pytest.mark.parametrize(
-    ("reader", "writer"), [("prepare", "time_device"), ("prepare", "time_host")]
+    ("reader", "writer"), [("shared", "exclusive_gpu"), ("shared", "exclusive_host")]
 )
 def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     early = claim(reader)
@@ -167,24 +167,24 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
 
 
 def test_who_wants_to_time_lets_others_prepare_for_a_while(claim, monkeypatch):
-    monkeypatch.setattr(gpu_lock, "PATIENCE", 1.0)
-    slow = claim("prepare")
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 1.0)
+    slow = claim("shared")
     assert slow.enters
-    waiting = claim("time_device")
+    waiting = claim("exclusive_gpu")
     assert waiting.waits
-    assert claim("prepare").enters
+    assert claim("shared").enters
     time.sleep(1.2)
-    late = claim("prepare")
+    late = claim("shared")
     assert late.waits
     assert waiting.hears(0.05) == ""
 
 
 @pytest.mark.parametrize("patience", [0.0, 30.0])
 def test_the_patient_time_as_soon_as_nobody_prepares(claim, monkeypatch, patience):
-    monkeypatch.setattr(gpu_lock, "PATIENCE", patience)
-    slow = claim("prepare")
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", patience)
+    slow = claim("shared")
     assert slow.enters
-    waiting = claim("time_device")
+    waiting = claim("exclusive_gpu")
     assert waiting.waits
     slow.leave()
     assert waiting.gets_its_turn
@@ -192,12 +192,12 @@ def test_the_patient_time_as_soon_as_nobody_prepares(claim, monkeypatch, patienc
 
 @pytest.mark.parametrize("patience", [0.0, 30.0])
 def test_who_times_follows_upon_another(claim, monkeypatch, patience):
-    monkeypatch.setattr(gpu_lock, "PATIENCE", patience)
-    first = claim("time_device")
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", patience)
+    first = claim("exclusive_gpu")
     assert first.enters
-    reader = claim("prepare")
+    reader = claim("shared")
     assert reader.waits
-    second = claim("time_device")
+    second = claim("exclusive_gpu")
     assert second.waits
     first.leave()
     assert second.gets_its_turn
@@ -209,9 +209,11 @@ def test_who_times_follows_upon_another(claim, monkeypatch, patience):
 @pytest.mark.parametrize("host", [False, True])
 def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
     told = []
-    ours = GpuLock([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    ours = GpuLock(
+        [A], tmp_path / "locks", on_wait=told.append, on_acquired=lambda: told.append("on")
+    )
     with ours.shared():
-        theirs = claim("time_host" if host else "time_device")
+        theirs = claim("exclusive_host" if host else "exclusive_gpu")
         assert theirs.waits
         ours.suspend(lambda: told.append("first"))
         assert theirs.hears(0.1) == ("" if host else "t")
@@ -221,7 +223,7 @@ def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
             assert theirs.hears() == "-"
         ours.resume()
         assert told == ["first"]
-        other = claim("time_device")
+        other = claim("exclusive_gpu")
         assert other.waits
     assert theirs.gets_its_turn if host else other.gets_its_turn
 
@@ -232,7 +234,7 @@ def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
     ours.resume()
     with ours.exclusive_gpu():
         ours.suspend(pytest.fail)
-        assert claim("prepare").waits
+        assert claim("shared").waits
         ours.resume()
 
 
@@ -243,7 +245,7 @@ def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
         raise RuntimeError
 
     with ours.shared():
-        theirs = claim("time_device")
+        theirs = claim("exclusive_gpu")
         assert theirs.waits  # and holds the gate, which a second lock would have to pass
         with pytest.raises(RuntimeError):
             ours.suspend(fault)
@@ -255,17 +257,19 @@ def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
 
 def test_taking_back_waits_for_who_times(claim, tmp_path):
     told = []
-    ours = GpuLock([A], tmp_path / "locks", on_wait=told.append, on_turn=lambda: told.append("on"))
+    ours = GpuLock(
+        [A], tmp_path / "locks", on_wait=told.append, on_acquired=lambda: told.append("on")
+    )
     with ours.shared():
         ours.suspend(lambda: None)
-        theirs = claim("time_device")
+        theirs = claim("exclusive_gpu")
         assert theirs.enters
         timer = threading.Timer(0.2, theirs.leave)
         timer.start()
         ours.resume()
         timer.join()
     assert told == [f"waiting for GPU {A}, which another claim has", "on"]
-    assert 0.1 < ours.waited < 60
+    assert 0.1 < ours.waited_s < 60
 
 
 def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
@@ -274,15 +278,15 @@ def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
         pass
     with ours.exclusive_host():
         pass
-    assert ours.waited == 0
+    assert ours.waited_s == 0
 
 
 def test_waiting_is_told_once(claim):
-    one = claim("time_device", A)
+    one = claim("exclusive_gpu", A)
     assert one.enters
-    two = claim("time_device", B)
+    two = claim("exclusive_gpu", B)
     assert two.enters
-    both = claim("time_device", A, B)
+    both = claim("exclusive_gpu", A, B)
     assert both.waits
     one.leave()
     assert both.hears(0.05) == ""
@@ -312,7 +316,7 @@ def test_opposite_orders_do_not_deadlock(tmp_path):
 
 
 def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
-    one = claim("time_device")
+    one = claim("exclusive_gpu")
     assert one.enters
 
     def wait(sentence):
@@ -324,7 +328,7 @@ def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
         pass
     one.leave()
     assert one.hears() == "-"
-    assert claim("time_host").enters  # who gave up waiting holds nothing
+    assert claim("exclusive_host").enters  # who gave up waiting holds nothing
 
 
 def test_a_held_lease_is_not_entered_again(tmp_path):

@@ -65,9 +65,9 @@ def daemon() -> int:
     return int(os.read(ours, 20))
 
 
-def run(work, *, deadline=30.0, on_message=lambda _: None, grace=0.2) -> ProcessExit:
+def run(work, *, deadline_s=30.0, on_message=lambda _: None, grace_s=0.2) -> ProcessExit:
     try:
-        return supervise(work, deadline=deadline, on_message=on_message, grace=grace)
+        return supervise(work, deadline_s=deadline_s, on_message=on_message, grace_s=grace_s)
     finally:
         with pytest.raises(ChildProcessError):  # reaped: no child of ours is left, nor a zombie
             os.waitpid(-1, os.WNOHANG)
@@ -148,7 +148,7 @@ def test_a_claim_that_ignores_sigterm_is_killed_after_the_grace():
         channel.send("report", pids=[os.getpid(), sleeper()])
         time.sleep(300)
 
-    ended = run(work, deadline=1, grace=0.2)
+    ended = run(work, deadline_s=1, grace_s=0.2)
     assert (ended.status, ended.code) == ("timeout", signal.SIGKILL)
     assert gone(*ended.messages[0]["pids"], within=0)
     assert describe(ended).startswith("exceeded its deadline of 1 s")
@@ -159,7 +159,7 @@ def test_a_claim_may_end_politely_within_the_grace():
         signal.signal(signal.SIGTERM, lambda *_: channel.send("report", polite=True) or os._exit(7))
         time.sleep(300)
 
-    ended = run(work, deadline=1, grace=30)
+    ended = run(work, deadline_s=1, grace_s=30)
     assert (ended.status, ended.code) == ("timeout", 7)
     assert ended.messages == ({"kind": "report", "polite": True},)
     assert ended.seconds < 60
@@ -172,7 +172,7 @@ def test_where_a_claim_crashed_or_hung_is_in_its_own_stderr(capfd):
     def crashed(channel):
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    assert run(hung, deadline=1, grace=30).code == signal.SIGTERM
+    assert run(hung, deadline_s=1, grace_s=30).code == signal.SIGTERM
     assert "in hung" in capfd.readouterr().err
     assert run(crashed).code == signal.SIGSEGV
     assert "in crashed" in capfd.readouterr().err
@@ -186,7 +186,7 @@ def test_waiting_does_not_count():
         channel.send("working")
         channel.send("result")
 
-    ended = run(work, deadline=1)
+    ended = run(work, deadline_s=1)
     assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
 
 
@@ -194,22 +194,22 @@ def test_the_deadline_is_what_is_left_of_the_time_at_work(monkeypatch):
     now = 100.0
     with monkeypatch.context() as patch:
         patch.setattr(isolation.time, "monotonic", lambda: now)
-        deadline = isolation._Deadline(60.0, grace=2.0)
+        deadline = isolation._Deadline(60.0, grace_s=2.0)
         now = 120.0
-        deadline.heed("waiting")
+        deadline.update("waiting")
         assert deadline.left() is None
         now = 1000.0
-        deadline.heed("working")
+        deadline.update("working")
         now = 1030.0
-        deadline.heed("working")  # is not a second start
-        deadline.heed("result")
+        deadline.update("working")  # is not a second start
+        deadline.update("result")
         left = [deadline.left()]
         now = 1041.0
         left.append(deadline.left())
-        orders = [deadline.order()]
-        deadline.heed("waiting")  # too late
+        orders = [deadline.next_command()]
+        deadline.update("waiting")  # too late
         left.append(deadline.left())
-        orders += [deadline.order(), deadline.order()]
+        orders += [deadline.next_command(), deadline.next_command()]
     assert left == [10.0, 0.0, 2.0]
     assert orders == [b"T", b"K", b""]
     assert deadline.exceeded
@@ -222,18 +222,18 @@ def test_a_claim_that_works_again_meets_its_deadline():
         channel.send("working")
         time.sleep(300)
 
-    assert run(work, deadline=1).status == "timeout"
+    assert run(work, deadline_s=1).status == "timeout"
 
 
 def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(isolation, "PATIENCE", 0.2)
+    monkeypatch.setattr(isolation, "KILL_TIMEOUT_S", 0.2)
 
     def work(channel):
         channel.send("report", pid=os.getpid())
         os.kill(os.getppid(), signal.SIGSTOP)  # the keeper can no longer report an end
         time.sleep(300)
 
-    ended = run(work, deadline=1, grace=0.1)
+    ended = run(work, deadline_s=1, grace_s=0.1)
     assert ended.status == "stuck"
     assert gone(ended.messages[0]["pid"])
     assert "did not die of SIGKILL" in describe(ended)
@@ -287,7 +287,7 @@ def test_a_thread_does_not_keep_a_claim_alive():
 def test_processes_of_others_are_left_alone():
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     try:
-        supervise(lambda channel: daemon(), deadline=30, on_message=lambda _: None)
+        supervise(lambda channel: daemon(), deadline_s=30, on_message=lambda _: None)
         assert other.poll() is None
     finally:
         other.kill()
@@ -300,7 +300,7 @@ def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
             if (pid := os.fork()) == 0:
                 if fails:
                     raise ValueError("in the fork")
-                return  # into _run, as the claim itself does
+                return  # into _run_claim, as the claim itself does
             os.waitpid(pid, 0)
         if (pid := os.fork()) == 0:
             try:
@@ -324,16 +324,16 @@ def test_a_big_message_arrives_whole():
 
 
 def test_a_message_over_the_limit_is_refused_where_it_is_sent(monkeypatch):
-    monkeypatch.setattr(isolation, "LIMIT", 2**17)
+    monkeypatch.setattr(isolation, "MAX_MESSAGE_BYTES", 2**17)
     ended = run(lambda channel: channel.send("result", text="x" * 2**17))
-    assert "Misuse: a message 'result' of 131" in describe(ended)
+    assert "UsageError: a message 'result' of 131" in describe(ended)
 
 
 @pytest.mark.parametrize(
     "text", [b"1\n", b"{}\n", b'{"kind": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b"x" * 2**20]
 )
 def test_what_is_no_message_fails_the_claim(monkeypatch, text):
-    monkeypatch.setattr(isolation, "LIMIT", 2**17)
+    monkeypatch.setattr(isolation, "MAX_MESSAGE_BYTES", 2**17)
 
     def work(channel):
         with contextlib.suppress(BrokenPipeError):  # nobody listens any more
@@ -360,7 +360,7 @@ def test_a_claim_may_close_the_channel():
 
 PRINTER = """
 import ctypes, sys
-from pytest_aiperf.machine.child import supervise
+from pytest_aiperf.machine.isolation import supervise
 printf = ctypes.CDLL(None).printf
 
 def work(channel):
@@ -369,7 +369,7 @@ def work(channel):
 
 print("parent", end=" ")
 printf(b"parent-in-C ")
-supervise(work, deadline=30, on_message=print)
+supervise(work, deadline_s=30, on_message=print)
 """
 
 
@@ -418,15 +418,15 @@ def test_an_exception_in_the_parent_leaves_nothing(stop):
 SUPERVISOR = """
 import os, sys, time
 sys.path[:0] = {path!r}
-from test_child import daemon, sleeper
-from pytest_aiperf.machine.child import supervise
+from test_isolation import daemon, sleeper
+from pytest_aiperf.machine.isolation import supervise
 
 def work(channel):
     pids = [os.getpid(), os.getppid(), sleeper(), daemon()]
     print(*pids, flush=True)
     time.sleep(300)
 
-supervise(work, deadline=300, on_message=print)
+supervise(work, deadline_s=300, on_message=print)
 """
 
 

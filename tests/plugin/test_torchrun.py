@@ -109,10 +109,10 @@ def test_next(compare): compare(**usual)
 
 def test_ranks_measure_and_rank_0_s_record_is_the_claim_s(two):
     two.two("""
-from pytest_aiperf.claim.timed import Timed
+from pytest_aiperf.claim.sampler import Sampler
 
-settle = Timed._settle_mode  # the host of rank 1 is a slow one
-Timed._settle_mode = lambda *timed: settle(*timed) + 0.2 * RANK
+choose_mode = Sampler._choose_mode  # the host of rank 1 is a slow one
+Sampler._choose_mode = lambda *args: choose_mode(*args) + 0.2 * RANK
 
 def spending(call, microseconds):
     def arm(x):
@@ -141,9 +141,9 @@ def test_three(compare): compare(**sums)
 
 def test_a_rank_that_cannot_leave_costs_no_deadline(two):
     two.two("""
-from pytest_aiperf.machine import ranks
+from pytest_aiperf.machine import torchrun
 
-ranks.LEAVING = 0.1
+torchrun.EXIT_GRACE_S = 0.1
 dist.destroy_process_group = lambda: time.sleep(600)
 
 def spending(call, microseconds):
@@ -190,7 +190,7 @@ time.sleep(600)
 """
     monkeypatch.setattr(torchrun, "command", lambda *_: (sys.executable, "-c", code))
     found = torchrun.run(torchrun.RankJob(str(project.path), BLANK), 2, (), 1.0, {})
-    assert found.why.startswith("exceeded its deadline of 1 s")
+    assert found.message.startswith("exceeded its deadline of 1 s")
     assert found.result.outcome is Outcome.ERROR
     assert "so far" in capsys.readouterr().out
     assert not project.processes()
@@ -210,35 +210,35 @@ def an_end(status="exited", code=1):
     ("endings", "ended", "why"),
     [
         ([torchrun.RankExit(TOLD), torchrun.RankExit(TOLD)], an_end(code=0), ""),
-        ([torchrun.RankExit(SLOWER, SLOWER.message, ours=True)] * 2, an_end(), "SLOWER: 0.5x"),
+        ([torchrun.RankExit(SLOWER, SLOWER.message, is_cause=True)] * 2, an_end(), "SLOWER: 0.5x"),
         (
-            [torchrun.RankExit(TOLD), torchrun.RankExit(why="wrong", ours=True, at=2.0)],
+            [torchrun.RankExit(TOLD), torchrun.RankExit(message="wrong", is_cause=True, at_s=2.0)],
             an_end(),
             "rank 1: wrong",
         ),
         (
             [
-                torchrun.RankExit(why="b", ours=True, at=3.0),
-                torchrun.RankExit(why="a", ours=True, at=2.0),
+                torchrun.RankExit(message="b", is_cause=True, at_s=3.0),
+                torchrun.RankExit(message="a", is_cause=True, at_s=2.0),
             ],
             an_end(),
             "rank 1: a",
         ),
         (
-            [torchrun.RankExit(why="Connection closed by peer", at=1.0), "lost"],
+            [torchrun.RankExit(message="Connection closed by peer", at_s=1.0), "lost"],
             an_end(),
             "rank 1: its process ended without a result (os._exit, or a crash?)",
         ),
         (
             [
-                torchrun.RankExit(why="Connection closed by peer", at=3.0),
-                torchrun.RankExit(why="e", at=2.0),
+                torchrun.RankExit(message="Connection closed by peer", at_s=3.0),
+                torchrun.RankExit(message="e", at_s=2.0),
             ],
             an_end(),
             "rank 1: e",
         ),
         (
-            [torchrun.RankExit(why="ValueError: 1", at=1.0), "stopped"],
+            [torchrun.RankExit(message="ValueError: 1", at_s=1.0), "stopped"],
             an_end(),
             "rank 0: ValueError: 1",
         ),
@@ -254,17 +254,17 @@ def test_the_first_rank_that_cannot_go_on_says_why(tmp_path, endings, ended, why
         if ending != "never":
             trace = "Current thread" if ending == "stopped" else ""
             (tmp_path / f"rank-{rank}.trace").write_text(trace)
-    found = torchrun._ending(told, len(endings), ended)
-    assert found.why.startswith(why)
-    assert bool(found.why) == bool(why)
+    found = torchrun._combine_exits(told, len(endings), ended)
+    assert found.message.startswith(why)
+    assert bool(found.message) == bool(why)
     assert found.result is not None
-    assert found.result.message == found.why
+    assert found.result.message == found.message
 
 
 def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
     for rank in (0, 1):
-        ending = torchrun.RankExit(why="no such library", ours=True, skipped=True)
+        ending = torchrun.RankExit(message="no such library", is_cause=True, skipped=True)
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
-    found = torchrun._ending(torchrun.RankJob(str(tmp_path), BLANK), 2, an_end(code=0))
+    found = torchrun._combine_exits(torchrun.RankJob(str(tmp_path), BLANK), 2, an_end(code=0))
     assert found.skipped
-    assert found.why == "no such library"
+    assert found.message == "no such library"

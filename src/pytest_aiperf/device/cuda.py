@@ -32,8 +32,7 @@ _MAX_BLOCKING_S: Final = 1.0
 _LONG_BLOCKING_S: Final = 0.05
 """A blocking kernel this long gets one retry only: a call that outlasts both synchronises."""
 _UNSYNCED_SHARE: Final = 0.03
-"""If the GPU is still busy for this share of the block after the end event, a call used a stream
-that it did not join."""
+"""Work after the end event, as a share of the block, that shows a stream which was not joined."""
 _UNSYNCED_S: Final = 0.5e-3
 """The same in seconds, for short blocks: synchronising takes the host some time, too."""
 _MIN_STABILIZING_S: Final = 0.05
@@ -317,7 +316,7 @@ class CudaDevice:
             generator.graphsafe_set_state(generator.clone_state())
         self.synchronize()
 
-    def _cupy_memory(self) -> contextlib.AbstractContextManager[object]:
+    def _cupy_memory(self) -> Any:
         """Let cupy allocate from torch during a capture, as torch's graphs own their memory.
 
         cupy's own pool would hand out the memory of a captured call again, while the graph still
@@ -331,9 +330,7 @@ class CudaDevice:
             lambda size, device: int(memory.caching_allocator_alloc(size, device, stream)),
             lambda pointer, _device: memory.caching_allocator_delete(pointer),
         )
-        scope: contextlib.AbstractContextManager[object]
-        scope = cupy.cuda.using_allocator(allocator.malloc)
-        return scope
+        return cupy.cuda.using_allocator(allocator.malloc)
 
     def _make_stream(self) -> Any:
         """Create a blocking stream: it is ordered with the legacy default stream.

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from pytest_aiperf.machine.distributed import RankGroup
@@ -19,17 +20,12 @@ now = time.perf_counter_ns  # bound at import, so that an arm that patches time 
 
 GRAPH_BELOW_S: Final = 50e-6
 """Calls shorter than this are captured in a graph: their launch would show in their time."""
-
 PLAIN_ABOVE_S: Final = 20e-3
-"""Calls longer than this need no blocking kernel; in a shorter one of many kernels, the GPU may
-still wait for a busy host."""
-
+"""Calls longer than this need no blocking kernel: what the host adds is small beside them."""
 MAX_BLOCK_S: Final = 20e-3
 """Longest block with more than one call; longer blocks would leave time for fewer rounds."""
-
 _MIN_BLOCK_S: Final = {Mode.GRAPH: 5e-4, Mode.BACKLOG: 1e-3, Mode.PLAIN: 5e-3, Mode.WALL: 2e-3}
 """Shortest block in each mode: long enough that the timer's resolution is negligible."""
-
 _MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mode.WALL: 100_000}
 """Most calls per block. A launch queue holds about 1,024 launches, and a call may be several."""
 
@@ -142,8 +138,8 @@ class HostDevice:
             if not self.ranks.all(now() < until):
                 break
 
-    def warm_up(self, blocks: Sequence[Block]) -> None:
-        pass
+    def warm_up(self, blocks: Sequence[Block]) -> None: ...
+    def synchronize(self) -> None: ...
 
     def telemetry(self) -> GpuState:
         return GpuState()
@@ -162,9 +158,6 @@ class HostDevice:
     def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
         return None
 
-    def synchronize(self) -> None:
-        pass
-
     def release(self) -> None:
         gc.collect()
 
@@ -181,29 +174,26 @@ class HostDevice:
         return inputs, np.sort
 
 
+@dataclass(slots=True)
 class WallBlock:
     """Calls timed by the host, from an empty queue to an empty queue."""
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        ranks: RankGroup,
-        drain: Call = lambda: None,
-        current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        self._calls, self._ranks, self._drain, self._current = calls, ranks, drain, current
-        self.last: object = None
+    calls: Sequence[Call]
+    ranks: RankGroup
+    drain: Call = lambda: None
+    current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    last: object = None
 
     def run(self) -> float:
-        with gc_disabled(), self._current():
-            self._drain()
-            self._ranks.barrier()
+        with gc_disabled(), self.current():
+            self.drain()
+            self.ranks.barrier()
             begun = now()
-            for call in self._calls:
+            for call in self.calls:
                 self.last = call()
-            self._drain()
+            self.drain()
             seconds = (now() - begun) * 1e-9
-        return self._ranks.max(seconds)
+        return self.ranks.max(seconds)
 
     def run_untimed(self) -> None:
         self.run()

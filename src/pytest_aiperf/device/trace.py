@@ -17,9 +17,6 @@ from pytest_aiperf.rules.stats import covered
 MAX_NAMES: Final = 16
 """Kernel names in a trace: those of the longest total time, so that records stay small."""
 
-_COPIES: Final = ("gpu_memcpy", "gpu_memset")
-"""Categories of a Chrome trace that are copies."""
-
 
 def trace(call: Callable[[], object], device: Any) -> Trace | None:
     """Trace one warmed-up call on the device's stream; None if nothing of it ran on the GPU.
@@ -50,7 +47,7 @@ def trace(call: Callable[[], object], device: Any) -> Trace | None:
 
 def read(events: Iterable[Mapping[str, Any]]) -> Trace | None:
     """Sum up the events of a Chrome trace, whose times are in microseconds."""
-    items = [e for e in events if e.get("cat") in ("kernel", *_COPIES)]
+    items = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not items:
         return None
     kernels = [e for e in items if e["cat"] == "kernel"]

@@ -1,4 +1,4 @@
-"""A lock on a file that the kernel releases, however its holder ends."""
+"""Lock a file; the kernel releases the lock when its holder ends, however it ends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 def locked(
     path: Path, *, shared: bool = False, wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold a lock, alone or shared; ``wait`` is called once when somebody else has it.
+    """Hold a lock, exclusively or shared; call ``wait`` once if another process holds it.
 
-    A process that is forked meanwhile does not hold it.
+    A process that is forked meanwhile does not hold the lock.
     """
-    # in the kernel, not by polling: who waits is woken at once, and is no load on a claim's timing
+    # Wait in the kernel instead of polling: it wakes the process at once, and the wait costs no
+    # CPU time beside a claim that is being timed.
     fd = _open(path)
     try:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -29,12 +30,14 @@ def locked(
             fcntl.flock(fd, mode)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: processes we forked have it too
+        fcntl.flock(
+            fd, fcntl.LOCK_UN
+        )  # closing is not enough: forked processes have the handle, too
         os.close(fd)
 
 
 def is_shared(path: Path) -> bool:
-    """Return whether others share a lock: neither is it free, nor has anybody got it alone."""
+    """Return whether a lock has shared holders: it is neither free nor held exclusively."""
     fd = _open(path)
     try:
         for mode, shared in ((fcntl.LOCK_EX, False), (fcntl.LOCK_SH, True)):
@@ -48,5 +51,5 @@ def is_shared(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    # for flock, not POSIX record locks: those are lost when any handle of the file is closed
+    # flock, not POSIX record locks: a process loses those when it closes any handle of the file
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

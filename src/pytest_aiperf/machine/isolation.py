@@ -1,12 +1,12 @@
 """One supervised process per claim: it ends within its deadline and leaves nothing behind.
 
-    pytest or xdist worker --fork--> keeper --fork--> the claim --> whatever the claim starts
+    pytest or xdist worker --fork--> supervisor --fork--> the claim --> whatever the claim starts
 
-The keeper waits, runs no user code, and adopts every process that the claim orphans, daemons
-included. When the claim has ended, or the pytest process has let go of the keeper (by an
-exception, or because it was killed), the keeper kills and reaps all that descends from it, and
-nothing else. What a claim prints goes where pytest's own output goes, without a cap: the only
-limit the kernel offers (RLIMIT_FSIZE) would cap result files too.
+The supervisor waits, runs no user code, and adopts every process that the claim orphans, daemons
+included. When the claim has ended, or the pytest process has let go of the supervisor (by an
+exception, or because it was killed), the supervisor kills and reaps all its descendants, and no
+other process. A claim's output goes where pytest's own output goes, without a size limit: the only
+limit of the kernel (RLIMIT_FSIZE) would apply to result files, too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Message = dict[str, Any]
 Source = int | socket.socket | FileIO
 Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
-LIMIT: Final = 16 * 2**20
-"""Bytes of the longest message a claim may send."""
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+"""Longest message that a claim may send; pytest holds it in memory."""
 
 TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
-"""Kinds of messages that are handed on when they come, and not kept."""
+"""Kinds of messages for the live display only: they are passed on, and not kept."""
 
-PATIENCE: Final = 10.0
-"""Seconds that a process may take to die of SIGKILL before it counts as stuck in the kernel."""
+KILL_TIMEOUT_S: Final = 10.0
+"""How long a process may take to die of SIGKILL before it counts as stuck in the kernel."""
 
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"
-_ANSWERED: Final = (signal.SIGINT, signal.SIGTERM)
+_BLOCKED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +57,7 @@ _LIBC.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 class Channel:
-    """The claim's private line to the pytest process: one JSON object a line."""
+    """The claim's private channel to the pytest process: one JSON object per line."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -65,17 +65,19 @@ class Channel:
         self._pid = os.getpid()
 
     def send(self, kind: str, **payload: object) -> None:
-        """Send one message of plain builtins, whole.
+        """Send one message of plain builtins.
 
-        ``waiting`` pauses the claim's deadline (it waits for others), ``working`` resumes it.
+        The kind ``waiting`` pauses the claim's deadline while it waits for other processes;
+        ``working`` resumes it.
         """
         if os.getpid() != self._pid:
             raise UsageError(
-                f"a process that the claim forked sent {kind!r}: only the claim reports"
+                f"a process that the claim forked sent {kind!r}: only the claim itself may send"
             )
         line = json.dumps({"kind": kind, **payload}).encode() + b"\n"
-        if len(line) > LIMIT:
-            raise UsageError(f"a message {kind!r} of {len(line)} bytes: at most {LIMIT}, send less")
+        if len(line) > MAX_MESSAGE_BYTES:
+            limit = MAX_MESSAGE_BYTES
+            raise UsageError(f"a message {kind!r} of {len(line)} bytes: at most {limit}, send less")
         rest = memoryview(line)
         with self._lock:
             while rest:
@@ -84,91 +86,90 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a claim's process ended, and what it said before.
-
-    ``code`` is the exit status, or the signal's number where a signal ended it. ``interrupted``:
-    the keeper was killed from outside. ``stuck``: even SIGKILL did not end it, so its GPU is not
-    to be trusted.
-    """
+    """How a claim's process ended, and the messages that it sent."""
 
     messages: tuple[Message, ...]
+    """All but the transient ones."""
     status: Status
+    """``interrupted``: the supervisor was killed from outside. ``stuck``: SIGKILL did not end the
+    process, so its GPU cannot be trusted."""
     code: int
+    """Exit status, or the number of the signal that ended the process."""
     seconds: float
     peak_rss_bytes: int
-    deadline: float
+    deadline_s: float
 
 
 def supervise(
     work: Callable[[Channel], None],
     *,
-    deadline: float,
+    deadline_s: float,
     on_message: Callable[[Message], None],
-    grace: float = 2.0,
+    grace_s: float = 2.0,
 ) -> ProcessExit:
-    """Run ``work`` in a process of its own, and return when nothing of it is left.
+    """Run ``work`` in a process of its own; return when neither it nor a descendant is left.
 
-    The deadline counts only time in which the claim is at work; once it is exceeded the claim's
-    process group gets SIGTERM, and SIGKILL ``grace`` seconds later. An exception that escapes
-    ``work`` comes back as a message ``crash`` with its traceback as ``text``. Whatever is raised
-    here meanwhile, by ``on_message`` too, kills the claim and goes on to the caller.
-    Call it from a process that has not initialised CUDA.
+    The deadline counts the time in which the claim works. When it is exceeded, the claim's process
+    group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
+    arrives as a message ``crash`` with its traceback as ``text``. An exception that is raised here,
+    by ``on_message`` too, kills the claim and reaches the caller. Call this from a process that
+    has not initialised CUDA.
     """
-    _flush()  # else the child, which flushes when it ends, would write the same text again
-    control, theirs = socket.socketpair()
+    _flush()  # or the child, which flushes at its end, would write the same text again
+    control, supervisor_control = socket.socketpair()
     inlet, outlet = os.pipe()
     inbox = FileIO(inlet)
-    keeper = -1
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+    supervisor = -1
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         try:
-            keeper = _fork()
-            if keeper == 0:
-                control.close()  # so that the keeper sees it end with our process
+            supervisor = _fork()
+            if supervisor == 0:
+                control.close()  # so that the supervisor sees the end of the pytest process
                 inbox.close()
-                _keep(work, theirs, outlet, mask)
+                _run_supervisor(work, supervisor_control, outlet, mask)
         finally:
-            theirs.close()
+            supervisor_control.close()
             os.close(outlet)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return _watch(control, inbox, on_message, _Deadline(deadline, grace))
+        return _watch(control, inbox, on_message, _Deadline(deadline_s, grace_s))
     finally:
         control.close()
         inbox.close()
-        if keeper > 0:
-            _reap(keeper)
+        if supervisor > 0:
+            _reap(supervisor)
 
 
-def describe(ended: ProcessExit) -> str:
-    """Say in one sentence how a claim ended that sent no result."""
-    after = f"after {ended.seconds:.1f} s"
-    for message in ended.messages:
+def describe(end: ProcessExit) -> str:
+    """Describe in one sentence the end of a claim that sent no result."""
+    after = f"after {end.seconds:.1f} s"
+    for message in end.messages:
         if message["kind"] == "crash":
-            last = str(message.get("text")).strip().rpartition("\n")[2]
-            return f"crashed {after}: {last}"
-    if ended.status == "signalled":
-        names = {known.value: known.name for known in signal.Signals}
-        name = names.get(ended.code, f"signal {ended.code}")
-        if ended.code == signal.SIGKILL:
-            gib = ended.peak_rss_bytes / 2**30
+            last_line = str(message.get("text")).strip().rpartition("\n")[2]
+            return f"crashed {after}: {last_line}"
+    if end.status == "signalled":
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(end.code, f"signal {end.code}")
+        if end.code == signal.SIGKILL:
+            gib = end.peak_rss_bytes / 2**30
             return f"killed by {name} {after}: out of host memory? peak RSS {gib:.1f} GiB"
-        return f"killed by {name} ({(signal.strsignal(ended.code) or '').lower()}) {after}"
+        return f"killed by {name} ({(signal.strsignal(end.code) or '').lower()}) {after}"
     return {
-        "exited": f"ended with exit code {ended.code} without a result "
+        "exited": f"ended with exit code {end.code} without a result "
         "(os._exit or sys.exit in the claim?)",
-        "timeout": f"exceeded its deadline of {ended.deadline:g} s "
+        "timeout": f"exceeded its deadline of {end.deadline_s:g} s "
         "(a kernel that never ends, or raise aiperf_deadline)",
-        "interrupted": f"lost {after}: the process that keeps it was killed from outside",
-        "stuck": f"did not die of SIGKILL within {PATIENCE:g} s (stuck in a driver?): "
+        "interrupted": f"lost {after}: its supervisor process was killed from outside",
+        "stuck": f"did not die of SIGKILL within {KILL_TIMEOUT_S:g} s (stuck in a driver?): "
         "look at its GPU before using it again",
-    }[ended.status]
+    }[end.status]
 
 
 def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Have the kernel send this process a signal when its parent ends.
 
-    Give ``parent``, the pid that the parent has or had, where it may have ended already. The
-    kernel takes the *thread* that started this process for its parent.
+    ``parent`` is the pid of the parent; give it if the parent may have ended already. For the
+    kernel, the parent is the *thread* that started this process.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
@@ -179,43 +180,46 @@ def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) ->
 
 
 class _Deadline:
-    """What is left of a claim's time at work, and what is ordered when nothing is."""
+    """The claim's remaining working time, and the commands for the supervisor when it is over."""
 
-    def __init__(self, seconds: float, grace: float) -> None:
+    def __init__(self, seconds: float, grace_s: float) -> None:
         self.seconds = seconds
         self.exceeded = self.stuck = False
-        self._due: float | None = time.monotonic() + seconds
-        self._paused_with = 0.0
-        self._orders = [(_TERMINATE, grace), (_KILL, PATIENCE)]
+        self._end: float | None = time.monotonic() + seconds  # None while it is paused
+        self._left_at_pause = 0.0
+        self._commands = [(_TERMINATE, grace_s), (_KILL, KILL_TIMEOUT_S)]
 
-    def heed(self, kind: str) -> None:
-        if kind == "waiting" and self._due is not None and not self.exceeded:
-            self._paused_with, self._due = self._due - time.monotonic(), None
-        elif kind == "working" and self._due is None:
-            self._due = time.monotonic() + self._paused_with
+    def update(self, kind: str) -> None:
+        """Pause or resume at a message of this kind."""
+        if kind == "waiting" and self._end is not None and not self.exceeded:
+            self._left_at_pause, self._end = self._end - time.monotonic(), None
+        elif kind == "working" and self._end is None:
+            self._end = time.monotonic() + self._left_at_pause
 
     def left(self) -> float | None:
-        return None if self._due is None else max(0.0, self._due - time.monotonic())
+        """Return the seconds until the next command; None while the deadline is paused."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
 
-    def order(self) -> bytes:
+    def next_command(self) -> bytes:
+        """Return the next command; after the last one the claim counts as stuck."""
         self.exceeded = True
-        self.stuck = not self._orders
-        order, patience = self._orders.pop(0) if self._orders else (b"", 0.0)
-        self._due = time.monotonic() + patience
-        return order
+        self.stuck = not self._commands
+        command, timeout_s = self._commands.pop(0) if self._commands else (b"", 0.0)
+        self._end = time.monotonic() + timeout_s
+        return command
 
 
 def _batches(inbox: FileIO) -> Iterator[list[Message]]:
-    """Read from the channel once for each batch, until nothing more can come."""
-    torn = bytearray()
+    """Yield the complete messages of each read, until the channel is closed."""
+    partial = bytearray()
     with inbox:
         while data := inbox.read(2**20):
-            torn += data
+            partial += data
             lines: list[bytearray] = []
             if b"\n" in data:
-                *lines, torn = torn.split(b"\n")
-            if len(torn) > LIMIT:
-                lines.append(torn)
+                *lines, partial = partial.split(b"\n")
+            if len(partial) > MAX_MESSAGE_BYTES:
+                lines.append(partial)
             batch = [_message(bytes(line)) for line in lines]
             yield batch
             if any(message["kind"] == "crash" for message in batch):
@@ -233,9 +237,9 @@ def _message(line: bytes) -> Message:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 and later warn of forking with threads (execnet's receiver, a thread pool):
-        # a lock that another thread holds stays locked in the child. What runs there takes none
-        # of theirs, and a claim that hangs in one after all meets its deadline.
+        # Python 3.12 and later warn when a process with threads forks (execnet's receiver, a thread
+        # pool): a lock that another thread holds stays locked in the child. The child takes no
+        # such lock, and a claim that hangs nevertheless meets its deadline.
         warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
         return os.fork()
 
@@ -244,81 +248,83 @@ def _watch(
     control: socket.socket,
     inbox: FileIO,
     on_message: Callable[[Message], None],
-    clock: _Deadline,
+    deadline: _Deadline,
 ) -> ProcessExit:
-    """Hand messages on and give the keeper its orders until it reports."""
+    """Pass messages on and send commands to the supervisor until it reports."""
     started = time.monotonic()
     batches = _batches(inbox)
-    kept: list[Message] = []
+    messages: list[Message] = []
     report: bytes | None = None
-    while report is None and not clock.stuck:
-        ready = _ready([control] if inbox.closed else [control, inbox], clock.left())
-        if inbox in ready:  # a batch is all that the pipe holds: nothing is missed by a report
+    while report is None and not deadline.stuck:
+        ready = _ready([control] if inbox.closed else [control, inbox], deadline.left())
+        if inbox in ready:  # a batch is all that the pipe holds: no message is lost by a report
             for message in next(batches, []):
-                clock.heed(message["kind"])
+                deadline.update(message["kind"])
                 if message["kind"] not in TRANSIENT:
-                    kept.append(message)
+                    messages.append(message)
                 on_message(message)
         if control in ready:
             report = control.recv(64)
-        elif clock.left() == 0:
-            with contextlib.suppress(OSError):  # a keeper that is gone shows in `ready`
-                control.send(clock.order())
+        elif deadline.left() == 0:
+            with contextlib.suppress(OSError):  # `ready` shows a supervisor that is gone
+                control.send(deadline.next_command())
 
-    status: Status = "stuck" if clock.stuck else "interrupted"
+    status: Status = "stuck" if deadline.stuck else "interrupted"
     code, rss_kib = int(signal.SIGKILL), 0
     if report:
         wait_status, rss_kib = map(int, report.split())
         code = os.waitstatus_to_exitcode(wait_status)
-        status = "timeout" if clock.exceeded else "signalled" if code < 0 else "exited"
+        status = "timeout" if deadline.exceeded else "signalled" if code < 0 else "exited"
     seconds = time.monotonic() - started
-    return ProcessExit(tuple(kept), status, abs(code), seconds, rss_kib * 1024, clock.seconds)
+    return ProcessExit(
+        tuple(messages), status, abs(code), seconds, rss_kib * 1024, deadline.seconds
+    )
 
 
-def _reap(keeper: int) -> None:
-    """Wait for the keeper; one that cannot finish is killed, and its claim dies with it."""
+def _reap(supervisor: int) -> None:
+    """Wait for the supervisor; kill it if it cannot finish, and the claim dies with it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
-        pidfd = os.pidfd_open(keeper)
-        if not _ready([pidfd], PATIENCE):
-            os.kill(keeper, signal.SIGKILL)
+        pidfd = os.pidfd_open(supervisor)
+        if not _ready([pidfd], KILL_TIMEOUT_S):
+            os.kill(supervisor, signal.SIGKILL)
         os.close(pidfd)
-        os.waitpid(keeper, 0)
+        os.waitpid(supervisor, 0)
 
 
-# In the keeper
+# In the supervisor
 
 
-def _keep(
+def _run_supervisor(
     work: Callable[[Channel], None], control: socket.socket, outlet: int, mask: Collection[int]
 ) -> NoReturn:
     try:
-        for signum in _ANSWERED:
-            signal.signal(signum, signal.SIG_IGN)  # Ctrl-C is for the pytest process to decide
+        for signum in _BLOCKED_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)  # the pytest process decides about Ctrl-C
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        gc.freeze()  # no collector here may finalise the pytest process's objects, or copy them
-        keeper = os.getpid()
+        gc.freeze()  # a collection here would finalise the pytest process's objects, or copy pages
+        supervisor = os.getpid()
         claim = os.fork()
         if claim == 0:
             control.close()
-            _run(work, outlet, keeper)
+            _run_claim(work, outlet, supervisor)
         pidfd = os.pidfd_open(claim)
         while pidfd not in _ready([pidfd, control], None):
             if control.recv(1) != _TERMINATE:
-                break  # told to kill, or let go of
+                break  # commanded to kill, or the pytest process is gone
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(claim, signal.SIGTERM)
-        control.send(_bury(claim))
+        control.send(_kill_descendants(claim))
     finally:
         os._exit(0)
 
 
-def _bury(claim: int) -> bytes:
-    """Kill and reap everything that descends from this process, and report on the claim."""
+def _kill_descendants(claim: int) -> bytes:
+    """Kill and reap all descendants of this process; return the claim's status and peak RSS."""
     with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
-        os.killpg(claim, signal.SIGKILL)  # in one go: nothing in it can fork its way out
+        os.killpg(claim, signal.SIGKILL)  # all at once: none of them can escape by forking
     os.kill(claim, signal.SIGKILL)
     _, status, usage = os.wait4(claim, 0)
     with contextlib.suppress(ChildProcessError):  # none left
@@ -327,37 +333,37 @@ def _bury(claim: int) -> bytes:
                 for child in _children():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(child, signal.SIGKILL)
-                os.waitpid(-1, 0)  # whose own children are ours from now on
+                os.waitpid(-1, 0)  # its children become children of this process
     return f"{status} {usage.ru_maxrss}".encode()
 
 
 def _children() -> list[int]:
-    found = []
+    children = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked
+        with contextlib.suppress(OSError):  # it ended meanwhile
             after_name = (process / "stat").read_bytes().rpartition(b")")[2]
             if int(after_name.split()[1]) == os.getpid():
-                found.append(int(process.name))
-    return found
+                children.append(int(process.name))
+    return children
 
 
 # In the claim's process
 
 
-def _run(work: Callable[[Channel], None], outlet: int, keeper: int) -> NoReturn:
+def _run_claim(work: Callable[[Channel], None], outlet: int, supervisor: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Where it crashed, or where it was at its deadline, goes to the claim's own stderr.
+        # the traceback of a crash or of a missed deadline goes to the claim's own stderr
         faulthandler.enable(2)
         faulthandler.register(signal.SIGTERM, 2, chain=True)
-        arm_parent_death(signal.SIGKILL, keeper)
+        arm_parent_death(signal.SIGKILL, supervisor)
         channel = Channel(outlet)
         try:
             work(channel)
             code = 0
-        except BaseException:  # noqa: BLE001  nothing may return into pytest's main loop
+        except BaseException:  # noqa: BLE001  no exception may return into pytest's main loop
             channel.send("crash", text=traceback.format_exc())
         _flush()
     finally:
@@ -372,15 +378,15 @@ def _ready(sources: Sequence[Source], seconds: float | None) -> list[Source]:
     by_fd = {s if isinstance(s, int) else s.fileno(): s for s in sources}
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
-    found = poll.poll(None if seconds is None else math.ceil(seconds * 1000))
-    return [by_fd[fd] for fd, _ in found]
+    events = poll.poll(None if seconds is None else math.ceil(seconds * 1000))
+    return [by_fd[fd] for fd, _ in events]
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
-    _LIBC.fflush(None)  # what a kernel or an extension printed
+    _LIBC.fflush(None)  # output of kernels and C extensions
 
 
 def _prctl(option: int, argument: int) -> None:

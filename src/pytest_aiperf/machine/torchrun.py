@@ -1,4 +1,4 @@
-"""One claim in several processes: torchrun starts the ranks, and each says how it ended."""
+"""One claim in several processes: torchrun starts the ranks; their exits make one exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -22,162 +22,172 @@ from pytest_aiperf.schema import from_json, to_json
 
 from . import distributed, isolation
 
-LEAVING = 20.0
-"""Seconds that a rank may take to leave the others once all is said."""
+EXIT_GRACE_S: Final = 20.0
+"""How long a rank may take to leave its process group, once its exit is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What a rank is told: where to answer, its record's beginning, the noise floor if known."""
+    """What a rank gets from the process that starts it."""
 
     scratch: str
-    blank: Result
-    floor: float | None = None
+    """Folder in which the ranks leave their exits and their output."""
+    record: Result
+    """The claim's record so far."""
+    noise_floor: float | None = None
+    """The session's noise floor, if it is measured already."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How one rank ended: its record, if it measured, or why it could not go on.
-
-    ``ours`` says that ``why`` is a sentence of this plugin, and not an exception that may only
-    follow from another rank's end; ``at`` is the host's monotonic clock.
-    """
+    """How a rank ended; also how all ranks together ended."""
 
     result: Result | None = None
-    why: str = ""
-    ours: bool = False
+    """Record of the claim, if the rank measured it."""
+    message: str = ""
+    """Error, or reason of a skip; empty after a success."""
+    is_cause: bool = False
+    """Whether ``message`` is a root cause: one of this plugin's messages. Any other exception may
+    only be a consequence of another rank's failure."""
     skipped: bool = False
-    at: float = 0.0
+    """Whether the claim was skipped."""
+    at_s: float = 0.0
+    """Time of the failure by the host's monotonic clock."""
 
 
 def rank_job(environ: Mapping[str, str]) -> RankJob | None:
-    """Return what this process is a rank of; None where it is none."""
+    """Return the job of this process; None unless it is a rank."""
     text = environ.get(distributed.VARIABLE)
     return from_json(RankJob, json.loads(text)) if text else None
 
 
-def command(count: int, *words: str) -> tuple[str, ...]:
-    """Return what runs pytest with these words in so many ranks."""
-    start = ("torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-    return (sys.executable, "-m", *start, "--local-addr=127.0.0.1", "-m", "pytest", *words)
+def command(count: int, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs pytest with these arguments in ``count`` ranks."""
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+    return (sys.executable, "-m", *torchrun, "--local-addr=127.0.0.1", "-m", "pytest", *arguments)
 
 
-def environment(told: RankJob) -> dict[str, str]:
+def environment(job: RankJob) -> dict[str, str]:
     """Return the environment in which :func:`command` makes its processes ranks."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    # torchrun sets the threads, too, and warns that it does; a host's name may not be resolved
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    # torchrun warns where it has to set the threads; gloo may fail to resolve the host's name
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**defaults, **ours, distributed.VARIABLE: json.dumps(to_json(told))}
+    return {**defaults, **inherited, distributed.VARIABLE: json.dumps(to_json(job))}
 
 
 def run(
-    told: RankJob, count: int, words: Sequence[str], deadline: float, environ: Mapping[str, str]
+    job: RankJob,
+    count: int,
+    arguments: Sequence[str],
+    deadline_s: float,
+    environ: Mapping[str, str],
 ) -> RankExit:
-    """Run pytest with these words in every rank, and say how the claim ended.
+    """Run pytest with these arguments in every rank; return the exit of the claim.
 
-    It is rank 0's ending, or that of the first rank that could not go on. What the ranks printed
-    is printed here where the sentence is not the whole story.
+    It is rank 0's exit, or that of the rank that failed first. Unless its message is a root cause,
+    the output of all ranks is printed.
     """
-    argv, log = command(count, *words), Path(told.scratch, "log")
-    theirs = {**environment(told), **environ}
+    argv, log = command(count, *arguments), Path(job.scratch, "log")
+    rank_environ = {**environment(job), **environ}
 
     def start(_: isolation.Channel) -> None:
-        with log.open("wb") as out, Path(os.devnull).open("rb") as nothing:
-            for file, fd in ((nothing, 0), (out, 1), (out, 2)):
+        with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+            for file, fd in ((nothing, 0), (output, 1), (output, 2)):
                 os.dup2(file.fileno(), fd)
-            os.execve(argv[0], argv, theirs)  # noqa: S606  a list of words, no shell
+            os.execve(argv[0], argv, rank_environ)  # noqa: S606  a list of words, no shell
 
-    ended = isolation.supervise(start, deadline=deadline, on_message=lambda _: None)
-    ending = _ending(told, count, ended)
-    if ending.why and not ending.ours and log.exists():
-        print(log.read_text(errors="replace")[-20_000:])  # noqa: T201  pytest shows it with the claim
-    return ending
+    launcher = isolation.supervise(start, deadline_s=deadline_s, on_message=lambda _: None)
+    combined = _combine_exits(job, count, launcher)
+    if combined.message and not combined.is_cause and log.exists():
+        output = log.read_text(errors="replace")
+        print(output[-20_000:])  # noqa: T201  pytest shows it with the claim
+    return combined
 
 
-def _ending(told: RankJob, count: int, ended: isolation.ProcessExit) -> RankExit:
-    endings: dict[int, RankExit] = {}
-    failed: list[tuple[int, float, int, RankExit]] = []
+def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) -> RankExit:
+    exits: dict[int, RankExit] = {}
+    failures: list[tuple[int, float, int, RankExit]] = []  # the most likely cause sorts first
     for rank in range(count):
-        answer, trace = (Path(told.scratch, f"rank-{rank}.{end}") for end in ("json", "trace"))
-        if answer.exists():
-            endings[rank] = found = from_json(RankExit, json.loads(answer.read_text()))
-            if found.why:
-                failed.append((0 if found.ours else 2, found.at, rank, found))
-        elif trace.exists() and not trace.stat().st_size:  # it began, and nobody stopped it
-            gone = RankExit(why="its process ended without a result (os._exit, or a crash?)")
-            failed.append((1, 0.0, rank, gone))
-    results = [e.result for e in endings.values() if e.result is not None]
+        exit_file, trace = (Path(job.scratch, f"rank-{rank}.{end}") for end in ("json", "trace"))
+        if exit_file.exists():
+            exits[rank] = rank_exit = from_json(RankExit, json.loads(exit_file.read_text()))
+            if rank_exit.message:
+                priority = 0 if rank_exit.is_cause else 2
+                failures.append((priority, rank_exit.at_s, rank, rank_exit))
+        elif trace.exists() and not trace.stat().st_size:  # it began, and torchrun did not stop it
+            lost = RankExit(message="its process ended without a result (os._exit, or a crash?)")
+            failures.append((1, 0.0, rank, lost))
+    results = [e.result for e in exits.values() if e.result is not None]
     if len(results) == count and len({r.message for r in results}) == 1:
-        return endings[0]
-    if not failed or (ended.status == "timeout" and not min(failed)[3].ours):
-        if len(endings) == count and ended.status == "exited" and ended.code == 0:
-            return endings[0]
-        gone_too = "".join(f"; rank {rank}: {e.why}" for _, _, rank, e in sorted(failed)[:1])
-        return _of_all(told, isolation.describe(ended) + gone_too)
-    _, _, rank, first = min(failed)
+        return exits[0]
+    if not failures or (launcher.status == "timeout" and not min(failures)[3].is_cause):
+        if len(exits) == count and launcher.status == "exited" and launcher.code == 0:
+            return exits[0]
+        others = "".join(f"; rank {rank}: {e.message}" for _, _, rank, e in sorted(failures)[:1])
+        return _failed(job, isolation.describe(launcher) + others)
+    _, _, rank, first = min(failures)
     if first.skipped:
         return first
-    why = f"rank {rank}: {first.why}"
+    message = f"rank {rank}: {first.message}"
     if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed after that
-        return _of_all(told, why, ours=first.ours)
-    return replace(first, why=why, result=replace(first.result, message=why))
+        return _failed(job, message, is_cause=first.is_cause)
+    return replace(first, message=message, result=replace(first.result, message=message))
 
 
-def _of_all(told: RankJob, why: str, *, ours: bool = False) -> RankExit:
-    return RankExit(replace(told.blank, outcome=Outcome.ERROR, message=why), why, ours)
+def _failed(job: RankJob, message: str, *, is_cause: bool = False) -> RankExit:
+    record = replace(job.record, outcome=Outcome.ERROR, message=message)
+    return RankExit(record, message, is_cause)
 
 
 class Rank:
-    """A pytest plugin that is registered only in a rank: it tells how its one item ended."""
+    """The pytest plugin of a rank: it writes how the rank's only item ended."""
 
-    def __init__(self, told: RankJob) -> None:
-        self._answer = Path(told.scratch, f"rank-{os.environ['RANK']}.json")
-        self._ending = RankExit()
-        # Tells a rank that torchrun stopped, because another one failed, from one that is lost:
-        # and does so where Python runs no handler, in a collective that waits for ever.
-        self._trace = self._answer.with_suffix(".trace").open("w")
+    def __init__(self, job: RankJob) -> None:
+        self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")
+        self._exit = RankExit()
+        # torchrun stops the other ranks with SIGTERM when one fails. faulthandler writes a trace
+        # then, even inside a collective that never returns; a rank that is lost writes none.
+        self._trace = self._file.with_suffix(".trace").open("w")
         faulthandler.register(signal.SIGTERM, self._trace, chain=True)
 
-    def hear(self, kind: str, **payload: Any) -> None:
-        """Take what the claim tells its session: the record is kept."""
+    def receive(self, kind: str, **payload: Any) -> None:
+        """Keep the record among the claim's messages to its session."""
         if kind == "result":
-            self._ending = replace(self._ending, result=from_json(Result, payload["result"]))
+            self._exit = replace(self._exit, result=from_json(Result, payload["result"]))
 
     def pytest_exception_interact(self, call: pytest.CallInfo[object]) -> None:
         assert call.excinfo is not None
-        raised = call.excinfo.value
-        self._fail(
-            str(raised) if isinstance(raised, AiperfError) else call.excinfo.exconly(tryshort=True),
-            ours=isinstance(raised, AiperfError),
-        )
+        error = call.excinfo.value
+        is_cause = isinstance(error, AiperfError)
+        message = str(error) if is_cause else call.excinfo.exconly(tryshort=True)
+        self._fail(message, is_cause=is_cause)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and isinstance(report.longrepr, tuple):
-            why = report.longrepr[2].removeprefix("Skipped: ")
-            self._fail(why, ours=True)
-            self._ending = replace(self._ending, skipped=True)
+            self._fail(report.longrepr[2].removeprefix("Skipped: "), is_cause=True)
+            self._exit = replace(self._exit, skipped=True)
 
-    def _fail(self, why: str, *, ours: bool) -> None:
-        if not self._ending.why:
-            why = why.strip()[:2000]
-            self._ending = replace(self._ending, why=why, ours=ours, at=time.monotonic())
+    def _fail(self, message: str, *, is_cause: bool) -> None:
+        if not self._exit.message:
+            message, at_s = message.strip()[:2000], time.monotonic()
+            self._exit = replace(self._exit, message=message, is_cause=is_cause, at_s=at_s)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus:
-            self._fail(f"its pytest ended with exit code {exitstatus:d}", ours=False)
-        new = self._answer.with_suffix(".new")
-        new.write_text(json.dumps(to_json(self._ending)))
-        new.replace(self._answer)
+            self._fail(f"its pytest ended with exit code {exitstatus:d}", is_cause=False)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(to_json(self._exit)))
+        new.replace(self._file)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        if self._ending.why and not self._ending.skipped:
-            # the others may wait for this one in a collective: none of it can be left in order
+        if self._exit.message and not self._exit.skipped:
+            # the others may wait for this rank in a collective: an orderly exit would hang, too
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
-        # NCCL waits for ever for a captured graph that somebody still holds
-        faulthandler.dump_traceback_later(LEAVING, exit=True, file=self._trace)
+        # NCCL waits forever for a captured graph that is still referenced
+        faulthandler.dump_traceback_later(EXIT_GRACE_S, exit=True, file=self._trace)
         distributed.leave()
