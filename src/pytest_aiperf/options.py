@@ -1,4 +1,4 @@
-"""What may be said on the command line and in the ini file."""
+"""Command-line options and settings of the ini file."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ import pytest
 
 from .errors import UsageError
 
-OWNED = (
-    "another plugin (pytest-profiling, say) owns --profile: leave it out with -p no:profiling, or "
-    "say --aiperf-profile"
+PROFILE_TAKEN = (
+    "another plugin, such as pytest-profiling, owns --profile: disable it with -p no:profiling, or "
+    "use --aiperf-profile"
 )
+"""Message for a --profile=TOOL that would reach another plugin."""
 
 
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add all options but --profile."""
-    _mind_profiling(pluginmanager)
+    _refuse_taken_profile(pluginmanager)
     group = parser.getgroup("aiperf", "GPU optimizations as benchmark tests")
     group.addoption("--gpu", action="store_true", help="measure the selected claims on the GPU")
     group.addoption("--cpu", action="store_true", help="measure the host claims on this machine")
     group.addoption(
-        "--quick", action="store_true", help="wider interval, fewer replicates, no confirmation"
+        "--quick",
+        action="store_true",
+        help="fewer replicates, wider intervals, no second attempt after a failure",
     )
     group.addoption(
         "--update-expectations",
         action="store_true",
-        help="measure, and accept what was measured into expectations.yaml and results/",
+        help="measure, then write the results into expectations.yaml and the results folder",
     )
     group.addoption(
         "--budget",
         type=_seconds,
         metavar="TIME",
-        help="stop starting claims after this long (90, 90s, 20m, 2h); the rest is listed",
+        help="start no further claim after this time (90, 90s, 20m, 2h) and list the rest",
     )
     group.addoption(
         "--shard",
         type=_shard,
         metavar="I/N",
-        help="measure only the I-th of N shards, dealt by the seconds of the accepted results",
+        help="measure only the I-th of N shards, which take about the same time",
     )
     group.addoption(
         "--aiperf-report",
         metavar="DIR",
-        help="write the results there as one HTML page and as Markdown",
+        help="also write the results there as an HTML page and as Markdown",
     )
     group.addoption(
         "--reproducible",
         action="store_true",
-        help="fixed seeds and deterministic algorithms: the same inputs in every run",
+        help="use fixed seeds and deterministic algorithms: the same inputs in every run",
     )
     group.addoption(
         "--profile-calls",
@@ -57,11 +60,16 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
         type=_count,
         default=1,
         metavar="N",
-        help="how many calls --profile captures (default: %(default)s)",
+        help="calls that --profile captures (default: %(default)s)",
     )
     parser.addini("aiperf_expectations", "the expectations file", default="expectations.yaml")
     parser.addini("aiperf_results", "the folder of accepted results", default="results")
-    parser.addini("aiperf_kernels", "folders where nvcc() looks", type="args", default=["kernels"])
+    parser.addini(
+        "aiperf_kernels",
+        "folders in which nvcc() looks, besides the folder of the test",
+        type="args",
+        default=["kernels"],
+    )
     parser.addini(
         "aiperf_folder_markers",
         "folders whose name becomes a marker of the tests below them",
@@ -77,35 +85,35 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     parser.addini("aiperf_deadline", "seconds that one claim may work", default="300")
 
 
-def _mind_profiling(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Say whose --profile it is before pytest-profiling's, a flag, stumbles over our value."""
+def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Refuse --profile=TOOL with a clear message before pytest-profiling fails on the value."""
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
-    asked = config is not None and any(
+    given = config is not None and any(
         str(word).startswith("--profile=") for word in config.invocation_params.args
     )
-    if asked and not pluginmanager.is_blocked("profiling"):
+    if given and not pluginmanager.is_blocked("profiling"):
         from importlib import metadata
 
         if metadata.entry_points(group="pytest11", name="profiling"):
-            raise pytest.UsageError(OWNED)
+            raise pytest.UsageError(PROFILE_TAKEN)
 
 
 def add_profile(parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Add --profile, unless another plugin has it: all plugins are there by now."""
+    """Add --profile, unless another plugin has it; all plugins are loaded by now."""
     try:
         _, unknown = parser.parse_known_and_unknown_args(["--profile"])
         free = "--profile" in unknown
-    except pytest.UsageError:  # somebody's, who wants a value with it
+    except pytest.UsageError:  # another plugin's --profile, which needs a value
         free = False
     if not free and any(word.startswith("--profile=") for word in args):
-        raise pytest.UsageError(OWNED)
+        raise pytest.UsageError(PROFILE_TAKEN)
     parser.getgroup("aiperf").addoption(
         *(["--profile"] if free else []),
         "--aiperf-profile",
         dest="aiperf_profile",
         type=_tool,
         metavar="TOOL[:PRESET]",
-        help="capture each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
+        help="profile each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
         "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
     )
 
@@ -122,8 +130,8 @@ def _tool(text: str) -> str:
 
     try:
         tool, preset = chosen(text)
-    except UsageError as why:
-        raise argparse.ArgumentTypeError(str(why)) from None
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return f"{tool.name}:{preset}"
 
 
@@ -132,8 +140,8 @@ def _shard(text: str) -> tuple[int, int]:
 
     try:
         return parse(text)
-    except UsageError as why:
-        raise argparse.ArgumentTypeError(str(why)) from None
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

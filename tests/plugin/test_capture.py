@@ -555,7 +555,7 @@ def test_profile_gives_way_to_pytest_profiling(project, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
     done = project.run("--profile=ncu")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines(["*owns --profile: leave it out with -p no:profiling*"])
+    done.stderr.fnmatch_lines(["*owns --profile: disable it with -p no:profiling*"])
     assert project.run("--profile", "--collect-only").ret == 0
     done = project.run("--aiperf-profile=ncu", "--collect-only")
     done.stdout.fnmatch_lines(["*capturing with ncu:minimal*"])

@@ -178,7 +178,7 @@ def test_a_tool_that_looks_at_one_process_leaves_ranks_alone(two):
     two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
     done = two.run("--profile=proton", "-rs")
     done.assert_outcomes(skipped=1)
-    done.stdout.fnmatch_lines(["*proton looks at one process: try nsys, torch, hta*"])
+    done.stdout.fnmatch_lines(["*proton profiles one process, try nsys, torch, hta*"])
 
 
 def test_ranks_that_wait_for_ever_meet_the_deadline(project, monkeypatch, capsys):
