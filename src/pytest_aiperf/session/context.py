@@ -59,7 +59,7 @@ class ItemContext:
             [gpu.uuid for gpu in self.gpus],
             folder,
             on_wait=self.wait_for,
-            on_turn=lambda: self.progress("its turn"),
+            on_acquired=lambda: self.progress("its turn"),
             threads=self.settings.threads,
         )
 

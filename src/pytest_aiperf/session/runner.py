@@ -164,7 +164,7 @@ class Runner:
 
         ended = isolation.supervise(
             lambda channel: self._run_in_child(item, channel),
-            deadline=self.settings.deadline_s,
+            deadline_s=self.settings.deadline_s,
             on_message=receive,
         )
         if not reports or reports[-1].when != "teardown":
