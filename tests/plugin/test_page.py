@@ -25,6 +25,7 @@ from pytest_aiperf.model import (
     Profile,
     Replicate,
     Round,
+    Source,
     Trace,
     Verdict,
     Work,
@@ -138,6 +139,8 @@ def test_nothing_that_a_record_says_becomes_structure(tmp_path):
     file = tmp_path / "tests" / "ch07" / "test_x.py"
     file.parent.mkdir(parents=True)
     file.write_text(TEST.format(title=HOSTILE))
+    lines = file.read_text().splitlines()
+    slow = Source.of("tests/ch07/test_x.py", 1, len(lines), lines)
     hostile = rich(
         f"ch07/{HOSTILE}",
         nodeid="tests/ch07/test_x.py::test_double",
@@ -154,6 +157,7 @@ def test_nothing_that_a_record_says_becomes_structure(tmp_path):
         evidence=(
             Finding(Evidence(EvidenceKind.COUNTER, HOSTILE, HOSTILE, 1.0), 1.0, where=HOSTILE),
         ),
+        sources={"baseline": (slow,), HOSTILE: (slow,)},
     )
     commit = {"commit": {"id": HOSTILE}}
     text = page.page([hostile], commit, HOSTILE, root=tmp_path)
