@@ -29,7 +29,7 @@ from pytest_aiperf.model import (
 )
 from pytest_aiperf.records import expectations, yaml_file
 from pytest_aiperf.records.expectations import (
-    Written,
+    ClaimEntry,
     acceptable,
     is_claim_id,
     load,
@@ -105,11 +105,11 @@ def test_reads_everything(path, either_loader):
     path.write_text(GOLDEN)
     loaded = load(path)
     assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tile", "ch09/chain"]
-    assert loaded.claims["ch07/copy[vector]"] == Written(
+    assert loaded.claims["ch07/copy[vector]"] == ClaimEntry(
         Require(1.5, 0.99, 0.85),
         {"h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)},
     )
-    assert loaded.claims["ch09/chain"] == Written(Require(speedup=2.0))
+    assert loaded.claims["ch09/chain"] == ClaimEntry(Require(speedup=2.0))
 
 
 def test_missing_file_expects_nothing(path):
@@ -429,7 +429,7 @@ def test_a_faster_arm_whose_mechanism_is_not_proven_is_not_acceptable():
     assert acceptable(result(evidence=(proven,))) is None
     why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unproven)))
     assert "0.95" in why
-    assert "at most 0.9 is claimed" in why
+    assert "the claim states at most 0.9" in why
 
 
 def test_parity_is_acceptable_where_it_was_recorded_or_required():
@@ -494,7 +494,8 @@ def test_an_entry_that_a_human_laid_out_is_refused_and_the_others_written(
     update = propose_update(path, [odd, result(BESIDE)], TODAY).write()
     [(refused, why)] = update.refused
     assert refused is odd
-    assert f"expectations.yaml:{line} is laid out anew; write `{odd.key}: {{...}}` on one" in why
+    advice = f"this layout cannot be updated; write `{odd.key}: {{...}}` on one line"
+    assert f"expectations.yaml:{line}: {advice}" in why
     beside = f"  {BESIDE}:\n    h200: {body()}\n"
     assert path.read_text() == GOLDEN.replace("# end", f"{beside}# end")
 
@@ -543,8 +544,8 @@ def test_a_new_file_says_who_owns_what(path):
     assert update.diff().startswith("--- /dev/null\n+++ ")
     assert update.write() == update
     text = path.read_text()
-    assert text.startswith("# What is expected of each claim. `require` is yours")
-    assert text.splitlines()[3:] == [
+    assert text.startswith("# What each claim must show. People write `require`;")
+    assert text.splitlines()[2:] == [
         "schema: 1",
         "claims:",
         "  ch06/bank_conflicts[padded]:",
@@ -583,7 +584,7 @@ def test_claims_in_braces_are_read_but_not_updated(claims, path, either_loader):
     load(path)
     update = propose_update(path, [result()], TODAY).write()
     assert (update.accepted, update.diff()) == ((), "")
-    assert "expectations.yaml:1 is laid out anew" in update.refused[0][1]
+    assert "expectations.yaml:1: this layout cannot be updated" in update.refused[0][1]
     assert path.read_text() == text
 
 

@@ -1,4 +1,4 @@
-"""expectations.yaml: what is expected of a claim, and which results may change it."""
+"""Read expectations.yaml, and write accepted results into it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pytest_aiperf.errors import UsageError
+from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
 from pytest_aiperf.rules.evidence import broken
@@ -25,77 +25,80 @@ from pytest_aiperf.schema import from_json
 from .results import atomic_write, merge_results, writing
 from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
-NOISY: Final = 0.02
-"""A session whose identical arms differ by more than this writes nothing."""
+MAX_NOISE: Final = 0.02
+"""Largest A/A difference of a session whose results may be accepted."""
 
-MOST: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
-"""Every figure is above 0 and at most this; a share of a *measured* limit may well pass 1."""
+MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
+"""Upper bounds of figures; a share may exceed 1, since it refers to a *measured* limit."""
 
 SCHEMA: Final = 1
-"""Version of expectations.yaml; another one is refused."""
+"""Version of the file format; files of other versions are refused."""
 
 STACK: Final = ("torch", "CUDA", "driver")
+"""The software that an entry names, in this order."""
 
 HEADER: Final = """\
-# What is expected of each claim. `require` is yours: pytest-aiperf holds claims to it and never
-# writes it. What stands under a GPU (h200), or under an architecture (sm90) for the GPUs without
-# an entry of their own, was measured: `pytest --gpu --update-expectations` writes it.
+# What each claim must show. People write `require`; the lower end of the interval must reach it.
+# `pytest --update-expectations` and `python -m pytest_aiperf accept` write the entry of each GPU.
 schema: 1
 claims: {}
 """
+"""The content of a new file."""
 
 CLAIMS: Final = f"{ROOT}.claims"
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-_PLAIN = re.compile(  # names that no YAML reads as anything else; the others are quoted
+_UNQUOTED = re.compile(  # names that every YAML version reads as text
     r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What the file says of one claim: what a human requires, and what was measured by key."""
+class ClaimEntry:
+    """The entry of one claim."""
 
     require: Require = field(default_factory=Require)
+    """Written by people."""
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
+    """Accepted figures by GPU (h200) or architecture (sm90)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The file as loaded; a missing file expects nothing."""
+    """The content of the file; empty without a file."""
 
-    claims: Mapping[str, Written] = field(default_factory=dict)
+    claims: Mapping[str, ClaimEntry] = field(default_factory=dict)
 
     def lookup(self, claim: str, key: str, arch: str, code: str) -> Expectation:
-        """Say what is expected of a claim here.
+        """Return the expectation of a claim on a GPU.
 
-        A GPU without an entry takes its architecture's: h200 takes sm90, 2xh200 takes 2xsm90.
+        A GPU without an entry takes that of its architecture: h200 sm90, 2xh200 2xsm90.
         """
-        written = self.claims.get(claim, Written())
+        entry = self.claims.get(claim, ClaimEntry())
         fallback = "" if key == "cpu" else re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
         for name in (key, fallback):
-            recorded = written.recorded.get(name)
+            recorded = entry.recorded.get(name)
             if recorded is not None:
-                return Expectation(written.require, recorded, name, recorded.code != code)
-        return Expectation(written.require)
+                return Expectation(entry.require, recorded, name, recorded.code != code)
+        return Expectation(entry.require)
 
 
 def load(path: Path) -> Expectations:
-    """Read expectations strictly; raise Misuse naming line and column of what does not fit."""
+    """Read expectations; raise UsageError with line and column of the first mistake."""
     text = read(path)
     return Expectations({} if text is None else _claims(parse(path, text)))
 
 
 def is_claim_id(name: str) -> bool:
-    """Whether this can be a claim's id: ``folder/name`` or ``folder/name[param]``."""
+    """Whether a claim may have this id: ``folder/name`` or ``folder/name[param]``."""
     return is_text(name) and _CLAIM.fullmatch(name) is not None
 
 
 def stack_line(stack: Mapping[str, str]) -> str:
-    """Say in one line what ran under a measurement; a change of it restarts the count of runs."""
+    """Format the software under a measurement; when it changes, the count of runs restarts."""
     versions = {name.lower(): version for name, version in stack.items()}
     first = [(name, versions[name.lower()]) for name in STACK if name.lower() in versions]
-    return ", ".join(" ".join(part) for part in first or sorted(stack.items())) or "unknown"
+    return ", ".join(" ".join(pair) for pair in first or sorted(stack.items())) or "unknown"
 
 
 Noun = TypeVar("Noun", Require, Recorded)
@@ -107,57 +110,57 @@ class _File:
     claims: Mapping[str, Mapping[str, Any]]
 
 
-def _claims(document: Document) -> dict[str, Written]:
+def _claims(document: Document) -> dict[str, ClaimEntry]:
     schema = document.value.get("schema") if isinstance(document.value, dict) else None
-    if isinstance(schema, int) and schema != SCHEMA:  # told first: all the rest may differ too
+    if isinstance(schema, int) and schema != SCHEMA:  # checked first: the rest may differ too
         newer = f"written by a newer pytest-aiperf (schema {schema}); upgrade pytest-aiperf"
         document.refuse(f"{ROOT}.schema: {newer if schema > SCHEMA else f'must be {SCHEMA}'}")
     try:
         claims = from_json(_File, document.value, ROOT).claims
-        return {claim: _written(claim, entries) for claim, entries in claims.items()}
+        return {claim: _claim_entry(claim, entries) for claim, entries in claims.items()}
     except ValueError as error:
         document.refuse(str(error))
 
 
-def _written(claim: str, entries: Mapping[str, Any]) -> Written:
+def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
     where = f"{CLAIMS}.{claim}"
     if not is_claim_id(claim):
         raise ValueError(f"{where}: {claim!r} is not folder/name[param]")
     require, recorded = Require(), {}
     for key, entry in entries.items():
         if key == "require":
-            require = _checked(Require, entry, f"{where}.{key}")
+            require = _within_bounds(Require, entry, f"{where}.{key}")
         elif _KEY.fullmatch(key):
-            recorded[key] = _checked(Recorded, entry, f"{where}.{key}")
+            recorded[key] = _within_bounds(Recorded, entry, f"{where}.{key}")
             if sorted(recorded[key].speedup) != list(recorded[key].speedup):
                 raise ValueError(f"{where}.{key}.speedup: rising [low, value, high] is needed")
         else:
             raise ValueError(f"{where}.{key}: {key!r} is no GPU such as h200")
-    return Written(require, recorded)
+    return ClaimEntry(require, recorded)
 
 
-def _checked(kind: type[Noun], entry: object, where: str) -> Noun:
+def _within_bounds(kind: type[Noun], entry: object, where: str) -> Noun:
     noun = from_json(kind, entry, where)
-    for name, most in MOST.items():
-        found = getattr(noun, name, None)
-        for figure in found if isinstance(found, tuple) else (found,):
-            if figure is not None and not 0 < figure <= most:
-                raise ValueError(f"{where}.{name}: must be above 0 and at most {most:g}")
+    for name, bound in MAX_VALUES.items():
+        value = getattr(noun, name, None)
+        for figure in value if isinstance(value, tuple) else (value,):
+            if figure is not None and not 0 < figure <= bound:
+                raise ValueError(f"{where}.{name}: must be above 0 and at most {bound:g}")
     return noun
 
 
-# Deciding: which results may be written.
+# which results are accepted
 
 
 def acceptable(result: Result, expectation: Expectation | None = None) -> str | None:
-    """Say why a result may not be recorded, or None.
+    """Return the reason why a result must not be recorded, or None.
 
-    A result that failed may be recorded when a changed figure is all that failed it: it is judged
-    anew by what is required today, without the recorded figure. Parity is accepted only where
-    parity was recorded before or is required.
+    The recorded figure does not count here, only the requirements of today: a result that failed
+    because its figure changed is acceptable. Parity is accepted only where it was recorded before
+    or is required.
     """
-    objections = itertools.chain(_unfit(result), _unproven(result, expectation or Expectation()))
-    return next(objections, None)
+    expectation = expectation or Expectation()
+    return next(itertools.chain(_unfit(result), _unmet(result, expectation)), None)
 
 
 def _unfit(result: Result) -> Iterator[str]:
@@ -166,7 +169,7 @@ def _unfit(result: Result) -> Iterator[str]:
     if result.outcome not in (Outcome.PASSED, Outcome.FAILED):
         yield f"it ended {result.outcome}" + (f": {result.message}" if result.message else "")
     if result.host:
-        yield "it is a host claim: hosts differ, so there only `require` is held"
+        yield "it is a host claim: hosts differ, so its figure is not recorded"
     if result.profiles:
         yield "it was captured under a profiler, not timed; measure it without --profile"
     if result.quick:
@@ -178,21 +181,21 @@ def _unfit(result: Result) -> Iterator[str]:
         yield "its code hash or its stack is missing or not printable"
 
 
-def _unproven(result: Result, expectation: Expectation) -> Iterator[str]:
+def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     figure = result.speedup
-    if figure is None or not 0 < figure.low <= figure.value <= figure.high <= MOST["speedup"]:
+    if figure is None or not 0 < figure.low <= figure.value <= figure.high <= MAX_VALUES["speedup"]:
         yield "it has no speedup with a finite interval"
         return
     if not all(error.error <= error.allowed for error in result.agreement):
         yield "its arms do not agree with the reference"
-    if unproven := broken(result.evidence):
-        yield unproven
-    if not 0 <= result.floor <= NOISY:
+    if unmet := broken(result.evidence):
+        yield unmet
+    if not 0 <= result.floor <= MAX_NOISE:
         yield f"the session was noisy: identical arms differ by {result.floor:.1%} (at most 2 %)"
-    require, was = expectation.require, expectation.recorded
-    if require.speedup is None and was is not None and is_parity(Interval(*was.speedup)):
+    require, recorded = expectation.require, expectation.recorded
+    if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    require = replace(require, share=None)  # of the figure that is recorded it says nothing
+    require = replace(require, share=None)  # a share limits nothing about the recorded speedup
     judgement = judge(figure, result.floor, Expectation(require), library=result.library)
     if not judgement.holds:
         yield judgement.why
@@ -200,57 +203,59 @@ def _unproven(result: Result, expectation: Expectation) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A change of the file, planned but not written."""
+    """A proposed change of the file, not yet written."""
 
     path: Path
     before: str | None
+    """The text of the file, None without a file."""
     after: str | None
     accepted: tuple[Result, ...]
     refused: tuple[tuple[Result, str], ...]
-    plan: Callable[[], Update] = field(repr=False)
+    """Results with the reason of their refusal."""
+    results: tuple[Result, ...]
+    today: date
 
     def lines(self) -> list[str]:
-        """Say of each result whether it is accepted, and if not, why."""
-        lines = [f"accepted {_named(r)}: {r.speedup}" for r in self.accepted]
-        lines += [f"refused {_named(r)}: {why}" for r, why in self.refused]
+        """List which results are accepted, and why the others are refused."""
+        lines = [f"accepted {_name_on_gpu(r)}: {r.speedup}" for r in self.accepted]
+        lines += [f"refused {_name_on_gpu(r)}: {why}" for r, why in self.refused]
         return [_one_line(line) for line in lines]
 
     def diff(self) -> str:
-        """Show the change as a unified diff; empty when nothing changes."""
+        """Return the change as a unified diff, empty without a change."""
         before, after = ((text or "").splitlines() for text in (self.before, self.after))
-        was = os.devnull if self.before is None else str(self.path)
-        return "\n".join(difflib.unified_diff(before, after, was, str(self.path), lineterm=""))
+        old = os.devnull if self.before is None else str(self.path)
+        return "\n".join(difflib.unified_diff(before, after, old, str(self.path), lineterm=""))
 
     def write(
         self, folder: Path | None = None, machine: Mapping[str, object] | None = None
     ) -> Update:
-        """Write the change under a lock, and the accepted results into ``folder`` before it.
+        """Write the accepted results into ``folder``, then the file; return what was written.
 
-        A file that changed since the plan is planned anew, so that no other writer's figures are
-        lost. Results that cannot be written leave the file alone. Returns what was written.
+        Under a lock the update is proposed again, since another process may have changed the file.
         """
         if not self.accepted:
             return self
         path = self.path.resolve()  # a link stays a link
         lock = path.parent / ".aiperf" / f"{path.name}.lock"
         with writing(lock):
-            lock.parent.mkdir(parents=True, exist_ok=True)
+            create_tagged(lock.parent)
         with locked(lock):
-            now = self if read(path) == self.before else self.plan()
-            if now.accepted and now.after is not None:
-                # renaming over a read-only file would work; its mode says that nobody wants that
+            update = propose_update(self.path, self.results, self.today)
+            if update.accepted and update.after is not None:
+                # a rename would replace a read-only file too, but its mode forbids a change
                 mode = path.stat().st_mode if path.exists() else None
                 if mode is not None and not mode & 0o222:
                     raise UsageError(f"{path}: is read-only; make it writable, then accept again")
                 if folder is not None:
-                    merge_results(folder, now.accepted, machine or {})
-                atomic_write(path, now.after)
+                    merge_results(folder, update.accepted, machine or {})
+                atomic_write(path, update.after)
                 if mode is not None:
                     path.chmod(mode)
-        return now
+        return update
 
 
-def _named(result: Result) -> str:
+def _name_on_gpu(result: Result) -> str:
     return f"{result.claim} on {result.key}" if result.key else result.claim
 
 
@@ -260,128 +265,118 @@ def _one_line(text: str) -> str:
 
 
 def propose_update(path: Path, results: Sequence[Result], today: date) -> Update:
-    """Decide what results change in the file; nothing is written."""
+    """Compute how results change the file; nothing is written."""
     before = read(path)
     document = parse(path, HEADER if before is None else before)
     claims = _claims(document)
     expectations = Expectations(claims)
-    last = {(r.claim, r.key): r for r in sorted(results, key=lambda r: r.started)}
+    latest = {(r.claim, r.key): r for r in sorted(results, key=lambda r: r.started)}
     accepted: list[Result] = []
     refused: list[tuple[Result, str]] = []
-    fresh: dict[str, dict[str, Recorded]] = {}
+    entries: dict[str, dict[str, Recorded]] = {}
     for result in results:
         arch = result.gpu.arch if result.gpu else ""
-        expected = expectations.lookup(result.claim, result.key, arch, result.code)
-        why = acceptable(result, expected) or _laid_out_anew(document, result)
-        if last[result.claim, result.key] is not result:
-            why = "a later result of this claim is there"
-        if why is not None:
-            refused.append((result, why))
+        expectation = expectations.lookup(result.claim, result.key, arch, result.code)
+        reason = acceptable(result, expectation) or _layout_problem(document, result)
+        if latest[result.claim, result.key] is not result:
+            reason = "there is a later result of this claim"
+        if reason is not None:
+            refused.append((result, reason))
             continue
-        accepted.append(_held(result))
-        was = claims.get(result.claim, Written()).recorded.get(result.key)
-        fresh.setdefault(result.claim, {})[result.key] = _entry(result, was, today)
+        # a result that failed did so only against the recorded figure that it now replaces
+        accepted.append(replace(result, outcome=Outcome.PASSED, message=""))
+        old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
+        entries.setdefault(result.claim, {})[result.key] = _entry(result, old, today)
     after = before
     if accepted:
-        after = _edited(document, fresh)
-        wanted = dict(claims)
-        for claim, entries in fresh.items():
-            old = claims.get(claim, Written())
-            wanted[claim] = Written(old.require, {**old.recorded, **entries})
-        if _claims(parse(path, after)) != wanted:  # an exotic layout: better no change than a wrong
+        after = _edited(document, entries)
+        expected = dict(claims)
+        for claim, new in entries.items():
+            entry = claims.get(claim, ClaimEntry())
+            expected[claim] = replace(entry, recorded={**entry.recorded, **new})
+        if _claims(parse(path, after)) != expected:  # rather no change than a wrong one
             raise UsageError(
-                f"{path}: cannot be updated in place; write one claim and one GPU a line"
+                f"{path}: cannot be updated in place; write one claim and one GPU per line"
             )
-    again = partial(propose_update, path, results, today)
-    return Update(path, before, after, tuple(accepted), tuple(refused), again)
+    return Update(path, before, after, tuple(accepted), tuple(refused), tuple(results), today)
 
 
-def _held(result: Result) -> Result:
-    """Return a result as it is once its figure is recorded: an older one was all that failed it."""
-    passed = result.outcome is Outcome.PASSED
-    return result if passed else replace(result, outcome=Outcome.PASSED, message="")
-
-
-def _entry(result: Result, was: Recorded | None, today: date) -> Recorded:
+def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
     assert result.speedup is not None
-    # outwards, or a figure without spread would lie outside of its own record
-    context = (ROUND_FLOOR, ROUND_HALF_EVEN, ROUND_CEILING)
+    # rounded outwards, so that a figure without spread lies within its own record
+    directions = (ROUND_FLOOR, ROUND_HALF_EVEN, ROUND_CEILING)
     low, value, high = (
-        float(Context(prec=4, rounding=way).create_decimal(repr(x)))
-        for way, x in zip(context, astuple(result.speedup), strict=True)
+        float(Context(prec=4, rounding=direction).create_decimal(repr(x)))
+        for direction, x in zip(directions, astuple(result.speedup), strict=True)
     )
     stack = stack_line(result.stack)
-    again = was is not None and (was.code, was.stack) == (result.code, stack)
-    runs = was.runs + 1 if was is not None and again else 1
+    same = old is not None and (old.code, old.stack) == (result.code, stack)
+    runs = old.runs + 1 if old is not None and same else 1
     limit = result.limits.get("optimized")
-    known = limit is not None and 0 < limit.share <= MOST["share"]
-    share = float(f"{limit.share:.3g}") if limit is not None and known else None
+    in_range = limit is not None and 0 < limit.share <= MAX_VALUES["share"]
+    share = float(f"{limit.share:.3g}") if limit is not None and in_range else None
     return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
 
 
-# Writing: an entry is one line, and the tool replaces or adds such lines; a YAML round trip would
-# re-indent and re-wrap lines that nobody meant to change.
+# Editing the text: an entry is one line. A YAML round trip would lose comments inside of braces,
+# re-indent lines that people wrote, and put a new claim below the comment of the next one.
 
 
-def _laid_out_anew(document: Document, result: Result) -> str | None:
-    """Say where a human has laid the file out so that an entry has no line of its own."""
+def _layout_problem(document: Document, result: Result) -> str | None:
+    """Return where the layout of the file leaves no line of its own to a result's entry."""
     nodes, claim = document.nodes, f"{CLAIMS}.{result.claim}"
-    blocks = (nodes[ROOT], nodes[CLAIMS] if nodes[CLAIMS].value else None, nodes.get(claim))
-    odd = [node for node in blocks if node is not None and node.flow_style]
+    parents = (nodes[ROOT], nodes[CLAIMS] if nodes[CLAIMS].value else None, nodes.get(claim))
+    problems = [node for node in parents if node is not None and node.flow_style]
     entry = nodes.get(f"{claim}.{result.key}")
     if entry is not None and not (entry.flow_style and entry.start_mark.line == last_line(entry)):
-        odd.append(entry)
-    if not odd:
+        problems.append(entry)
+    if not problems:
         return None
-    place = f"{document.path.name}:{odd[0].start_mark.line + 1}"
-    return f"{place} is laid out anew; write `{result.key}: {{...}}` on one line below its claim"
+    place = f"{document.path.name}:{problems[0].start_mark.line + 1}"
+    return f"{place}: this layout cannot be updated; write `{result.key}: {{...}}` on one line"
 
 
-def _edited(document: Document, fresh: Mapping[str, Mapping[str, Recorded]]) -> str:
-    """Replace the entries that are there; add the others behind the last line of their claim."""
+def _edited(document: Document, changes: Mapping[str, Mapping[str, Recorded]]) -> str:
+    """Replace entries in the text; add new ones after the last line of their claim."""
+    nodes, parent = document.nodes, document.nodes[CLAIMS]
     newline = "\r\n" if "\r\n" in document.text else "\n"
     text = document.text if document.text.endswith("\n") else document.text + newline
     lines = text.splitlines(keepends=True)
-    parent, indent = document.nodes[CLAIMS], 2
-    if parent.value:
-        indent = parent.value[0][0].start_mark.column
-    else:  # the first claims of a file: `claims: {}` gives way to a block
-        _put(lines, parent, "")
-    added: list[tuple[int, int, list[str]]] = []
-    for claim, entries in sorted(fresh.items()):
+    indent = parent.value[0][0].start_mark.column if parent.value else 2
+    if not parent.value:  # the `{}` of a file without claims
+        _replace(lines, parent, "")
+    added: list[tuple[int, int, list[str]]] = []  # (line, column, lines to add after it)
+    for claim, entries in sorted(changes.items()):
         items = []
         for key, entry in sorted(entries.items()):
-            old = document.nodes.get(f"{CLAIMS}.{claim}.{key}")
-            if old is None:
-                items.append(f"{_name(key)}: {_flow(entry)}")
+            if old := nodes.get(f"{CLAIMS}.{claim}.{key}"):
+                _replace(lines, old, _flow(entry))
             else:
-                _put(lines, old, _flow(entry))
-        node = document.nodes.get(f"{CLAIMS}.{claim}")
-        if node is not None:
+                items.append(f"{_name(key)}: {_flow(entry)}")
+        if node := nodes.get(f"{CLAIMS}.{claim}"):
             added.append((last_line(node), node.value[0][0].start_mark.column, items))
             continue
-        smaller = [value for key, value in parent.value if key.value < claim]
-        behind = smaller or [value for _, value in parent.value] or [parent]
+        values = [value for key, value in parent.value if key.value < claim]
+        values = values or [value for _, value in parent.value] or [parent]
         block = [f"{_name(claim)}:", *(f"  {item}" for item in items)]
-        added.append((last_line(behind[-1]), indent, block))
-    added.sort(key=lambda place: (place[0], -place[1]))  # behind one line the deeper comes first
-    for line, column, block in reversed(added):  # from the end, so that line numbers stay true
+        added.append((last_line(values[-1]), indent, block))
+    added.sort(key=lambda place: (place[0], -place[1]))  # deeper lines first below the same line
+    for line, column, block in reversed(added):  # from the end, so that line numbers stay valid
         at = line + 1
         while at < len(lines) and re.match(rf" {{{column + 1},}}#", lines[at]):
-            at += 1  # a comment that is indented deeper belongs to what is above it
+            at += 1  # a deeper comment belongs to the lines above it
         lines[at:at] = [f"{' ' * column}{new}{newline}" for new in block]
     return "".join(lines)
 
 
-def _put(lines: list[str], node: Any, new: str) -> None:
+def _replace(lines: list[str], node: Any, new: str) -> None:
     line = lines[node.start_mark.line]
-    before, behind = line[: node.start_mark.column], line[node.end_mark.column :]
-    lines[node.start_mark.line] = (before + new).rstrip(" ") + behind
+    before, after = line[: node.start_mark.column], line[node.end_mark.column :]
+    lines[node.start_mark.line] = (before + new).rstrip(" ") + after
 
 
 def _flow(entry: Recorded) -> str:
-    # as JSON: figures of a speedup that may be recorded never have an exponent, and texts are
-    # quoted, because a hash such as 123456789012 reads as a number
+    # texts are quoted as in JSON, because a hash such as 123456789012 would read as a number
     fields = {n: _json(value) for n, value in asdict(entry).items() if value is not None}
     return f"{{{', '.join(f'{name}: {text}' for name, text in fields.items())}}}"
 
@@ -391,4 +386,4 @@ def _json(value: object) -> str:
 
 
 def _name(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) else _json(text)
+    return text if _UNQUOTED.fullmatch(text) else _json(text)
