@@ -146,7 +146,7 @@ def test_bad_expectations_are_status_2_and_left_alone(run):
     Path("expectations.yaml").write_text(text)
     status, _, err = run(document(result("ch06/a")))
     assert status == 2
-    assert err.startswith("accept: expectations.yaml:4:3: claims: a/b stands twice")
+    assert err.startswith("accept: expectations.yaml:4:3: claims: a/b occurs twice")
     assert Path("expectations.yaml").read_text() == text
     assert not Path("results").exists()
 

@@ -1,4 +1,4 @@
-"""YAML that means what it shows: strictly read, every value with its line and column."""
+"""Read YAML strictly: numbers and texts only, errors with line and column."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from typing import Any, Final, NamedTuple, NoReturn
 from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20
+"""Largest file, hundreds of times the size of a real one."""
+
 MAX_DEPTH: Final = 20
+"""Deepest nesting; a parser may exhaust its stack beyond."""
+
 MAX_NODES: Final = 100_000
+"""Most values and names in a file."""
+
 MAX_TEXT: Final = 500
+"""Longest text, in characters."""
 
 ROOT: Final = "file"
-"""The path of the whole document; a field below it is named as `schema.from_json` names it."""
+"""Path of the whole document; the paths of fields follow `schema.from_json`."""
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)
-_NOT_ALLOWED = re.compile(  # nor are the rarer line breaks and the byte order mark: loaders differ
+_FORBIDDEN = re.compile(  # also unusual line breaks and the byte order mark: loaders differ there
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
     "|\r(?!\n)"
 )
@@ -27,27 +34,29 @@ _NOT_ALLOWED = re.compile(  # nor are the rarer line breaks and the byte order m
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, its value in dicts, lists, texts and numbers, and a PyYAML node for each path."""
+    """A parsed file."""
 
     path: Path
     text: str
     value: Any
+    """The content in dicts, lists, texts and numbers."""
     nodes: Mapping[str, Any]
+    """The PyYAML node of each path."""
 
     def refuse(self, message: str) -> NoReturn:
-        """Raise Misuse at the place of the field whose path the message begins with."""
-        named = [where for where in self.nodes if message.startswith(f"{where}: ")]
-        node = self.nodes[max(named, key=len, default=ROOT)]
+        """Raise UsageError at the place of the field whose path starts the message."""
+        paths = [path for path in self.nodes if message.startswith(f"{path}: ")]
+        node = self.nodes[max(paths, key=len, default=ROOT)]
         _refuse(self.path, node.start_mark, message)
 
 
 def is_text(text: str) -> bool:
-    """Whether a text may stand in a file: 1 to MAX_TEXT printable characters."""
+    """Whether a text is allowed in a file: 1 to MAX_TEXT printable characters."""
     return 0 < len(text) <= MAX_TEXT and text.isprintable()
 
 
 def read(path: Path) -> str | None:
-    """Read the text of a file; None where there is no file."""
+    """Read the text of a file; return None without a file."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: is not a file; name the file itself")
@@ -58,34 +67,34 @@ def read(path: Path) -> str | None:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; make it readable") from None
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path}: is larger than 1 MiB, which nobody wrote by hand; restore it")
+        raise UsageError(f"{path}: is larger than 1 MiB, so it is damaged; restore it")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         _refuse(path, _end(data[: error.start].decode()), "is not UTF-8; save it as UTF-8")
-    if bad := _NOT_ALLOWED.search(text):
-        place = _end(text[: bad.start()])
-        _refuse(path, place, f"the character {bad[0]!r} is not allowed; remove it")
+    if character := _FORBIDDEN.search(text):
+        place = _end(text[: character.start()])
+        _refuse(path, place, f"the character {character[0]!r} is not allowed; remove it")
     return text
 
 
 def parse(path: Path, text: str) -> Document:
-    """Parse a text; raise Misuse at the line and column of what is torn, doubled or ambiguous."""
-    import yaml  # late: a session without such a file must not pay for it
+    """Parse a text; raise UsageError at the line and column of the first mistake."""
+    import yaml  # late: a session without such a file need not load it
 
-    # in C the loader is 25 times as fast; nothing is ever constructed, so no tag can act
+    # the C loader is 25 times as fast; no object is ever constructed, so no tag is executed
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_events(path, yaml.parse(text, Loader=loader))
         root = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
-        found = error.problem_mark or error.context_mark
-        end = _end(text)  # libyaml places what is torn off one line further
-        place = min(_Place(found.line, found.column), end) if found else end
-        why = ": ".join(filter(None, (error.context, error.problem)))
-        _refuse(path, place, f"this is not YAML, {why}; the file is torn or mistyped")
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets a few others out
-        _refuse(path, _end(text), f"this is not YAML, {error}; the file is torn or mistyped")
+        mark = error.problem_mark or error.context_mark
+        end = _end(text)  # libyaml reports an incomplete end one line too far
+        place = min(_Place(mark.line, mark.column), end) if mark else end
+        problem = ": ".join(filter(None, (error.context, error.problem)))
+        _refuse(path, place, f"this is not YAML, {problem}; the file is incomplete or mistyped")
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises a few others
+        _refuse(path, _end(text), f"this is not YAML, {error}; the file is incomplete or mistyped")
     if root is None:
         _refuse(path, _Place(0, 0), "is empty; write it or remove it")
     nodes: dict[str, Any] = {}
@@ -93,7 +102,7 @@ def parse(path: Path, text: str) -> Document:
 
 
 def last_line(node: Any) -> int:
-    """Find the line on which a node ends; a block's own mark lies behind the comments after it."""
+    """Return the last line of a node; the end mark of a block lies after its comments."""
     if node.id == "scalar" or node.flow_style:
         return int(node.end_mark.line)
     last = node.value[-1]
@@ -105,9 +114,9 @@ class _Place(NamedTuple):
     column: int
 
 
-def _refuse(path: Path, place: Any, what: str) -> NoReturn:
-    said = what.removeprefix(f"{ROOT}.")
-    raise UsageError(f"{path}:{place.line + 1}:{place.column + 1}: {said}") from None
+def _refuse(path: Path, place: Any, message: str) -> NoReturn:
+    message = message.removeprefix(f"{ROOT}.")
+    raise UsageError(f"{path}:{place.line + 1}:{place.column + 1}: {message}") from None
 
 
 def _end(text: str) -> _Place:
@@ -116,7 +125,7 @@ def _end(text: str) -> _Place:
 
 
 def _check_events(path: Path, events: Any) -> None:
-    """Refuse what would act, explode or deceive, before any node is composed."""
+    """Refuse anchors, tags, block texts and huge documents before any node is composed."""
     import yaml
 
     depth = count = 0
@@ -125,16 +134,16 @@ def _check_events(path: Path, events: Any) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if getattr(event, "anchor", None) is not None:
-            why = "anchors and aliases are refused; write the value out"
+            problem = "anchors and aliases are refused; write the value out"
         elif (tag := getattr(event, "tag", None)) is not None:
-            why = f"the tag {tag[:40]!r} is refused; write the bare value"
+            problem = f"the tag {tag[:40]!r} is refused; write the bare value"
         elif depth > MAX_DEPTH or count > MAX_NODES:
-            why = "nested too deeply or too long, which nobody wrote by hand; restore the file"
+            problem = "nested too deeply or too long, so it is damaged; restore the file"
         elif getattr(event, "style", None) in ("|", ">"):
-            why = "block text is refused; write it on one line in quotes"
+            problem = "block text is refused; write it on one line in quotes"
         else:
             continue
-        _refuse(path, event.start_mark, why)
+        _refuse(path, event.start_mark, problem)
 
 
 def _value(path: Path, node: Any, where: str, nodes: dict[str, Any]) -> object:
@@ -143,28 +152,28 @@ def _value(path: Path, node: Any, where: str, nodes: dict[str, Any]) -> object:
         return _scalar(path, node, where)
     if node.id == "sequence":
         return [_value(path, n, f"{where}[{i}]", nodes) for i, n in enumerate(node.value)]
-    made: dict[str, object] = {}
+    mapping: dict[str, object] = {}
     for key, value in node.value:
         name = _scalar(path, key, where) if key.id == "scalar" else None
         if not isinstance(name, str):
             _refuse(path, key.start_mark, f"{where}: a name is needed here; quote it if it is one")
-        if name in made:
-            _refuse(path, key.start_mark, f"{where}: {name} stands twice; keep one")
-        made[name] = _value(path, value, f"{where}.{name}", nodes)
-    return made
+        if name in mapping:
+            _refuse(path, key.start_mark, f"{where}: {name} occurs twice; keep one")
+        mapping[name] = _value(path, value, f"{where}.{name}", nodes)
+    return mapping
 
 
 def _scalar(path: Path, node: Any, where: str) -> str | int | float:
-    """Take a number or a text as typed; what YAML reads as another thing was a mistake."""
+    """Return a number or a text; refuse what YAML reads as another type, such as `no`."""
     text = str(node.value)
     if not node.style and _NUMBER.fullmatch(text):
         return float(text) if "." in text else int(text)
     if node.tag == "tag:yaml.org,2002:str" and is_text(text):
         return text
     if len(text) > MAX_TEXT or node.style:
-        why = f"a text has 1 to {MAX_TEXT} printable characters; shorten or retype it"
+        problem = f"a text has 1 to {MAX_TEXT} printable characters; shorten or retype it"
     elif not text:
-        why = "nothing stands here; write a value, or remove the name too"
+        problem = "the value is missing; write one, or remove the name too"
     else:
-        why = f"a number such as 1.5 or a text is needed, not {text[:40]!r}; quote it if it is text"
-    _refuse(path, node.start_mark, f"{where}: {why}")
+        problem = f"write a number such as 1.5 or a text, not {text[:40]!r}; quote it if it is text"
+    _refuse(path, node.start_mark, f"{where}: {problem}")
