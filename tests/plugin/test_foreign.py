@@ -50,7 +50,7 @@ def test_it_is_measured_on_the_host(project):
     project.write("test_add.py", NUMPY.replace("def test_add", "@pytest.mark.host\ndef test_add"))
     project.write("test_add.py", "import pytest\n" + (project.path / "test_add.py").read_text())
     done = project.pytester.runpytest_subprocess("--cpu", "--quick", "-pno:cacheprovider")
-    done.stdout.fnmatch_lines(["add (cpu)", "  add *us*", "1 claim: *"])
+    done.stdout.fnmatch_lines(["add (cpu)", "  add *µs*", "1 claim: *"])
     (record,) = project.results().values()
     assert record["claim"] == "add/add"
     assert record["outcome"] in ("PASSED", "FAILED")  # whichever this host says
@@ -67,7 +67,7 @@ def test_it_is_measured_on_a_gpu_and_their_other_tests_are_not_run(project):
     )
     done = project.run("--gpu")
     done.assert_outcomes(passed=1, deselected=1)
-    done.stdout.fnmatch_lines(["add (fake)", "  add *us*us*x *FASTER*"])
+    done.stdout.fnmatch_lines(["add (fake)", "  add *µs*µs*x *FASTER*"])
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

@@ -26,7 +26,7 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
             "*::test_faster FASTER *x *",
             "*::test_same FAILED *",
             "SAME where FASTER is claimed: *x [[]*, *]",
-            "  faster * us * us  *x [[]*, *] * FASTER *",
+            "  faster * µs * µs  *x [[]*, *] * FASTER *",
             "ch07/same: SAME where FASTER is claimed*attempt 2",
             "2 claims: 1 FASTER, 1 SAME, lost; geometric mean 1.4*x *",
             "results: *results.json",
