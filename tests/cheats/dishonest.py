@@ -217,12 +217,12 @@ def the_mean_everywhere():
     }
 
 
-@cheat("never written, or computed so")
+@cheat("unwritten or not finite")
 def not_a_number():
     return {"optimized": lambda x: returning(SHORT, np.full(64, np.nan))}
 
 
-@cheat("never written, or computed so")
+@cheat("unwritten or not finite")
 def one_infinity():
     return DOUBLE | {
         "optimized": lambda x: returning(SHORT, (x * 2).index_fill(0, torch.tensor(9), torch.inf))

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.claim import correctness, explanation, inputs, sampler, tensors
+from pytest_aiperf.claim import bound_claim, correctness, explanation, sampler, tensors
+from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.claim import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
@@ -112,27 +114,25 @@ def refused_architecture(path, patch):
 
 def refused_devices(_path, _patch):
     with pytest.raises(UsageError, match="does not name one more GPU"):
-        nvml._chosen("0,0", ["GPU-a", "GPU-b"])
+        nvml._select("0,0", ["GPU-a", "GPU-b"])
 
 
 def a_drift(_path, _patch):
     """A mirrored round cancels a drift that makes each block slower than the one before."""
-    measurement = sampler.Sampler.__new__(sampler.Sampler)
+    timed = sampler.Sampler.__new__(sampler.Sampler)
     seconds = [1.0]
 
     def run():
         seconds[0] += 0.01
         return seconds[0]
 
-    measurement.trial = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
-    measurement.clock = SimpleNamespace(
-        telemetry=test_validity.senses, ranks=SimpleNamespace(all=bool)
-    )
-    measurement.calls = 1
+    timed.bound = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
+    timed.device = SimpleNamespace(telemetry=test_validity.senses, ranks=SimpleNamespace(all=bool))
+    timed.calls = 1
     buffers = {
-        n: SimpleNamespace(ready=SimpleNamespace(run=run)) for n in ("optimized", "baseline")
+        n: SimpleNamespace(block=SimpleNamespace(run=run)) for n in ("optimized", "baseline")
     }
-    round_, _, _ = measurement._round(buffers, test_validity.senses())
+    round_, _, _ = timed._round(buffers, test_validity.senses())
     means = [np.mean(round_.seconds[name]) for name in buffers]
     assert means[0] == pytest.approx(means[1])
 
@@ -156,7 +156,7 @@ GUARDS = {
         {(correctness, "signature"): always("")}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
-        {(correctness, "_hold_made"): nothing}, caught("a_view_for_a_copy")
+        {(correctness, "_refuse_views"): nothing}, caught("a_view_for_a_copy")
     ),
     "the reference is fp64": Guard(
         {(correctness, "_check_reference"): always(1.0)},
@@ -167,52 +167,59 @@ GUARDS = {
         {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
     "the same seed gives the same inputs": Guard(
-        {(correctness, "infer_effects"): always(correctness.ArgumentEffects((), ()))},
+        {(correctness, "infer_effects"): always(correctness.ArgumentEffects())},
         caught("inputs_of_no_seed"),
     ),
     "another seed gives other inputs": Guard(
-        {(inputs.Trial, "_hold_seeded"): nothing}, caught("inputs_of_a_fixed_seed")
+        {(BoundClaim, "_refuse_constant_inputs"): nothing}, caught("inputs_of_a_fixed_seed")
     ),
     "errors are relative to the baseline's": Guard(
-        {(correctness, "K"): 1e9, (correctness, "BUDGET"): dict.fromkeys(correctness.BUDGET, 1e9)},
+        {
+            (correctness, "MAX_ERROR_RATIO"): 1e9,
+            (correctness, "ERROR_BUDGETS"): dict.fromkeys(correctness.ERROR_BUDGETS, 1e9),
+        },
         caught("a_short_series"),
     ),
     "the baseline's error is bounded": Guard(
-        {(correctness, "SANITY_CAP"): 1e9, (correctness, "SANITY"): 1e18},
+        {(correctness, "MAX_BASELINE_ERROR"): 1e9, (correctness, "MAX_BASELINE_BUDGETS"): 1e18},
         caught("a_baseline_that_is_wrong"),
     ),
     # the timed calls do the checked work
     "timed results are verified": Guard(
-        {(sampler.Sampler, "_verify"): nothing}, caught("the_first_hundred_calls")
+        {(sampler.Sampler, "_verify_later"): nothing}, caught("the_first_hundred_calls")
     ),
     "successive calls are checked": Guard(
-        {(sampler, "IN_A_ROW"): 1}, caught("every_second_call_into_its_buffer")
+        {(sampler, "CHECKED_CALLS"): 1}, caught("every_second_call_into_its_buffer")
     ),
     "values change under the timed arms": Guard(
-        {(inputs.Trial, "other"): lambda self, seed, _: (self.make(seed), [])},
+        {
+            (BoundClaim, "make_inputs_with"): lambda self, seed, _: dataclasses.replace(
+                self.make_inputs(seed), dynamic=()
+            )
+        },
         caught("by_address_of_a_tensor"),
     ),
     "results are copied at once": Guard(
         {
-            (sampler.Sampler, "challenge"): nothing,
-            (sampler.Sampler, "_verify"): nothing,
+            (sampler.Sampler, "check_with_new_inputs"): nothing,
+            (sampler.Sampler, "_verify_later"): nothing,
         },
         caught("a_thread_that_is_late_once_it_is_timed"),
     ),
     "prepared arms get new inputs": Guard(
-        {(inputs, "overwrite"): nothing, (sampler, "overwrite"): nothing},
+        {(Inputs, "overwrite"): nothing},
         caught("done_while_preparing"),
     ),
     "not everything is static": Guard(
-        {(inputs.Trial, "live"): lambda self, seed: list(range(len(self._raw(seed))))},
+        {(BoundClaim, "_refuse_all_static"): nothing},
         caught("everything_static"),
     ),
     "signatures match the inputs": Guard(
-        {(inputs, "_check_signature"): nothing}, caught("arms_for_other_inputs")
+        {(bound_claim, "_check_signature"): nothing}, caught("arms_for_other_inputs")
     ),
     # the state of the machine
     "settings do not change": Guard(
-        {(inputs.Trial, "hold_settings"): nothing}, caught("threads_of_torch")
+        {(BoundClaim, "refuse_changed_settings"): nothing}, caught("threads_of_torch")
     ),
     "torch's settings do not change": Guard(
         {(validity, "_FLAGS"): ()}, caught("precision_of_products")
@@ -263,14 +270,19 @@ GUARDS = {
         calls(test_validity.test_inputs_too_small_to_be_kept_cold_are_misuse, 4096),
     ),
     "no claim is faster than the limit": Guard(
-        {(explanation, "hold_limits"): nothing}, caught("bytes_that_do_not_pass")
+        {(explanation, "refuse_impossible_times"): nothing}, caught("bytes_that_do_not_pass")
     ),
     "unsynced work ends the measurement": Guard(
         {(cuda.CudaDevice, "_refuse_unsynced_work"): nothing},
         on_a_fake_driver(test_cuda.test_work_that_outlives_its_stream_is_refused),
     ),
     "a backlog never runs empty": Guard(
-        {(cuda.CudaDevice, "time_behind_blocking_kernel"): lambda self, work, spin, **_: (self.timed(work)[0], spin)},
+        {
+            (cuda.CudaDevice, "time_behind_blocking_kernel"): lambda self, work, spin, **_: (
+                self.timed(work)[0],
+                spin,
+            )
+        },
         on_a_fake_driver(test_cuda.test_a_call_that_synchronises_is_refused_in_backlog),
     ),
     # records and files
@@ -314,7 +326,7 @@ GUARDS = {
     ),
     "nvcc's flags come from a list": Guard({(nvcc, "_ALLOWED"): (".*",)}, refused_flags),
     "architectures are checked": Guard({(nvcc, "_target"): str}, refused_architecture),
-    "devices are not repeated": Guard({(nvml, "_chosen"): lambda spec, _: [spec]}, refused_devices),
+    "devices are not repeated": Guard({(nvml, "_select"): lambda spec, _: [spec]}, refused_devices),
 }
 
 FAILURES = (Exception, SystemExit, pytest.fail.Exception)

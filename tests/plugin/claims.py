@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pytest_aiperf.claim.measure import claim_of
+from pytest_aiperf.claim.claim import claim_of
 from tests.fake_gpu import spend
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_aiperf import Work
 from pytest_aiperf.claim import measure
-from pytest_aiperf.claim.inputs import SEEDS
+from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, WrongResult
@@ -21,7 +21,7 @@ BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01"
 class LoggingLock:
     """A GPU lock that records how it is entered."""
 
-    waited = 0.0
+    waited_s = 0.0
 
     def __init__(self):
         self.log = []
@@ -63,7 +63,7 @@ def not_interpreted(monkeypatch):
 def test_a_record_leaves_out_what_others_were_waited_for():
     class Crowded(LoggingLock):
         def __getattr__(self, name):
-            self.waited += 1000.0
+            self.waited_s += 1000.0
             return super().__getattr__(name)
 
     result, _ = measure_claim(a_claim(), a_context(lock=Crowded()))
@@ -116,7 +116,7 @@ def test_it_prepares_with_others_and_times_alone():
     measure_claim(a_claim(metric=("device", "wall")), context)
     # a turn for the work, one to learn the contract, one for each seed; then each metric is made
     # ready, timed and challenged; then all is verified, and explained
-    turns = ["shared"] * (2 + SEEDS)
+    turns = ["shared"] * (2 + AGREEMENT_SEEDS)
     for timed in ("exclusive_gpu", "exclusive_host"):
         turns += ["shared", timed, "shared"]
     assert context.lock.log == [*turns, "shared", "shared"]
@@ -147,9 +147,10 @@ def test_memory_that_others_had_is_asked_for_again_alone():
 
     context = a_context()
     result, _ = measure_claim(a_claim(optimized=crowded), context)
-    # the third turn found no memory; then replicates are prepared, timed, challenged and so on
-    turns = [*["shared"] * 3, "exclusive_gpu", "shared", "exclusive_gpu", *["shared"] * 3]
-    assert context.lock.log == turns
+    # the first seed found no memory; then come the other seeds, the buffers, the timing and so on
+    others = ["shared"] * (AGREEMENT_SEEDS - 1)
+    timed = ["shared", "exclusive_gpu", *["shared"] * 3]
+    assert context.lock.log == [*["shared"] * 3, "exclusive_gpu", *others, *timed]
     assert result.outcome is Outcome.PASSED
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from pytest_aiperf.claim import correctness
+from pytest_aiperf.claim.claim import Inputs
 from pytest_aiperf.claim.correctness import ArgumentEffects
 from pytest_aiperf.errors import UsageError, WrongResult
-from pytest_aiperf.model import prepared
+from pytest_aiperf.model import Prepared, prepared
+from tests.plugin.claims import a_claim
 
 
 def vector(dtype=torch.float32, n=64):
@@ -28,12 +30,24 @@ def double(a, out):
     torch.mul(a, 2, out=out)
 
 
+def as_inputs(make):
+    return lambda: Inputs(args=make(), dynamic=(), seed=0)
+
+
+def preparing(arm):
+    return lambda inputs: arm.make(*inputs.args) if isinstance(arm, Prepared) else arm
+
+
+def infer_effects(call, make, names=()):
+    return correctness.infer_effects(preparing(call), as_inputs(make), names)
+
+
 def judge(optimized, baseline=double, *, make=None, reference=None, **words):
     make = make or vector()
-    contract = correctness.infer_effects(baseline, make, ("a", "out"))
+    effects = infer_effects(baseline, make, ("a", "out"))
     reference = reference or (lambda a, out: a.double() * 2)
-    arms = {"baseline": baseline, "optimized": optimized}
-    return correctness.agree(arms, make, reference, contract, **words)
+    arms = {"baseline": preparing(baseline), "optimized": preparing(optimized)}
+    return correctness.agree(arms, as_inputs(make), reference, effects, **words)
 
 
 def wrong(message, error=WrongResult):
@@ -64,8 +78,8 @@ def test_a_destination_is_pure_and_an_update_is_not():
         total += a
         torch.neg(a, out=out)
 
-    contract = correctness.infer_effects(call, make, ["a", "total", "out"])
-    assert contract == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
+    effects = infer_effects(call, make, ["a", "total", "out"])
+    assert effects == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
 
 
 def test_integers_that_inputs_set_are_not_poisoned():
@@ -78,8 +92,8 @@ def test_integers_that_inputs_set_are_not_poisoned():
         out.copy_(a)
 
     seen = []
-    contract = correctness.infer_effects(call, make)
-    assert contract == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",))
+    effects = infer_effects(call, make)
+    assert effects == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",))
     assert not any(seen), "a kernel would hang"
 
 
@@ -89,13 +103,11 @@ def test_numpy_does_not_show_that_nobody_set_an_integer(monkeypatch):
     def call(a, counters):
         counters[...] = a
 
-    assert (
-        correctness.infer_effects(call, lambda: (np.arange(4), np.zeros(4, int))).write_only == ()
-    )
+    assert infer_effects(call, lambda: (np.arange(4), np.zeros(4, int))).write_only == ()
 
 
 def test_learning_leaves_the_session_as_it_was():
-    correctness.infer_effects(double, vector())
+    infer_effects(double, vector())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -104,13 +116,13 @@ def test_a_destination_is_seen_although_the_right_answer_lies_there_already():
         a, out = vector(n=1000)()
         double(a, out)
         del a, out
-    assert correctness.infer_effects(double, vector(n=1000)).mutated == ("args[1]",)
+    assert infer_effects(double, vector(n=1000)).mutated == ("args[1]",)
 
 
 def test_what_inputs_keep_is_left_alone(tmp_path):
     weights = np.ones(8)
     table = np.memmap(tmp_path / "table", np.float64, "w+", shape=8)
-    correctness.infer_effects(
+    infer_effects(
         lambda w, t: w + t, lambda: (weights, np.memmap(table.filename, np.float64, "r+"))
     )
     assert weights.tolist() == [1] * 8
@@ -119,23 +131,23 @@ def test_what_inputs_keep_is_left_alone(tmp_path):
 
 def test_inputs_must_follow_the_seed():
     with wrong("inputs() gives different values for the same seed: a (", UsageError):
-        correctness.infer_effects(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
+        infer_effects(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
 
 
 def test_an_updated_input_must_follow_the_seed():
     with wrong("different values for the same seed: a", UsageError):
-        correctness.infer_effects(lambda a: a.mul_(2), lambda: (torch.rand(4),), ("a",))
+        infer_effects(lambda a: a.mul_(2), lambda: (torch.rand(4),), ("a",))
 
 
 def test_a_call_must_do_something():
     with wrong("returns nothing and changes none", UsageError):
-        correctness.infer_effects(lambda a, out: None, vector())
+        infer_effects(lambda a, out: None, vector())
 
 
 def test_names_come_from_a_signature():
-    assert correctness.names(lambda a, out, *rest, key=1: a) == ("a", "out")
-    assert correctness.names("".join) == ()
-    assert correctness.names(ArgumentEffects((), ()).say) == ("path",)
+    assert correctness.parameter_names(lambda a, out, *rest, key=1: a) == ("a", "out")
+    assert correctness.parameter_names("".join) == ()
+    assert correctness.parameter_names(ArgumentEffects().label) == ("path",)
 
 
 # agreement
@@ -180,8 +192,8 @@ def test_the_baseline_runs_after_the_others_and_the_reference_last():
         ran.append("reference")
         return a.double() * 2
 
-    arms = {name: arm(name) for name in ("baseline", "library", "optimized")}
-    correctness.agree(arms, vector(), reference, ArgumentEffects((), ()))
+    arms = {name: preparing(arm(name)) for name in ("baseline", "library", "optimized")}
+    correctness.agree(arms, as_inputs(vector()), reference, ArgumentEffects())
     assert ran == ["optimized", "library", "baseline", "reference"]
 
 
@@ -256,8 +268,8 @@ def test_a_sum_in_bf16_is_caught_unless_declared():
     with wrong("optimized disagrees with the reference: result["):
         judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums)
     assert judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="bf16")
-    with wrong("precision='half': known are fp64, fp32", UsageError):
-        judge(optimized, lambda a: a.sum(1), make=rows, reference=row_sums, precision="half")
+    with wrong("precision='half'): use one of fp64, fp32", UsageError):
+        a_claim(precision="half")
 
 
 def test_fp16_has_a_budget_of_its_own():
@@ -333,7 +345,7 @@ def test_forms_must_be_the_same():
 
 def test_the_reference_gives_what_the_call_gives():
     with wrong(
-        "the reference gives (reference[0], reference[1]), but the baseline's result is (out)",
+        "the reference returns (reference[0], reference[1]), but the baseline's result is (out)",
         UsageError,
     ):
         judge(double, reference=lambda a, out: (a, a))
@@ -402,7 +414,7 @@ def test_numpy_arms_and_a_torch_reference():
         return torch.from_numpy(a).double() * 2
 
     for _ in range(3):  # numpy hands out small arrays again as they were, right answers included
-        assert correctness.infer_effects(baseline, make).write_only == ("args[1]",)
+        assert infer_effects(baseline, make).write_only == ("args[1]",)
     assert judge(baseline, make=make, baseline=baseline, reference=reference)
     with wrong("out[0] is nan"):
         judge(lambda a, out: None, make=make, baseline=baseline, reference=reference)
@@ -430,7 +442,7 @@ def test_modules_and_dicts_are_arguments():
         return model.double()(io["x"].double())
 
     words = {"baseline": baseline, "make": make, "reference": reference}
-    assert correctness.infer_effects(baseline, make).write_only == ("args[1]['out']",)
+    assert infer_effects(baseline, make).write_only == ("args[1]['out']",)
     assert judge(baseline, **words)[1].output == "out['out']"
     with wrong("optimized changed argument 'a.bias'", UsageError):
         judge(optimized, **words)
@@ -466,11 +478,11 @@ def test_a_prepared_arm_prepares_before_the_poison():
 @pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
 def test_what_cannot_be_compared_is_named(odd):
     with wrong(f"a result of type {type(odd).__name__}", UsageError):
-        correctness.verify({"baseline": correctness.result(odd, (), ArgumentEffects((), ()))}, odd)
+        correctness.verify({"baseline": correctness.outputs_of(odd, (), ArgumentEffects())}, odd)
 
 
 def test_large_leaves_are_compared_in_chunks(monkeypatch):
-    monkeypatch.setattr(correctness, "CACHED", 10)
+    monkeypatch.setattr(correctness, "HOST_CHUNK", 10)
 
     def optimized(a, out):
         double(a, out)
@@ -493,7 +505,7 @@ def test_empty_results_agree():
 
 def test_results_are_verified_after_timing():
     a, _ = vector()()
-    good, bad = (correctness.result(a * f, (), ArgumentEffects((), ())) for f in (2, 3))
+    good, bad = (correctness.outputs_of(a * f, (), ArgumentEffects()) for f in (2, 3))
     truth = a.double() * 2
     assert correctness.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
     (error,) = correctness.verify({"baseline": good}, truth, located=False)

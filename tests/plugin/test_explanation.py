@@ -14,7 +14,6 @@ from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
 from pytest_aiperf.rules import evidence
 from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
-from tests.plugin.records import result
 from tests.plugin.test_compare import BLANK, a_context
 
 WORK = Work(read=2e08, written=2e08)  # in 100 us 4 TB/s, in 200 us 2 TB/s
@@ -62,7 +61,8 @@ def test_faster_than_the_measured_limit_is_invalid_and_keeps_its_figures():
 
 
 def test_the_share_that_is_required_is_held_with_its_lower_end():
-    low = explanation.least_share(explained()[0])
+    measured = explained()[0]
+    low = explanation.min_share(measured.limits, [measured.timing])
     typical = explained()[0].limits["optimized"].share
     assert 0.9 * typical < low < typical
 
@@ -78,8 +78,9 @@ def test_the_share_that_is_required_is_held_with_its_lower_end():
 def test_one_replicate_has_no_lower_end():
     one = explained()[0]
     timing = replace(one.timing, replicates=one.timing.replicates[:1])
-    assert explanation.least_share(replace(one, timing=timing)) == 0.0
-    assert explanation.least_share(result()) is None
+    assert explanation.min_share(one.limits, [timing]) == 0.0
+    assert explanation.min_share({}, [timing]) is None
+    assert explanation.min_share(one.limits, []) is None
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_peak_memory_is_that_of_each_arm():
     assert problem is None
     assert held.evidence[0].value == 0.5
     _, problem = explained(**arms, evidence=[evidence.peak_memory(max=99_000)])
-    assert "has 100000 bytes at its peak; the claim states at most 99000" in str(problem)
+    assert "has 100000 bytes of peak memory; the claim states at most 99000" in str(problem)
 
 
 def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
@@ -130,7 +131,7 @@ def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
     device = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
     said, problem = explained(device=device, evidence=[evidence.launches(max=1)])
     assert problem is None
-    assert said.notes[0] == "baseline was not looked into: RuntimeError: CUPTI is taken"
+    assert said.notes[0] == "baseline was not inspected: RuntimeError: CUPTI is taken"
     assert said.evidence[0].value is None
 
 
@@ -213,7 +214,7 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
 
 
 def test_evidence_for_each_byte_needs_the_bytes():
-    with pytest.raises(UsageError, match=r"dram__bytes\.sum for each byte needs work="):
+    with pytest.raises(UsageError, match=r"dram__bytes\.sum per byte needs work="):
         a_claim(evidence=[evidence.counter("dram__bytes.sum", max=1, per="work")])
 
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_aiperf import Score, prepared, static
 from pytest_aiperf.claim import replicates
 from pytest_aiperf.claim import sampler as room
-from pytest_aiperf.claim.inputs import Trial
+from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
@@ -35,22 +35,22 @@ from tests.plugin.claims import a_claim, doubling, vectors
 WHITE = replace(Noise.none(), white=0.002)
 
 
-def a_trial(clock=None, said=None, **words):
-    clock = clock or FakeDevice(noise=WHITE, seed=1)
-    said = [] if said is None else said
-    say = lambda phase, **figures: said.append((phase, figures))
-    return Trial(a_claim(**words), clock, 1, full=True, say=say)
+def a_bound_claim(device=None, phases=None, **words):
+    device = device or FakeDevice(noise=WHITE, seed=1)
+    phases = [] if phases is None else phases
+    progress = lambda phase, **figures: phases.append((phase, figures))
+    return BoundClaim(a_claim(**words), device, 1, full=True, progress=progress)
 
 
-def measured(trial, plan=STANDARD, metric=Metric.DEVICE):
-    trial.agreement()
-    timing = measure(trial, metric, plan)
-    trial.verify()
+def measured(bound, plan=STANDARD, metric=Metric.DEVICE):
+    bound.check_agreement()
+    timing = measure(bound, metric, plan)
+    bound.verify()
     return timing
 
 
-def a_timed(trial, metric=Metric.DEVICE, ahead=(1001,)):
-    timed = room.Sampler(trial, metric, STANDARD)
+def a_timed(bound, metric=Metric.DEVICE, ahead=(1001,)):
+    timed = room.Sampler(bound, metric, STANDARD)
     timed.prepare(ahead)
     timed.begin()
     return timed
@@ -64,7 +64,7 @@ def test_a_prepared_arm_is_timed_without_its_preparation():
         spend(1.0)
         return doubling(100)
 
-    ratio = speedup(measured(a_trial(optimized=prepared(make))))
+    ratio = speedup(measured(a_bound_claim(optimized=prepared(make))))
     assert ratio.value == pytest.approx(2, rel=0.005)
 
 
@@ -74,7 +74,7 @@ def test_work_done_while_preparing_is_a_wrong_answer():
         return lambda x: done
 
     with pytest.raises(WrongResult, match="optimized disagrees"):
-        a_trial(optimized=prepared(make)).agreement()
+        a_bound_claim(optimized=prepared(make)).check_agreement()
 
 
 def test_static_inputs_may_be_consumed_while_preparing():
@@ -92,30 +92,30 @@ def test_static_inputs_may_be_consumed_while_preparing():
         "optimized": prepared(make),
         "reference": lambda x, w: x * w / 2,
     }
-    assert {e.arm for e in a_trial(**words).agreement()} == {"baseline", "optimized"}
+    assert {e.arm for e in a_bound_claim(**words).check_agreement()} == {"baseline", "optimized"}
     words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
     with pytest.raises(WrongResult):
-        a_trial(**words).agreement()
+        a_bound_claim(**words).check_agreement()
 
 
 def test_no_garbage_is_collected_while_an_arm_prepares():
     seen = []
     arm = prepared(lambda x: seen.append(gc.isenabled()) or doubling(100))
-    trial = a_trial(optimized=arm)
-    trial.agreement()
-    trial.prepare("optimized", 1, trial.make(1))
+    bound = a_bound_claim(optimized=arm)
+    bound.check_agreement()
+    bound.prepare("optimized", bound.make_inputs(1))
     assert set(seen) == {False}
     assert gc.isenabled()
 
 
-def test_a_prepared_arm_must_return_what_is_timed():
-    with pytest.raises(UsageError, match="must return what is timed"):
-        a_trial(optimized=prepared(lambda x: x * 2)).agreement()
+def test_a_prepared_arm_must_return_a_callable():
+    with pytest.raises(UsageError, match="must return the callable"):
+        a_bound_claim(optimized=prepared(lambda x: x * 2)).check_agreement()
 
 
 def test_arms_must_take_the_inputs():
     with pytest.raises(UsageError, match=r"optimized=.* does not take the 1 values"):
-        a_trial(optimized=lambda x, y: x).agreement()
+        a_bound_claim(optimized=lambda x, y: x).check_agreement()
 
 
 @pytest.mark.parametrize("arm", ["baseline", "optimized"])  # the first is what others see first
@@ -127,7 +127,7 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
         return x * 2
 
     with pytest.raises(InvalidMeasurement, match="OMP_NUM_THREADS: 4 -> 1"):
-        a_trial(**{arm: flips}).agreement()
+        a_bound_claim(**{arm: flips}).check_agreement()
 
 
 # how it is timed
@@ -135,7 +135,7 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
 
 def test_rounds_are_mirrored_and_their_order_is_drawn():
     timing = measured(
-        a_trial(library=doubling(150)), replace(STANDARD, min_replicates=8, max_replicates=8)
+        a_bound_claim(library=doubling(150)), replace(STANDARD, min_replicates=8, max_replicates=8)
     )
     orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
     assert all(order == order[::-1] and sorted(order) == sorted("BOLBOL") for order in orders)
@@ -149,7 +149,7 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
         seeds.append(bench.seed)
         return vectors(bench)
 
-    timing = measured(a_trial(inputs=inputs))
+    timing = measured(a_bound_claim(inputs=inputs))
     own = [r.seed for r in timing.replicates]
     assert len(set(own)) == len(own)
     assert set(own) <= set(seeds)
@@ -157,7 +157,7 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
 
 def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
     gpu = replace(FAKE_GPU, l2_bytes=64 * 8 * 10)
-    timing = measured(a_trial(FakeDevice(gpu, WHITE)))
+    timing = measured(a_bound_claim(FakeDevice(gpu, WHITE)))
     assert timing.sets == 30  # three times the L2, in sets of a tenth of it
     assert timing.calls >= timing.sets
     assert timing.cache == "cold"
@@ -166,20 +166,20 @@ def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
 def test_inputs_too_small_to_be_kept_cold_are_refused():
     gpu = replace(FAKE_GPU, l2_bytes=64 << 20)
     with pytest.raises(UsageError, match='declare cache="warm" or enlarge the inputs'):
-        measured(a_trial(FakeDevice(gpu, WHITE)))
-    assert measured(a_trial(FakeDevice(gpu, WHITE), cache="warm")).cache == "warm"
+        measured(a_bound_claim(FakeDevice(gpu, WHITE)))
+    assert measured(a_bound_claim(FakeDevice(gpu, WHITE), cache="warm")).cache == "warm"
 
 
 def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
     short = {"baseline": doubling(20), "optimized": doubling(10)}
-    assert measured(a_trial(**short)).mode is Mode.GRAPH
+    assert measured(a_bound_claim(**short)).mode is Mode.GRAPH
 
     def waits(x):
         spend(10e-6)
         synchronise()
         return x * 2
 
-    timing = measured(a_trial(**short | {"optimized": waits}))
+    timing = measured(a_bound_claim(**short | {"optimized": waits}))
     assert timing.mode is Mode.PLAIN
     assert [note.partition(":")[0] for note in timing.notes] == [
         "not timed by graph",
@@ -188,10 +188,10 @@ def test_short_calls_are_captured_and_those_that_cannot_be_fall_back():
 
 
 def test_a_disturbed_round_is_measured_again_and_counted():
-    clean = measured(a_trial(FakeDevice(noise=Noise.none())))
+    clean = measured(a_bound_claim(FakeDevice(noise=Noise.none())))
     assert sum(r.redone for r in clean.replicates) == 0
     faults = [Fault(42, "throttle")]  # in the middle of a round
-    timing = measured(a_trial(FakeDevice(noise=Noise.none(), faults=faults)))
+    timing = measured(a_bound_claim(FakeDevice(noise=Noise.none(), faults=faults)))
     assert sum(r.redone for r in timing.replicates) == 1
     assert speedup(timing).value == pytest.approx(2)
 
@@ -206,9 +206,9 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
             super().stabilize_clocks(call)
 
     clock = Counting(noise=Noise.none())
-    trial = a_trial(clock)
-    trial.agreement()
-    timed = a_timed(trial)
+    bound = a_bound_claim(clock)
+    bound.check_agreement()
+    timed = a_timed(bound)
     before, faults, undisturbed = clock.settlings, ["a fault"] * rounds, timed._round
 
     def disturbed(*about):
@@ -246,9 +246,9 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
             return figure
 
     asked = []
-    trial = a_trial(Slow(noise=Noise.none(), ranks=Two()))
-    trial.agreement()
-    timed = a_timed(trial)
+    bound = a_bound_claim(Slow(noise=Noise.none(), ranks=Two()))
+    bound.check_agreement()
+    timed = a_timed(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
     assert asked[-1] == pytest.approx(2 * seconds)  # ranks agree on it
@@ -257,7 +257,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
 def test_a_gpu_that_is_never_calm_is_invalid():
     clock = FakeDevice(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
     with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
-        measured(a_trial(clock))
+        measured(a_bound_claim(clock))
 
 
 def test_what_timed_calls_left_is_verified():
@@ -269,39 +269,41 @@ def test_what_timed_calls_left_is_verified():
         return x * 2 if len(calls) < 50 else x
 
     with pytest.raises(WrongResult, match=r"optimized disagrees.*after timing"):
-        measured(a_trial(optimized=tires))
+        measured(a_bound_claim(optimized=tires))
 
 
 @pytest.mark.parametrize(("memory", "asked"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
 def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, asked):
     """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
     calls = []
-    trial = a_trial(
+    bound = a_bound_claim(
         FakeDevice(replace(FAKE_GPU, memory_bytes=memory), WHITE),
         reference=lambda x: calls.append(1) or x + x,
     )
 
     def left(seed):
-        results = {n: [("0", trial.make(seed)[0] * 2)] for n in ("baseline", "optimized")}
-        trial.verify_later([results], seed, "then")
+        results = {
+            n: [("0", bound.make_inputs(seed).args[0] * 2)] for n in ("baseline", "optimized")
+        }
+        bound.verify_later([results], seed, "then")
 
     for seed in range(5):
         left(seed)
     assert len(calls) == 0
     left(5)
     assert len(calls) == asked
-    trial.verify()
+    bound.verify()
     assert len(calls) == 6
 
 
 def test_the_oracle_is_asked_once_for_the_same_inputs():
     calls = []
-    trial = a_trial(reference=lambda x: calls.append(1) or x + x)
+    bound = a_bound_claim(reference=lambda x: calls.append(1) or x + x)
     for seed, other in ((1, None), (1, None), (1, 2), (1, 2), (1, None)):
-        values = trial.make(seed if other is None else other)[0]
+        values = bound.make_inputs(seed if other is None else other).args[0]
         results = {name: [("0", values * 2)] for name in ("baseline", "optimized")}
-        trial.verify_later([results], seed, "then", other)
-    trial.verify()
+        bound.verify_later([results], seed, "then", other)
+    bound.verify()
     assert len(calls) == 3
 
 
@@ -314,7 +316,7 @@ def test_arms_that_update_in_place_are_verified_from_restored_inputs():
         return add
 
     words = {"baseline": adding(200), "optimized": adding(100), "reference": lambda x: x + 1}
-    ratio = speedup(measured(a_trial(**words)))
+    ratio = speedup(measured(a_bound_claim(**words)))
     assert ratio.low < 2 < ratio.high
 
 
@@ -331,13 +333,17 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
         spend(100e-6)
         x += 1
 
-    trial = a_trial(Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1)
-    trial.agreement()
-    kept = room.correctness.kept
-    monkeypatch.setattr(room.correctness, "kept", lambda found: seen.append("kept") or kept(found))
-    monkeypatch.setattr(room.Sampler, "challenge", lambda *_: None)  # it takes without a wait
-    measure(trial, Metric.DEVICE, STANDARD)
-    before = [seen[i - 1] for i, what in enumerate(seen) if what == "kept"]
+    bound = a_bound_claim(
+        Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1
+    )
+    bound.check_agreement()
+    copies = room.correctness.copies
+    monkeypatch.setattr(room.correctness, "copies", lambda x: seen.append("copy") or copies(x))
+    monkeypatch.setattr(
+        room.Sampler, "check_with_new_inputs", lambda *_: None
+    )  # it takes without a wait
+    measure(bound, Metric.DEVICE, STANDARD)
+    before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
     assert set(before) == {"wait"}
 
 
@@ -345,7 +351,7 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
 
 
 def test_it_stops_when_the_interval_is_narrow():
-    timing = measured(a_trial())
+    timing = measured(a_bound_claim())
     assert (timing.stopped, len(timing.replicates)) == ("width", STANDARD.min_replicates)
     assert half_width(speedup(timing)) <= STANDARD.target_half_width
 
@@ -365,7 +371,7 @@ def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
 
 def test_it_never_stops_for_a_good_ratio_alone():
     noisy = replace(Noise.none(), layout=0.05)
-    timing = measured(a_trial(FakeDevice(noise=noisy)), replace(STANDARD, time_budget_s=1e9))
+    timing = measured(a_bound_claim(FakeDevice(noise=noisy)), replace(STANDARD, time_budget_s=1e9))
     assert timing.stopped == "replicates"
     assert verdict(speedup(timing), 0.0) is Verdict.FASTER
 
@@ -373,7 +379,7 @@ def test_it_never_stops_for_a_good_ratio_alone():
 def test_it_stops_when_its_seconds_are_spent():
     noisy = replace(Noise.none(), layout=0.05)
     plan = StoppingRule(min_replicates=3, time_budget_s=1e-9)
-    timing = measured(a_trial(FakeDevice(noise=noisy)), plan)
+    timing = measured(a_bound_claim(FakeDevice(noise=noisy)), plan)
     assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
         "seconds",
         5,  # two more than the least, as it is wide
@@ -382,10 +388,10 @@ def test_it_stops_when_its_seconds_are_spent():
 
 
 @pytest.mark.parametrize(
-    ("each", "layout", "replicates"),
+    ("each", "layout", "count"),
     [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 8), (0.11, 0.1, 10)],
 )
-def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replicates):
+def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count):
     now = [0.0]
     monkeypatch.setattr(replicates, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -394,25 +400,25 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, replic
             now[0] += each
 
     noisy = replace(Noise.none(), layout=layout)
-    timing = measured(a_trial(Slow(noise=noisy)), replace(STANDARD, time_budget_s=0.999))
-    assert (timing.stopped, len(timing.replicates)) == ("seconds", replicates)
+    timing = measured(a_bound_claim(Slow(noise=noisy)), replace(STANDARD, time_budget_s=0.999))
+    assert (timing.stopped, len(timing.replicates)) == ("seconds", count)
 
 
 # what stands ready before the device is had alone
 
 
 def made_in_the_turn(clock, **words):
-    """Count the replicates whose inputs are made while a trial is timed."""
+    """Count the replicates whose inputs are made while a bound is timed."""
     made, usual = [], a_claim().inputs
-    trial = a_trial(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
-    trial.agreement()
-    measurement = replicates.Measurement(trial, Metric.DEVICE, STANDARD)
+    bound = a_bound_claim(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
+    bound.check_agreement()
+    measurement = replicates.Measurement(bound, Metric.DEVICE, STANDARD)
     measurement.prepare()
     made.clear()
     timing = measurement.measure()
-    in_the_turn = len(made) / (2 * measurement.way.sets)
-    measurement.challenge()
-    trial.verify()
+    in_the_turn = len(made) / (2 * measurement.sampler.sets)
+    measurement.check_with_new_inputs()
+    bound.verify()
     assert len(timing.replicates) == STANDARD.min_replicates
     return in_the_turn
 
@@ -427,7 +433,7 @@ def made_in_the_turn(clock, **words):
 )
 def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
     size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
-    monkeypatch.setattr(room, "AHEAD", stands * size / FAKE_GPU.memory_bytes)
+    monkeypatch.setattr(room, "PREBUILT_SHARE", stands * size / FAKE_GPU.memory_bytes)
     assert made_in_the_turn(FakeDevice(noise=Noise.none())) == made
 
 
@@ -479,21 +485,21 @@ def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahea
             self.released += 1
 
     arms = {"baseline": doubling(2 * microseconds), "optimized": doubling(microseconds)}
-    trial = a_trial(Watched(noise=Noise.none()), **arms)
-    trial.agreement()
-    timed = a_timed(trial, ahead=ahead)
-    before = trial.clock.released
+    bound = a_bound_claim(Watched(noise=Noise.none()), **arms)
+    bound.check_agreement()
+    timed = a_timed(bound, ahead=ahead)
+    before = bound.device.released
     timed.replicate(2)
-    assert trial.clock.released - before == released
+    assert bound.device.released - before == released
 
 
 @pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.L2_SPANS)])
 def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
     clock = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
-    trial = a_trial(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
-    trial.agreement()
-    timed = a_timed(trial, ahead=[1001, 2001])
-    assert (timed.sets, len(timed._ahead[2001][0].calls)) == (sets, sets)
+    bound = a_bound_claim(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
+    bound.check_agreement()
+    timed = a_timed(bound, ahead=[1001, 2001])
+    assert (timed.sets, len(timed._prebuilt[2001][0].calls)) == (sets, sets)
 
 
 @pytest.mark.parametrize(
@@ -508,10 +514,10 @@ def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cac
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
     ran = []
-    monkeypatch.setattr(room.Sampler, "_run_each", lambda _, stand: ran.append(stand.name))
-    trial = a_trial()
-    trial.agreement()
-    timed = a_timed(trial, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
+    monkeypatch.setattr(room.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
+    bound = a_bound_claim()
+    bound.check_agreement()
+    timed = a_timed(bound, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
     timed.mode = mode
     ran.clear()
     timed.replicate(2)
@@ -526,9 +532,9 @@ def test_the_device_is_awake_before_the_first_round(metric):
         def warm_up(self, blocks):
             done.append(len(blocks))
 
-    trial = a_trial(Clock(noise=Noise.none()))
-    trial.agreement()
-    timed = a_timed(trial, metric)
+    bound = a_bound_claim(Clock(noise=Noise.none()))
+    bound.check_agreement()
+    timed = a_timed(bound, metric)
     once = timed._round
     timed._round = lambda *about: done.append("round") or once(*about)
     timed.replicate(2)
@@ -538,7 +544,7 @@ def test_the_device_is_awake_before_the_first_round(metric):
 
 def test_progress_says_how_far_it_is():
     said = []
-    measured(a_trial(said=said))
+    measured(a_bound_claim(phases=said))
     phases = [phase for phase, _ in said]
     assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
     last = said[-1][1]
@@ -557,8 +563,8 @@ def test_peak_memory():
 
         return double
 
-    trial = a_trial(baseline=holding(3000), optimized=holding(1000), metric="memory")
-    timing = measured(trial, metric=Metric.MEMORY)
+    bound = a_bound_claim(baseline=holding(3000), optimized=holding(1000), metric="memory")
+    timing = measured(bound, metric=Metric.MEMORY)
     ratio = speedup(timing)
     assert (timing.unit, ratio.low, ratio.value, ratio.high) == ("B", *[pytest.approx(3)] * 3)
 
@@ -568,8 +574,8 @@ def test_scores(better, ratio):
     def scoring(figure):
         return lambda x: (x * 2, Score(figure, "tokens/s", better))
 
-    trial = a_trial(baseline=scoring(100.0), optimized=scoring(150.0), metric="score")
-    timing = measured(trial, metric=Metric.SCORE)
+    bound = a_bound_claim(baseline=scoring(100.0), optimized=scoring(150.0), metric="score")
+    timing = measured(bound, metric=Metric.SCORE)
     assert timing.unit == "tokens/s"
     assert speedup(timing).value == pytest.approx(ratio)
 
@@ -583,7 +589,7 @@ def test_scores(better, ratio):
 )
 def test_a_score_must_be_there_and_positive(arm, says):
     with pytest.raises(UsageError, match=says):
-        measured(a_trial(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
+        measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 
 
 # what its verdicts are worth, on a device with all the noise of a real one
@@ -594,10 +600,10 @@ def verdicts(slower, comparisons=40):
     for seed in range(comparisons):
         clock = FakeDevice(seed=seed)
         floor = noise_floor(clock, seed, STANDARD, lambda *_a, **_k: None)
-        trial = a_trial(clock, baseline=doubling(200), optimized=doubling(200 * slower))
-        trial.random = random.Random(seed)
-        trial.agreement()
-        found.append(verdict(speedup(measure(trial, Metric.DEVICE, STANDARD)), floor))
+        bound = a_bound_claim(clock, baseline=doubling(200), optimized=doubling(200 * slower))
+        bound.random = random.Random(seed)
+        bound.check_agreement()
+        found.append(verdict(speedup(measure(bound, Metric.DEVICE, STANDARD)), floor))
     return found
 
 

@@ -120,7 +120,7 @@ import torch
 import torch._dynamo
 
 from tests.fake_gpu import FAKE_GPU, spend
-from pytest_aiperf.machine.lease import Lease
+from pytest_aiperf.machine.gpu_lock import GpuLock
 
 def refuse(why):
     raise RuntimeError(why)

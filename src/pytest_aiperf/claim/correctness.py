@@ -1,6 +1,6 @@
-"""Do two results agree, and where not.
+"""Checks that the arms' results agree with the reference.
 
-A call's result is the leaves of what it returns, followed by the argument leaves that it changed.
+A call's result is the tensors in what it returns, followed by the argument tensors that it changed.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 from pytest_aiperf.device.device import gc_disabled
 from pytest_aiperf.errors import UsageError, WrongResult
-from pytest_aiperf.model import Error, Prepared
+from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
 from . import tensors
+from .claim import Inputs
 from .tensors import Args, NamedTensor, backend_of, dtype, is_exact, signature
 
-Arm = Callable[..., object] | Prepared
-Make = Callable[[], Args]
-Result = Sequence[NamedTensor]
+Prepare = Callable[[Inputs], Callable[..., object]]
+"""Prepares an arm for one set of inputs and returns the callable."""
+Make = Callable[[], Inputs]
+"""Builds the same inputs anew each time."""
+Outputs = Sequence[NamedTensor]
+Element = tuple[tuple[int, ...], Any, Any]
+"""Index of an element, its value in a result and its value in the reference."""
 
-Place = tuple[tuple[int, ...], Any, Any]
-"""An element's index, and what stands there in a result and in the reference."""
-_NOWHERE: Place = ((), 0.0, 0.0)
-
-K = 4
-"""How many times the baseline's own error another arm's may be."""
-
-BUDGET = {
+MAX_ERROR_RATIO = 4
+"""An arm's error may be this many times the baseline's: another order of additions stays below."""
+ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp64": 64 * 2.0**-52,
     "fp32": 64 * 2.0**-23,
     "tf32": 4 * 2.0**-10,
@@ -40,211 +40,220 @@ BUDGET = {
     "fp8_e5m2": 2 * 2.0**-2,
     "fp8": 2 * 2.0**-3,
 }
-"""Error that a precision may always make."""
-
-SANITY, SANITY_CAP = 64, 0.1
-"""How many budgets the baseline may need, and at most how much: a result of zeros has error 0.5."""
-
+"""Relative error that results of a precision may always have: a few units in the last place."""
+MAX_BASELINE_BUDGETS = 64
+"""The baseline may need this many budgets, since nothing else bounds its error."""
+MAX_BASELINE_ERROR = 0.1
+"""The baseline's largest error, whatever its budget: a result of zeros has error 0.5."""
 CHUNK = 1 << 23
-"""Elements compared at a time: fp64 temporaries stay far below 1 GiB whatever the leaf's size."""
-CACHED = 1 << 15
-"""The same on the host: they stay in its caches, and torch uses one thread for so few. Many threads
-wait for one another at each of many operations, for ages where other claims keep the cores busy."""
+"""Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB."""
+HOST_CHUNK = 1 << 15
+"""Elements compared at a time on the host: they stay in its caches, and torch uses one thread for
+so few. Many threads would wait for one another where other claims keep the cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentEffects:
-    """What the baseline does to its arguments.
+    """What the baseline does to its arguments."""
 
-    ``written`` are the leaves that it changes, ``pure`` those of them that it does not read: they
-    may be poisoned. ``names`` are the arguments' names, for messages.
-    """
-
-    mutated: tuple[str, ...]
-    write_only: tuple[str, ...]
+    mutated: tuple[str, ...] = ()
+    """Paths of the argument tensors that it changes."""
+    write_only: tuple[str, ...] = ()
+    """Those of them that it does not read: they may be poisoned."""
     names: tuple[str, ...] = ()
+    """The parameters' names, for messages."""
 
-    def say(self, path: str) -> str:
-        """Name an argument leaf as the claim's author does."""
+    @property
+    def updates(self) -> bool:
+        """Whether a call reads an argument that it changes, so that a second call differs."""
+        return bool(set(self.mutated) - set(self.write_only))
+
+    def label(self, path: str) -> str:
+        """Return a tensor's path with the parameter's name, as the claim's author wrote it."""
         position, _, rest = path.removeprefix("args[").partition("]")
         return self.names[int(position)] + rest if int(position) < len(self.names) else path
 
 
-def names(call: Callable[..., object]) -> tuple[str, ...]:
-    """Names of a callable's positional parameters, as far as they are known."""
-    code = getattr(call, "__code__", None)  # builtins and launchers have none
-    own = int(hasattr(call, "__self__"))
-    return code.co_varnames[own : code.co_argcount] if code else ()
+def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
+    """Return the names of the positional parameters; none for builtins and launchers."""
+    code = getattr(call, "__code__", None)
+    bound = int(hasattr(call, "__self__"))
+    return code.co_varnames[bound : code.co_argcount] if code else ()
 
 
-def infer_effects(call: Arm, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
-    """Find out which argument leaves a call changes, and which of them it does not read.
+def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
+    """Find out which argument tensors a call changes, and which of those it does not read.
 
-    ``make`` builds the same fresh arguments each time, from a seed that is used for nothing else:
-    over a right answer that lies in freed memory, writing looks like leaving alone.
+    ``make`` uses a seed of its own: if freed memory still holds this seed's correct output, writing
+    it again would look like no write.
     """
-    args = _filled(make)
-    before = tensors.fingerprint(args)
-    sizes = [(backend_of(a).module, a.nbytes) for a in tensors.arrays(args).values()]
-    del args
-    # numpy and cupy hand out freed memory as it was: let no right answer lie there
-    spoilt = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
-    del spoilt
-    args = _filled(make)
-    unsettled = tensors.changed(before, args)
-    may = {p for p, a in tensors.arrays(args).items() if p in unsettled or _is_harmless(a)}
-    del before
-    returned, written = _run(call, args, ArgumentEffects((), ()))
-    contract = ArgumentEffects(written, (), tuple(names))
-    own = [x for _, x in kept(result(returned, args, contract))]
-    first = [x if is_exact(x) else backend_of(x).cast(x, "float64", x) for x in own]
-    del returned, args, own
-    if not first:
+    inputs = _make_filled(make)
+    before = tensors.fingerprint(inputs.args)
+    sizes = [(backend_of(a).module, a.nbytes) for a in tensors.arrays(inputs.args).values()]
+    del inputs
+    # numpy and cupy reuse freed memory as it was: overwrite results that may lie there
+    scrubbed = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
+    del scrubbed
+    inputs = _make_filled(make)
+    unseeded = tensors.changed(before, inputs.args)
+    arrays = tensors.arrays(inputs.args)
+    candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
+    del before, arrays
+    returned, mutated = _run(prepare, inputs, ArgumentEffects())
+    effects = ArgumentEffects(mutated, (), tuple(names))
+    outputs = [x for _, x in copies(outputs_of(returned, inputs.args, effects))]
+    expected = [x if is_exact(x) else backend_of(x).cast(x, "float64", x) for x in outputs]
+    del returned, inputs, outputs
+    if not expected:
         raise UsageError("the baseline returns nothing and changes none of its arguments")
 
-    def is_pure(path: str) -> bool:
-        args = _filled(make)
+    def is_write_only(path: str) -> bool:
+        inputs = _make_filled(make)
         try:
-            returned, _ = _run(call, args, replace(contract, write_only=(path,)))
-            verify({"baseline": result(returned, args, contract)}, first)
+            returned, _ = _run(prepare, inputs, replace(effects, write_only=(path,)))
+            verify({"baseline": outputs_of(returned, inputs.args, effects)}, expected)
         except Exception:  # noqa: BLE001  an arm may refuse a poisoned input in its own way
             return False
         return True
 
-    pure = tuple(p for p in written if p in may and is_pure(p))
-    loose = [contract.say(p) for p in unsettled if p not in pure]
-    if loose:
+    write_only = tuple(p for p in mutated if p in candidates and is_write_only(p))
+    unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
+    if unseeded_names:
         raise UsageError(
-            f"inputs() gives different values for the same seed: {', '.join(loose)} (or the "
-            "baseline leaves a part of it unwritten)"
+            f"inputs() gives different values for the same seed: {', '.join(unseeded_names)} (or "
+            "the baseline leaves a part of it unwritten)"
         )
-    return replace(contract, write_only=pure)
+    return replace(effects, write_only=write_only)
 
 
-def _filled(make: Callable[[], Any]) -> Any:
-    """Make inputs while torch.empty gives one known value: what inputs() leaves unset is seen."""
+def _make_filled(make: Callable[[], Any]) -> Any:
+    """Build inputs while torch.empty fills its memory: values that inputs() leaves unset differ."""
     torch = sys.modules.get("torch")
     if torch is None:
         return make()
-    was = torch.get_deterministic_debug_mode()
+    mode = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings(action="ignore"):
         # not use_deterministic_algorithms(), which imports inductor: 3 to 5 s
         torch.set_deterministic_debug_mode("warn")
         try:
             return make()
         finally:
-            torch.set_deterministic_debug_mode(was)
+            torch.set_deterministic_debug_mode(mode)
 
 
-def _is_harmless(array: Any) -> bool:
-    """Whether a leaf may be poisoned although the call may read it.
+def _may_poison(array: Any) -> bool:
+    """Whether a tensor may be poisoned although the call may read it.
 
-    Integers may not: as counters, flags or indices they let a kernel hang or fault. Those that
-    nobody set may, and torch shows them.
+    Integers may not: as counters, flags or indices they could make a kernel hang or fault. Integers
+    that inputs() left unset may; only torch shows them.
     """
     module = backend_of(array).module
     if not is_exact(array) or module.__name__ != "torch":
         return not is_exact(array)
-    return bool((array == _filled(lambda: module.empty_like(array))).all())
+    return bool((array == _make_filled(lambda: module.empty_like(array))).all())
 
 
-def _run(arm: Arm, args: Args, contract: ArgumentEffects) -> tuple[object, tuple[str, ...]]:
-    """Call an arm on poisoned arguments; return what it returns and what else it changed.
+def _run(
+    prepare: Prepare, inputs: Inputs, effects: ArgumentEffects
+) -> tuple[object, tuple[str, ...]]:
+    """Call an arm on poisoned arguments; return its result and the other arguments it changed.
 
-    No garbage is collected meanwhile: a CUDA graph that went would spoil one being captured.
+    Garbage collection is off: a CUDA graph that is collected would spoil one being captured.
     """
     with gc_disabled():
-        call = arm.make(*args) if isinstance(arm, Prepared) else arm
-        tensors.poison(args, contract.write_only)
-        before = tensors.fingerprint(args, contract.mutated)
-        returned = call(*args)
-    return returned, tensors.changed(before, args, contract.mutated)
+        call = prepare(inputs)
+        tensors.poison(inputs.args, effects.write_only)
+        before = tensors.fingerprint(inputs.args, effects.mutated)
+        returned = call(*inputs.args)
+    return returned, tensors.changed(before, inputs.args, effects.mutated)
 
 
-def result(returned: object, args: Args, contract: ArgumentEffects) -> list[NamedTensor]:
+def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[NamedTensor]:
     """Return a call's result; an argument that is both changed and returned counts once."""
-    mine = tensors.arrays(args)
-    wrote = [(contract.say(p), mine[p]) for p in contract.mutated if p in mine]
-    views = [tensors.view(array) for _, array in wrote]
-    own = tensors.walk(returned, "result")
-    return [(p, x) for p, x in own if not backend_of(x) or tensors.view(x) not in views] + wrote
+    arrays = tensors.arrays(args)
+    mutated = [(effects.label(p), arrays[p]) for p in effects.mutated if p in arrays]
+    views = [tensors.view(array) for _, array in mutated]
+    outputs = tensors.walk(returned, "result")
+    return [
+        (p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views
+    ] + mutated
 
 
-def kept(result: Result) -> list[NamedTensor]:
-    """Copy a result: a later arm that writes into the same buffer must not repair it."""
+def copies(result: Outputs) -> list[NamedTensor]:
+    """Copy a result, so that a later arm that writes into the same buffer cannot repair it."""
     return [(path, backend_of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
 
 
 def agree(
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, Prepare],
     make: Make,
     reference: Callable[..., object],
-    contract: ArgumentEffects,
-    precision: str | None = None,
+    effects: ArgumentEffects,
+    precision: PrecisionName | None = None,
 ) -> list[Error]:
-    """Hold all arms against the reference on one seed.
+    """Check all arms against the reference on one seed.
 
-    The optimized arm runs first and the reference last, each on arguments of its own, so that no
-    right answer lies around in freed memory. A Prepared arm prepares before the poisoning.
+    The optimized arm runs first and the reference last, each on inputs of its own, so that no
+    correct result lies in freed memory. A prepared arm prepares before its arguments are poisoned.
     """
-    results = {}
-    lent = {}
+    results, aliases = {}, {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
-        args = make()
-        returned, touched = _run(arms[arm], args, contract)
-        if touched:
-            which = ", ".join(repr(contract.say(p)) for p in touched)
+        inputs = make()
+        returned, changed = _run(arms[arm], inputs, effects)
+        if changed:
+            names = ", ".join(repr(effects.label(p)) for p in changed)
             raise UsageError(
-                f"{arm} changed argument {which}, which the baseline was seen to leave alone: "
-                "an arm must not touch its inputs"
+                f"{arm} changed argument {names}, which the baseline left unchanged: an arm must "
+                "not change its inputs"
             )
-        found = result(returned, args, contract)
-        lent[arm] = [
-            bool(backend_of(x)) and tensors.aliases_input(x, args, contract.mutated)
-            for _, x in found
+        outputs = outputs_of(returned, inputs.args, effects)
+        aliases[arm] = [
+            bool(backend_of(x)) and tensors.aliases_input(x, inputs.args, effects.mutated)
+            for _, x in outputs
         ]
-        results[arm] = kept(found)
-        del args, returned, found
-    args = make()
-    tensors.poison(args, contract.write_only)
-    errors = verify(results, reference(*args), precision)
-    _hold_made(results, lent)
+        results[arm] = copies(outputs)
+        del inputs, returned, outputs
+    inputs = make()
+    tensors.poison(inputs.args, effects.write_only)
+    errors = verify(results, reference(*inputs.args), precision)
+    _refuse_views(results, aliases)
     return errors
 
 
-def _hold_made(results: Mapping[str, Result], lent: Mapping[str, Sequence[bool]]) -> None:
-    """Refuse a view of the inputs, or of few elements, where the baseline makes a result."""
-    for arm, flags in lent.items():
-        for (path, _), is_lent, allowed in zip(results[arm], flags, lent["baseline"], strict=True):
-            if is_lent and not allowed and path.startswith("result"):
+def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence[bool]]) -> None:
+    """Refuse a view of the inputs, or of few elements, where the baseline computes a tensor."""
+    for arm, flags in aliases.items():
+        for (path, _), is_view, allowed in zip(
+            results[arm], flags, aliases["baseline"], strict=True
+        ):
+            if is_view and not allowed and path.startswith("result"):
                 raise WrongResult(
-                    f"{arm} gives {path} as a view of its inputs or of few elements, the baseline "
-                    "makes it: the work is left to whoever reads it, so let both arms go on to that"
+                    f"{arm} returns {path} as a view of its inputs or of few elements, the "
+                    "baseline computes it: the work is left to whoever reads it, so let both arms "
+                    "go on to that"
                 )
 
 
 @watched
 def verify(
-    results: Mapping[str, Result],
+    results: Mapping[str, Outputs],
     reference: object,
-    precision: str | None = None,
+    precision: PrecisionName | None = None,
     when: str = "",
     *,
     located: bool = True,
 ) -> list[Error]:
-    """Hold the arms' results for one set of inputs against what the reference returns for it.
+    """Check the arms' results for one set of inputs against the reference's result.
 
-    Return each leaf's worst error in each arm, the baseline's first; one that is not allowed is a
-    Disagreement, which says ``when``, and a wrong reference is Misuse. Without ``located`` the
-    place of an error that is allowed is left out: a GPU that others use is waited for once only.
+    Return the worst error of each output in each arm, the baseline's first. An error that is not
+    allowed raises WrongResult, with ``when`` in its message; a wrong reference raises UsageError.
+    ``located=False`` leaves out where an allowed error is, and so waits for a shared GPU only once.
     """
-    if precision not in (None, *BUDGET):
-        raise UsageError(f"precision={precision!r}: known are {', '.join(BUDGET)}")
     base, want = results["baseline"], tensors.walk(reference, "reference")
     if len(base) != len(want):
         raise UsageError(
-            f"the reference gives {_paths(want)}, but the baseline's result is {_paths(base)}: "
-            "what a call returns, followed by the arguments that it changes"
+            f"the reference returns {_paths(want)}, but the baseline's result is {_paths(base)}: "
+            "the values that a call returns, followed by the arguments that it changes"
         )
     arms = sorted(results, key=lambda arm: arm != "baseline")
     for arm in arms:
@@ -260,52 +269,64 @@ def verify(
     ]
 
 
-def _paths(result: Result) -> str:
+def _paths(result: Outputs) -> str:
     return f"({', '.join(path for path, _ in result)})"
 
 
 def _compare(
     results: Mapping[str, NamedTensor],
     reference: object,
-    precision: str | None,
+    precision: PrecisionName | None,
     when: str,
     *,
     located: bool,
 ) -> Iterator[Error]:
-    """Compare one leaf of every arm, the baseline first: its error is the others' yardstick."""
-    mine, want = _numbers(results["baseline"][1]), _numbers(reference)
-    rms = _check_reference(results["baseline"][0], mine, want)
-    name = dtype(mine).replace("bfloat", "bf").replace("float", "fp")
-    known = [known for key, known in BUDGET.items() if name.startswith(key) or key == precision]
-    budget = 0.0 if is_exact(mine) else max(known)
-    allowed = min(SANITY * budget, max(SANITY_CAP, budget))
-    yardstick = 0.0
+    """Compare one output of every arm, the baseline first: its error bounds those of the others."""
+    base, want = _numbers(results["baseline"][1]), _numbers(reference)
+    rms = _check_reference(results["baseline"][0], base, want)
+    name = dtype(base).replace("bfloat", "bf").replace("float", "fp")
+    budgets = [b for key, b in ERROR_BUDGETS.items() if name.startswith(key) or key == precision]
+    budget = 0.0 if is_exact(base) else max(budgets)
+    allowed = min(MAX_BASELINE_BUDGETS * budget, max(MAX_BASELINE_ERROR, budget))
+    baseline_error = 0.0
     for arm, (path, value) in results.items():
         got = _numbers(value)
-        if signature(got) != signature(mine):
+        if signature(got) != signature(base):
             raise WrongResult(
-                f"{arm} gives {signature(got)} for {path}, the baseline {signature(mine)}"
+                f"{arm} gives {signature(got)} for {path}, the baseline {signature(base)}"
             )
         error, locate = _worst(got, want, rms)
         if arm == "baseline":
-            yardstick, who = error, "baseline and reference disagree, one of them is wrong"
+            baseline_error, who = error, "baseline and reference disagree, one of them is wrong"
         else:
-            allowed, who = max(K * yardstick, budget), f"{arm} disagrees with the reference"
-        index, here, there = locate() if located or error > allowed else _NOWHERE
+            allowed = max(MAX_ERROR_RATIO * baseline_error, budget)
+            who = f"{arm} disagrees with the reference"
+        index, actual, expected = locate() if located or error > allowed else _NOWHERE
         if error > allowed:
-            said = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (here, there)]
-            why = f"error {error:.2g}; baseline's {yardstick:.2g}; allowed {allowed:.2g}"
+            shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
+            why = f"error {error:.2g}; baseline's {baseline_error:.2g}; allowed {allowed:.2g}"
             if math.isinf(error):
-                why = "never written, or computed so: results must be finite"
+                why = "unwritten or not finite: results must be finite"
             raise WrongResult(
-                f"{who}{when and ' ' + when}: {path}{list(index) or ''} is {said[0]}, expected "
-                f"{said[1]} ({why})"
+                f"{who}{when and ' ' + when}: {path}{list(index) or ''} is {shown[0]}, expected "
+                f"{shown[1]} ({why})"
             )
-        yield Error(arm, path, index, float(here), float(there), error, allowed)
+        yield Error(
+            arm=arm,
+            output=path,
+            index=index,
+            got=float(actual),
+            want=float(expected),
+            error=error,
+            allowed=allowed,
+        )
+
+
+_NOWHERE: Element = ((), 0.0, 0.0)
 
 
 def _numbers(value: Any) -> Any:
-    """Return a result's leaf as an array of real numbers."""
+    """Return one output as an array of real numbers."""
     import numpy as np
 
     if isinstance(value, (int, float, complex, np.generic)):
@@ -318,14 +339,17 @@ def _numbers(value: Any) -> Any:
     return backend_of(value).real(value)
 
 
-def _check_reference(path: str, mine: Any, want: Any) -> float:
-    """See that the reference has the same shape, is fp64 or exact, and finite; return its RMS."""
-    if mine.shape != want.shape:
+def _check_reference(path: str, base: Any, want: Any) -> float:
+    """Check that the reference has the baseline's shape, is fp64 or exact, and finite.
+
+    Return its root mean square.
+    """
+    if base.shape != want.shape:
         raise UsageError(
-            f"the reference gives {signature(want)} for {path}, the baseline {signature(mine)}"
+            f"the reference gives {signature(want)} for {path}, the baseline {signature(base)}"
         )
-    exact = is_exact(want) or is_exact(mine) or dtype(want) == "float64"
-    if not exact and (dtype(want) != dtype(mine) or _worst(mine, want, 0.0)[0]):
+    exact = is_exact(want) or is_exact(base) or dtype(want) == "float64"
+    if not exact and (dtype(want) != dtype(base) or _worst(base, want, 0.0)[0]):
         raise UsageError(
             f"compute the reference in fp64: for {path} it gives {dtype(want)}, and not exactly "
             "the baseline's result"
@@ -340,44 +364,43 @@ def _check_reference(path: str, mine: Any, want: Any) -> float:
     return rms
 
 
-def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Place]]:
-    """Return the largest error of an element, and what looks for its index and both values there.
+def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Element]]:
+    """Return the largest error of an element, and a function that locates the element.
 
-    The error is |got - want| / (|want| + rms), or 1 where integers differ, and infinite where got
-    is not finite.
+    The error is |got - want| / (|want| + rms). It is 1 where integers differ, and infinite where
+    ``got`` is not finite.
     """
     import numpy as np
 
-    library, exact = backend_of(got), is_exact(got)
+    backend, exact = backend_of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
-    # what an arm copied to the host is compared where the reference is: a GPU, most likely
-    ours = _on_host(got) and backend_of(want) is library
-    home = want if ours else got
-    size = _chunk(home)
+    # an output on the host is compared where the reference is: most likely on a GPU
+    like = want if _on_host(got) and backend_of(want) is backend else got
+    size = _chunk(like)
     pairs = list(zip(_parts(got, size), _parts(want, size), strict=True))
 
     def errors(part: Any, truth: Any) -> Any:
-        g = library.cast(part, kind, home)
-        w = library.cast(backend_of(truth).cast(truth, kind, truth), kind, home)
-        with np.errstate(invalid="ignore"):  # infinite in both: not finite, as below
-            off = library.cast(g != w, "float64", home) if exact else abs(g - w)
+        g = backend.cast(part, kind, like)
+        w = backend.cast(backend_of(truth).cast(truth, kind, truth), kind, like)
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which becomes inf below
+            error = backend.cast(g != w, "float64", like) if exact else abs(g - w)
         if rms and not exact:
-            off /= abs(w) + rms
-        off[~library.module.isfinite(off)] = math.inf
-        return off
+            error /= abs(w) + rms
+        error[~backend.module.isfinite(error)] = math.inf
+        return error
 
     if not pairs:
         return 0.0, lambda: _NOWHERE
-    tops = library.module.stack([errors(*pair).max() for pair in pairs])
+    maxima = backend.module.stack([errors(*pair).max() for pair in pairs])
 
-    def locate() -> Place:
-        i = int(tops.argmax())
+    def locate() -> Element:
+        i = int(maxima.argmax())
         part, truth = pairs[i]
-        at = int(errors(part, truth).argmax())
-        index = np.unravel_index(i * size + at, tuple(got.shape))
-        return tuple(map(int, index)), part[at].item(), truth[at].item()
+        offset = int(errors(part, truth).argmax())
+        index = np.unravel_index(i * size + offset, tuple(got.shape))
+        return tuple(map(int, index)), part[offset].item(), truth[offset].item()
 
-    return float(tops.max()), locate  # a GPU is waited for once, however many parts there are
+    return float(maxima.max()), locate  # the only wait for a GPU, however many parts there are
 
 
 def _on_host(array: Any) -> bool:
@@ -385,7 +408,7 @@ def _on_host(array: Any) -> bool:
 
 
 def _chunk(array: Any) -> int:
-    return CACHED if _on_host(array) else CHUNK
+    return HOST_CHUNK if _on_host(array) else CHUNK
 
 
 def _parts(array: Any, size: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""One claim, whole: what it says, how it is measured under a lease, what comes of it."""
+"""Measures one claim, from the agreement of its arms to its judgement."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.device.device import Device
@@ -17,86 +16,38 @@ from pytest_aiperf.errors import (
     AiperfError,
     ClaimNotMet,
     InvalidMeasurement,
-    UsageError,
     WrongResult,
     is_out_of_memory,
 )
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
-    Against,
-    Bench,
     Error,
-    Evidence,
     Expectation,
+    Interval,
     Metric,
     Outcome,
-    Prepared,
     Result,
     Timing,
+    Verdict,
     Work,
 )
 from pytest_aiperf.rules import evidence, validity, verdict
 
 from . import correctness, explanation
-from .inputs import Arm, Claim, Progress, Trial, Turn
+from .bound_claim import BoundClaim
+from .claim import Claim, Progress
+from .explanation import Explanation
 from .replicates import Measurement, measure, speedup
 from .stopping_rule import QUICK, StoppingRule
 from .torch_compile import uncompiled
 
 T = TypeVar("T")
 
-CALM, FLOORS = 0.1, 3
-"""A noise floor above this is measured so many times, and their median counts.
-
-All of a session's claims are held to it: one block that was held up must not decide for them, and a
-host that is as noisy as this shall."""
-
-
-def claim_of(
-    *,
-    baseline: Arm,
-    optimized: Arm,
-    inputs: Callable[[Bench], object],
-    reference: Callable[..., object],
-    work: Callable[..., Work] | None,
-    library: Arm | None,
-    metric: str | Sequence[str],
-    against: str,
-    cache: str,
-    precision: str | None,
-    evidence: Sequence[Evidence] = (),
-) -> Claim:
-    """Check the words of a claim; raise Misuse with the known ones."""
-    arms = {"baseline": baseline, "optimized": optimized, "library": library}
-    arms = {name: arm for name, arm in arms.items() if arm is not None}
-    for name, value in {**arms, "inputs": inputs, "reference": reference}.items():
-        if not callable(value) and not isinstance(value, Prepared):
-            raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
-    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
-    for word, kind, given in (
-        *(("metric", Metric, m) for m in metrics),
-        ("against", Against, against),
-    ):
-        if given not in list(kind):
-            raise UsageError(f"compare({word}={given!r}): known are {', '.join(kind)}")
-    for piece in evidence:
-        if not isinstance(piece, Evidence):
-            raise UsageError(f"compare(evidence=[...]) takes what evidence.* gives, not {piece!r}")
-        if piece.per == "work" and work is None:
-            raise UsageError(f"evidence about {piece.of or piece.kind} for each byte needs work=")
-    if cache not in ("cold", "warm"):
-        raise UsageError(f"compare(cache={cache!r}): known are cold, warm")
-    return Claim(
-        cast("Mapping[str, Arm]", arms),
-        inputs,
-        reference,
-        work,
-        tuple(Metric(m) for m in metrics),
-        Against(against),
-        cache,
-        precision,
-        tuple(evidence),
-    )
+QUIET_FLOOR = 0.1
+"""A noise floor above this is measured again: one stalled block must not raise the floor that all
+claims of the session are held to."""
+FLOOR_REPEATS = 3
+"""A noisy floor is the median of this many, so that a host that is always noisy gets a high one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +59,57 @@ class ClaimContext:
     device: Device
     """Device on which the arms are timed."""
     lock: GpuLock
-    """Lock of the claim's GPUs and of the host; not held when the claim starts."""
+    """Lock of the claim's GPUs and of the host; not held when the measurement starts."""
     rule: StoppingRule
-    """How precisely the judged metric is measured."""
+    """When the measurement of the judged metric stops."""
     progress: Progress
-    """Callback that reports phases and figures to the live display."""
+    """Reports phases and figures to the live display."""
     noise_floor: float
-    """Relative difference that an A/A comparison shows in this session (:func:`noise_floor`)."""
+    """The session's :func:`noise_floor`."""
     ceilings: Mapping[str, float]
-    """This device's limits by name; needed only by claims with ``work``."""
+    """The device's limits by name; needed only by claims with ``work``."""
     expectation: Expectation
     """Entry of expectations.yaml for this claim, GPU and code."""
     code: str
-    """Hash of the claim's source code (:func:`source_hash.identity`)."""
+    """Hash of the claim's source code."""
     builds: Sequence[Build] = ()
     """CUDA builds that the claim uses."""
+
+    def share(self, step: Callable[[], T]) -> T:
+        """Run a step under the shared lock; where memory runs out, again under the exclusive."""
+        try:
+            with self.lock.shared():
+                return step()
+        except Exception as why:
+            if not is_out_of_memory(why):
+                raise
+        self.device.release()
+        with self.lock.exclusive_gpu():
+            return step()
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Fields of the record that measuring a claim fills in."""
+
+    agreement: tuple[Error, ...]
+    work: Work | None
+    timing: Timing
+    also: tuple[Timing, ...]
+    floor: float
+    speedup: Interval
+    library: Interval | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Fields of the record that judging a claim fills in."""
+
+    expectation: Expectation
+    verdict: Verdict
+    outcome: Outcome
+    message: str
 
 
 def check_claim(
@@ -137,155 +124,154 @@ def check_claim(
 
     Without a ``device`` the arms cannot run here, and only their builds are checked.
     """
-    agreement: tuple[Error, ...] = ()
+    agreement: Sequence[Error] = ()
     if device is None:
         explanation.check(claim, builds, None, archs)
     else:
         with uncompiled():
-            trial = Trial(claim, device, 1, full=False, say=lambda *_a, **_k: None)
-            agreement = trial.agreement()
-            explanation.check(claim, builds, trial, archs)
-    return replace(record, against=claim.against, outcome=Outcome.PASSED, agreement=agreement)
-
-
-def failed(record: Result, why: AiperfError) -> Result:
-    """Return the record of a claim that ended with an error."""
-    outcomes = {WrongResult: Outcome.FAILED, InvalidMeasurement: Outcome.INVALID}
-    return replace(record, outcome=outcomes.get(type(why), Outcome.ERROR), message=str(why))
-
-
-def measure_claim(claim: Claim, case: ClaimContext) -> tuple[Result, AiperfError | None]:
-    """Measure a claim and judge it; return its record and the error to raise."""
-    started = time.monotonic() - case.lock.waited
-    result = replace(
-        case.record,
-        against=claim.against,
-        code=case.code,
-        gpu=case.device.gpu,
-        kernels=tuple(kernel for made in case.builds for kernel in made.kernels),
+            bound = BoundClaim(claim, device, 1, full=False)
+            agreement = bound.check_agreement()
+            explanation.check(claim, builds, bound, archs)
+    return replace(
+        record, against=claim.against, outcome=Outcome.PASSED, agreement=tuple(agreement)
     )
-    problem: AiperfError | None = None
+
+
+def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, AiperfError | None]:
+    """Measure a claim and judge it; return its record and the error to raise."""
+    started = time.monotonic() - context.lock.waited_s
+    bound = BoundClaim(
+        claim, context.device, context.record.seed, full=True, progress=context.progress
+    )
+    stages: list[_Measured | Explanation | _Judged] = []
+    error: AiperfError | None = None
     try:
-        _refuse_debug_environment()
-        trial = Trial(claim, case.device, result.seed, full=True, say=case.progress)
-        result = _measured(trial, case, result)
-        case.progress("explaining")
-        with case.lock.shared():
-            result = explanation.explain(trial, result, case.builds, case.ceilings)
-        explanation.hold_limits(result)
+        refuse_debug_environment()
+        stages.append(measured := _measure(bound, context))
+        stages.append(explained := _explain(bound, measured, context))
+        explanation.refuse_impossible_times(
+            measured.timing, measured.work, explained.limits, context.record.key
+        )
+        stages.append(judged := _judge(measured, explained, context))
+        if judged.outcome is not Outcome.PASSED:
+            error = ClaimNotMet(judged.message)
     except AiperfError as why:
-        result, problem = failed(result, why), why
-    else:
-        result = _judged(result, case)
-        if result.outcome is not Outcome.PASSED:
-            problem = ClaimNotMet(result.message)
-    spent = time.monotonic() - case.lock.waited - started
-    return replace(result, seconds=spent), problem
+        error = why
+    filled: dict[str, Any] = {
+        field.name: getattr(stage, field.name) for stage in stages for field in fields(stage)
+    }
+    record = replace(
+        context.record,
+        against=claim.against,
+        code=context.code,
+        gpu=context.device.gpu,
+        kernels=tuple(kernel for build in context.builds for kernel in build.kernels),
+        seconds=time.monotonic() - context.lock.waited_s - started,
+        **filled,
+    )
+    return failed(record, error) if error else record, error
 
 
-def _refuse_debug_environment() -> None:
+def refuse_debug_environment() -> None:
+    """Refuse environment variables that make every time meaningless."""
     if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
 
 
-def _measured(trial: Trial, case: ClaimContext, result: Result) -> Result:
-    claim = trial.claim
-
-    def prepare(turn: Turn) -> tuple[Work | None, tuple[Error, ...]]:
-        with turn():
-            trial.note_settings()
-            args = trial.make(result.seed)
-            work = claim.work(*args) if claim.work else None
-            del args
-            trial.hold_settings()
-            case.device.synchronize()  # or what makes inputs would still run in another's turn
-        return work, trial.agreement(turn)
-
-    work, agreement = _uncrowded(case, prepare)
+def _measure(bound: BoundClaim, context: ClaimContext) -> _Measured:
+    """Check agreement, time every metric and verify the timed outputs."""
+    work = context.share(bound.compute_work)
+    agreement = bound.check_agreement(context.share)
     timings: list[Timing] = []
     notes: list[str] = []
-    for metric in claim.metrics:
-        alone = case.lock.exclusive_host if metric is Metric.WALL else case.lock.exclusive_gpu
-        # what is only shown beside the judged figure need not be known as well
-        measurement = Measurement(trial, metric, QUICK if timings else case.rule)
-        _uncrowded(case, partial(_in_turn, measurement.prepare))
-        with alone():
+    for metric in bound.claim.metrics:
+        # the metrics after the first are only shown
+        measurement = Measurement(bound, metric, QUICK if timings else context.rule)
+        context.share(measurement.prepare)
+        lock = context.lock
+        with lock.exclusive_host() if metric is Metric.WALL else lock.exclusive_gpu():
             try:
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
-                    trial.verify()  # a wrong result says more than a disturbed round
+                    bound.verify()  # a wrong result explains more than a disturbed round
                     raise
                 notes.append(f"{metric} is not shown: {why}")
-            case.device.release()  # while alone: freeing memory would show in the next claim
-        _uncrowded(case, partial(_in_turn, measurement.challenge))
-    case.progress("verifying")
-    _uncrowded(case, partial(_in_turn, trial.verify))
-    timing = timings[0]
-    result = replace(result, agreement=agreement, work=work, timing=timing, also=tuple(timings[1:]))
-    return replace(
-        result,
+            context.device.release()  # under the lock: freeing memory would disturb the next claim
+        context.share(measurement.check_with_new_inputs)
+    context.progress("verifying")
+    context.share(bound.verify)
+    judged = timings[0]
+    is_time = judged.metric in (Metric.DEVICE, Metric.WALL)
+    return _Measured(
+        agreement=tuple(agreement),
+        work=work,
+        timing=judged,
+        also=tuple(timings[1:]),
+        floor=context.noise_floor if is_time else 0.0,
+        speedup=speedup(judged),
+        library=speedup(judged, of="library") if "library" in bound.claim.arms else None,
         notes=tuple(notes),
-        floor=case.noise_floor if timing.metric in (Metric.DEVICE, Metric.WALL) else 0.0,
-        speedup=speedup(timing),
-        library=speedup(timing, of="library") if "library" in claim.arms else None,
     )
 
 
-def _in_turn(step: Callable[[], None], turn: Turn) -> None:
-    with turn():
-        step()
+def _explain(bound: BoundClaim, measured: _Measured, context: ClaimContext) -> Explanation:
+    context.progress("explaining")
+    timings = (measured.timing, *measured.also)
+    with context.lock.shared():
+        explained = explanation.explain(
+            bound, timings, measured.work, context.builds, context.ceilings
+        )
+    return replace(explained, notes=(*measured.notes, *explained.notes))
 
 
-def _uncrowded(case: ClaimContext, step: Callable[[Turn], T]) -> T:
-    """Do a step beside others, and where they leave too little memory for it, once more alone."""
-    try:
-        return step(case.lock.shared)
-    except Exception as why:
-        if not is_out_of_memory(why):
-            raise
-    case.device.release()
-    with case.lock.exclusive_gpu():  # alone it is the claim's own fault
-        return step(nullcontext)
-
-
-def _judged(result: Result, case: ClaimContext) -> Result:
-    assert result.speedup is not None
-    assert result.timing is not None
-    held = verdict.judge(
-        result.speedup,
-        result.floor,
-        case.expectation,
-        library=result.library,
-        share=explanation.least_share(result),
-        compare_recorded=not verdict.is_hosts(result),
+def _judge(measured: _Measured, explained: Explanation, context: ClaimContext) -> _Judged:
+    """Judge the speedup and the evidence."""
+    judgement = verdict.judge(
+        measured.speedup,
+        measured.floor,
+        context.expectation,
+        library=measured.library,
+        share=explanation.min_share(explained.limits, (measured.timing, *measured.also)),
+        compare_recorded=not verdict.is_hosts(replace(context.record, timing=measured.timing)),
     )
-    unproven = evidence.broken(result.evidence)
-    return replace(
-        result,
-        expectation=case.expectation,
-        verdict=verdict.verdict(result.speedup, result.floor),
-        outcome=Outcome.PASSED if held.holds and not unproven else Outcome.FAILED,
-        message="; ".join(filter(None, (unproven, held.why, *held.notes))),
+    broken = evidence.broken(explained.evidence)
+    return _Judged(
+        expectation=context.expectation,
+        verdict=verdict.verdict(measured.speedup, measured.floor),
+        outcome=Outcome.PASSED if judgement.holds and not broken else Outcome.FAILED,
+        message="; ".join(filter(None, (broken, judgement.why, *judgement.notes))),
     )
+
+
+def failed(record: Result, error: AiperfError) -> Result:
+    """Return the record of a claim that ended with an error."""
+    outcome = Outcome.ERROR
+    if isinstance(error, (WrongResult, ClaimNotMet)):
+        outcome = Outcome.FAILED
+    elif isinstance(error, InvalidMeasurement):
+        outcome = Outcome.INVALID
+    return replace(record, outcome=outcome, message=str(error))
 
 
 def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progress) -> float:
     """Return the relative difference that an arm shows when it is compared with itself.
 
-    Call it while you hold the exclusive lock: it times the device.
+    Call it under the exclusive lock.
     """
-    _refuse_debug_environment()
     inputs, arm = device.noise_probe()
-    claim = Claim({"baseline": arm, "optimized": arm}, inputs, arm)
     metric = Metric.WALL if device.gpu is None else Metric.DEVICE
-    trial = Trial(replace(claim, metrics=(metric,)), device, seed, full=True, say=progress)
-    trial.contract = correctness.infer_effects(arm, lambda: trial.make(seed))
-    found: list[float] = []
-    while len(found) < FLOORS:
-        ratio = speedup(measure(trial, metric, replace(rule, max_replicates=rule.min_replicates)))
-        trial.verify()
-        found.append(max(ratio.high, 1 / ratio.low) - 1)
-        if found[0] <= CALM:
+    claim = Claim(
+        arms={"baseline": arm, "optimized": arm}, inputs=inputs, reference=arm, metrics=(metric,)
+    )
+    bound = BoundClaim(claim, device, seed, full=True, progress=progress)
+    bound.effects = correctness.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
+    floors: list[float] = []
+    while len(floors) < FLOOR_REPEATS:
+        timing = measure(bound, metric, replace(rule, max_replicates=rule.min_replicates))
+        ratio = speedup(timing)
+        bound.verify()
+        floors.append(max(ratio.high, 1 / ratio.low) - 1)
+        if floors[0] <= QUIET_FLOOR:
             break
-    return statistics.median(found)
+    return statistics.median(floors)

@@ -1,4 +1,4 @@
-"""Measure a trial: replicate until its interval is narrow enough, then stop."""
+"""Measures one metric of a claim: replicates until the stopping rule is met."""
 
 from __future__ import annotations
 
@@ -9,94 +9,86 @@ from dataclasses import replace
 from pytest_aiperf.model import Interval, Metric, Replicate, Timing
 from pytest_aiperf.rules import stats
 
-from .inputs import Trial
+from .bound_claim import BoundClaim
 from .sampler import Sampler
-from .scores import ScoreSampler, peak, score
-from .stopping_rule import MORE, NARROW, StoppingRule
+from .scores import ScoreSampler
+from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
 
 
 class Measurement:
-    """A trial's measurement, in three steps; only the second needs the device alone."""
+    """The measurement of one metric, in three steps; only the second needs the exclusive lock."""
 
-    def __init__(self, trial: Trial, metric: Metric, plan: StoppingRule) -> None:
-        self.trial, self.plan = trial, plan
-        self.way: Sampler | ScoreSampler
-        if metric is Metric.SCORE:
-            self.way = ScoreSampler(trial, score)
-        elif metric is Metric.MEMORY:
-            self.plan = replace(plan, min_replicates=3)
-            self.way = ScoreSampler(trial, peak)
-        else:
-            self.way = Sampler(trial, metric, plan)
+    def __init__(self, bound: BoundClaim, metric: Metric, rule: StoppingRule) -> None:
+        self.bound = bound
+        self.rule = replace(rule, min_replicates=3) if metric is Metric.MEMORY else rule
+        is_score = metric in (Metric.SCORE, Metric.MEMORY)
+        self.sampler = ScoreSampler(bound, metric) if is_score else Sampler(bound, metric, rule)
 
     def prepare(self) -> None:
-        """Make what the first replicates need, as far as there is room for it."""
-        self.trial.note_settings()
-        self.way.prepare([_seed(self.trial, i) for i in range(self.plan.min_replicates)])
-        self.trial.hold_settings()
-        self.trial.clock.synchronize()  # or what makes inputs would still run in another's turn
+        """Build the buffers of the first replicates."""
+        with self.bound.step():
+            self.sampler.prepare([self._seed(i) for i in range(self.rule.min_replicates)])
 
     def measure(self) -> Timing:
-        """Replicate until the interval is narrow enough, or the plan's budget is spent."""
-        self.trial.note_settings()
-        self.way.begin()
-        return _replicate(self.trial, self.plan, self.way)
+        """Take replicates until the interval is narrow enough or the time is over."""
+        self.bound.note_settings()
+        self.sampler.begin()
+        replicates: list[Replicate] = []
+        started = time.monotonic()
+        stopped = ""
+        while not stopped:
+            replicates.append(self.sampler.replicate(self._seed(len(replicates))))
+            self.bound.refuse_changed_settings()
+            timing = self.sampler.timing(tuple(replicates))
+            half_width = self._report(timing)
+            ranks = self.bound.device.ranks  # each rank of a claim may have scores of its own
+            elapsed_s = ranks.max(time.monotonic() - started)
+            stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
+        return replace(timing, stopped=stopped)
 
-    def challenge(self) -> None:
-        """Try the arms that were timed last on other values, and let go of them."""
-        self.trial.note_settings()
-        self.way.challenge()
-        self.trial.hold_settings()
-        self.trial.clock.synchronize()
+    def check_with_new_inputs(self) -> None:
+        """Check the timed arms on new inputs (a cached result now fails), then free the buffers."""
+        with self.bound.step():
+            self.sampler.check_with_new_inputs()
+
+    def _seed(self, replicate: int) -> int:
+        return self.bound.seed + 1000 * (replicate + 1)
+
+    def _report(self, timing: Timing) -> float:
+        """Report progress; return the half-width of the interval so far."""
+        ratio = speedup(timing)
+        half_width = stats.half_width(ratio)
+        state = self.bound.device.telemetry()
+        self.bound.progress(
+            "measuring",
+            replicate=len(timing.replicates),
+            most=self.rule.max_replicates,
+            ratio=ratio.value,
+            half_width=half_width if math.isfinite(half_width) else None,
+            sm_mhz=state.sm_mhz,
+            temperature_c=state.temperature_c,
+        )
+        return half_width
+
+    def _stop(self, replicates: int, half_width: float, elapsed_s: float) -> str:
+        """Name the reason to stop; an empty string to go on."""
+        rule = self.rule
+        if replicates >= rule.min_replicates:
+            if half_width <= rule.target_half_width:
+                return "width"
+            enough = half_width <= WIDE or replicates >= rule.min_replicates + EXTRA_REPLICATES
+            if elapsed_s >= rule.time_budget_s and enough:
+                return "seconds"
+        return "replicates" if replicates >= rule.max_replicates else ""
 
 
-def measure(trial: Trial, metric: Metric, plan: StoppingRule) -> Timing:
-    """Do all steps of a measurement at once."""
-    measurement = Measurement(trial, metric, plan)
+def measure(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Timing:
+    """Do all steps of a measurement."""
+    measurement = Measurement(bound, metric, rule)
     measurement.prepare()
     timing = measurement.measure()
-    measurement.challenge()
+    measurement.check_with_new_inputs()
     return timing
-
-
-def _seed(trial: Trial, replicate: int) -> int:
-    return trial.seed + 1000 * (replicate + 1)
-
-
-def _replicate(trial: Trial, plan: StoppingRule, way: Sampler | ScoreSampler) -> Timing:
-    done: list[Replicate] = []
-    started = time.monotonic()
-    stopped = "replicates"
-    while len(done) < plan.max_replicates:
-        done.append(way.replicate(_seed(trial, len(done))))
-        trial.hold_settings()
-        timing = way.timing(tuple(done))
-        ratio = speedup(timing)
-        width = stats.half_width(ratio)
-        senses = trial.clock.telemetry()
-        trial.say(
-            "measuring",
-            replicate=len(done),
-            most=plan.max_replicates,
-            ratio=ratio.value,
-            half_width=width if math.isfinite(width) else None,
-            sm_mhz=senses.sm_mhz,
-            temperature_c=senses.temperature_c,
-        )
-        spent = trial.clock.ranks.max(time.monotonic() - started)
-        # each rank of a claim may have scores of its own
-        width = trial.clock.ranks.max(width)
-        if len(done) < plan.min_replicates:
-            continue
-        if width <= plan.target_half_width:
-            stopped = "width"
-            break
-        if spent >= plan.time_budget_s and (
-            width <= NARROW or len(done) >= plan.min_replicates + MORE
-        ):
-            stopped = "seconds"
-            break
-    return replace(timing, stopped=stopped)
 
 
 def speedup(timing: Timing, of: str = "baseline") -> Interval:

@@ -1,11 +1,11 @@
-"""Seconds of an arm: stands that are warmed, timed in mirrored rounds, verified and challenged."""
+"""Times the arms of a claim: blocks of calls, in mirrored rounds, on rotated input sets."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -15,332 +15,320 @@ from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
 
 from . import correctness, tensors
-from .inputs import UNKNOWN, Args, Trial, bind, overwrite
+from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim, bind
+from .claim import Inputs
 from .stopping_rule import StoppingRule
 from .tensors import NamedTensor
 
-REDO = 3
-"""How often a disturbed round is measured again: at once, then twice after the clocks settled."""
-
-IN_A_ROW = 5
-"""Calls in a row that are looked at one by one, once a measurement; two where a call is slow."""
-SLOW = 0.01
-
-AHEAD = 1 / 32
-"""The inputs of replicates are made before a claim's turn up to this part of the GPU's memory."""
-
+MAX_REPEATS = 3
+"""A disturbed round is repeated this often: at once, then twice after the clocks are stable."""
+CHECKED_CALLS = 5
+"""Successive calls that are checked one by one on new inputs: some arms skip every n-th call."""
+SLOW_CALL_S = 0.01
+"""Of calls that are slower than this only two are checked, to save time."""
+PREBUILT_SHARE = 1 / 32
+"""Share of the GPU's memory for inputs that are built before the exclusive lock is taken."""
 WARM_SETS = 3
-"""Input sets of a GPU claim that declares a warm cache: other data at other addresses each call."""
+"""Input sets of a GPU claim with a warm cache: successive calls see other data and addresses."""
+NEW_VALUES_OFFSET = 250_031
+"""Added to a seed for the new values in :meth:`Sampler.check_with_new_inputs`."""
 
 
 @dataclass(slots=True)
 class ArmBuffers:
-    """One arm on buffers of its own, and the block of calls that is timed."""
+    """One arm's buffers in one replicate."""
 
     name: str
-    pad: object
-    args: list[Args]
+    padding: object
+    """Allocation of random size in front of the inputs, held as long as they are."""
+    inputs: list[Inputs]
+    """The input sets."""
     calls: list[Callable[[], object]]
-    block: Block | None = None
-
-    @property
-    def ready(self) -> Block:
-        assert self.block is not None
-        return self.block
+    """One call per input set."""
+    block: Block = field(init=False)
+    """The timed block, which goes round the calls."""
 
 
 class Sampler:
-    """Seconds of a call: blocks of calls in mirrored rounds over rotated input sets."""
+    """Samples the seconds of a call of each arm."""
 
-    def __init__(self, trial: Trial, metric: Metric, plan: StoppingRule) -> None:
-        self.trial = trial
-        self.clock = trial.clock
-        self.plan = plan
+    def __init__(self, bound: BoundClaim, metric: Metric, rule: StoppingRule) -> None:
+        self.bound = bound
+        self.device = bound.device
+        self.rule = rule
         self.metric = metric
-        self._updated = set(trial.contract.mutated) - set(trial.contract.write_only)
         self.notes: list[str] = []
-        self._ahead: dict[int, list[ArmBuffers]] = {}
-        self._last: tuple[int, list[ArmBuffers]] | None = None
+        self._prebuilt: dict[int, list[ArmBuffers]] = {}
+        self._timed: tuple[int, list[ArmBuffers]] | None = None
 
     def prepare(self, seeds: Sequence[int]) -> None:
-        """Make the stands of the first replicate, and of others for which there is room.
+        """Build the buffers of the first replicate, and of others while memory allows.
 
-        While they are made others may use the device. In what is timed alone they would be half
-        of the time. What needs all threads of the host, or meets other ranks, is not made ahead.
+        Other claims may use the device meanwhile. Under the exclusive lock these buffers would take
+        half of the time. Host claims, which need all threads, and claims of several ranks prebuild
+        only one replicate.
         """
-        clock = self.clock
-        self.trial.say("preparing")
-        self._ahead.clear()
-        self.sets, self.least_calls = self._count_sets()
-        first = self._ahead[seeds[0]] = self._warmed(seeds[0])
-        if clock.gpu is None or clock.ranks.count > 1:
+        device = self.device
+        self.bound.progress("preparing")
+        self._prebuilt.clear()
+        self.sets, self.min_calls = self._count_sets()
+        first = self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
+        if device.gpu is None or device.ranks.count > 1:
             return
-        slow = max(clock.block(s.calls[:1], Mode.WALL).run() for s in first)
-        if self.least_calls == 1 and slow > 2 * MAX_BLOCK_S:  # beside others it may take twice
+        slowest = max(device.block(b.calls[:1], Mode.WALL).run() for b in first)
+        # other claims on the GPU may double the time
+        if self.min_calls == 1 and slowest > 2 * MAX_BLOCK_S:
             self.sets = 1  # a slow call is alone in its block
-        size = sum(tensors.nbytes(args) for stand in first for args in stand.args[: self.sets])
-        room = AHEAD * (clock.gpu.memory_bytes or UNKNOWN)
-        for seed in seeds[1 : int(room / max(1, size))]:
-            if clock.free_bytes() < clock.gpu.memory_bytes / 2:
-                break  # this claim's calls need memory as well, and other claims
+        size = sum(tensors.nbytes(i.args) for b in first for i in b.inputs[: self.sets])
+        budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
+        for seed in seeds[1 : int(budget / max(1, size))]:
+            if device.free_bytes() < device.gpu.memory_bytes / 2:
+                break  # the calls of this claim and of others need memory, too
             try:
-                self._ahead[seed] = self._warmed(seed)
+                self._prebuilt[seed] = self._build_and_warm(seed)
             except Exception as why:
                 if not is_out_of_memory(why):
                     raise
-                clock.release()
+                device.release()
                 break
 
     def begin(self) -> None:
-        """Settle the clocks, and choose how many calls are timed in which mode."""
-        stands = next(iter(self._ahead.values()))
-        seconds = self._warm(stands)
-        fast, slow = min(seconds.values()), max(seconds.values())
+        """Wait for stable clocks; choose the mode, the calls per block and the rounds."""
+        self.bound.progress("warming up")
+        buffers = next(iter(self._prebuilt.values()))
+        first_calls = [b.calls[0] for b in buffers]
+        self.device.stabilize_clocks(lambda: [call() for call in first_calls])
+        seconds = [self._estimate_s(b.calls) for b in buffers]
+        fast, slow = min(seconds), max(seconds)
         self.mode = choose_mode(self.metric, fast)
         self.calls = self._count_calls(fast, slow)
-        took = self._settle_mode(stands, fast, slow)
+        first_run_s = self._choose_mode(buffers, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
-        self.in_a_row = IN_A_ROW if slow < SLOW else 2
-        # a backlog's calls may take the host longer to enqueue than the GPU to do
-        took = self.clock.ranks.max(took)  # or ranks would run different numbers of rounds
-        once = max(sum(seconds.values()) * 2 * self.calls, 2 * took)
-        plan = self.plan
-        self.rounds_per_replicate = max(
-            1,
-            min(plan.rounds_per_replicate, int(plan.time_budget_s / (plan.min_replicates * once))),
-        )
+        self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
+        # the host may need longer to enqueue a backlog than the GPU to run it;
+        # all ranks take the maximum, or they would run different numbers of rounds
+        first_run_s = self.device.ranks.max(first_run_s)
+        round_s = max(sum(seconds) * 2 * self.calls, 2 * first_run_s)
+        affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
+        self.rounds = max(1, min(self.rule.rounds_per_replicate, affordable))
 
     def _count_sets(self) -> tuple[int, int]:
-        """Count the input sets, and the calls that a block needs to go round them."""
-        gpu = self.clock.gpu
+        """Return the number of input sets, and of the calls that a block needs to go round them."""
+        gpu = self.device.gpu
         if gpu is None:
-            return 1, 1  # a host claim: the medium's cache is part of what it says
-        if self.trial.claim.cache == "warm":
+            return 1, 1  # a host claim is measured with its own state of the caches
+        if self.bound.claim.cache == "warm":
             return WARM_SETS, 1
-        size = tensors.nbytes(self.trial.make(self.trial.seed))
+        size = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
         sets = validity.rotation(size, gpu.l2_bytes)
-        # a set of several times the L2 evicts itself: one call a block is cold, too
+        # a set of several times the L2 evicts itself: a block of one call is cold, too
         return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
 
     def _count_calls(self, fast: float, slow: float) -> int:
-        return max(self.least_calls, calls_per_block(self.mode, fast, slow))
+        return max(self.min_calls, calls_per_block(self.mode, fast, slow))
 
-    def _stand(self, seed: int) -> list[ArmBuffers]:
-        trial = self.trial
-        names = list(trial.claim.arms)
-        trial.random.shuffle(names)  # whose buffers come first must not favour an arm
-        stands = []
+    def _build(self, seed: int) -> list[ArmBuffers]:
+        bound = self.bound
+        names = list(bound.claim.arms)
+        bound.random.shuffle(names)  # the order of allocation must not favour an arm
+        buffers = []
         for name in names:
-            pad = self.clock.random_padding(trial.random)
-            args, calls = [], []
+            padding = self.device.random_padding(bound.random)
+            sets, calls = [], []
             for i in range(self.sets):
-                made = trial.make(seed + i)
-                tensors.poison(made, trial.contract.write_only)
-                call = trial.prepare(name, seed + i, made)
-                args.append(made)
-                calls.append(bind(call, made))
-            stands.append(ArmBuffers(name, pad, args, calls))
-        return stands
+                inputs = bound.make_inputs(seed + i)
+                tensors.poison(inputs.args, bound.effects.write_only)
+                call = bound.prepare(name, inputs)
+                sets.append(inputs)
+                calls.append(bind(call, inputs.args))
+            buffers.append(ArmBuffers(name, padding, sets, calls))
+        return buffers
 
-    def _warmed(self, seed: int) -> list[ArmBuffers]:
-        """Make stands and run each call once."""
-        stands = self._stand(seed)
-        for stand in stands:
-            self._run_each(stand)
-        return stands
+    def _build_and_warm(self, seed: int) -> list[ArmBuffers]:
+        buffers = self._build(seed)
+        for arm in buffers:
+            self._run_once(arm)
+        return buffers
 
-    def _warm(self, stands: list[ArmBuffers]) -> dict[str, float]:
-        """Let the clocks settle under all arms, and return the seconds of one call of each."""
-        self.trial.say("warming up")
-        firsts = [stand.calls[0] for stand in stands]
-        self.clock.stabilize_clocks(lambda: [call() for call in firsts])
-        return {s.name: self._once(s.calls) for s in stands}
+    def _run_once(self, arm: ArmBuffers) -> None:
+        """Run each call once, on the device's own stream: libraries keep workspaces per stream."""
+        self.device.block(arm.calls[: self.sets], Mode.WALL).run()
 
-    def _once(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the seconds of one call: of short ones the least of three, as one may stumble."""
-        found = math.inf
+    def _estimate_s(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Return the seconds of one call; of a short one the shortest of three."""
+        shortest = math.inf
         for call in (*calls, *calls, *calls)[:3]:
-            wall = self.metric is Metric.WALL
-            once = (
-                self.clock.block([call], Mode.WALL).run() if wall else self.clock.estimate_s(call)
-            )
-            found = min(found, once)
-            if found > MAX_BLOCK_S:
+            if self.metric is Metric.WALL:
+                seconds = self.device.block([call], Mode.WALL).run()
+            else:
+                seconds = self.device.estimate_s(call)
+            shortest = min(shortest, seconds)
+            if shortest > MAX_BLOCK_S:
                 break
-        return found
+        return shortest
 
-    def _run_each(self, stand: ArmBuffers) -> None:
-        """Run each call once on the clock's own stream, where libraries keep their workspaces."""
-        self.clock.block(stand.calls[: self.sets], Mode.WALL).run()
+    def _choose_mode(self, buffers: list[ArmBuffers], fast: float, slow: float) -> float:
+        """Fall back from graph to backlog to plain until all arms run in one mode.
 
-    def _settle_mode(self, stands: list[ArmBuffers], fast: float, slow: float) -> float:
-        """Fall back until both arms run in one mode: graph, backlog, plain.
-
-        Return the host's seconds of a first run of all blocks, where that may fail.
+        Return the host's seconds for a first run of all blocks in a mode that may fail, else 0.
         """
         while True:
             try:
-                self._blocks(stands)
-                begun = time.monotonic()
-                for stand in stands if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
-                    stand.ready.run()
-                return time.monotonic() - begun
+                self._make_blocks(buffers)
+                started = time.monotonic()
+                for arm in buffers if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
+                    arm.block.run()
+                return time.monotonic() - started
             except (CannotCapture, InvalidMeasurement) as why:
                 if self.mode not in (Mode.GRAPH, Mode.BACKLOG):
                     raise
-                lower = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
                 self.notes.append(f"not timed by {self.mode}: {why}")
-                self.mode = lower
+                self.mode = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
                 self.calls = self._count_calls(fast, slow)
 
-    def _blocks(self, stands: list[ArmBuffers]) -> None:
-        for stand in stands:
-            calls = [stand.calls[i % self.sets] for i in range(self.calls)]
-            stand.block = self.clock.block(calls, self.mode)
+    def _make_blocks(self, buffers: list[ArmBuffers]) -> None:
+        for arm in buffers:
+            calls = [arm.calls[i % self.sets] for i in range(self.calls)]
+            arm.block = self.device.block(calls, self.mode)
 
     def replicate(self, seed: int) -> Replicate:
-        stands = self._ahead.pop(seed, [])
-        # what comes next allocates afresh; a graph has its own memory, and where a caller waits,
-        # asking the driver for memory would be all that the first block shows
-        if not stands or self.mode in (Mode.BACKLOG, Mode.PLAIN):
-            self.clock.release()
-        to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not stands)
-        stands = stands or self._stand(seed)
-        pad = self.clock.random_padding(self.trial.random)  # for results, which lie behind it
-        for stand in stands if to_warm else ():  # waking warms the others
-            self._run_each(stand)
-        self._blocks(stands)
+        """Time all arms on buffers of their own, and queue the last outputs for verification."""
+        buffers = self._prebuilt.pop(seed, [])
+        # The next allocations get fresh memory. A prebuilt graph has memory of its own; and in wall
+        # mode the first block would show little but requests for memory.
+        if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
+            self.device.release()
+        to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)
+        buffers = buffers or self._build(seed)
+        padding = self.device.random_padding(self.bound.random)  # the outputs lie behind it
+        for arm in buffers if to_warm else ():  # warm_up() below runs the others
+            self._run_once(arm)
+        self._make_blocks(buffers)
         if self.metric is Metric.DEVICE:
-            self.clock.warm_up([stand.ready for stand in stands])
-        by_name = {s.name: s for s in stands}
+            self.device.warm_up([arm.block for arm in buffers])
+        by_name = {arm.name: arm for arm in buffers}
         rounds: list[Round] = []
-        redone = 0
-        senses = self.clock.telemetry()
-        for _ in range(self.plan.rounds_per_replicate):
-            done, problem, senses = self._round(by_name, senses)
-            for again in range(REDO):
+        repeated = 0
+        state = self.device.telemetry()
+        for _ in range(self.rounds):
+            round_, problem, state = self._round(by_name, state)
+            for repeat in range(MAX_REPEATS):
                 if problem is None:
                     break
-                redone += 1
-                if again:  # at once helps where a clock rose from its rest, and nothing else
-                    self.clock.stabilize_clocks(stands[0].calls[0])
-                    senses = self.clock.telemetry()
-                done, problem, senses = self._round(by_name, senses)
+                repeated += 1
+                if repeat:  # the first repeat suffices where an idle GPU's clock had just risen
+                    self.device.stabilize_clocks(buffers[0].calls[0])
+                    state = self.device.telemetry()
+                round_, problem, state = self._round(by_name, state)
             if problem is not None:
                 raise InvalidMeasurement(
-                    f"a round was disturbed {REDO + 1} times, the last time by {problem}: "
+                    f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
                     "let the GPU cool, stop other work on it and in the calls, and run again"
                 )
-            rounds.append(done)
-        self._verify(stands, seed)
-        self._last = seed, stands
-        del pad
-        return Replicate(seed, tuple(rounds), redone)
+            rounds.append(round_)
+        self._verify_later(buffers, seed)
+        self._timed = seed, buffers
+        del padding
+        return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
 
     def _round(
-        self, stands: Mapping[str, ArmBuffers], before: GpuState
+        self, buffers: Mapping[str, ArmBuffers], before: GpuState
     ) -> tuple[Round, str | None, GpuState]:
-        """Run a mirrored round: what it gave, what disturbed it, and the senses at its end."""
-        half = list(stands)
-        self.trial.random.shuffle(half)
-        order = [*half, *reversed(half)]  # mirrored: a steady drift meets all arms alike
-        seconds: dict[str, list[float]] = {name: [] for name in stands}
+        """Run a mirrored round; return it, what disturbed it and the GPU's state after it."""
+        half = list(buffers)
+        self.bound.random.shuffle(half)
+        order = [*half, *reversed(half)]  # mirrored: a steady drift affects all arms equally
+        seconds: dict[str, list[float]] = {name: [] for name in buffers}
         extras = validity.extras()
         for name in order:
-            seconds[name].append(stands[name].ready.run() / self.calls)
-        after = self.clock.telemetry()
-        done = Round(
-            "".join(name[0].upper() for name in order),
-            {name: tuple(s) for name, s in seconds.items()},
-            after.sm_mhz,
-            after.event_reasons,
+            seconds[name].append(buffers[name].block.run() / self.calls)
+        after = self.device.telemetry()
+        round_ = Round(
+            order="".join(name[0].upper() for name in order),
+            seconds={name: tuple(s) for name, s in seconds.items()},
+            sm_mhz=after.sm_mhz,
+            event_reasons=after.event_reasons,
         )
         problem = validity.round_problem(before, after)
         problem = problem or validity.extra_problem(extras, validity.extras())
-        if not self.clock.ranks.all(problem is None):
-            problem = problem or "what another rank felt"
-        return done, problem, after
+        if not self.device.ranks.all(problem is None):
+            problem = problem or "a disturbance on another rank"
+        return round_, problem, after
 
-    def _verify(self, stands: Sequence[ArmBuffers], seed: int) -> None:
-        """Keep what the last timed calls left; inputs updated in place are restored first."""
-        trial = self.trial
+    def _verify_later(self, buffers: Sequence[ArmBuffers], seed: int) -> None:
+        """Queue the outputs of the last timed calls."""
         last = (self.calls - 1) % self.sets
         results = {}
-        for stand in stands:
-            args, returned = stand.args[last], stand.ready.last
-            if self._updated:
-                overwrite(range(len(args)), args, trial.make(seed + last))
-                returned = stand.calls[last]()
-                self.clock.synchronize()  # a result in pinned memory is there only after a wait
-            results[stand.name] = correctness.kept(
-                correctness.result(returned, args, trial.contract)
-            )
-        trial.verify_later([results], seed + last, "after timing")
+        for arm in buffers:
+            inputs, returned = arm.inputs[last], arm.block.last
+            if self.bound.effects.updates:
+                returned = self.bound.call_again(inputs, arm.calls[last])
+            results[arm.name] = self.bound.output_copies(returned, inputs)
+        self.bound.verify_later([results], seed + last, "after timing")
 
-    def challenge(self) -> None:
-        """Put other values into the timed inputs, in place: what an arm remembers is now wrong.
+    def check_with_new_inputs(self) -> None:
+        """Overwrite the timed inputs with new values and queue the outputs for verification.
 
-        Calls in a row meet one set of values and another in turn, and each is looked at: an arm
-        that works at some calls only skips one of them. A result is taken in the order of its
-        stream, without a wait that would hide what still runs; then the timed block itself is run
-        on those values.
+        An arm that cached its results fails. Successive calls get two sets of values in turn, and
+        each output is checked, for an arm that skips only some of its calls. Outputs are copied in
+        stream order: a wait would give unfinished work the time to finish. Then the timed block
+        itself runs on the new values. The buffers are freed at the end.
         """
-        trial, clock = self.trial, self.clock
-        self._ahead.clear()  # of replicates that were not needed
-        if self._last is None:
-            return  # none was timed
-        seed, timed = self._last
-        stands = {stand.name: stand for stand in timed}
+        bound = self.bound
+        self._prebuilt.clear()  # of replicates that were not needed
+        if self._timed is None:
+            return
+        seed, timed = self._timed
+        buffers = {arm.name: arm for arm in timed}
         last = (self.calls - 1) % self.sets
+        seed, values_seed = seed + last, seed + NEW_VALUES_OFFSET
+        new = bound.make_inputs_with(seed, values_seed)
+        values = (new, bound.make_inputs(seed))
 
-        def put(stand: ArmBuffers, values: Args) -> None:
-            overwrite(live, stand.args[last], values)
-            tensors.poison(stand.args[last], trial.contract.write_only)
+        def overwrite(arm: ArmBuffers, fresh: Inputs) -> None:
+            arm.inputs[last].overwrite(fresh, new.dynamic)
+            tensors.poison(arm.inputs[last].args, bound.effects.write_only)
 
-        other, live = trial.other(seed + last, seed + 250_031)
-        turns = (other, trial.make(seed + last))
-        in_order = sorted(stands, key=("optimized", "library", "baseline").index)
-        found: list[dict[str, list[NamedTensor]]] = [{} for _ in range(self.in_a_row)]
-        for name in in_order:
-            for i, results in enumerate(found):
-                put(stands[name], turns[i % 2])
-                taken = clock.block([partial(self._taken, stands[name], last)], Mode.WALL)
-                taken.run()
-                results[name] = correctness.kept(cast("list[NamedTensor]", taken.last))
-
+        names = sorted(buffers, key=("optimized", "library", "baseline").index)
+        results: list[dict[str, list[NamedTensor]]] = [{} for _ in range(self.checked_calls)]
+        for name in names:
+            for i, outputs in enumerate(results):
+                overwrite(buffers[name], values[i % 2])
+                block = self.device.block([partial(self._call, buffers[name], last)], Mode.WALL)
+                block.run()
+                outputs[name] = correctness.copies(cast("list[NamedTensor]", block.last))
         when = "on values that were put into the timed inputs"
-        trial.verify_later(found[1::2], seed + last, when)
-        trial.verify_later(found[::2], seed + last, when, other=seed + 250_031)
-        again: dict[str, list[NamedTensor]] = {}
-        # where a block updates its inputs, it does so as often as it calls
-        for name in in_order if not self._updated else ():
-            put(stands[name], other)
-            stands[name].ready.run_untimed()
-            returned, args = stands[name].ready.last, stands[name].args[last]
-            again[name] = correctness.kept(correctness.result(returned, args, trial.contract))
-        if again:
+        bound.verify_later(results[1::2], seed, when)
+        bound.verify_later(results[::2], seed, when, values_seed)
+        if not bound.effects.updates:  # a block would update its inputs once per call
+            block_outputs: dict[str, list[NamedTensor]] = {}
+            for name in names:
+                arm = buffers[name]
+                overwrite(arm, new)
+                arm.block.run_untimed()
+                block_outputs[name] = bound.output_copies(arm.block.last, arm.inputs[last])
             when = "when the timed block ran on other values"
-            trial.verify_later([again], seed + last, when, other=seed + 250_031)
-        self._last = None
+            bound.verify_later([block_outputs], seed, when, values_seed)
+        self._timed = None
 
-    def _taken(self, stand: ArmBuffers, i: int) -> list[NamedTensor]:
-        """Call an arm and take its result at once, in the order of the clock's stream."""
-        found = correctness.result(stand.calls[i](), stand.args[i], self.trial.contract)
-        if self.clock.torch_device == "cpu":
-            return correctness.kept(found)
-        # what a GPU copies to the host is there only after a wait
-        ours = [leaf for leaf in found if str(getattr(leaf[1], "device", "cpu")) != "cpu"]
-        kept = dict(correctness.kept(ours))
-        return [(path, kept.get(path, value)) for path, value in found]
+    def _call(self, arm: ArmBuffers, i: int) -> list[NamedTensor]:
+        """Call an arm and copy its outputs at once, in the order of the device's stream."""
+        outputs = correctness.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
+        if self.device.torch_device == "cpu":
+            return correctness.copies(outputs)
+        # outputs that a GPU copies to the host are complete only after a wait
+        on_gpu = [(p, x) for p, x in outputs if str(getattr(x, "device", "cpu")) != "cpu"]
+        copies = dict(correctness.copies(on_gpu))
+        return [(path, copies.get(path, value)) for path, value in outputs]
 
-    def timing(self, done: tuple[Replicate, ...]) -> Timing:
+    def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
         return Timing(
-            self.metric,
-            self.mode,
-            self.calls,
-            # the host's caches are not rotated through, whatever the claim says
-            self.trial.claim.cache if self.clock.gpu else "warm",
-            self.sets,
-            done,
+            metric=self.metric,
+            mode=self.mode,
+            calls=self.calls,
+            # inputs do not rotate through the host's caches, whatever the claim declares
+            cache=self.bound.claim.cache if self.device.gpu else "warm",
+            sets=self.sets,
+            replicates=replicates,
             notes=tuple(self.notes),
         )

@@ -1,4 +1,4 @@
-"""When torch compiles: not at all in a check, and in nobody's way in a measurement."""
+"""When torch compiles: never in a check, and never while others wait in a measurement."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from typing import Any
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.machine.gpu_lock import GpuLock
 
-_PARTS = ("", "_gemm", "_pointwise")
-_HOSTS = ("DYNAMO", "LAZY_BACKWARD")
-"""What torch calls compiling and the GPU has no part in; it also tells of graphs it records."""
+_AUTOTUNE = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
+_HOST_ONLY = ("DYNAMO", "LAZY_BACKWARD")
+"""Triggers of Dynamo's callback for work of the host alone; it also fires for CUDA graphs."""
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Have torch.compile leave its arms as they are: of a GPU its CPU code would say nothing."""
+    """Make torch.compile leave its arms as they are: its CPU code says nothing about a GPU's."""
     torch = sys.modules.get("torch")
     if torch is None or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return nullcontext()  # there is nothing to say, or it is said already
+        return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 @contextmanager
-def beside(lease: GpuLock, clock: Device, files: Iterable[Path]) -> Iterator[None]:
-    """Let others time on the GPU while torch compiles a claim, which takes seconds of the host.
+def beside(lock: GpuLock, device: Device, files: Iterable[Path]) -> Iterator[None]:
+    """Suspend the GPU lock while torch compiles on the host, which takes seconds.
 
-    Not where the compiler itself times on the GPU: where torch is set to autotune, and for a claim
-    whose files speak of it. What files that those import ask for is not seen.
+    Not where the compiler itself times on the GPU: when torch is set to autotune, and for a claim
+    whose files mention autotune. Files that those import are not read.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or any(b"autotune" in file.read_bytes() for file in files):
         yield
         return
 
-    def begin(told: Any) -> None:
-        set_to = sys.modules.get("torch._inductor.config")
-        timing = any(getattr(set_to, f"max_autotune{part}", False) for part in _PARTS)
-        if told.callback_trigger.name in _HOSTS and not timing:
-            lease.suspend(clock.synchronize)
+    def begin(event: Any) -> None:
+        inductor = sys.modules.get("torch._inductor.config")
+        autotunes = any(getattr(inductor, name, False) for name in _AUTOTUNE)
+        if event.callback_trigger.name in _HOST_ONLY and not autotunes:
+            lock.suspend(device.synchronize)
 
-    def end(*_: object) -> None:
-        lease.resume()
+    def end(_event: Any) -> None:
+        lock.resume()
 
     handler = dynamo.callback_handler
     handler.register_start_callback(begin)

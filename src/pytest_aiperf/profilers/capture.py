@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pytest_aiperf.claim.inputs import Claim
+from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import EvidenceKind, Finding, Outcome, Profile, Result

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.claim.inputs import Claim, Trial
+from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.machine import distributed
@@ -80,8 +81,8 @@ def perform_arm(job: CaptureJob, claim: Claim, clock: Device, lease: GpuLock) ->
 
     def make() -> tuple[Callable[[], object], Work | None]:
         full = not TOOLS[job.tool].checks
-        trial = Trial(claim, clock, job.seed, full=full, say=lambda *_a, **_k: None)
-        args = trial.make(job.seed)
+        bound = BoundClaim(claim, clock, job.seed, full=full)
+        args = bound.make_inputs(job.seed).args
         arm = claim.arms[job.arm]
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
         return lambda: call(*args), claim.work(*args) if claim.work else None

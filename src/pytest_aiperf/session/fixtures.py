@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from pytest_aiperf.claim.inputs import Arm
-from pytest_aiperf.claim.measure import claim_of
+from pytest_aiperf.claim.claim import Arm, claim_of
 from pytest_aiperf.device.device import calls_per_block, choose_mode
 from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine.requirements import is_claim
-from pytest_aiperf.model import Bench, Evidence, Interval, Metric, Profile, Result, Work
+from pytest_aiperf.model import (
+    AgainstName,
+    Bench,
+    CacheName,
+    Evidence,
+    Interval,
+    Metric,
+    MetricName,
+    PrecisionName,
+    Profile,
+    Result,
+    Work,
+)
 from pytest_aiperf.profilers import capture, target
 
 from .context import ItemContext
 from .modes import mode_for
-
-MetricName = Literal["device", "wall", "memory", "score"]
-AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
-CacheName = Literal["cold", "warm"]
 
 
 class Stopwatch:
@@ -73,7 +80,7 @@ class Compare:
         metric: MetricName | Sequence[MetricName] = "device",
         against: AgainstName = "idiomatic",
         cache: CacheName = "cold",
-        precision: str | None = None,
+        precision: PrecisionName | None = None,
         evidence: Sequence[Evidence] = (),
     ) -> Result:
         """Claim that ``optimized`` is faster than ``baseline`` on the same work.

@@ -96,6 +96,7 @@ class Measure:
         rule = QUICK if context.settings.quick else STANDARD
         record = context.new_result()
         try:
+            measure.refuse_debug_environment()
             noise_floor, ceilings = session.figures.for_claim(
                 device,
                 context.gpus,

@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 from pytest_aiperf.claim import source_hash
-from pytest_aiperf.claim.inputs import Arm
+from pytest_aiperf.claim.claim import Arm, claim_of
 from pytest_aiperf.claim.measure import (
     ClaimContext,
-    claim_of,
     failed,
     measure_claim,
     noise_floor,
+    refuse_debug_environment,
 )
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
@@ -29,11 +29,15 @@ from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
+    AgainstName,
     Bench,
+    CacheName,
     Evidence,
     Expectation,
     Gpu,
+    MetricName,
     Outcome,
+    PrecisionName,
     Prepared,
     Result,
     Work,
@@ -42,7 +46,6 @@ from pytest_aiperf.records.journal import new_run_id
 
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
-from .fixtures import AgainstName, CacheName, MetricName
 from .session import stack_of
 
 
@@ -57,7 +60,7 @@ def measure(
     metric: MetricName | Sequence[MetricName] = "device",
     against: AgainstName = "idiomatic",
     cache: CacheName = "cold",
-    precision: str | None = None,
+    precision: PrecisionName | None = None,
     evidence: Sequence[Evidence] = (),
     quick: bool = False,
     device: Literal["cuda", "cpu"] | None = None,
@@ -124,6 +127,7 @@ def measure(
     code = source_hash.identity(_source_files(optimized, baseline))
     record = _record(optimized, gpus, seed, quick=quick)
     try:
+        refuse_debug_environment()
         floor, ceilings = _figures().for_claim(
             opened,
             gpus,

@@ -1,0 +1,290 @@
+"""A claim on a device: builds its inputs, prepares its arms and checks their results."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pytest_aiperf.device.device import Device, gc_disabled
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
+from pytest_aiperf.model import Bench, Error, Prepared, Static, Work
+from pytest_aiperf.rules import validity
+
+from . import correctness, tensors
+from .claim import Arm, Claim, Inputs, Progress
+from .tensors import Args, NamedTensor
+
+AGREEMENT_SEEDS = 3
+"""Seeds on which the arms must agree with the reference before anything is timed."""
+DECOY_OFFSET = 500_009
+"""Added to a seed for the values on which a prepared arm prepares: no other set has such a seed."""
+PENDING_SHARE = 1 / 64
+"""Outputs of timed calls wait for verification until they fill this share of the GPU's memory:
+the reference takes longer than the calls, and the claim should not hold the GPU meanwhile."""
+ASSUMED_MEMORY_BYTES = 64 << 30
+"""GPU memory to assume where it cannot be read."""
+
+Step = Callable[[], Any]
+Share = Callable[[Step], Any]
+"""Runs one step under the shared lock."""
+Results = Mapping[str, list[NamedTensor]]
+"""Results of all arms for the same inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Outputs of timed calls that the reference has not verified yet."""
+
+    results: Sequence[Results]
+    """Copies, which nothing writes to any more."""
+    seed: int
+    """Seed of the inputs."""
+    values_seed: int | None
+    """Seed whose values were put into the dynamic inputs, if any."""
+    when: str
+    """When the outputs were taken, for the message."""
+
+
+class BoundClaim:
+    """A claim on one device, from one seed."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        device: Device,
+        seed: int,
+        *,
+        full: bool,
+        progress: Progress = lambda *_a, **_k: None,
+    ) -> None:
+        self.claim = claim
+        self.device = device
+        self.seed = seed
+        self.full = full
+        self.progress = progress
+        self.effects = correctness.ArgumentEffects()
+        self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
+        self._settings = validity.flags()
+        self._pending: list[_Pending] = []
+        self._pending_bytes = 0
+
+    # inputs and arms
+
+    def make_inputs(self, seed: int) -> Inputs:
+        """Build one set of inputs; the same seed gives the same values."""
+        self.device.seed(seed)
+        value = self.claim.inputs(Bench(self.device.torch_device, seed, self.full))
+        args = value if isinstance(value, tuple) else (value,)
+        return Inputs(
+            args=tuple(a.value if isinstance(a, Static) else a for a in args),
+            dynamic=[i for i, a in enumerate(args) if not isinstance(a, Static)],
+            seed=seed,
+        )
+
+    def make_inputs_with(self, seed: int, values_seed: int) -> Inputs:
+        """Build the inputs of a seed, and overwrite the dynamic ones with another seed's values.
+
+        Where the two seeds differ in more than elements (shapes, numbers, files), the values stay
+        those of ``seed``. Inputs that cannot be overwritten (read-only, expanded) have no dynamic
+        positions.
+        """
+        inputs, fresh = self.make_inputs(seed), self.make_inputs(values_seed)
+        for source in (fresh, None) if tensors.alike(inputs.args, fresh.args) else (None,):
+            try:
+                inputs.overwrite(self.make_inputs(seed) if source is None else source)
+            except (ValueError, RuntimeError):
+                inputs = self.make_inputs(seed)
+            else:
+                return inputs
+        return replace(inputs, dynamic=())
+
+    def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
+        """Return the callable of an arm that is timed.
+
+        A prepared arm prepares on decoy values; the inputs get their own values afterwards.
+        """
+        arm = self.claim.arms[name]
+        _check_signature(name, arm, inputs.args)
+        if not isinstance(arm, Prepared):
+            return arm
+        self._refuse_all_static(name, inputs)
+        inputs.overwrite(self.make_inputs(inputs.seed + DECOY_OFFSET))
+        with gc_disabled():  # as when agreement is checked
+            call = arm.make(*inputs.args)
+        if not callable(call):
+            raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
+        inputs.overwrite(self.make_inputs(inputs.seed))
+        tensors.poison(inputs.args, self.effects.write_only)
+        return call
+
+    def _refuse_all_static(self, name: str, inputs: Inputs) -> None:
+        leaves = [p for i in inputs.dynamic for p, _ in tensors.walk(inputs.args[i], f"args[{i}]")]
+        if len(inputs.dynamic) < len(inputs.args) and not (
+            set(leaves) - set(self.effects.write_only)
+        ):
+            raise UsageError(
+                f"{name}: all inputs are static, so a prepared arm could do all its work while it "
+                "prepares: mark as static only what a caller would hold (weights, tables)"
+            )
+
+    def compute_work(self) -> Work | None:
+        """Return the work of one call."""
+        with self.step():
+            inputs = self.make_inputs(self.seed)
+            return self.claim.work(*inputs.args) if self.claim.work else None
+
+    # settings
+
+    def note_settings(self) -> None:
+        """Note the global settings; a claim that shares the host has fewer threads."""
+        self._settings = validity.flags()
+
+    def refuse_changed_settings(self) -> None:
+        """Refuse an arm that changed a global setting since they were noted."""
+        changed = validity.changed_flags(self._settings, validity.flags())
+        if changed:
+            raise InvalidMeasurement(
+                f"an arm changed global settings ({', '.join(changed)}): both arms would run "
+                "under them; set them for one call only, or for the whole session"
+            )
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Check the settings after a step, and wait until the device has finished it."""
+        self.note_settings()
+        try:
+            yield
+        finally:
+            self.refuse_changed_settings()  # a changed setting explains whatever else went wrong
+        self.device.synchronize()  # or this work would run on while another claim is timed
+
+    # agreement
+
+    def check_agreement(self, share: Share = lambda step: step()) -> Sequence[Error]:
+        """Check all arms against the reference on several seeds; return each arm's worst error.
+
+        Each seed is one shared step: in between other claims can be timed.
+        """
+        share(self._infer_effects)
+        seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
+        worst: dict[str, Error] = {}
+        for error in [e for seed in seeds for e in share(partial(self._check_seed, seed))]:
+            other = worst.setdefault(error.arm, error)
+            if error.error * other.allowed > other.error * error.allowed:
+                worst[error.arm] = error
+        if self.full:
+            gc.freeze()  # later collections need not look at what exists now
+        return tuple(worst.values())
+
+    def _infer_effects(self) -> None:
+        with self.step():
+            self.effects = correctness.infer_effects(
+                partial(self.prepare, "baseline"),
+                partial(self.make_inputs, self.seed),
+                correctness.parameter_names(self.claim.reference),
+            )
+            self._refuse_constant_inputs()
+
+    def _check_seed(self, seed: int) -> Sequence[Error]:
+        self.progress("agreeing", seed=seed)
+        with self.step():
+            errors = correctness.agree(
+                {name: partial(self.prepare, name) for name in self.claim.arms},
+                partial(self.make_inputs, seed),
+                self.claim.reference,
+                self.effects,
+                self.claim.precision,
+            )
+        if seed == self.seed + AGREEMENT_SEEDS:
+            self.device.release()  # once is enough: the driver serves one process at a time
+        return errors
+
+    def _refuse_constant_inputs(self) -> None:
+        """Refuse inputs that do not depend on the seed: a constant would be a right result."""
+        first, second = self.make_inputs(self.seed).args, self.make_inputs(self.seed + 1).args
+        arrays = tensors.arrays(first)
+        counters = [p for p in self.effects.mutated if p in arrays and tensors.is_exact(arrays[p])]
+        skip = {*self.effects.write_only, *counters}
+        if not arrays.keys() - skip or not tensors.alike(first, second):
+            return
+        if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
+            raise UsageError(
+                "inputs() gives the same values for every seed, and an arm that remembers its "
+                "result would pass: draw them (the generators are seeded, and bench.seed has the "
+                "seed)"
+            )
+
+    # outputs of timed calls
+
+    def call_again(self, inputs: Inputs, call: Step) -> object:
+        """Restore inputs that a call updated in place, and return what one more call returns."""
+        inputs.overwrite(self.make_inputs(inputs.seed), range(len(inputs.args)))
+        returned = call()
+        self.device.synchronize()  # a result in pinned memory is complete only after a wait
+        return returned
+
+    def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
+        """Copy a call's outputs."""
+        return correctness.copies(correctness.outputs_of(returned, inputs.args, self.effects))
+
+    def verify_later(
+        self, results: Sequence[Results], seed: int, when: str, values_seed: int | None = None
+    ) -> None:
+        """Queue copies of the arms' outputs for verification after the exclusive lock is released.
+
+        ``values_seed`` is the seed whose values were put into the inputs of ``seed``.
+        """
+        self._pending.append(_Pending(results, seed, values_seed, when))
+        outputs = (value for each in results for r in each.values() for _, value in r)
+        self._pending_bytes += sum(getattr(value, "nbytes", 0) for value in outputs)
+        gpu = self.device.gpu
+        memory_bytes = gpu.memory_bytes if gpu and gpu.memory_bytes else ASSUMED_MEMORY_BYTES
+        if self._pending_bytes > PENDING_SHARE * memory_bytes:
+            self.verify()
+
+    def verify(self) -> None:
+        """Check the queued outputs against the reference, which runs once for the same inputs."""
+        key: tuple[int, int | None] | None = None
+        expected: object = None
+        while self._pending:
+            batch = self._pending[0]
+            if key != (batch.seed, batch.values_seed):
+                expected = None
+                if batch.values_seed is None:
+                    inputs = self.make_inputs(batch.seed)
+                else:
+                    inputs = self.make_inputs_with(batch.seed, batch.values_seed)
+                expected = self.claim.reference(*inputs.args)
+                key = batch.seed, batch.values_seed
+                del inputs
+            for results in batch.results:
+                correctness.verify(
+                    results, expected, self.claim.precision, batch.when, located=False
+                )
+            del self._pending[0]
+        self._pending_bytes = 0
+
+
+def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
+    return lambda: call(*args)
+
+
+def _check_signature(name: str, arm: Arm, args: Args) -> None:
+    call = arm.make if isinstance(arm, Prepared) else arm
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # builtins and launchers check their own arguments
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as why:
+        raise UsageError(
+            f"{name}={getattr(call, '__name__', 'arm')}{signature} does not take the {len(args)} "
+            f"values that inputs() returns: {why}"
+        ) from None

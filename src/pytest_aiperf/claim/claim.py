@@ -1,0 +1,121 @@
+"""One claim, as its author states it, and one set of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import (
+    Against,
+    AgainstName,
+    Bench,
+    CacheName,
+    Evidence,
+    Metric,
+    MetricName,
+    PrecisionName,
+    Prepared,
+    Work,
+)
+
+from . import tensors
+from .tensors import Args
+
+Arm = Callable[..., object] | Prepared
+Progress = Callable[..., None]
+"""Callback that reports progress: a phase, and its figures as keywords."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One set of inputs: what one call of a claim's ``inputs`` returns."""
+
+    args: Args
+    """The arguments of a call, without their ``static`` marks."""
+    dynamic: Sequence[int]
+    """Positions of the arguments that are not static."""
+    seed: int
+    """Seed of the values."""
+
+    def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:
+        """Copy arguments of another set into these, in place: by default the dynamic ones."""
+        for i in self.dynamic if positions is None else positions:
+            tensors.overwrite((self.args[i],), (fresh.args[i],))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The arguments of one call of the ``compare`` fixture, checked."""
+
+    arms: Mapping[str, Arm]
+    """The implementations: "baseline", "optimized" and, if there is one, "library"."""
+    inputs: Callable[[Bench], object]
+    """Builds one set of inputs."""
+    reference: Callable[..., object]
+    """Oracle: computes the result in fp64 or exactly."""
+    work: Callable[..., Work] | None = None
+    """Computes the bytes and the operations of one call from its inputs."""
+    metrics: tuple[Metric, ...] = (Metric.DEVICE,)
+    """Metrics to measure; the claim is judged on the first."""
+    against: Against = Against.IDIOMATIC
+    """Kind of baseline, for reports."""
+    cache: CacheName = "cold"
+    """"warm" allows the working set to stay in the L2 between calls."""
+    precision: PrecisionName | None = None
+    """Arithmetic of fewer bits that the optimized arm declares."""
+    evidence: tuple[Evidence, ...] = ()
+    """Figures that must hold if the optimized arm works as claimed."""
+
+
+def claim_of(
+    *,
+    baseline: Arm,
+    optimized: Arm,
+    inputs: Callable[[Bench], object],
+    reference: Callable[..., object],
+    work: Callable[..., Work] | None = None,
+    library: Arm | None = None,
+    metric: MetricName | Sequence[MetricName] = "device",
+    against: AgainstName = "idiomatic",
+    cache: CacheName = "cold",
+    precision: PrecisionName | None = None,
+    evidence: Sequence[Evidence] = (),
+) -> Claim:
+    """Check the arguments of ``compare``; raise UsageError with the allowed values."""
+    arms = {"baseline": baseline, "optimized": optimized, "library": library}
+    arms = {name: arm for name, arm in arms.items() if arm is not None}
+    for name, value in {**arms, "inputs": inputs, "reference": reference}.items():
+        if not callable(value) and not isinstance(value, Prepared):
+            raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    if not metrics:
+        raise UsageError("compare(metric=()) names no metric: the first one is judged")
+    for name, word, allowed in (
+        *(("metric", word, get_args(MetricName)) for word in metrics),
+        ("against", against, get_args(AgainstName)),
+        ("cache", cache, get_args(CacheName)),
+        ("precision", precision, (None, *get_args(PrecisionName))),
+    ):
+        if word not in allowed:
+            words = ", ".join(filter(None, allowed))
+            raise UsageError(f"compare({name}={word!r}): use one of {words}")
+    for piece in evidence:
+        if not isinstance(piece, Evidence):
+            raise UsageError(
+                f"compare(evidence=[{piece!r}]): make it with a function of pytest_aiperf.evidence"
+            )
+        if piece.per == "work" and work is None:
+            raise UsageError(f"evidence about {piece.of or piece.kind} per byte needs work=")
+    return Claim(
+        arms=cast("Mapping[str, Arm]", arms),
+        inputs=inputs,
+        reference=reference,
+        work=work,
+        metrics=tuple(Metric(word) for word in metrics),
+        against=Against(against),
+        cache=cache,
+        precision=precision,
+        evidence=tuple(evidence),
+    )
