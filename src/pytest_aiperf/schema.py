@@ -1,4 +1,4 @@
-"""Nouns to plain builtins and back, strictly: frozen dataclasses are the JSON schema."""
+"""Dataclasses to JSON values and back, strictly: the frozen dataclasses are the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def to_json(value: object) -> Any:
-    """Turn a noun into plain builtins that strict JSON and execnet both accept."""
+    """Turn a dataclass into builtins that strict JSON and execnet both accept."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
@@ -27,7 +27,7 @@ def to_json(value: object) -> Any:
 
 
 def from_json(kind: type[T], value: object, where: str = "") -> T:
-    """Read a noun back, strictly; raise ValueError naming the field that does not fit."""
+    """Read a dataclass back, strictly; raise ValueError naming the field that does not fit."""
     return typing.cast("T", _read(kind, value, where or kind.__name__))
 
 
@@ -60,7 +60,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: a mapping is needed, not {value!r}")
         return {k: _read(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(kind):
-        return _read_noun(kind, value, where)
+        return _read_dataclass(kind, value, where)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(value)
@@ -82,7 +82,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _read_noun(kind: Any, value: Any, where: str) -> Any:
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: a mapping is needed, not {value!r}")
     hints = _hints(kind)
