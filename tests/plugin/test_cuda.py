@@ -1,4 +1,4 @@
-"""The CUDA clock on a torch that is made up: one queue and one host, both in virtual time."""
+"""The CUDA device on a fake torch: one queue and one host, both in virtual time."""
 
 import contextlib
 import gc
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.device import cuda as rooms
-from pytest_aiperf.device import device
+from pytest_aiperf.device import cuda as cuda_module
+from pytest_aiperf.device import device as device_module
 from pytest_aiperf.device.cuda import CudaDevice
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.model import Gpu, GpuState, Mode
@@ -77,7 +77,7 @@ class FakeCuda:
         )
 
     def _create(self, address):
-        rooms.ctypes.c_void_p.from_address(address).value = 0xABC0
+        cuda_module.ctypes.c_void_p.from_address(address).value = 0xABC0
         return 0
 
     def _clone(self):
@@ -161,47 +161,47 @@ class _Graph:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    made = FakeCuda()
-    monkeypatch.setitem(sys.modules, "torch", made.torch)
+    fake = FakeCuda()
+    monkeypatch.setitem(sys.modules, "torch", fake.torch)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    for room in (device, rooms):
-        monkeypatch.setattr(room, "now", lambda: round(made.host * 1e9))
-    return made
+    for module in (device_module, cuda_module):
+        monkeypatch.setattr(module, "now", lambda: round(fake.host * 1e9))
+    return fake
 
 
-def test_the_gpu_is_completed_with_what_only_cuda_knows(cuda):
-    clock = CudaDevice(GPU)
-    assert (clock.gpu.l2_bytes, clock.gpu.sms, clock.gpu.name) == (60 << 20, 132, GPU.name)
-    assert clock.torch_device == "cuda"
+def test_the_gpu_gets_the_fields_that_only_cuda_has(cuda):
+    device = CudaDevice(GPU)
+    assert (device.gpu.l2_bytes, device.gpu.sms, device.gpu.name) == (60 << 20, 132, GPU.name)
+    assert device.torch_device == "cuda"
 
 
-def test_the_clock_finds_its_gpu_among_several(cuda):
+def test_the_device_finds_its_gpu_among_several(cuda):
     cuda.torch.cuda.device_count = lambda: 2
     chosen = []
     cuda.torch.cuda.set_device = chosen.append
     cuda.torch.cuda.default_generators *= 2
-    CudaDevice(rooms.dataclasses.replace(GPU, uuid="GPU-5678"))
+    CudaDevice(cuda_module.dataclasses.replace(GPU, uuid="GPU-5678"))
     assert chosen == [1]
     with pytest.raises(UsageError, match="none of the 2 GPUs"):
-        CudaDevice(rooms.dataclasses.replace(GPU, uuid="GPU-9999"))
+        CudaDevice(cuda_module.dataclasses.replace(GPU, uuid="GPU-9999"))
 
 
 def test_spins_are_calibrated(cuda):
-    clock = CudaDevice(GPU)
-    clock.timed(lambda: None, blocking_s=0.1)
+    device = CudaDevice(GPU)
+    device.timed(lambda: None, blocking_s=0.1)
     assert cuda.spins[-1] == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize("mode", [Mode.GRAPH, Mode.BACKLOG])
 def test_launch_gaps_do_not_count(cuda, mode):
-    clock = CudaDevice(GPU)
-    block = clock.block([lambda: cuda.launch(1e-6)] * 50, mode)  # a launch costs five times that
+    device = CudaDevice(GPU)
+    block = device.block([lambda: cuda.launch(1e-6)] * 50, mode)  # a launch costs five times that
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
 
 
-def test_a_new_block_is_held_back_as_long_as_the_latest_had_to_be(cuda):
-    clock, tries = CudaDevice(GPU), []
+def test_a_new_block_is_blocked_as_long_as_the_last_one(cuda):
+    device, tries = CudaDevice(GPU), []
 
     def many():
         for _ in range(100):
@@ -209,46 +209,46 @@ def test_a_new_block_is_held_back_as_long_as_the_latest_had_to_be(cuda):
 
     for _ in range(2):
         before = len(cuda.spins)
-        clock.block([many], Mode.BACKLOG).run()
+        device.block([many], Mode.BACKLOG).run()
         tries.append(len(cuda.spins) - before)
     assert tries == [2, 1]
 
 
 def test_plain_and_wall_count_what_passes(cuda):
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
     calls = [lambda: cuda.launch(1e-3)] * 3
-    assert clock.block(calls, Mode.PLAIN).run() == pytest.approx(3e-3, rel=0.01)
-    assert clock.block(calls, Mode.WALL).run() == pytest.approx(3e-3, rel=0.01)
+    assert device.block(calls, Mode.PLAIN).run() == pytest.approx(3e-3, rel=0.01)
+    assert device.block(calls, Mode.WALL).run() == pytest.approx(3e-3, rel=0.01)
     short = [lambda: cuda.launch(1e-6)] * 10
-    assert clock.block(short, Mode.WALL).run() == pytest.approx(51e-6, rel=0.05)
+    assert device.block(short, Mode.WALL).run() == pytest.approx(51e-6, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_every_call_runs_on_the_clocks_stream(cuda, mode):
-    clock, seen = CudaDevice(GPU), []
+def test_every_call_runs_on_the_devices_stream(cuda, mode):
+    device, seen = CudaDevice(GPU), []
 
     def call():
         seen.append(cuda.current.cuda_stream)
         cuda.launch(1e-5)
         return len(seen)
 
-    block = clock.block([call], mode)
+    block = device.block([call], mode)
     block.run()
-    clock.estimate_s(call)
-    clock.peak_bytes(call)
+    device.estimate_s(call)
+    device.peak_bytes(call)
     assert set(seen) == {0xABC0}
     assert block.last == 1
     assert cuda.current is None
 
 
-def test_a_hold_that_is_too_short_is_made_longer(cuda):
-    clock, slow_host = CudaDevice(GPU), 2e-3
+def test_a_blocking_kernel_that_is_too_short_is_made_longer(cuda):
+    device, slow_host = CudaDevice(GPU), 2e-3
 
     def call():
         cuda.host += slow_host
         cuda.launch(1e-5)
 
-    block = clock.block([call] * 10, Mode.BACKLOG)
+    block = device.block([call] * 10, Mode.BACKLOG)
     spins = len(cuda.spins)
     assert block.run() == pytest.approx(100e-6, rel=1e-6)
     assert 1 < len(cuda.spins) - spins <= 5
@@ -258,22 +258,22 @@ def test_a_hold_that_is_too_short_is_made_longer(cuda):
 
 
 def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
 
     def call():
         cuda.launch(1e-5)
         cuda.synchronize()
 
-    block = clock.block([call] * 3, Mode.BACKLOG)
+    block = device.block([call] * 3, Mode.BACKLOG)
     spins = len(cuda.spins)
     with pytest.raises(InvalidMeasurement, match=r'synchronises.*metric="wall"'):
         block.run()
     assert len(cuda.spins) - spins == 5
-    assert clock.block([call] * 3, Mode.PLAIN).run() == pytest.approx(30e-6, rel=0.6)
+    assert device.block([call] * 3, Mode.PLAIN).run() == pytest.approx(30e-6, rel=0.6)
 
 
 def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
 
     def call():
         cuda.launch(0.06)
@@ -281,80 +281,80 @@ def test_a_long_call_that_synchronises_is_soon_given_up(cuda):
 
     spins, begun = len(cuda.spins), cuda.host
     with pytest.raises(InvalidMeasurement, match="synchronises"):
-        clock.block([call], Mode.BACKLOG).run()
+        device.block([call], Mode.BACKLOG).run()
     assert len(cuda.spins) - spins == 2
     assert cuda.host - begun < 0.5
 
 
-def test_a_call_that_synchronises_cannot_be_captured_and_torch_is_mended(cuda):
-    clock = CudaDevice(GPU)
+def test_a_call_that_synchronises_cannot_be_captured_and_torchs_state_is_reset(cuda):
+    device = CudaDevice(GPU)
     with pytest.raises(
         CannotCapture, match=r"graph of 1 calls: CUDA error: operation not permitted when.*ing$"
     ):
-        clock.block([cuda.synchronize], Mode.GRAPH)
+        device.block([cuda.synchronize], Mode.GRAPH)
     assert cuda.undone == [("end", 0, (0, 1)), ("release", 0, (0, 1))]
     assert cuda.clones == 1
-    block = clock.block([lambda: cuda.launch(1e-5)], Mode.GRAPH)
+    block = device.block([lambda: cuda.launch(1e-5)], Mode.GRAPH)
     assert block.run() == pytest.approx(1e-5)
 
 
 def test_a_call_that_fails_while_captured_ends_the_capture(cuda):
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
 
     def call():
         cuda.launch(1e-5)
         raise KeyError("shape")
 
     with pytest.raises(CannotCapture, match="shape") as caught:
-        clock.block([call], Mode.GRAPH)
+        device.block([call], Mode.GRAPH)
     assert isinstance(caught.value.__cause__, KeyError)
     assert cuda.capturing is None
-    assert cuda.undone == []  # torch ended this capture in order: nothing to mend
+    assert cuda.undone == []  # torch ended this capture in order: nothing to reset
 
 
 def test_work_on_a_stream_that_is_not_captured_is_no_graph(cuda):
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
     with pytest.raises(CannotCapture, match="Graph is empty"):
-        clock.block([lambda: cuda.launch_beside(1e-5)], Mode.GRAPH)
+        device.block([lambda: cuda.launch_beside(1e-5)], Mode.GRAPH)
 
 
 def test_work_that_outlives_its_stream_is_refused(cuda):
-    clock = CudaDevice(GPU)
-    stray = clock.block([lambda: cuda.launch_beside(20e-3)], Mode.BACKLOG)
+    device = CudaDevice(GPU)
+    unsynced = device.block([lambda: cuda.launch_beside(20e-3)], Mode.BACKLOG)
     with pytest.raises(InvalidMeasurement, match="worked on for 20 ms"):
         for _ in range(3):
-            stray.run()
-    once_late = clock.block([lambda: cuda.launch(1e-3)], Mode.BACKLOG)
+            unsynced.run()
+    once_late = device.block([lambda: cuda.launch(1e-3)], Mode.BACKLOG)
     assert [once_late.run() for _ in range(5)] == [pytest.approx(1e-3)] * 5
 
 
-def test_once_leaves_launch_gaps_out_where_it_can(cuda):
-    clock, seen = CudaDevice(GPU), []
+def test_an_estimate_leaves_launch_gaps_out_if_it_can(cuda):
+    device, seen = CudaDevice(GPU), []
 
     def call(seconds):
         seen.append(seconds)
         cuda.launch(seconds)
 
-    assert clock.estimate_s(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
+    assert device.estimate_s(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
     assert len(seen) == 1
-    assert clock.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
+    assert device.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
     assert len(seen) == 1 + 1 + 10  # too short for one: the events themselves cost some of it
 
     def synchronising():
         cuda.launch(2e-3)
         cuda.synchronize()
 
-    assert clock.estimate_s(synchronising) == pytest.approx(2e-3, rel=0.01)
+    assert device.estimate_s(synchronising) == pytest.approx(2e-3, rel=0.01)
 
 
-def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
-    clock = CudaDevice(GPU)
+def test_the_peak_does_not_count_earlier_allocations(cuda):
+    device = CudaDevice(GPU)
     cuda.allocated, cuda.most = 1_000, 9_000
 
     def call():
         cuda.most = max(cuda.most, cuda.allocated + 250)
 
-    assert clock.peak_bytes(call) == 250
+    assert device.peak_bytes(call) == 250
 
 
 @pytest.mark.parametrize(
@@ -362,35 +362,35 @@ def test_peak_is_what_torch_held_beyond_what_it_had(cuda):
     [
         ([1980] * 99, 0.063),
         ([*range(1000, 1980, 40), *[1980] * 99], 0.41),  # it rises for 25 readings of 16 ms
-        (None, 1.0),  # it never holds still
+        (None, 1.0),  # it is never stable
     ],
 )
-def test_settling_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
-    clock, readings = CudaDevice(GPU), iter(clocks or [1980, 1700] * 999)
-    monkeypatch.setattr(rooms.nvml, "sm_mhz", lambda uuid: next(readings))
+def test_stabilizing_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
+    device, readings = CudaDevice(GPU), iter(clocks or [1980, 1700] * 999)
+    monkeypatch.setattr(cuda_module.nvml, "sm_mhz", lambda uuid: next(readings))
     begun = cuda.host
 
     def call():
         assert not gc.isenabled()  # a graph that is collected would spoil one being captured
         cuda.launch(1e-3)
 
-    clock.stabilize_clocks(call)
+    device.stabilize_clocks(call)
     assert cuda.host - begun == pytest.approx(seconds, rel=0.15)
 
 
-def test_waking_keeps_the_gpu_at_work_for_a_while(cuda):
-    clock = CudaDevice(GPU)
+def test_warming_up_keeps_the_gpu_busy_for_a_while(cuda):
+    device = CudaDevice(GPU)
     ran = []
 
     def block(name, seconds):
-        return clock.block([lambda: (ran.append(name), cuda.launch(seconds))], Mode.PLAIN)
+        return device.block([lambda: (ran.append(name), cuda.launch(seconds))], Mode.PLAIN)
 
     begun = cuda.host
-    clock.warm_up([block("short", 1e-3), block("other", 1e-3)])
+    device.warm_up([block("short", 1e-3), block("other", 1e-3)])
     assert 0.03 <= cuda.host - begun < 0.04
     assert ran[:3] == ["short", "other", "short"]
     ran.clear()
-    clock.warm_up([block("long", 0.1), block("other", 0.1)])
+    device.warm_up([block("long", 0.1), block("other", 0.1)])
     assert ran == ["long", "other"]  # once at least
 
 
@@ -399,8 +399,8 @@ def test_free_memory_is_the_drivers(cuda):
 
 
 def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):
-    clock, ran = CudaDevice(GPU), []
-    block = clock.block([lambda: ran.append(1) or cuda.launch(1e-3) or 7], Mode.BACKLOG)
+    device, ran = CudaDevice(GPU), []
+    block = device.block([lambda: ran.append(1) or cuda.launch(1e-3) or 7], Mode.BACKLOG)
     spins = len(cuda.spins)
     block.run_untimed()
     assert (len(ran), block.last, len(cuda.spins) - spins) == (1, 7, 0)
@@ -426,9 +426,9 @@ def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cupy_cuda))
     cuda.torch.cuda.caching_allocator_alloc = lambda size, device, stream: size + device
     cuda.torch.cuda.caching_allocator_delete = freed.append
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
     entered.clear()
-    block = clock.block([lambda: cuda.launch(1e-5)], Mode.GRAPH)
+    block = device.block([lambda: cuda.launch(1e-5)], Mode.GRAPH)
     assert entered == [0xABC0]
     ((allocate, free),) = allocators
     assert allocate(512, 0) == 512
@@ -454,15 +454,15 @@ def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setenv("CUPY_SEED", "0")
-    monkeypatch.setattr(rooms, "seed_all", lambda _: None)
+    monkeypatch.setattr(cuda_module, "seed_all", lambda _: None)
     monkeypatch.setattr(cuda.torch, "empty", lambda *_, **__: None, raising=False)
     monkeypatch.setattr(cuda.torch, "uint8", None, raising=False)
-    clock = CudaDevice(GPU)
+    device = CudaDevice(GPU)
 
     def replicate(seed):
-        clock.release()
-        clock.seed(seed)
-        clock.random_padding(random.Random(seed))
+        device.release()
+        device.seed(seed)
+        device.random_padding(random.Random(seed))
 
     replicate(1)
     assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # whoever begins has this seed

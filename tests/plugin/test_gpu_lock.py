@@ -1,4 +1,4 @@
-"""Claims that prepare share a GPU, one that is timed has it alone, and each gets its turn."""
+"""Claims that prepare share a GPU; a claim that is timed has it alone."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ A, B = "GPU-aaaa", "GPU-bbbb"
 
 
 class Claim:
-    """Another process, which takes one turn and stays in it until told to leave."""
+    """Another process, which enters one lock scope and stays in it until released."""
 
-    def __init__(self, folder, turn, gpus=(A,), forks=False):
-        self.said, said = os.pipe()
-        told, self.told = os.pipe()
+    def __init__(self, folder, scope, gpus=(A,), forks=False):
+        self.events, events = os.pipe()
+        commands, self.commands = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                theirs = GpuLock(
+                other = GpuLock(
                     gpus,
                     folder,
-                    on_wait=lambda _: os.write(said, b"w"),
-                    on_acquired=lambda: os.write(said, b"t"),
+                    on_wait=lambda _: os.write(events, b"w"),
+                    on_acquired=lambda: os.write(events, b"t"),
                 )
-                with getattr(theirs, turn)():
-                    os.write(said, b"+")
+                with getattr(other, scope)():
+                    os.write(events, b"+")
                     if forks and os.fork() == 0:
                         arm_parent_death()
-                        time.sleep(300)  # outlives the turn, with a copy of every handle
-                    os.read(told, 1)
-                os.write(said, b"-")
-                os.read(told, 1)
+                        time.sleep(300)  # outlives the scope, with a copy of every handle
+                    os.read(commands, 1)
+                os.write(events, b"-")
+                os.read(commands, 1)
             finally:
                 os._exit(0)
-        os.close(said)
-        os.close(told)
+        os.close(events)
+        os.close(commands)
 
-    def hears(self, seconds=10.0):
+    def next_event(self, seconds=10.0):
         poll = select.poll()
-        poll.register(self.said, select.POLLIN)
-        return os.read(self.said, 1).decode() if poll.poll(seconds * 1000) else ""
+        poll.register(self.events, select.POLLIN)
+        return os.read(self.events, 1).decode() if poll.poll(seconds * 1000) else ""
 
-    def leave(self):
-        os.write(self.told, b"l")
+    def release(self):
+        os.write(self.commands, b"r")
 
     def kill(self):
         os.kill(self.pid, signal.SIGKILL)
@@ -64,19 +64,19 @@ class Claim:
 
     @property
     def waits(self):
-        return self.hears() == "w" and self.hears(0.05) == ""
+        return self.next_event() == "w" and self.next_event(0.05) == ""
 
     @property
     def enters(self):
-        return self.hears() == "+"
+        return self.next_event() == "+"
 
     @property
-    def gets_its_turn(self):
-        return self.hears() == "t" and self.hears() == "+"
+    def acquires(self):
+        return self.next_event() == "t" and self.next_event() == "+"
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch):
+def no_grace_period(monkeypatch):
     monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 0.0)
 
 
@@ -84,16 +84,16 @@ def hasty(monkeypatch):
 def claim(tmp_path):
     claims = []
 
-    def start(turn, *gpus, **more):
-        claims.append(Claim(tmp_path / "locks", turn, gpus or (A,), **more))
+    def start(scope, *gpus, **more):
+        claims.append(Claim(tmp_path / "locks", scope, gpus or (A,), **more))
         return claims[-1]
 
     yield start
-    for one in claims:
-        os.close(one.told)
-        os.close(one.said)
+    for process in claims:
+        os.close(process.commands)
+        os.close(process.events)
         with contextlib.suppress(ProcessLookupError):
-            one.kill()
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -124,28 +124,28 @@ def test_these_share(claim, first, second):
     ],
 )
 def test_these_exclude_each_other(claim, first, second):
-    one = claim(*first)
-    assert one.enters
-    two = claim(*second)
-    assert two.waits
-    one.leave()
-    assert two.gets_its_turn
+    holder = claim(*first)
+    assert holder.enters
+    waiter = claim(*second)
+    assert waiter.waits
+    holder.release()
+    assert waiter.acquires
 
 
-def test_a_killed_holder_frees_its_lease(claim):
-    one = claim("exclusive_host")
-    assert one.enters
-    two = claim("exclusive_gpu")
-    assert two.waits
-    one.kill()
-    assert two.gets_its_turn
+def test_a_killed_holder_releases_its_lock(claim):
+    holder = claim("exclusive_host")
+    assert holder.enters
+    waiter = claim("exclusive_gpu")
+    assert waiter.waits
+    holder.kill()
+    assert waiter.acquires
 
 
-def test_a_process_that_the_holder_forked_does_not_keep_the_lease(claim):
-    one = claim("exclusive_gpu", forks=True)
-    assert one.enters
-    one.leave()
-    assert one.hears() == "-"
+def test_a_process_that_the_holder_forked_does_not_keep_the_lock(claim):
+    holder = claim("exclusive_gpu", forks=True)
+    assert holder.enters
+    holder.release()
+    assert holder.next_event() == "-"
     assert claim("exclusive_gpu").enters
 
 
@@ -159,14 +159,14 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     assert waiting.waits
     late = claim(reader)
     assert late.waits
-    early.leave()
-    assert waiting.gets_its_turn
-    assert late.hears(0.05) == ""
-    waiting.leave()
-    assert late.gets_its_turn
+    early.release()
+    assert waiting.acquires
+    assert late.next_event(0.05) == ""
+    waiting.release()
+    assert late.acquires
 
 
-def test_who_wants_to_time_lets_others_prepare_for_a_while(claim, monkeypatch):
+def test_a_writer_admits_readers_during_the_grace_period(claim, monkeypatch):
     monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 1.0)
     slow = claim("shared")
     assert slow.enters
@@ -176,122 +176,122 @@ def test_who_wants_to_time_lets_others_prepare_for_a_while(claim, monkeypatch):
     time.sleep(1.2)
     late = claim("shared")
     assert late.waits
-    assert waiting.hears(0.05) == ""
+    assert waiting.next_event(0.05) == ""
 
 
-@pytest.mark.parametrize("patience", [0.0, 30.0])
-def test_the_patient_time_as_soon_as_nobody_prepares(claim, monkeypatch, patience):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", patience)
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_a_writer_enters_as_soon_as_the_last_reader_leaves(claim, monkeypatch, grace_s):
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", grace_s)
     slow = claim("shared")
     assert slow.enters
     waiting = claim("exclusive_gpu")
     assert waiting.waits
-    slow.leave()
-    assert waiting.gets_its_turn
+    slow.release()
+    assert waiting.acquires
 
 
-@pytest.mark.parametrize("patience", [0.0, 30.0])
-def test_who_times_follows_upon_another(claim, monkeypatch, patience):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", patience)
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_queued_writers_run_back_to_back(claim, monkeypatch, grace_s):
+    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", grace_s)
     first = claim("exclusive_gpu")
     assert first.enters
     reader = claim("shared")
     assert reader.waits
     second = claim("exclusive_gpu")
     assert second.waits
-    first.leave()
-    assert second.gets_its_turn
-    assert reader.hears(0.05) == ""
-    second.leave()
-    assert reader.gets_its_turn
+    first.release()
+    assert second.acquires
+    assert reader.next_event(0.05) == ""
+    second.release()
+    assert reader.acquires
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_who_lets_go_of_the_gpus_keeps_the_host(claim, tmp_path, host):
-    told = []
-    ours = GpuLock(
-        [A], tmp_path / "locks", on_wait=told.append, on_acquired=lambda: told.append("on")
+def test_a_suspended_lock_keeps_the_host(claim, tmp_path, host):
+    calls = []
+    lock = GpuLock(
+        [A], tmp_path / "locks", on_wait=calls.append, on_acquired=lambda: calls.append("on")
     )
-    with ours.shared():
-        theirs = claim("exclusive_host" if host else "exclusive_gpu")
-        assert theirs.waits
-        ours.suspend(lambda: told.append("first"))
-        assert theirs.hears(0.1) == ("" if host else "t")
+    with lock.shared():
+        writer = claim("exclusive_host" if host else "exclusive_gpu")
+        assert writer.waits
+        lock.suspend(lambda: calls.append("first"))
+        assert writer.next_event(0.1) == ("" if host else "t")
         if not host:
-            assert theirs.enters
-            theirs.leave()
-            assert theirs.hears() == "-"
-        ours.resume()
-        assert told == ["first"]
-        other = claim("exclusive_gpu")
-        assert other.waits
-    assert theirs.gets_its_turn if host else other.gets_its_turn
+            assert writer.enters
+            writer.release()
+            assert writer.next_event() == "-"
+        lock.resume()
+        assert calls == ["first"]
+        late = claim("exclusive_gpu")
+        assert late.waits
+    assert writer.acquires if host else late.acquires
 
 
-def test_who_has_the_gpus_alone_does_not_let_go(claim, tmp_path):
-    ours = GpuLock([A], tmp_path / "locks")
-    ours.suspend(pytest.fail)
-    ours.resume()
-    with ours.exclusive_gpu():
-        ours.suspend(pytest.fail)
+def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
+    lock = GpuLock([A], tmp_path / "locks")
+    lock.suspend(pytest.fail)
+    lock.resume()
+    with lock.exclusive_gpu():
+        lock.suspend(pytest.fail)
         assert claim("shared").waits
-        ours.resume()
+        lock.resume()
 
 
-def test_what_was_not_let_go_is_not_taken_twice(claim, tmp_path):
-    ours = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait for ever
+def test_a_lock_that_is_not_suspended_is_not_resumed(claim, tmp_path):
+    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait forever
 
     def fault():
         raise RuntimeError
 
-    with ours.shared():
-        theirs = claim("exclusive_gpu")
-        assert theirs.waits  # and holds the gate, which a second lock would have to pass
+    with lock.shared():
+        other = claim("exclusive_gpu")
+        assert other.waits  # and holds the gate, which a second lock would have to pass
         with pytest.raises(RuntimeError):
-            ours.suspend(fault)
-        ours.resume()
-        ours.suspend(lambda: None)
-        ours.suspend(pytest.fail)
-        assert theirs.gets_its_turn
+            lock.suspend(fault)
+        lock.resume()
+        lock.suspend(lambda: None)
+        lock.suspend(pytest.fail)
+        assert other.acquires
 
 
-def test_taking_back_waits_for_who_times(claim, tmp_path):
-    told = []
-    ours = GpuLock(
-        [A], tmp_path / "locks", on_wait=told.append, on_acquired=lambda: told.append("on")
+def test_resuming_waits_for_a_writer(claim, tmp_path):
+    calls = []
+    lock = GpuLock(
+        [A], tmp_path / "locks", on_wait=calls.append, on_acquired=lambda: calls.append("on")
     )
-    with ours.shared():
-        ours.suspend(lambda: None)
-        theirs = claim("exclusive_gpu")
-        assert theirs.enters
-        timer = threading.Timer(0.2, theirs.leave)
+    with lock.shared():
+        lock.suspend(lambda: None)
+        other = claim("exclusive_gpu")
+        assert other.enters
+        timer = threading.Timer(0.2, other.release)
         timer.start()
-        ours.resume()
+        lock.resume()
         timer.join()
-    assert told == [f"waiting for GPU {A}, which another claim has", "on"]
-    assert 0.1 < ours.waited_s < 60
+    assert calls == [f"waiting for GPU {A}, which another claim has", "on"]
+    assert 0.1 < lock.waited_s < 60
 
 
-def test_who_waits_for_nobody_has_waited_no_time(tmp_path):
-    ours = GpuLock([A], tmp_path / "locks")
-    with ours.shared():
+def test_without_a_wait_no_time_is_waited(tmp_path):
+    lock = GpuLock([A], tmp_path / "locks")
+    with lock.shared():
         pass
-    with ours.exclusive_host():
+    with lock.exclusive_host():
         pass
-    assert ours.waited_s == 0
+    assert lock.waited_s == 0
 
 
-def test_waiting_is_told_once(claim):
-    one = claim("exclusive_gpu", A)
-    assert one.enters
-    two = claim("exclusive_gpu", B)
-    assert two.enters
+def test_a_wait_is_reported_once(claim):
+    first = claim("exclusive_gpu", A)
+    assert first.enters
+    second = claim("exclusive_gpu", B)
+    assert second.enters
     both = claim("exclusive_gpu", A, B)
     assert both.waits
-    one.leave()
-    assert both.hears(0.05) == ""
-    two.leave()
-    assert both.gets_its_turn
+    first.release()
+    assert both.next_event(0.05) == ""
+    second.release()
+    assert both.acquires
 
 
 def test_opposite_orders_do_not_deadlock(tmp_path):
@@ -299,9 +299,9 @@ def test_opposite_orders_do_not_deadlock(tmp_path):
     for gpus in ((A, B), (B, A)):
         pids.append(os.fork())
         if pids[-1] == 0:
-            theirs = GpuLock(gpus, tmp_path / "locks")
+            other = GpuLock(gpus, tmp_path / "locks")
             for _ in range(300):
-                with theirs.exclusive_gpu():
+                with other.exclusive_gpu():
                     pass
             os._exit(0)
     end = time.monotonic() + 60
@@ -315,30 +315,30 @@ def test_opposite_orders_do_not_deadlock(tmp_path):
     assert not left
 
 
-def test_the_sentence_names_what_is_waited_for(claim, tmp_path):
-    one = claim("exclusive_gpu")
-    assert one.enters
+def test_the_message_names_the_resource(claim, tmp_path):
+    holder = claim("exclusive_gpu")
+    assert holder.enters
 
-    def wait(sentence):
-        raise InterruptedError(sentence)
+    def wait(message):
+        raise InterruptedError(message)
 
     refuses = GpuLock([A], tmp_path / "locks", on_wait=wait)
-    said = f"waiting for GPU {A}, which another claim has"
-    with pytest.raises(InterruptedError, match=said), refuses.exclusive_gpu():
+    sentence = f"waiting for GPU {A}, which another claim has"
+    with pytest.raises(InterruptedError, match=sentence), refuses.exclusive_gpu():
         pass
-    one.leave()
-    assert one.hears() == "-"
-    assert claim("exclusive_host").enters  # who gave up waiting holds nothing
+    holder.release()
+    assert holder.next_event() == "-"
+    assert claim("exclusive_host").enters  # a process that gave up waiting holds nothing
 
 
-def test_a_held_lease_is_not_entered_again(tmp_path):
-    ours = GpuLock([A, A], tmp_path / "locks")
+def test_a_held_lock_is_not_entered_again(tmp_path):
+    lock = GpuLock([A, A], tmp_path / "locks")
     again = pytest.raises(UsageError, match="leave its with block")
-    with ours.shared(), again, ours.exclusive_gpu():
+    with lock.shared(), again, lock.exclusive_gpu():
         pass
-    with ours.exclusive_host():
+    with lock.exclusive_host():
         pass
-    with ours.shared():
+    with lock.shared():
         pass
 
 
@@ -383,24 +383,24 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_planted_lock_file_is_not_followed(tmp_path):
-    ours = GpuLock([A], tmp_path / "locks")
+    lock = GpuLock([A], tmp_path / "locks")
     (tmp_path / "locks" / "host.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="symbolic"), ours.shared():
+    with pytest.raises(OSError, match="symbolic"), lock.shared():
         pass
     assert not (tmp_path / "precious").exists()
 
 
-def test_who_shares_the_host_uses_so_many_threads(tmp_path):
+def test_sharing_the_host_limits_the_threads(tmp_path):
     def threads():
         return {pool["num_threads"] for pool in threadpool_info()}
 
     np.linalg.norm(np.ones(2))  # its BLAS is loaded
-    ours = GpuLock([A], tmp_path / "locks", threads=1)
+    lock = GpuLock([A], tmp_path / "locks", threads=1)
     with threadpool_limits(2):
-        with ours.shared():
+        with lock.shared():
             assert threads() == {1}
-        for alone in (ours.exclusive_gpu, ours.exclusive_host):
-            with alone():
+        for exclusive in (lock.exclusive_gpu, lock.exclusive_host):
+            with exclusive():
                 assert threads() == {2}
         with GpuLock([A], tmp_path / "locks").shared():
             assert threads() == {2}

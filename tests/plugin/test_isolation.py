@@ -28,11 +28,11 @@ if settings.get_current_profile_name() == "long":
 
     @pytest.fixture(autouse=True, params=range(20))
     def again():
-        """Have each test so often."""
+        """Repeat each test."""
 
 
 def gone(*pids: int, within: float = 60) -> bool:
-    """Whether no such process runs, at the latest after some seconds (a zombie does not run)."""
+    """Wait until none of the processes runs; a zombie does not run."""
     end = time.monotonic() + within
     while any(map(runs, pids)):
         if time.monotonic() > end:
@@ -54,22 +54,22 @@ def sleeper() -> int:
 
 def daemon() -> int:
     """A process that leaves the claim's group and session, and whose parent ends."""
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if (pid := os.fork()) == 0:
             time.sleep(300)
-        os.write(theirs, str(pid).encode())
+        os.write(writer, str(pid).encode())
         os._exit(0)
     os.wait()
-    return int(os.read(ours, 20))
+    return int(os.read(reader, 20))
 
 
 def run(work, *, deadline_s=30.0, on_message=lambda _: None, grace_s=0.2) -> ProcessExit:
     try:
         return supervise(work, deadline_s=deadline_s, on_message=on_message, grace_s=grace_s)
     finally:
-        with pytest.raises(ChildProcessError):  # reaped: no child of ours is left, nor a zombie
+        with pytest.raises(ChildProcessError):  # reaped: no child is left, nor a zombie
             os.waitpid(-1, os.WNOHANG)
 
 
@@ -83,12 +83,12 @@ def test_messages_come_in_order_and_the_transient_ones_are_not_kept():
         channel.send("report", pid=os.getpid())
         channel.send("result", values=[1.0, None, "ü\n"], nested={"a": True})
 
-    heard: list[dict] = []
-    ended = run(work, on_message=heard.append)
-    assert [m["kind"] for m in heard] == ["working", "progress", "report", "result"]
-    assert list(ended.messages) == heard[2:]
-    assert heard[2]["pid"] != os.getpid()
-    assert heard[3] == {"kind": "result", "values": [1.0, None, "ü\n"], "nested": {"a": True}}
+    received: list[dict] = []
+    ended = run(work, on_message=received.append)
+    assert [m["kind"] for m in received] == ["working", "progress", "report", "result"]
+    assert list(ended.messages) == received[2:]
+    assert received[2]["pid"] != os.getpid()
+    assert received[3] == {"kind": "result", "values": [1.0, None, "ü\n"], "nested": {"a": True}}
     assert (ended.status, ended.code) == ("exited", 0)
     assert ended.peak_rss_bytes > 2**20
     assert ended.seconds > 0
@@ -230,7 +230,7 @@ def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
 
     def work(channel):
         channel.send("report", pid=os.getpid())
-        os.kill(os.getppid(), signal.SIGSTOP)  # the keeper can no longer report an end
+        os.kill(os.getppid(), signal.SIGSTOP)  # the supervisor can no longer report an end
         time.sleep(300)
 
     ended = run(work, deadline_s=1, grace_s=0.1)
@@ -239,7 +239,7 @@ def test_a_claim_that_even_sigkill_does_not_end_is_given_up(monkeypatch):
     assert "did not die of SIGKILL" in describe(ended)
 
 
-def test_a_claim_does_not_outlive_its_keeper():
+def test_a_claim_does_not_outlive_its_supervisor():
     def work(channel):
         channel.send("report", pid=os.getpid())
         os.kill(os.getppid(), signal.SIGKILL)
@@ -336,7 +336,7 @@ def test_what_is_no_message_fails_the_claim(monkeypatch, text):
     monkeypatch.setattr(isolation, "MAX_MESSAGE_BYTES", 2**17)
 
     def work(channel):
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone
             os.write(channel._fd, text)
 
     ended = run(work)
@@ -403,14 +403,14 @@ def test_an_exception_in_the_parent_leaves_nothing(stop):
         channel.send("report", pids=[os.getpid(), os.getppid(), sleeper(), daemon()])
         time.sleep(300)
 
-    def heard(message):
+    def received(message):
         pids.extend(message["pids"])
         if stop is KeyboardInterrupt:
             signal.raise_signal(signal.SIGINT)
         raise stop
 
     with pytest.raises(stop):
-        run(work, on_message=heard)
+        run(work, on_message=received)
     assert len(pids) == 4
     assert gone(*pids, within=0)
 
@@ -444,15 +444,15 @@ def test_a_killed_parent_leaves_nothing(signum):
 
 
 def test_arm_parent_death():
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
         if os.fork() == 0:
             isolation.arm_parent_death(signal.SIGTERM)
-            os.write(theirs, str(os.getpid()).encode())
+            os.write(writer, str(os.getpid()).encode())
         time.sleep(300)
         os._exit(0)
-    pid = int(os.read(ours, 20))
+    pid = int(os.read(reader, 20))
     assert runs(pid)
     os.kill(middle, signal.SIGKILL)
     os.waitpid(middle, 0)
@@ -472,7 +472,7 @@ def test_arm_parent_death_when_the_parent_is_dead_already():
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "says"),
+    ("status", "code", "sentence"),
     [
         ("signalled", signal.SIGSEGV, "killed by SIGSEGV (segmentation fault) after 1.2 s"),
         ("signalled", 40, "killed by signal 40 (real-time signal 6) after 1.2 s"),
@@ -493,8 +493,8 @@ def test_arm_parent_death_when_the_parent_is_dead_already():
         ),
     ],
 )
-def test_describe(status, code, says):
-    assert describe(ProcessExit((), status, code, 1.234, int(3.1 * 2**30), 120.0)) == says
+def test_describe(status, code, sentence):
+    assert describe(ProcessExit((), status, code, 1.234, int(3.1 * 2**30), 120.0)) == sentence
 
 
 def test_a_channel_takes_plain_builtins_only():

@@ -1,4 +1,4 @@
-"""What a GPU is and feels, told by a made-up NVML."""
+"""Properties and state of GPUs, read from a fake NVML."""
 
 # ruff: noqa: N802 - the names are those of NVML
 
@@ -15,7 +15,7 @@ UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-1", "GPU-bbbb3333-2")
 
 
 class FakeNvml:
-    """Three boards, of which the last one refuses every figure that is not its identity."""
+    """Three boards; the last one supports only the queries that identify it."""
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
@@ -33,7 +33,7 @@ class FakeNvml:
         self.broken = False
         self.lost = set()
 
-    def _ask(self, handle, answer):
+    def _query(self, handle, answer):
         if handle == 2:
             raise self.NVMLError("Not Supported")
         return answer
@@ -71,45 +71,45 @@ class FakeNvml:
         return self.cores[h.index]
 
     def nvmlDeviceGetMemoryInfo(self, h):
-        return self._ask(h.index, SimpleNamespace(total=141 << 30))
+        return self._query(h.index, SimpleNamespace(total=141 << 30))
 
     def nvmlDeviceGetClockInfo(self, h, clock):
         assert clock == self.NVML_CLOCK_SM
-        return self._ask(h.index, 1575)
+        return self._query(h.index, 1575)
 
     def nvmlDeviceGetTemperature(self, h, sensor):
         assert sensor == self.NVML_TEMPERATURE_GPU
-        return self._ask(h.index, 61)
+        return self._query(h.index, 61)
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, h):
-        return self._ask(h.index, 0x4)
+        return self._query(h.index, 0x4)
 
     def nvmlDeviceGetFieldValues(self, h, fields):
         assert fields == [
             self.NVML_FI_DEV_PERF_POLICY_THERMAL,
             self.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,
         ]
-        known, unknown = SimpleNamespace(ullVal=11), SimpleNamespace(ullVal=0)
-        return self._ask(
+        supported, unsupported = SimpleNamespace(ullVal=11), SimpleNamespace(ullVal=0)
+        return self._query(
             h.index,
             [
-                SimpleNamespace(nvmlReturn=self.NVML_SUCCESS, value=known),
-                SimpleNamespace(nvmlReturn=3, value=unknown),  # not supported
+                SimpleNamespace(nvmlReturn=self.NVML_SUCCESS, value=supported),
+                SimpleNamespace(nvmlReturn=3, value=unsupported),
             ],
         )
 
     def nvmlDeviceGetComputeRunningProcesses(self, h):
-        return self._ask(h.index, [SimpleNamespace(pid=7), SimpleNamespace(pid=3)])
+        return self._query(h.index, [SimpleNamespace(pid=7), SimpleNamespace(pid=3)])
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    made = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", made)
-    return made
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
 
 
-def seen(spec):
+def visible_uuids(spec):
     return [g.uuid for g in nvml.visible({} if spec is None else {"CUDA_VISIBLE_DEVICES": spec})]
 
 
@@ -134,7 +134,7 @@ def test_a_gpu_is_described_without_cuda(driver):
     ],
 )
 def test_visible_devices_choose_and_order(driver, spec, expected):
-    assert seen(spec) == [UUIDS[i] for i in expected]
+    assert visible_uuids(spec) == [UUIDS[i] for i in expected]
 
 
 @pytest.mark.parametrize("spec", ["3", "0,0", "0,,1", "GPU-aaaa", "MIG-aaaa", "gpu0", "²", "GPU-x"])
@@ -142,12 +142,12 @@ def test_a_value_that_names_no_gpu_is_refused(driver, spec):
     with pytest.raises(
         UsageError, match=r"(?s)CUDA_VISIBLE_DEVICES.*index from 0 to 2.*GPU-bbbb3333"
     ):
-        seen(spec)
+        visible_uuids(spec)
 
 
 def test_a_lost_gpu_is_not_there(driver):
     driver.lost = {1}
-    assert seen(None) == [UUIDS[0], UUIDS[2]]
+    assert visible_uuids(None) == [UUIDS[0], UUIDS[2]]
 
 
 def test_without_a_driver_there_are_no_gpus(driver, monkeypatch):
@@ -160,14 +160,14 @@ def test_without_a_driver_there_are_no_gpus(driver, monkeypatch):
     assert nvml.absence({}) == "nvidia-ml-py is not installed"
 
 
-def test_hidden_gpus_are_said_to_be_hidden(driver):
+def test_hidden_gpus_are_reported_as_hidden(driver):
     assert "'-1' hides all 3" in nvml.absence({"CUDA_VISIBLE_DEVICES": "-1"})
     driver.names = []
     assert nvml.absence({}) == "the NVIDIA driver lists none"
-    assert seen("0") == []
+    assert visible_uuids("0") == []
 
 
-def test_senses_are_read_and_what_cannot_be_read_is_absent(driver):
+def test_telemetry_is_read_and_an_unsupported_figure_is_absent(driver):
     assert nvml.telemetry(UUIDS[0]) == GpuState(1575, 61, 0x4, {"thermal": 11})
     assert nvml.telemetry(UUIDS[2]) == GpuState()
     assert nvml.telemetry("GPU-none") == GpuState()

@@ -1,4 +1,4 @@
-"""A claim of several GPUs runs in as many ranks, whose endings are one."""
+"""A claim of several GPUs runs in one rank per GPU; their exits make one exit."""
 
 import json
 import sys
@@ -111,7 +111,7 @@ def test_ranks_measure_and_rank_0_s_record_is_the_claim_s(two):
     two.two("""
 from pytest_aiperf.claim.sampler import Sampler
 
-choose_mode = Sampler._choose_mode  # the host of rank 1 is a slow one
+choose_mode = Sampler._choose_mode  # rank 1 has a slow host
 Sampler._choose_mode = lambda *args: choose_mode(*args) + 0.2 * RANK
 
 def spending(call, microseconds):
@@ -131,12 +131,12 @@ def test_three(compare): compare(**sums)
     two.fake(gpus=2)
     done = two.run("--gpu", "--quick")
     done.assert_outcomes(passed=1, skipped=1)
-    found = two.results()["ch04/sum"]
-    assert (found["key"], found["verdict"]) == ("2xfake", "FASTER")
+    record = two.results()["ch04/sum"]
+    assert (record["key"], record["verdict"]) == ("2xfake", "FASTER")
     # 400 us of rank 1 against 200 us of rank 0
-    assert found["speedup"]["value"] == pytest.approx(2, rel=0.02)
+    assert record["speedup"]["value"] == pytest.approx(2, rel=0.02)
     floor = two.path / ".aiperf/latest/floor-fake-0-fake-1.json"
-    assert json.loads(floor.read_text()) == found["floor"]
+    assert json.loads(floor.read_text()) == record["floor"]
 
 
 def test_a_rank_that_cannot_leave_costs_no_deadline(two):
@@ -174,14 +174,14 @@ def test_every_rank_is_captured_by_a_tool_that_knows_ranks(two):
     assert second["figures"]["operators"] > 0, (first, second)
 
 
-def test_a_tool_that_looks_at_one_process_leaves_ranks_alone(two):
+def test_a_tool_for_one_process_skips_ranks(two):
     two.two("@in_two\ndef test_sum(compare): compare(**sums)\n")
     done = two.run("--profile=proton", "-rs")
     done.assert_outcomes(skipped=1)
     done.stdout.fnmatch_lines(["*proton profiles one process, try nsys, torch, hta*"])
 
 
-def test_ranks_that_wait_for_ever_meet_the_deadline(project, monkeypatch, capsys):
+def test_ranks_that_wait_forever_meet_the_deadline(project, monkeypatch, capsys):
     monkeypatch.chdir(project.path)
     code = """
 import subprocess, time
@@ -189,31 +189,38 @@ print("so far", subprocess.Popen(["sleep", "600"], start_new_session=True) and "
 time.sleep(600)
 """
     monkeypatch.setattr(torchrun, "command", lambda *_: (sys.executable, "-c", code))
-    found = torchrun.run(torchrun.RankJob(str(project.path), BLANK), 2, (), 1.0, {})
-    assert found.message.startswith("exceeded its deadline of 1 s")
-    assert found.result.outcome is Outcome.ERROR
+    combined = torchrun.run(torchrun.RankJob(str(project.path), BLANK), 2, (), 1.0, {})
+    assert combined.message.startswith("exceeded its deadline of 1 s")
+    assert combined.result.outcome is Outcome.ERROR
     assert "so far" in capsys.readouterr().out
     assert not project.processes()
 
 
-# what becomes of several endings
+# how exits are combined
 
-TOLD = replace(BLANK, outcome=Outcome.PASSED)
+MEASURED = replace(BLANK, outcome=Outcome.PASSED)
 SLOWER = replace(BLANK, outcome=Outcome.FAILED, verdict=Verdict.SLOWER, message="SLOWER: 0.5x")
 
 
-def an_end(status="exited", code=1):
+def launcher_exit(status="exited", code=1):
     return isolation.ProcessExit((), status, code, 1.0, 0, 30.0)
 
 
 @pytest.mark.parametrize(
-    ("endings", "ended", "why"),
+    ("exits", "launcher", "message"),
     [
-        ([torchrun.RankExit(TOLD), torchrun.RankExit(TOLD)], an_end(code=0), ""),
-        ([torchrun.RankExit(SLOWER, SLOWER.message, is_cause=True)] * 2, an_end(), "SLOWER: 0.5x"),
+        ([torchrun.RankExit(MEASURED), torchrun.RankExit(MEASURED)], launcher_exit(code=0), ""),
         (
-            [torchrun.RankExit(TOLD), torchrun.RankExit(message="wrong", is_cause=True, at_s=2.0)],
-            an_end(),
+            [torchrun.RankExit(SLOWER, SLOWER.message, is_cause=True)] * 2,
+            launcher_exit(),
+            "SLOWER: 0.5x",
+        ),
+        (
+            [
+                torchrun.RankExit(MEASURED),
+                torchrun.RankExit(message="wrong", is_cause=True, at_s=2.0),
+            ],
+            launcher_exit(),
             "rank 1: wrong",
         ),
         (
@@ -221,12 +228,12 @@ def an_end(status="exited", code=1):
                 torchrun.RankExit(message="b", is_cause=True, at_s=3.0),
                 torchrun.RankExit(message="a", is_cause=True, at_s=2.0),
             ],
-            an_end(),
+            launcher_exit(),
             "rank 1: a",
         ),
         (
             [torchrun.RankExit(message="Connection closed by peer", at_s=1.0), "lost"],
-            an_end(),
+            launcher_exit(),
             "rank 1: its process ended without a result (os._exit, or a crash?)",
         ),
         (
@@ -234,37 +241,39 @@ def an_end(status="exited", code=1):
                 torchrun.RankExit(message="Connection closed by peer", at_s=3.0),
                 torchrun.RankExit(message="e", at_s=2.0),
             ],
-            an_end(),
+            launcher_exit(),
             "rank 1: e",
         ),
         (
             [torchrun.RankExit(message="ValueError: 1", at_s=1.0), "stopped"],
-            an_end(),
+            launcher_exit(),
             "rank 0: ValueError: 1",
         ),
-        (["stopped", "stopped"], an_end("timeout"), "exceeded its deadline of 30 s"),
-        (["never", "never"], an_end(), "ended with exit code 1 without a result"),
+        (["stopped", "stopped"], launcher_exit("timeout"), "exceeded its deadline of 30 s"),
+        (["never", "never"], launcher_exit(), "ended with exit code 1 without a result"),
     ],
 )
-def test_the_first_rank_that_cannot_go_on_says_why(tmp_path, endings, ended, why):
-    told = torchrun.RankJob(str(tmp_path), BLANK)
-    for rank, ending in enumerate(endings):
-        if isinstance(ending, torchrun.RankExit):
-            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
-        if ending != "never":
-            trace = "Current thread" if ending == "stopped" else ""
+def test_the_first_rank_that_fails_gives_the_message(tmp_path, exits, launcher, message):
+    job = torchrun.RankJob(str(tmp_path), BLANK)
+    for rank, rank_exit in enumerate(exits):
+        if isinstance(rank_exit, torchrun.RankExit):
+            (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(rank_exit)))
+        if rank_exit != "never":
+            trace = "Current thread" if rank_exit == "stopped" else ""
             (tmp_path / f"rank-{rank}.trace").write_text(trace)
-    found = torchrun._combine_exits(told, len(endings), ended)
-    assert found.message.startswith(why)
-    assert bool(found.message) == bool(why)
-    assert found.result is not None
-    assert found.result.message == found.message
+    combined = torchrun._combine_exits(job, len(exits), launcher)
+    assert combined.message.startswith(message)
+    assert bool(combined.message) == bool(message)
+    assert combined.result is not None
+    assert combined.result.message == combined.message
 
 
 def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
     for rank in (0, 1):
-        ending = torchrun.RankExit(message="no such library", is_cause=True, skipped=True)
-        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(ending)))
-    found = torchrun._combine_exits(torchrun.RankJob(str(tmp_path), BLANK), 2, an_end(code=0))
-    assert found.skipped
-    assert found.message == "no such library"
+        rank_exit = torchrun.RankExit(message="no such library", is_cause=True, skipped=True)
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(rank_exit)))
+    combined = torchrun._combine_exits(
+        torchrun.RankJob(str(tmp_path), BLANK), 2, launcher_exit(code=0)
+    )
+    assert combined.skipped
+    assert combined.message == "no such library"
