@@ -68,7 +68,7 @@ class _NoLock:
     exclusive_gpu: object = contextlib.nullcontext
     exclusive_host: object = contextlib.nullcontext
     shared: object = contextlib.nullcontext
-    waited: float = 0.0
+    waited_s: float = 0.0
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def test_flags(flag):
 )
 def test_values_of_the_environment(devices, environ):
     with suppress(UsageError):
-        selected = nvml._chosen(devices, UUIDS)
+        selected = nvml._select(devices, UUIDS)
         assert len(set(selected)) == len(selected)
         assert set(selected) <= set(UUIDS)
     problem = validity.environment_problem(environ)
