@@ -19,70 +19,35 @@ PROFILE_TAKEN = (
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add all options but --profile."""
     _refuse_taken_profile(pluginmanager)
-    group = parser.getgroup("aiperf", "GPU optimizations as benchmark tests")
-    group.addoption("--gpu", action="store_true", help="measure the selected claims on the GPU")
-    group.addoption("--cpu", action="store_true", help="measure the host claims on this machine")
-    group.addoption(
-        "--quick",
-        action="store_true",
-        help="fewer replicates, wider intervals, no second attempt after a failure",
-    )
-    group.addoption(
-        "--update-expectations",
-        action="store_true",
-        help="measure, then write the results into expectations.yaml and the results folder",
-    )
-    group.addoption(
-        "--budget",
-        type=_seconds,
-        metavar="TIME",
-        help="start no further claim after this time (90, 90s, 20m, 2h) and list the rest",
-    )
-    group.addoption(
-        "--shard",
-        type=_shard,
-        metavar="I/N",
-        help="measure only the I-th of N shards, which take about the same time",
-    )
-    group.addoption(
-        "--aiperf-report",
-        metavar="DIR",
-        help="also write the results there as an HTML page and as Markdown",
-    )
-    group.addoption(
-        "--reproducible",
-        action="store_true",
-        help="use fixed seeds and deterministic algorithms: the same inputs in every run",
-    )
-    group.addoption(
-        "--profile-calls",
-        dest="aiperf_profile_calls",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="calls that --profile captures (default: %(default)s)",
-    )
-    parser.addini("aiperf_expectations", "the expectations file", default="expectations.yaml")
-    parser.addini("aiperf_results", "the folder of accepted results", default="results")
-    parser.addini(
-        "aiperf_kernels",
-        "folders in which nvcc() looks, besides the folder of the test",
-        type="args",
-        default=["kernels"],
-    )
-    parser.addini(
-        "aiperf_folder_markers",
-        "folders whose name becomes a marker of the tests below them",
-        type="args",
-        default=[],
-    )
-    parser.addini(
-        "aiperf_interpret",
-        "check Triton kernels in its interpreter on machines with a GPU, too",
-        type="bool",
-        default=False,
-    )
-    parser.addini("aiperf_deadline", "seconds that one claim may work", default="300")
+    option = parser.getgroup("aiperf", "GPU optimizations as benchmark tests").addoption
+    option("--gpu", action="store_true", help="measure the selected claims on the GPU")
+    option("--cpu", action="store_true", help="measure the host claims on this machine")
+    text = "fewer replicates, wider intervals, no second attempt after a failure"
+    option("--quick", action="store_true", help=text)
+    text = "measure, then write the results into expectations.yaml and the results folder"
+    option("--update-expectations", action="store_true", help=text)
+    text = "start no further claim after this time (90, 90s, 20m, 2h) and list the rest"
+    option("--budget", type=_seconds, metavar="TIME", help=text)
+    text = "measure only the I-th of N shards, which take about the same time"
+    option("--shard", type=_shard, metavar="I/N", help=text)
+    text = "also write the results there as an HTML page and as Markdown"
+    option("--aiperf-report", metavar="DIR", help=text)
+    text = "use fixed seeds and deterministic algorithms: the same inputs in every run"
+    option("--reproducible", action="store_true", help=text)
+    text = "calls that --profile captures (default: %(default)s)"
+    calls = "aiperf_profile_calls"
+    option("--profile-calls", dest=calls, type=_count, default=1, metavar="N", help=text)
+
+    ini = parser.addini
+    ini("aiperf_expectations", "the expectations file", default="expectations.yaml")
+    ini("aiperf_results", "the folder of accepted results", default="results")
+    text = "folders in which nvcc() looks, besides the folder of the test"
+    ini("aiperf_kernels", text, type="args", default=["kernels"])
+    text = "folders whose name becomes a marker of the tests below them"
+    ini("aiperf_folder_markers", text, type="args", default=[])
+    text = "check Triton kernels in its interpreter on machines with a GPU, too"
+    ini("aiperf_interpret", text, type="bool", default=False)
+    ini("aiperf_deadline", "seconds that one claim may work", default="300")
 
 
 def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:
