@@ -1,4 +1,4 @@
-"""The nouns of the house: frozen dataclasses that are the JSON schema."""
+"""The nouns of the package: frozen dataclasses, which are also the JSON schema of records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar, cast
 
 SCHEMA: Final = 2
-"""Version of a result record. A newer one is refused, an older one is upgraded when it is read."""
+"""Version of a result record. A newer one is refused; an older one is upgraded when read."""
 
 T = TypeVar("T")
 
-# The words of compare(); a test compares them with the enums.
+# Values that compare() takes as strings, for type checkers; a test compares them with the enums.
 MetricName = Literal["device", "wall", "memory", "score"]
 AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
 CacheName = Literal["cold", "warm"]
@@ -21,7 +21,7 @@ PrecisionName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e5m2", "fp8
 
 
 class Metric(StrEnum):
-    """What a claim claims."""
+    """Figure that a claim is judged on: GPU time, wall time, peak bytes or a score."""
 
     DEVICE = "device"
     WALL = "wall"
@@ -39,7 +39,7 @@ class Mode(StrEnum):
 
 
 class Against(StrEnum):
-    """What the baseline is."""
+    """Kind of baseline."""
 
     IDIOMATIC = "idiomatic"
     LIBRARY = "library"
@@ -48,7 +48,7 @@ class Against(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What the interval of a comparison says."""
+    """What an interval shows, given the noise floor."""
 
     FASTER = "FASTER"
     SLOWER = "SLOWER"
@@ -68,11 +68,12 @@ class Outcome(StrEnum):
 
 
 ARMS: Final = ("baseline", "optimized", "library")
+"""The implementations that a claim compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least work of one call: turns a time into a rate and a share of the limit."""
+    """The minimal work of one call: turns a time into a rate and a share of a limit."""
 
     read: float = 0.0
     """Bytes that a call must read from device memory: each input once."""
@@ -91,20 +92,26 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A figure that an arm returns where time is not the point, with its unit."""
+    """A figure that an arm returns and that is not a time."""
 
     value: float
+    """The figure; more than 0."""
     unit: str
+    """Unit of the figure."""
     better: Literal["higher", "lower"] = "higher"
+    """Whether higher or lower values are better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What an inputs function may know: where to allocate, which seed, full size or check size."""
+    """What an ``inputs`` function gets."""
 
     device: str
+    """Where to allocate: "cuda" or "cpu"."""
     seed: int
+    """Seed of the values; the generators of random, numpy and torch are seeded with it."""
     full: bool
+    """Whether the claim is measured, at full size."""
 
     def size(self, full: int, *, check: int) -> int:
         """Return ``full`` when the claim is timed and ``check`` when it is only checked."""
@@ -113,25 +120,36 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a GPU is. Readable without initialising CUDA."""
+    """Properties of a GPU, readable without initialising CUDA."""
 
     name: str
+    """Product name."""
     key: str
+    """Short name that keys results and expectations, such as "h200"."""
     uuid: str
+    """Unique id, as NVML gives it."""
     arch: str
+    """Compute capability, such as "sm90"."""
     sms: int
+    """Number of SMs."""
     l2_bytes: int
+    """Size of the L2 cache."""
     memory_bytes: int
+    """Size of the device memory."""
     driver: str
+    """Version of the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A figure between its confidence limits."""
+    """A figure and its confidence interval."""
 
     low: float
+    """Lower end."""
     value: float
+    """Estimate."""
     high: float
+    """Upper end."""
 
     def __str__(self) -> str:
         return f"{self.value:.3f}x [{self.low:.3f}, {self.high:.3f}]"
@@ -139,64 +157,84 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """What the machine says of itself at one moment; a figure it cannot read is None."""
+    """Telemetry of a GPU at one moment; None where it cannot be read."""
 
     sm_mhz: int | None = None
+    """SM clock."""
     temperature_c: int | None = None
+    """Temperature of the GPU."""
     event_reasons: int | None = None
+    """NVML's bit mask of clock event reasons."""
     violations: Mapping[str, int] = field(default_factory=dict)
+    """Violation counters by name: they grow while the GPU is throttled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One mirrored order of blocks: each arm's blocks in the order in which they ran.
-
-    ``seconds`` maps an arm to the seconds of one call in each of its blocks (in score and
-    memory metrics, to the figure of each block).
-    """
+    """Blocks of all arms in mirrored order."""
 
     order: str
+    """Initials of the arms in the order of their blocks, such as "OBBO"."""
     seconds: Mapping[str, tuple[float, ...]]
+    """Seconds per call of each arm's blocks; for memory and scores the figure."""
     sm_mhz: int | None = None
+    """SM clock after the round."""
     event_reasons: int | None = None
+    """Clock event reasons after the round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Fresh allocations and a fresh seed: the unit of inference."""
+    """Rounds on fresh allocations and inputs: the unit of inference."""
 
     seed: int
+    """Seed of the inputs."""
     rounds: tuple[Round, ...]
+    """The undisturbed rounds."""
     redone: int = 0
+    """Disturbed rounds that were repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """How far one arm's result is from the oracle at its worst element."""
+    """An arm's largest error against the reference."""
 
     arm: str
+    """Name of the arm."""
     output: str
+    """Path of the output tensor."""
     index: tuple[int, ...]
+    """Index of the element."""
     got: float
+    """The arm's value."""
     want: float
+    """The reference's value."""
     error: float
+    """Relative error."""
     allowed: float
+    """Largest error that is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """What the compiler said of one kernel in one build."""
+    """The compiler's figures of one kernel in one build."""
 
     source: str
+    """Source file."""
     arch: str
+    """Architecture of the build."""
     function: str
+    """Demangled name."""
     registers: int
+    """Registers per thread."""
     spill_bytes: int
+    """Bytes of spill stores and loads per thread."""
     shared_bytes: int
+    """Static shared memory per block."""
 
 
 class EvidenceKind(StrEnum):
-    """What a piece of evidence is about."""
+    """What a piece of evidence measures."""
 
     OPCODE = "opcode"
     REGISTERS = "registers"
@@ -210,69 +248,88 @@ class EvidenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A figure that the optimized arm's mechanism entails, and the bounds that it lies within.
-
-    ``of`` names the opcode or the ncu metric; ``kernel`` is part of the names of the kernels
-    that it is about (all, when empty); ``per`` makes the figure a ratio to the baseline's, or to
-    the bytes of ``work``.
-    """
+    """A figure that the optimized arm's mechanism entails, and its bounds."""
 
     kind: EvidenceKind
+    """What is measured."""
     of: str = ""
+    """Name of the opcode or of the ncu metric."""
     kernel: str = ""
+    """Part of the kernels' names; all kernels if empty."""
     min: float | None = None
+    """Lower bound."""
     max: float | None = None
+    """Upper bound."""
     per: Literal["", "baseline", "work"] = ""
+    """Divides the figure by the baseline's, or by the bytes of ``work``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a piece of evidence; ``value`` None when this run could not look at it."""
+    """A piece of evidence in one run."""
 
     evidence: Evidence
+    """The piece."""
     value: float | None = None
+    """The figure; None if this run could not measure it."""
     held: bool = True
+    """Whether the figure lies within the bounds."""
     where: str = ""
+    """Kernel or arm that the figure is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How close an arm is to what this GPU can do: the ceiling that binds it, in its unit."""
+    """How close an arm comes to the ceiling that bounds it."""
 
     ceiling: str
+    """Name of the ceiling."""
     rate: float
+    """The arm's rate."""
     limit: float
+    """The ceiling."""
     unit: str
+    """Unit of both."""
     share: float
+    """Rate divided by the ceiling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one call of an arm did on the GPU: launches by the host, work items, seconds.
-
-    ``span`` goes from the first item's start to the last one's end, ``busy`` is the part of it
-    in which anything ran; ``names`` are the kernels, the longest-running first.
-    """
+    """What one call of an arm did on the GPU."""
 
     launches: int
+    """Launches by the host."""
     kernels: int
+    """Kernels that ran."""
     copies: int
+    """Copies and memsets."""
     busy: float
+    """Seconds in which anything ran."""
     span: float
+    """Seconds from the first start to the last end."""
     names: tuple[str, ...] = ()
+    """Names of the kernels, the longest-running first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One arm under one profiler: its artefact and the figures read from it."""
+    """One arm under one profiler."""
 
     tool: str
+    """Name of the profiler."""
     arm: str
+    """Name of the arm."""
     artefact: str
+    """Path of the file that the profiler wrote."""
     figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures read from it."""
     units: Mapping[str, str] = field(default_factory=dict)
+    """Their units."""
     kernels: tuple[str, ...] = ()
+    """Names of the kernels."""
     notes: tuple[str, ...] = ()
+    """Remarks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,49 +363,72 @@ def _digest(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Everything measured for one comparison, raw."""
+    """All samples of one metric, raw."""
 
     metric: Metric
+    """Figure that was measured."""
     mode: Mode
+    """How blocks were timed."""
     calls: int
+    """Calls per block."""
     cache: str
+    """State of the L2 cache: "cold" or "warm"."""
     sets: int
+    """Input sets that the calls rotate through."""
     replicates: tuple[Replicate, ...]
+    """The samples."""
     unit: str = "s"
+    """Unit of the samples."""
     better: Literal["higher", "lower"] = "lower"
+    """Whether higher or lower values are better."""
     stopped: str = ""
+    """Why sampling stopped: "width", "seconds" or "replicates"."""
     notes: tuple[str, ...] = ()
+    """Remarks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """What a human asks of a claim everywhere: the tool never writes it."""
+    """Bounds that a human sets in expectations.yaml for all GPUs; the tool never writes them."""
 
     speedup: float | None = None
+    """Least lower end of the speedup."""
     library: float | None = None
+    """Least lower end of the speedup over the library."""
     share: float | None = None
+    """Least share of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What was measured of a claim on one kind of GPU."""
+    """Figures recorded for a claim on one kind of GPU."""
 
     speedup: tuple[float, float, float]
+    """Low, value and high."""
     runs: int
+    """Number of runs."""
     code: str
+    """Hash of the source code."""
     stack: str
+    """Versions of the software."""
     recorded: str
+    """Date."""
     share: float | None = None
+    """Share of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What expectations.yaml says of a claim on this GPU; ``stale`` when the code changed since."""
+    """Entry of expectations.yaml for a claim on this GPU."""
 
     require: Require = field(default_factory=Require)
+    """Bounds set by a human."""
     recorded: Recorded | None = None
+    """Recorded figures."""
     key: str | None = None
+    """GPU or architecture that they are recorded for."""
     stale: bool = False
+    """Whether the code has changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,46 +436,81 @@ class Result:
     """One claim's record."""
 
     claim: str
+    """Id of the claim."""
     nodeid: str
+    """pytest's id of the test."""
     title: str
+    """First line of the test file's docstring."""
     outcome: Outcome
+    """How the claim ended."""
     key: str
+    """Kind of GPU, or "cpu"."""
     run: str
+    """Id of the run."""
     started: str
+    """Time of the start, ISO 8601."""
     seed: int
+    """Seed of the inputs and of the order of blocks."""
     message: str = ""
+    """Why it ended so, in one line."""
     host: bool = False
+    """Whether it is a host claim."""
     against: Against = Against.IDIOMATIC
+    """Kind of baseline."""
     verdict: Verdict | None = None
+    """Verdict on the speedup."""
     speedup: Interval | None = None
+    """Speedup of the optimized arm over the baseline."""
     library: Interval | None = None
+    """Speedup of the optimized arm over the library."""
     floor: float = 0.0
+    """The session's noise floor; 0 if the metric is not a time."""
     timing: Timing | None = None
+    """Samples of the judged metric."""
     also: tuple[Timing, ...] = ()
+    """Samples of the other metrics."""
     work: Work | None = None
+    """Work of one call."""
     agreement: tuple[Error, ...] = ()
+    """Largest error of each arm."""
     kernels: tuple[KernelRecord, ...] = ()
+    """Kernels of the CUDA builds."""
     evidence: tuple[Finding, ...] = ()
+    """Findings of the evidence."""
     limits: Mapping[str, Limit] = field(default_factory=dict)
+    """Limit of each arm."""
     traces: Mapping[str, Trace] = field(default_factory=dict)
+    """Trace of one call of each arm."""
     diagnosis: Mapping[str, str] = field(default_factory=dict)
+    """What bounds each arm, in words."""
     profiles: tuple[Profile, ...] = ()
+    """Profiles of the arms."""
     notes: tuple[str, ...] = ()
+    """Remarks."""
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    """Lines of source code of each arm."""
     expectation: Expectation | None = None
+    """Expectation that it was judged by."""
     code: str = ""
+    """Hash of the source code."""
     gpu: Gpu | None = None
+    """GPU that it ran on."""
     stack: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the software."""
     seconds: float = 0.0
+    """Duration without waiting for locks."""
     attempts: int = 1
+    """Number of the attempt that this is."""
     quick: bool = False
+    """Whether --quick was given."""
     rung_index: int = 0
     """Position among the rungs of its ladder, in the order of the test's parameters."""
     schema: int = SCHEMA
+    """Version of the record."""
 
 
 class Prepared:
-    """An arm that sets up outside the clock; made by :func:`prepared`."""
+    """An arm with an untimed setup; made by :func:`prepared`."""
 
     __slots__ = ("make",)
 
@@ -406,10 +521,10 @@ class Prepared:
 def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
     """Wrap an arm that must set up first (capture a graph, quantise weights, fill a cache).
 
-    ``make(*inputs)`` runs outside the clock for each input set and returns the callable that is
-    timed, called with the same inputs. Afterwards every input that is not :func:`static` is
-    overwritten in place with fresh values, so work done while preparing gives a wrong answer.
-    Callables for many input sets stand ready at the same time: what one needs belongs to it alone.
+    ``make(*inputs)`` runs untimed for each input set and returns the callable to time, which is
+    called with the same inputs. In between every input that is not :func:`static` is overwritten
+    in place with fresh values, so that work done while preparing gives a wrong result. Callables
+    for many input sets exist at the same time, so they must not share buffers.
     """
     return Prepared(make)
 
@@ -426,6 +541,6 @@ class Static:
 def static(value: T) -> T:
     """Mark an input (weights, tables) that an arm may consume while it prepares.
 
-    Arms receive the bare value; the harness does not overwrite it after preparation.
+    Arms receive the value itself; it is not overwritten after preparation.
     """
     return cast("T", Static(value))

@@ -1,10 +1,12 @@
-"""The nouns are the JSON schema: they survive the journey, and nothing else gets in."""
+"""The dataclasses of the model are the JSON schema of records."""
 
 import json
+from typing import get_args
 
 import pytest
 
-from pytest_aiperf.model import Result
+from pytest_aiperf.claim.correctness import ERROR_BUDGETS
+from pytest_aiperf.model import Against, AgainstName, Metric, MetricName, PrecisionName, Result
 from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result, timing
 
@@ -30,3 +32,11 @@ def test_a_result_survives_strict_json():
 def test_what_does_not_fit_is_named(change, says):
     with pytest.raises(ValueError, match=says):
         from_json(Result, {**to_json(result()), **change})
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [(MetricName, Metric), (AgainstName, Against), (PrecisionName, ERROR_BUDGETS)],
+)
+def test_type_checkers_and_compare_know_the_same_words(words, known):
+    assert get_args(words) == tuple(known)
