@@ -6,8 +6,9 @@ import json
 import os
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,15 @@ from pytest_aiperf.rules.stats import covered
 
 MAX_NAMES: Final = 16
 """Kernel names in a trace: those of the longest total time, so that records stay small."""
+
+
+_DIRECTIONS: Final = {
+    "HtoD": "host to device",
+    "DtoH": "device to host",
+    "DtoD": "device to device",
+    "PtoP": "peer to peer",
+}
+"""Kinds of copies by the part of their names in a trace."""
 
 
 def trace(call: Callable[[], object], device: Any) -> Trace | None:
@@ -45,23 +55,98 @@ def trace(call: Callable[[], object], device: Any) -> Trace | None:
     return read(content["traceEvents"])
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> Trace | None:
-    """Sum up the events of a Chrome trace, whose times are in microseconds."""
-    items = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if not items:
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A complete event of a Chrome trace; times are seconds after the trace's first event."""
+
+    category: str
+    name: str
+    start: float
+    end: float
+    thread: tuple[object, object]
+    """Process and thread."""
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Work on the GPU; times are in seconds."""
+
+    kind: str
+    """"kernel", "graph", "memset", or the direction of a copy such as "host to device"."""
+    name: str
+    start: float
+    end: float
+    correlation: int
+    """Id of the host's API call that caused it; a graph's kernels have the graph launch's."""
+    bytes: int = 0
+
+    @property
+    def is_copy(self) -> bool:
+        return self.kind not in ("kernel", "graph", "memset")
+
+
+def events(content: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """Read the complete events of a Chrome trace, whose times are in microseconds."""
+    complete = [e for e in content if e.get("ph") == "X" and "cat" in e]
+    # as floats, seconds since boot would be too coarse for the length of a kernel
+    first = min((float(e["ts"]) for e in complete), default=0.0)
+    return [
+        Event(
+            e["cat"],
+            e.get("name", ""),
+            (start := float(e["ts"]) - first) * 1e-6,
+            (start + float(e.get("dur", 0))) * 1e-6,
+            (e.get("pid"), e.get("tid")),
+            e.get("args", {}),
+        )
+        for e in complete
+    ]
+
+
+def activities(events: Iterable[Event]) -> list[Activity]:
+    """Return the GPU's work among the events of a trace."""
+    work = []
+    for number, event in enumerate(events):
+        if event.category == "gpu_memcpy":  # "Memcpy HtoD (Pinned -> Device)"
+            kind = _DIRECTIONS.get(event.name[7:11], "other copy")
+        elif event.category in ("kernel", "gpu_memset"):
+            kind = event.category.removeprefix("gpu_")
+        else:
+            continue
+        cause = event.args.get("correlation", ~number)
+        size = event.args.get("bytes", 0)
+        work.append(Activity(kind, event.name, event.start, event.end, cause, size))
+    return work
+
+
+def launches(activities: Iterable[Activity]) -> int:
+    """Count the host's API calls that put work on the GPU: kernels, graphs, copies, memsets."""
+    return len({activity.correlation for activity in activities})
+
+
+def kernel_seconds(activities: Iterable[Activity]) -> dict[str, float]:
+    """Add up the time of each kernel name; the longest comes first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for activity in activities:
+        if activity.kind == "kernel":
+            seconds[activity.name] += activity.end - activity.start
+    # rounded: equal times that differ in their last bits keep their order
+    return dict(sorted(seconds.items(), key=lambda item: -round(item[1], 12)))
+
+
+def busy_and_span(activities: Collection[Activity]) -> tuple[float, float]:
+    """Return the seconds in which anything ran, and those from the first start to the last end."""
+    busy = covered((a.start, a.end) for a in activities)  # work of several streams overlaps
+    return busy, max(a.end for a in activities) - min(a.start for a in activities)
+
+
+def read(content: Iterable[Mapping[str, Any]]) -> Trace | None:
+    """Sum up the GPU's work in a Chrome trace; None without any."""
+    work = activities(events(content))
+    if not work:
         return None
-    kernels = [e for e in items if e["cat"] == "kernel"]
-    # all work of one launch, a graph's too, has the launch's correlation id
-    launches = {e.get("args", {}).get("correlation", -i) for i, e in enumerate(items)}
-    spans = [(e["ts"], e["ts"] + e["dur"]) for e in items]
-    total_us: Counter[str] = Counter()
-    for kernel in kernels:
-        total_us[kernel["name"]] += kernel["dur"]
-    return Trace(
-        launches=len(launches),
-        kernels=len(kernels),
-        copies=len(items) - len(kernels),
-        busy=covered(spans) * 1e-6,  # work of several streams overlaps
-        span=(max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e-6,
-        names=tuple(name for name, _ in total_us.most_common(MAX_NAMES)),
-    )
+    kernels = sum(activity.kind == "kernel" for activity in work)
+    busy, span = busy_and_span(work)
+    names = tuple(kernel_seconds(work))[:MAX_NAMES]
+    return Trace(launches(work), kernels, len(work) - kernels, busy, span, names)
