@@ -1,4 +1,4 @@
-"""What a claim says of its mechanism is held: in compiled code, in counts, in counters."""
+"""Evidence is checked in compiled code, in counts of launches, and in counters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ FIGURES = {
     "baseline": {"launches": 40, "dram__bytes.sum": 800.0, "conflicts": 0, "peak memory": 100},
     "optimized": {"launches": 1, "dram__bytes.sum": 100.0, "conflicts": 3, "peak memory": 50},
 }
-SM100, ARM = "void copy<4>(float*) (k.cu, sm_100a)", "the optimized arm"
+SM100 = "void copy<4>(float*) (k.cu, sm_100a)"
+ARM = "the optimized arm"
 FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(read=40, written=40))
 
 
@@ -73,15 +74,15 @@ FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(read=40, written=40))
         evidence.peak_memory(max=0.5, per="baseline"),
     ],
 )
-def test_what_holds(piece):
-    (found,) = hold([piece], FACTS)
-    assert found.held
-    assert found.value is not None
-    assert broken([found]) == ""
+def test_evidence_holds(piece):
+    (finding,) = hold([piece], FACTS)
+    assert finding.held
+    assert finding.value is not None
+    assert broken([finding]) == ""
 
 
 @pytest.mark.parametrize(
-    ("piece", "said"),
+    ("piece", "message"),
     [
         (
             evidence.opcode("UTMALDG", "copy<4>"),
@@ -122,10 +123,10 @@ def test_what_holds(piece):
         ),
     ],
 )
-def test_what_does_not_hold_is_said_with_figure_and_bound(piece, said):
-    (found,) = hold([piece], FACTS)
-    assert not found.held
-    assert broken([found]).startswith(said)
+def test_evidence_that_fails_is_reported_with_figure_and_bound(piece, message):
+    (finding,) = hold([piece], FACTS)
+    assert not finding.held
+    assert broken([finding]).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -136,33 +137,33 @@ def test_what_does_not_hold_is_said_with_figure_and_bound(piece, said):
         evidence.counter("l1", max=1, per="baseline"),
     ],
 )
-def test_what_a_run_does_not_know_it_does_not_hold_against_anybody(piece):
-    (found,) = hold([piece], FACTS)
-    assert (found.value, found.held) == (None, True)
+def test_evidence_without_a_figure_does_not_fail(piece):
+    (finding,) = hold([piece], FACTS)
+    assert (finding.value, finding.held) == (None, True)
 
 
-def test_lower_bounds_refuse_what_is_too_much_already_and_prove_no_ratio():
+def test_a_count_that_is_a_lower_bound_can_fail_evidence_but_gives_no_ratio():
     facts = Facts(figures=FIGURES, at_least=True)
-    (few, ratio) = hold(
+    (count, ratio) = hold(
         [evidence.launches(max=0), evidence.launches(max=0.1, per="baseline")], facts
     )
-    assert "as far as the CPU can count" in broken([few])
+    assert "as far as the CPU can count" in broken([count])
     assert ratio.value is None
 
 
-def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
-    known = r"its kernels are void copy<1>\(float\*\), void copy<4>"
-    with pytest.raises(UsageError, match=f"evidence of LDG: no kernel of this claim .*{known}"):
+def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
+    kernels = r"its kernels are void copy<1>\(float\*\), void copy<4>"
+    with pytest.raises(UsageError, match=f"evidence of LDG: no kernel of this claim .*{kernels}"):
         hold([evidence.opcode("LDG", "copy<8>")], FACTS)
     with pytest.raises(UsageError, match=r"evidence of spills: no kernel of k\.cu for sm_100a has"):
-        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if kept it out
-    # of a kernel that only a GPU's compiler would make nothing is said
-    (found,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
-    assert found.value is None
+        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if excludes it on sm_100a
+    # no error for a kernel that may be compiled only on a GPU
+    (finding,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
+    assert finding.value is None
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: evidence.counter("dram__bytes.sum"),
@@ -178,8 +179,8 @@ def test_a_kernel_that_is_not_there_is_a_mistake_of_the_author():
         ),
     ],
 )
-def test_what_an_author_may_write_wrong(make, said):
-    with pytest.raises(UsageError, match=said):
+def test_wrong_arguments_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
         make()
 
 
@@ -191,13 +192,13 @@ def test_findings_are_part_of_the_record():
 # SASS
 
 
-def test_opcodes_and_resources_are_read_from_what_the_disassembler_prints():
+def test_opcodes_and_resources_are_parsed_from_the_disassembly():
     (code,) = sass.parse(SASS).values()
     assert code.opcodes == {"LDC": 1, "LDG.E.128": 1, "UIADD3": 1, "LDG.E.128.CONSTANT": 1}
     assert (code.registers, code.stack, code.shared) == (26, 16, 1024)
 
 
-def a_tool(folder: Path, lines: str) -> Path:
+def write_tool(folder: Path, lines: str) -> Path:
     folder.mkdir()
     tool = folder / "cuobjdump"
     tool.write_text(f"#!/bin/sh\n{lines}\n")
@@ -206,41 +207,44 @@ def a_tool(folder: Path, lines: str) -> Path:
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """Find no disassembler but the one beside the compiler."""
+def only_beside_nvcc(monkeypatch):
+    """Hide all disassemblers except the one next to the compiler."""
     monkeypatch.setattr(sass, "find_spec", lambda _: None)
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
 
 
-def test_the_code_of_a_binary_is_looked_at_once(tmp_path):
+def test_a_binary_is_disassembled_once(tmp_path):
     code, file = sass.parse(SASS), tmp_path / "new/sass.json"
     assert sass.cached(file, lambda: code) == code
-    assert sass.cached(file, lambda: pytest.fail("looked again")) == code
-    file.write_text('{"copy": {"LDG.E": 1}}')  # as an older version kept it
+    assert sass.cached(file, lambda: pytest.fail("disassembled again")) == code
+    file.write_text('{"copy": {"LDG.E": 1}}')  # the format of an older version
     assert sass.cached(file, lambda: code) == sass.cached(file, dict) == code
-    assert sass.cached(Path("/dev/null/x/sass.json"), lambda: code) == code  # nothing can be kept
+    unwritable = Path("/dev/null/x/sass.json")
+    assert sass.cached(unwritable, lambda: code) == code
 
 
-def test_an_old_disassembler_gives_way_to_one_that_knows_the_architecture(tmp_path, alone):
-    old = a_tool(tmp_path / "old", "echo 'cuobjdump fatal: unknown arch' >&2; exit 1")
+def test_an_error_of_the_disassembler_is_reported(tmp_path, only_beside_nvcc):
+    failing = write_tool(tmp_path / "failing", "echo 'cuobjdump fatal: unknown arch' >&2; exit 1")
     (tmp_path / "sass.txt").write_text(SASS)
-    new = a_tool(tmp_path / "new", f'while read l; do echo "$l"; done < {tmp_path}/sass.txt')
+    working = write_tool(
+        tmp_path / "working", f'while read l; do echo "$l"; done < {tmp_path}/sass.txt'
+    )
     with pytest.raises(BuildError, match=r"unknown arch.*pytest-aiperf\[sass\]"):
-        sass.disassemble(Path("x.so"), nvcc=str(old))
-    assert sass.disassemble(Path("x.so"), ["void copy<4>(float*)"], str(new))
+        sass.disassemble(Path("x.so"), nvcc=str(failing))
+    assert sass.disassemble(Path("x.so"), ["void copy<4>(float*)"], str(working))
     with pytest.raises(BuildError, match="prints no code of void other"):
-        sass.disassemble(Path("x.so"), ["void other"], str(new))
+        sass.disassemble(Path("x.so"), ["void other"], str(working))
 
 
-@pytest.mark.parametrize("printed", ["", "Function : f"])
-def test_no_code_is_no_absence_of_opcodes(tmp_path, alone, printed):
-    empty = a_tool(tmp_path / "empty", f"echo '{printed}'")
+@pytest.mark.parametrize("output", ["", "Function : f"])
+def test_an_empty_disassembly_is_an_error(tmp_path, only_beside_nvcc, output):
+    empty = write_tool(tmp_path / "empty", f"echo '{output}'")
     with pytest.raises(BuildError, match="prints no code"):
         sass.disassemble(Path("x.so"), nvcc=str(empty))
 
 
-def test_without_a_disassembler_it_says_what_to_install(tmp_path, alone):
+def test_without_a_disassembler_the_error_names_the_package(tmp_path, only_beside_nvcc):
     with pytest.raises(
         BuildError, match=r"there is no cuobjdump; pip install 'pytest-aiperf\[sass"
     ):
@@ -259,17 +263,17 @@ extern "C" int wide(const float *from, float *to, int n, cudaStream_t stream) {
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm103", "sm121"])
-def test_the_code_of_every_architecture_is_read_and_kept(tmp_path, monkeypatch, arch):
+def test_opcodes_of_every_architecture_are_counted_and_cached(tmp_path, monkeypatch, arch):
     (tmp_path / "wide.cu").write_text(CU)
-    made = nvcc.build(tmp_path / "wide.cu", arch)
-    ((name, opcodes),) = nvcc.opcode_counts(made).items()
+    built = nvcc.build(tmp_path / "wide.cu", arch)
+    ((name, opcodes),) = nvcc.opcode_counts(built).items()
     assert name == "void copy<4>(float4 const*, float4*)"
     assert opcodes["LDG.E.128"] == 4
     monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("disassembled again"))
-    assert nvcc.opcode_counts(made) == {name: opcodes}
+    assert nvcc.opcode_counts(built) == {name: opcodes}
 
 
-# transcripts: what is planted turns a claim red, without a GPU
+# whole runs: a fault fails its claim without a GPU
 
 SPILL = """
 __global__ void __launch_bounds__(1024, 2) crowded(const float *from, float *to, int n) {
@@ -286,7 +290,7 @@ extern "C" int crowd(const float *from, float *to, int n, cudaStream_t stream) {
 """
 
 
-def test_a_planted_opcode_or_spill_turns_a_claim_red_without_a_gpu(project):
+def test_wrong_opcodes_spills_and_registers_fail_claims_without_a_gpu(project):
     project.write("kernels/wide.cu", CU)
     project.write("kernels/spill.cu", SPILL)
     project.tests(
@@ -318,11 +322,12 @@ def test_registers(compare, nvcc):
     claim(compare, nvcc("spill.cu")["crowd"], evidence.registers(max=16, kernel="crowded"))
 """
     )
-    done = project.run()
-    done.stdout.fnmatch_lines(
+    run = project.run()
+    kernels = "its kernels are void copy<4>(float4 const[*], *"
+    run.stdout.fnmatch_lines(
         [
             "*kernels/wide.cu for sm_90a has 0 UTMALDG; the claim states at least 1",
-            "*no kernel of this claim has * in its name; its kernels are void copy<4>(float4 const[*], *",
+            f"*no kernel of this claim has * in its name; {kernels}",
             "*crowded(*) (kernels/spill.cu, sm_90a) has * bytes of spills per thread; *",
             "*crowded(*) (kernels/spill.cu, sm_90a) has 32 registers per thread; *at most 16*",
             "*4 failed, 1 built*",
@@ -330,7 +335,7 @@ def test_registers(compare, nvcc):
     )
 
 
-def test_a_planted_launch_or_graph_break_turns_a_claim_red_without_a_gpu(project):
+def test_an_extra_launch_or_graph_break_fails_a_claim_without_a_gpu(project):
     project.tests(
         """
 import torch
@@ -349,7 +354,7 @@ def test_once(compare):
 def test_twice(compare):
     claim(compare, lambda x: (x * -1).add_(0), evidence.launches(max=1))
 
-def test_of_a_compiled_arm_the_cpu_counts_nothing(compare):
+def test_kernels_of_a_compiled_arm_are_not_counted(compare):
     claim(compare, torch.compile(lambda x: (x * -1).add_(0)), evidence.kernels(max=1))
 
 def test_whole(compare):
@@ -363,12 +368,12 @@ def test_broken(compare):
     claim(compare, torch.compile(neg), evidence.graph_breaks())
 """
     )
-    done = project.run()
-    done.assert_outcomes(passed=3, failed=2)
-    counted = "the optimized arm, as far as the CPU can count, has 2 launches per call"
-    done.stdout.fnmatch_lines(
+    run = project.run()
+    run.assert_outcomes(passed=3, failed=2)
+    count = "the optimized arm, as far as the CPU can count, has 2 launches per call"
+    run.stdout.fnmatch_lines(
         [
-            f"*{counted}; the claim states at most 1",
+            f"*{count}; the claim states at most 1",
             "*the optimized arm has 1 graph breaks; the claim states at most 0",
         ]
     )
@@ -379,19 +384,19 @@ import torch, triton
 import triton.language as tl
 
 @triton.jit
-def doubled(x, out, n, TILE: tl.constexpr):
+def double_tile(x, out, n, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
 def double(x, times=1):
     out = torch.empty_like(x)
     for _ in range(times):
-        doubled[(1,)](x, out, x.numel(), TILE=1024)
+        double_tile[(1,)](x, out, x.numel(), TILE=1024)
     return out
 """
 
 
-def test_triton_kernels_are_counted_and_compiled_for_a_gpu_that_is_not_here(project):
+def test_triton_kernels_are_counted_and_compiled_without_a_gpu(project):
     project.write("own.py", TRITON)
     project.tests(
         """
@@ -406,18 +411,18 @@ def test_once(compare):
     claim(compare, 1, evidence.kernels(max=1))
 
 def test_wrong_opcode(compare):
-    claim(compare, 1, *(evidence.opcode(name, "doubled") for name in ("LDG.E.128", "HGMMA")))
+    claim(compare, 1, *(evidence.opcode(name, "double_tile") for name in ("LDG.E.128", "HGMMA")))
 
 def test_twice(compare):
     claim(compare, 2, evidence.launches(max=1))
 """
     )
     project.monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = project.run("-opythonpath=.")
-    done.assert_outcomes(passed=1, failed=2)
-    done.stdout.fnmatch_lines(
+    run = project.run("-opythonpath=.")
+    run.assert_outcomes(passed=1, failed=2)
+    run.stdout.fnmatch_lines(
         [
-            "doubled (own.py, sm_90) has 0 HGMMA; the claim states at least 1",
+            "double_tile (own.py, sm_90) has 0 HGMMA; the claim states at least 1",
             "*has 2 launches per call; the claim states at most 1",
         ]
     )

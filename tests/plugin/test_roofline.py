@@ -1,4 +1,4 @@
-"""The ceiling that binds, and the line that says what to do: each rule with figures."""
+"""The ceiling that limits an arm, and the line of advice, for each rule."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def trace(busy, kernels=1, launches=1, copies=0):
     return Trace(launches, kernels, copies, busy, busy)
 
 
-def test_a_copy_is_bound_by_the_copy_rate():
+def test_the_copy_ceiling_limits_a_copy():
     limit = limit_of(2.5e-3, COPY, "cold", CEILINGS)
     assert (limit.ceiling, limit.unit, limit.limit) == ("copy", "B/s", 4.28e12)
     assert limit.rate == pytest.approx(3.424e12)
@@ -38,7 +38,7 @@ def test_a_copy_is_bound_by_the_copy_rate():
         (0.1, "read", 1 / (0.2 / 4.28e12 + 0.8 / 4.5e12)),
         (0.4, "copy", 1 / (0.8 / 4.28e12 + 0.2 / 4.5e12)),
         (0.5, "copy", 4.28e12),
-        (1.0, "read", 4.5e12),  # the bus turns as seldom as when all is read
+        (1.0, "read", 4.5e12),  # the bus switches direction as rarely as for reads
     ],
 )
 def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):
@@ -47,12 +47,12 @@ def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):
     assert limit.limit == pytest.approx(rate)
 
 
-def test_a_warm_cache_is_bound_by_the_l2():
+def test_the_l2_limits_warm_inputs():
     limit = limit_of(1e-6, Work(read=1.75e6, written=1.75e6), "warm", CEILINGS)
     assert (limit.ceiling, limit.share) == ("l2", pytest.approx(0.5))
 
 
-def test_a_product_is_bound_by_its_dtype_and_a_thin_one_by_memory():
+def test_the_dtype_limits_a_matrix_product_and_memory_a_thin_one():
     limit = limit_of(1.6e-3, GEMM, "cold", CEILINGS)
     assert (limit.ceiling, limit.unit) == ("bf16", "FLOP/s")
     assert limit.share == pytest.approx(0.87, abs=0.005)
@@ -61,80 +61,80 @@ def test_a_product_is_bound_by_its_dtype_and_a_thin_one_by_memory():
 
 
 @pytest.mark.parametrize(
-    ("work", "cache", "known"),
+    ("work", "cache", "ceilings"),
     [
         (Work(), "cold", CEILINGS),
-        (Work(flops=1e12), "cold", CEILINGS),  # of which dtype?
+        (Work(flops=1e12), "cold", CEILINGS),  # no dtype
         (Work(flops=1e12, dtype="fp4"), "cold", CEILINGS),
         (COPY, "cold", {"bf16": 1e15}),
         (COPY, "warm", {"copy": 4e12}),
-        (Work(read=1e9, written=0.0), "cold", {"copy": 4e12}),  # reads may be faster
+        (Work(read=1e9, written=0.0), "cold", {"copy": 4e12}),  # a read may be faster than a copy
     ],
 )
-def test_what_no_ceiling_applies_to_has_no_limit(work, cache, known):
-    assert limit_of(1e-3, work, cache, known) is None
+def test_work_without_a_ceiling_has_no_limit(work, cache, ceilings):
+    assert limit_of(1e-3, work, cache, ceilings) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_no_time_has_no_limit(seconds):
+def test_a_time_that_is_not_positive_and_finite_has_no_limit(seconds):
     assert limit_of(seconds, COPY, "cold", CEILINGS) is None
 
 
-def test_only_what_is_more_than_a_twentieth_faster_than_its_limit_is_too_fast():
+def test_a_rate_more_than_5_percent_above_its_ceiling_is_too_fast():
     assert too_fast(memory(1.04)) is None
-    said = too_fast(memory(1.10))
-    assert "4.708 TB/s exceed the 4.280 TB/s that this GPU reaches (copy, measured)" in said
-    assert "skips work" in said
-    assert "--fresh" in said
+    problem = too_fast(memory(1.10))
+    assert "4.708 TB/s exceed the 4.280 TB/s that this GPU reaches (copy, measured)" in problem
+    assert "skips work" in problem
+    assert "--fresh" in problem
     assert "--fresh" not in too_fast(memory(1.10), "datasheet")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "work", "cache", "broken"),
+    ("seconds", "work", "cache", "is_impossible"),
     [
-        (1.87e-3, Work(read=4e9, written=4e9), "cold", False),  # measured
+        (1.87e-3, Work(read=4e9, written=4e9), "cold", False),  # measured on an H200
         (1e-3, Work(read=4e9, written=4e9), "cold", True),
         (1e-3, Work(read=4e9, written=4e9), "warm", False),
-        (1.6e-3, GEMM, "cold", False),  # measured
+        (1.6e-3, GEMM, "cold", False),  # measured on an H200
         (1.0e-3, GEMM, "cold", True),
         (0.6e-3, Work(flops=GEMM.flops, dtype="fp8"), "cold", False),
         (0.4e-3, Work(flops=GEMM.flops, dtype="fp8"), "cold", True),
-        (1e-9, Work(flops=1e15), "cold", False),  # dtype unsaid
+        (1e-9, Work(flops=1e15), "cold", False),  # no dtype
     ],
 )
-def test_a_time_below_the_datasheet_is_impossible(seconds, work, cache, broken):
+def test_a_time_below_the_datasheet_is_impossible(seconds, work, cache, is_impossible):
     limit = limit_of(seconds, work, cache, DATASHEET["h200"])
-    assert bool(limit and too_fast(limit, "datasheet")) is broken
+    assert bool(limit and too_fast(limit, "datasheet")) is is_impossible
 
 
 def test_gaps_between_kernels_are_overhead():
-    said = diagnose(None, trace(38e-6, kernels=40, launches=40), 100e-6)
-    assert said == "overhead-bound: 62 % of the time between 40 kernels; capture a graph or fuse"
+    advice = diagnose(None, trace(38e-6, kernels=40, launches=40), 100e-6)
+    assert advice == "overhead-bound: 62 % of the time between 40 kernels; capture a graph or fuse"
 
 
-def test_a_graph_with_gaps_is_to_be_fused():
-    said = diagnose(memory(0.1), trace(50e-6, kernels=40, copies=2), 100e-6)
-    assert "between 42 kernels and copies; fuse" in said
+def test_the_advice_for_a_graph_with_gaps_is_to_fuse():
+    advice = diagnose(memory(0.1), trace(50e-6, kernels=40, copies=2), 100e-6)
+    assert "between 42 kernels and copies; fuse" in advice
 
 
 def test_one_kernel_that_waits_for_the_host_is_overhead():
-    said = diagnose(None, trace(1e-6), 10e-6)
-    assert said == "overhead-bound: 90 % of the time outside kernels; do more per launch"
+    advice = diagnose(None, trace(1e-6), 10e-6)
+    assert advice == "overhead-bound: 90 % of the time outside kernels; do more per launch"
 
 
 @pytest.mark.parametrize(
     ("limit", "busy"),
     [
         (None, 75e-6),  # less than 30 % idle
-        (memory(0.9), 40e-6),  # traced in the cache, timed out of it
+        (memory(0.9), 40e-6),  # the traced call hit the cache
     ],
 )
-def test_what_keeps_the_gpu_busy_is_not_overhead(limit, busy):
+def test_a_busy_gpu_is_not_overhead_bound(limit, busy):
     assert "overhead" not in diagnose(limit, trace(busy, kernels=4, launches=4), 100e-6)
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"),
+    ("limit", "advice"),
     [
         (memory(0.89), "memory-bound: 89 % of the copy rate; only fewer bytes help"),
         (memory(0.55), "memory-bound: 55 % of the copy rate; more bytes in flight"),
@@ -144,22 +144,22 @@ def test_what_keeps_the_gpu_busy_is_not_overhead(limit, busy):
         (memory(0.12), "latency-bound: 12 % of the copy rate; more independent work in flight"),
     ],
 )
-def test_the_share_of_the_limit_says_what_binds(limit, said):
-    assert diagnose(limit, trace(95e-6), 100e-6).startswith(said)
+def test_the_share_of_the_ceiling_decides_the_advice(limit, advice):
+    assert diagnose(limit, trace(95e-6), 100e-6).startswith(advice)
 
 
-def test_traffic_that_work_does_not_count_is_waste():
-    # 12 % of the copy rate by what must move, 8 times that by what does
+def test_traffic_beyond_the_bytes_of_work_is_avoidable():
+    # work= counts bytes at 12 % of the copy rate, and the counters show 8 times as many
     counters = {"dram share": 0.91, "dram bytes": 8 * 0.12 * 4.28e12 * 1e-3}
-    said = diagnose(memory(0.12), None, 1e-3, counters)
-    assert said.startswith("memory-bound: device memory is 91 % busy with 8.0 times the bytes")
-    assert said.endswith("reuse or fuse")
-    said = diagnose(memory(0.12), None, 1e-3, counters | {"sectors per load": 32})
-    assert "32 sectors per load where 4 to 16 suffice" in said
+    advice = diagnose(memory(0.12), None, 1e-3, counters)
+    assert advice.startswith("memory-bound: device memory is 91 % busy with 8.0 times the bytes")
+    assert advice.endswith("reuse or fuse")
+    advice = diagnose(memory(0.12), None, 1e-3, counters | {"sectors per load": 32})
+    assert "32 sectors per load where 4 to 16 suffice" in advice
 
 
 @pytest.mark.parametrize(
-    ("counters", "said"),
+    ("counters", "advice"),
     [
         ({"l1 share": 0.92, "bank conflicts": 4.2e6}, "4.2e+06 bank conflicts: pad or swizzle"),
         ({"l1 share": 0.92, "sectors per store": 20}, "20 sectors per store where"),
@@ -167,12 +167,12 @@ def test_traffic_that_work_does_not_count_is_waste():
         ({"sm share": 0.93, "dram share": 0.3}, "compute-bound: the SMs 93 % busy"),
     ],
 )
-def test_a_busy_unit_binds_though_the_share_is_small(counters, said):
-    assert said in diagnose(memory(0.2), None, 1e-3, counters)
+def test_a_busy_unit_limits_an_arm_far_from_its_ceiling(counters, advice):
+    assert advice in diagnose(memory(0.2), None, 1e-3, counters)
 
 
 @pytest.mark.parametrize(
-    ("counters", "said"),
+    ("counters", "advice"),
     [
         ({"sectors per load": 32.0, "occupancy": 0.1}, "32 sectors per load where 4 to 16 suffice"),
         ({"occupancy": 0.12, "stall barrier": 9.0}, "occupancy is 12 %"),
@@ -183,18 +183,18 @@ def test_a_busy_unit_binds_though_the_share_is_small(counters, said):
         ({"stall branch resolving": 5.0}, "warps wait for branch resolving"),
     ],
 )
-def test_counters_say_what_latency_it_is(counters, said):
+def test_counters_name_the_cause_of_latency(counters, advice):
     line = diagnose(memory(0.12), None, 1e-3, counters)
     assert line.startswith("latency-bound: 12 % of the copy rate; ")
-    assert said in line
+    assert advice in line
 
 
-def test_counters_alone_say_something():
+def test_counters_suffice_for_advice():
     assert diagnose(None, None, 1e-3, {"dram share": 0.9}).startswith("memory-bound: device memory")
     assert diagnose(None, None, 1e-3, {"dram share": 0.3}).startswith("latency-bound: no unit")
 
 
-def test_a_trace_alone_asks_for_work():
+def test_the_advice_for_a_trace_alone_is_to_state_work():
     assert diagnose(None, trace(90e-6), 100e-6) == (
         "the GPU is busy 90 % of the time; state work= to learn its limit"
     )
@@ -202,7 +202,7 @@ def test_a_trace_alone_asks_for_work():
 
 
 @pytest.mark.parametrize(
-    ("name", "figure", "text"),
+    ("ceiling", "figure", "expected"),
     [
         ("copy", 4.28e12, "4.280 TB/s"),
         ("h2d", 55.31e9, "55.31 GB/s"),
@@ -213,11 +213,11 @@ def test_a_trace_alone_asks_for_work():
         ("copy", 3e3, "3.000 kB/s"),
     ],
 )
-def test_figures_take_the_prefix_that_suits_them(name, figure, text):
-    assert si(figure, unit_of(name)) == text
+def test_ceilings_have_a_unit_with_a_fitting_prefix(ceiling, figure, expected):
+    assert si(figure, unit_of(ceiling)) == expected
 
 
-def test_datasheets_name_ceilings_only():
+def test_datasheets_contain_only_ceilings():
     from pytest_aiperf.limits.ceilings import DEVICE, HOST, LINKS
 
     for key, sheet in DATASHEET.items():

@@ -1,4 +1,4 @@
-"""Numbers in, numbers out: checked against published tables and against simulation."""
+"""Statistics, checked against published tables and simulations."""
 
 import math
 import random
@@ -25,20 +25,19 @@ def test_t_quantile_matches_the_printed_table(p, df, table):
 
 def test_a_linear_drift_cancels_in_a_mirrored_round():
     drift = [1.00, 1.01, 1.02, 1.03]  # baseline, optimized, optimized, baseline
-    blocks = SimpleNamespace(
+    mirrored = SimpleNamespace(
         seconds={"baseline": (2 * drift[0], 2 * drift[3]), "optimized": (drift[1], drift[2])}
     )
-    assert stats.paired_log_ratio(blocks, "baseline", "optimized") == pytest.approx(
+    assert stats.paired_log_ratio(mirrored, "baseline", "optimized") == pytest.approx(
         math.log(2), abs=2e-4
     )
 
 
 def test_one_disturbed_round_does_not_move_a_replicate():
-    calm = ((2.0, 2.0), (1.0, 1.0))
-    hiccup = ((2.0, 2.0), (1.0, 9.0))
-    assert stats.log_ratio(rounds(calm, hiccup, calm), "baseline", "optimized") == pytest.approx(
-        math.log(2)
-    )
+    quiet = ((2.0, 2.0), (1.0, 1.0))
+    disturbed = ((2.0, 2.0), (1.0, 9.0))
+    replicate = rounds(quiet, disturbed, quiet)
+    assert stats.log_ratio(replicate, "baseline", "optimized") == pytest.approx(math.log(2))
 
 
 def test_interval_covers_the_truth_in_99_of_100():
@@ -52,24 +51,24 @@ def test_interval_covers_the_truth_in_99_of_100():
     assert 0.98 <= hits / 2000 <= 0.998
 
 
-def test_one_replicate_knows_nothing_of_its_spread():
+def test_one_replicate_gives_an_infinite_interval():
     assert stats.interval([0.5]).high == math.inf
     assert stats.half_width(stats.interval([0.5])) == math.inf
 
 
-def test_figures_without_spread_give_no_width():
-    found = stats.interval([math.log(2)] * 3)
-    assert (found.low, found.high) == (pytest.approx(2), pytest.approx(2))
+def test_equal_replicates_give_an_interval_without_width():
+    interval = stats.interval([math.log(2)] * 3)
+    assert (interval.low, interval.high) == (pytest.approx(2), pytest.approx(2))
 
 
 def test_half_width_is_relative():
     assert stats.half_width(Interval(1.98, 2.0, 2.02)) == pytest.approx(0.01, rel=0.01)
 
 
-def test_what_several_spans_cover_counts_once():
+def test_overlapping_spans_count_once():
     assert stats.covered([]) == 0
     assert stats.covered([(4, 6), (0, 2), (1, 3), (1, 2), (-2, -1)]) == 6
-    start = (1 << 57) + 1  # an address that no float holds
+    start = (1 << 57) + 1  # an address that no float can represent
     assert stats.covered([(start, start + 3), (start + 2, start + 4)]) == 4
 
 

@@ -1,3 +1,5 @@
+"""Values, shares and columns as text."""
+
 import math
 
 import pytest
@@ -6,7 +8,7 @@ from pytest_aiperf import text
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "shown"),
+    ("value", "unit", "expected"),
     [
         (1.2345e-7, "s", "123.5 ns"),
         (1.5e-6, "s", "1.500 µs"),
@@ -32,8 +34,8 @@ from pytest_aiperf import text
         (0.93751, "", "0.9375"),
     ],
 )
-def test_a_value_has_four_digits_and_a_fitting_prefix(value, unit, shown):
-    assert text.si(value, unit) == shown
+def test_a_value_has_four_digits_and_a_fitting_prefix(value, unit, expected):
+    assert text.si(value, unit) == expected
 
 
 def test_the_number_of_digits_can_be_chosen():
@@ -41,20 +43,20 @@ def test_the_number_of_digits_can_be_chosen():
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    ("value", "expected"),
     [(0.5, "0.5"), (2.0, "2"), (100.0, "100"), (3e3, "3k"), (2e6, "2M"), (0.0, "0")],
 )
-def test_a_tick_is_short(value, shown):
-    assert text.short(value) == shown
+def test_a_tick_is_short(value, expected):
+    assert text.short(value) == expected
     assert text.short(math.inf) == "-"
 
 
-def test_a_share_is_written_in_per_cent():
+def test_a_share_is_formatted_as_a_percentage():
     assert text.percent(0.981) == "98 %"
     assert text.percent(0.00421, 2) == "0.42 %"
 
 
-def test_columns_are_aligned_and_short_rows_filled():
+def test_columns_are_aligned_and_short_rows_are_filled():
     rows = [("name", "value", "unit"), ("a", "1.5", "s"), ("longer", "12")]
     assert text.table(rows, "<><") == [
         "name    value  unit",

@@ -1,4 +1,4 @@
-"""Each guard catches what it is for, and lets ordinary measurements through."""
+"""Each guard refuses its fault and accepts an ordinary measurement."""
 
 import sys
 import warnings
@@ -11,29 +11,30 @@ from pytest_aiperf.model import GpuState
 from pytest_aiperf.rules import validity
 
 
-def senses(mhz=1980, reasons=0, **violations):
+def gpu_state(mhz=1980, reasons=0, **violations):
     return GpuState(sm_mhz=mhz, event_reasons=reasons, violations=violations)
 
 
 @pytest.mark.parametrize("bit", [0x08, 0x20, 0x40, 0x80])
-def test_a_throttled_side_drops_the_round(bit):
-    for sides in ((senses(reasons=bit), senses()), (senses(), senses(reasons=bit | 0x1))):
-        assert f"{bit:#x}" in validity.round_problem(*sides)
+def test_throttling_on_either_side_drops_the_round(bit):
+    assert f"{bit:#x}" in validity.round_problem(gpu_state(reasons=bit), gpu_state())
+    assert f"{bit:#x}" in validity.round_problem(gpu_state(), gpu_state(reasons=bit | 0x1))
 
 
 @pytest.mark.parametrize("bits", [0x0, 0x1, 0x2, 0x4, 0x5, 0x10, 0x100, None])
-def test_power_cap_idle_and_chosen_clocks_are_ordinary(bits):
-    assert validity.round_problem(senses(reasons=bits), senses(reasons=bits)) is None
+def test_power_cap_idle_and_set_clocks_are_accepted(bits):
+    assert validity.round_problem(gpu_state(reasons=bits), gpu_state(reasons=bits)) is None
 
 
-def test_a_throttle_that_ended_within_the_round_shows_in_the_counters():
-    before = senses(power=1, thermal=5, board_limit=0)
-    assert "thermal" in validity.round_problem(before, senses(power=1, thermal=6, board_limit=0))
+def test_throttling_that_ended_within_the_round_shows_in_the_counters():
+    before = gpu_state(power=1, thermal=5, board_limit=0)
+    assert "thermal" in validity.round_problem(before, gpu_state(power=1, thermal=6, board_limit=0))
     assert "board limit" in validity.round_problem(
-        before, senses(power=1, thermal=5, board_limit=9)
+        before, gpu_state(power=1, thermal=5, board_limit=9)
     )
-    assert validity.round_problem(before, senses(power=9, thermal=5, board_limit=0)) is None
-    assert validity.round_problem(senses(), senses(thermal=7)) is None  # unread before: unknown
+    assert validity.round_problem(before, gpu_state(power=9, thermal=5, board_limit=0)) is None
+    unread = gpu_state()
+    assert validity.round_problem(unread, gpu_state(thermal=7)) is None
 
 
 @pytest.mark.parametrize(
@@ -41,24 +42,24 @@ def test_a_throttle_that_ended_within_the_round_shows_in_the_counters():
     [(1980, 1890, False), (1980, 1870, True), (1870, 1980, True), (None, 345, False)],
 )
 def test_clocks_that_differ_between_the_sides_drop_the_round(before, after, dropped):
-    problem = validity.round_problem(senses(before), senses(after))
+    problem = validity.round_problem(gpu_state(before), gpu_state(after))
     assert (problem is not None) is dropped
     if problem:
         assert f"from {before} to {after} MHz" in problem
 
 
 @pytest.mark.parametrize(("after", "dropped"), [(1445, False), (1425, True)])
-def test_under_the_power_cap_the_clock_may_wander_so_far(after, dropped):
-    sides = senses(1680), senses(after, reasons=0x4)
+def test_under_the_power_cap_the_clock_may_fluctuate_more(after, dropped):
+    sides = gpu_state(1680), gpu_state(after, reasons=0x4)
     assert (validity.round_problem(*sides) is not None) is dropped
-    assert validity.round_problem(senses(1680), senses(1575, reasons=0x1)) is not None
+    assert validity.round_problem(gpu_state(1680), gpu_state(1575, reasons=0x1)) is not None
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("CUDA_LAUNCH_BLOCKING", "1"),
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0"),  # torch asks only whether it is there
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "0"),  # torch tests only whether it is set
         ("TORCH_SHOW_DISPATCH_TRACE", "1"),
         ("TRITON_INTERPRET", "1"),
         ("PYTHONDEVMODE", "1"),
@@ -71,13 +72,17 @@ def test_under_the_power_cap_the_clock_may_wander_so_far(after, dropped):
         ("LD_PRELOAD", "/x/libsanitizer-public.so"),
     ],
 )
-def test_an_environment_that_changes_times_is_named(name, value):
+def test_an_environment_variable_that_changes_times_is_named(name, value):
     assert validity.environment_problem({"PATH": "/bin", name: value}).startswith(name)
 
 
-def test_an_ordinary_environment_is_no_problem():
-    ordinary = {"CUDA_LAUNCH_BLOCKING": "0", "TRITON_INTERPRET": "", "LD_PRELOAD": "libjemalloc.so"}
-    assert validity.environment_problem(ordinary) is None
+def test_an_ordinary_environment_is_accepted():
+    environment = {
+        "CUDA_LAUNCH_BLOCKING": "0",
+        "TRITON_INTERPRET": "",
+        "LD_PRELOAD": "libjemalloc.so",
+    }
+    assert validity.environment_problem(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_rotation_spans_the_l2_three_times(set_bytes, l2_bytes, sets):
 
 
 @pytest.mark.parametrize("set_bytes", [0, 4096, (3 * (50 << 20) - 1) // 256])
-def test_inputs_too_small_to_be_kept_cold_are_misuse(set_bytes):
+def test_inputs_too_small_to_be_kept_cold_are_refused(set_bytes):
     with pytest.raises(UsageError, match='declare cache="warm" or enlarge the inputs'):
         validity.rotation(set_bytes, 50 << 20)
 
@@ -120,7 +125,7 @@ def flags_of(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "listed"),
     [
         ({"tf32": True}, "torch.backends.cuda.matmul.allow_tf32: False -> True"),
         ({"precision": "tf32"}, "torch.backends.cuda.matmul.fp32_precision: ieee -> tf32"),
@@ -129,20 +134,20 @@ def flags_of(monkeypatch, **changes):
         ({"grad": False}, "torch.is_grad_enabled: True -> False"),
     ],
 )
-def test_a_flipped_switch_is_listed_once(monkeypatch, change, said):
+def test_a_changed_setting_is_listed_once(monkeypatch, change, listed):
     before = flags_of(monkeypatch)
     assert validity.changed_flags(before, flags_of(monkeypatch)) == []
-    assert validity.changed_flags(before, flags_of(monkeypatch, **change)) == [said]
+    assert validity.changed_flags(before, flags_of(monkeypatch, **change)) == [listed]
 
 
-def test_the_environment_of_libraries_is_a_switch_too(monkeypatch):
+def test_environment_variables_of_libraries_are_settings(monkeypatch):
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     before = flags_of(monkeypatch)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert validity.changed_flags(before, validity.flags()) == ["NVIDIA_TF32_OVERRIDE: unset -> 1"]
 
 
-def test_loading_torch_flips_nothing_and_flags_load_nothing(monkeypatch):
+def test_loading_torch_changes_no_setting_and_flags_load_no_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     before = validity.flags()
     assert "torch" not in sys.modules
@@ -150,7 +155,7 @@ def test_loading_torch_flips_nothing_and_flags_load_nothing(monkeypatch):
     assert validity.changed_flags(before, flags_of(monkeypatch)) == []
 
 
-def test_a_switch_that_warns_or_fails_when_read_does_neither_here(monkeypatch):
+def test_settings_that_warn_or_fail_on_access_are_read_quietly(monkeypatch):
     class Matmul:
         @property
         def allow_tf32(self):
@@ -166,12 +171,12 @@ def test_a_switch_that_warns_or_fails_when_read_does_neither_here(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        now = validity.flags()
-    assert now["torch.backends.cuda.matmul.allow_tf32"] == "True"
-    assert now["torch.backends.cuda.matmul.fp32_precision"] == "unreadable (RuntimeError)"
+        settings = validity.flags()
+    assert settings["torch.backends.cuda.matmul.allow_tf32"] == "True"
+    assert settings["torch.backends.cuda.matmul.fp32_precision"] == "unreadable (RuntimeError)"
 
 
-def test_torch_itself_has_the_switches():
+def test_torch_has_all_settings():
     import torch
 
     before = validity.flags()
