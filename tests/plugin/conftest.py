@@ -56,7 +56,7 @@ def fake_gpu_on_path():
 
 
 class Project:
-    """A folder with tests, and pytest runs in it; transcripts are pytester's."""
+    """A folder with tests, in which pytest runs."""
 
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester

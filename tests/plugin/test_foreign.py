@@ -1,4 +1,4 @@
-"""A repository of somebody else's, with this package installed and nothing configured."""
+"""Another repository, with this package installed and nothing configured."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Any process of a session may be killed at any moment: what finished stays, nobody is left.
+"""Any process of a session may be killed at any time: finished results stay, no process is left.
 
-12 kills a run; ``pytest tests/plugin/test_kills.py -n 4 --hypothesis-profile=long`` tries 1,000.
+12 kills per run; ``pytest tests/plugin/test_kills.py -n 4 --hypothesis-profile=long`` tries 1,000.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PATIENCE = 60.0
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["hypothesis", "pytest", "xdist.plugin", "pytest_benchmark.plugin", "scipy.special"]
-    + [f"pytest_aiperf.{room}" for room in ("plugin", "measuring", "fixtures", "fake")]
+    + [f"pytest_aiperf.{name}" for name in ("plugin", "session.runner", "session.fixtures")]
 )
 
 TESTS = f"{HEAD}@pytest.mark.parametrize('n', range({CLAIMS}))\ndef test_it(compare, n):\n"
 
 
 def session(folder, words):
-    """Be a pytest that somebody started in a terminal of its own."""
+    """Run pytest as if started in a terminal of its own."""
     os.setsid()
     os.chdir(folder)
     out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -91,7 +91,7 @@ class Session:
 
 
 def family(folder):
-    """Find what runs in a folder, as all processes of a session do, and their parents."""
+    """Find the processes that work in a folder, as those of a session do, and their parents."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
@@ -108,7 +108,7 @@ def wait(until, seconds):
 
 
 def shown(folder):
-    """Which claims the terminal calls faster, with and without xdist."""
+    """Return the claims that the terminal shows as faster, with and without xdist."""
     out = (folder / "out").read_text() if (folder / "out").exists() else ""
     found = re.findall(r"(it\[\d\]) FASTER|FASTER 2x \S+::test_(it\[\d\])", out)
     return {f"ch07/{a or b}" for a, b in found}
@@ -127,7 +127,7 @@ def records(path):
 
 
 def attack(folder, draw):
-    """Start a session and kill one of its processes; None where it ended before that."""
+    """Start a session and kill one of its processes; return None if it had ended before."""
     (folder / "ch07").mkdir(parents=True)
     (folder / "ch07" / "test_double.py").write_text(f"{TESTS}    compare(**usual)\n")
     (folder / "expectations.yaml").write_text("schema: 1\nclaims: {}\n")

@@ -1,4 +1,4 @@
-"""One line that says what is being measured, and never stands in the way."""
+"""The live line shows what is measured, and never blocks or breaks a run."""
 
 import time
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ LINE = "ch07/copy  measuring  replicate 3/32"
 
 
 class Terminal:
-    """Pytest's plugin manager and its terminal reporter, as far as a live line knows them."""
+    """The parts of pytest's plugin manager and terminal reporter that a live line uses."""
 
     def __init__(self, *, isatty: bool = True) -> None:
         self.written = []

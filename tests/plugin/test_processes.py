@@ -1,6 +1,6 @@
-"""A claim that goes wrong costs itself; a run that is cut short keeps what finished.
+"""A broken claim costs only itself; a run that is interrupted keeps its finished results.
 
-Each fault once a run; ``--hypothesis-profile=long`` has each 20 times.
+Each fault is injected once per run, or 20 times with ``--hypothesis-profile=long``.
 """
 
 import os
@@ -87,7 +87,7 @@ def test_a_claim_that_hangs_costs_itself(project, workers):
         "    time.sleep(600)\n"
         "def test_good(compare): compare(**usual)\n"
     )
-    # As long as a good claim may take on a machine that has much else to do.
+    # long enough for a good claim on a busy machine
     done = project.run("--gpu", workers, "-oaiperf_deadline=8")
     done.assert_outcomes(passed=1, failed=1)
     assert "exceeded its deadline of 8 s" in project.results()["ch07/hang"]["message"]
@@ -128,7 +128,7 @@ def test_long(compare, n):
 
 
 def begin(project, *words):
-    """Start a run and return it once it has recorded three claims and is at its long ones."""
+    """Start a run and return it when three claims are recorded and the long ones run."""
     project.tests(STOPPED)
     project.write("expectations.yaml", "schema: 1\nclaims: {}\n")
     run = project.start("--gpu", "--update-expectations", *words)

@@ -1,4 +1,4 @@
-"""What an item is called, and what it needs."""
+"""Claim ids and requirements of a collected item."""
 
 from dataclasses import replace
 

@@ -182,7 +182,7 @@ def test_expectations_from_their_first_writing_to_a_loss(project):
     done.stdout.fnmatch_lines(["speedup 1.6*x [[]*] has dropped below the recorded *x * of fake"])
     assert project.results()["ch07/faster"]["attempts"] == 2
 
-    # what a caller waits for is partly the host's, and another host may have recorded it
+    # wall time depends on the host, and another host may have recorded it
     path.write_text(path.read_text().replace("(**usual)", "(**usual, metric='wall')"))
     project.run("--gpu").assert_outcomes(passed=1)
     code = project.results()["ch07/faster"]["code"]
