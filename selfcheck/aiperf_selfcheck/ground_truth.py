@@ -318,7 +318,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
     device.block(products[:1], Mode.WALL).run()  # allocates cuBLAS's workspace before any round
 
     def read_limit() -> float:
-        limits = ceilings.known(device, ("read",), progress)
+        limits = ceilings.get(device, ("read",), progress)
         if "read" not in limits:
             raise InvalidMeasurement("the read ceiling of this GPU is not known")
         return float(limits["read"])

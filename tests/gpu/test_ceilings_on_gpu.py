@@ -26,7 +26,7 @@ def measured(gpu):
     """Measure all ceilings, and the seconds that this takes."""
     with GpuLock([gpu.uuid]).exclusive_host():
         start = time.monotonic()
-        rates = ceilings.known(
+        rates = ceilings.get(
             CudaDevice(gpu), NAMES, lambda line: print(line, file=sys.stderr), fresh=True
         )
         print("\n".join(ceilings.table(rates, gpu.key)), file=sys.stderr)
@@ -48,7 +48,7 @@ def test_all_ceilings_are_measured_in_time_and_below_the_datasheet(gpu, measured
 def test_two_runs_agree(gpu, measured):
     first, _ = measured
     with GpuLock([gpu.uuid]).exclusive_host():
-        second = ceilings.known(CudaDevice(gpu), NAMES, fresh=True)
+        second = ceilings.get(CudaDevice(gpu), NAMES, fresh=True)
     differences = {n: abs(second[n] / first[n] - 1) for n in first if n not in NOISY}
     assert max(differences.values()) < 0.02, differences
 
@@ -58,10 +58,10 @@ def test_the_ceilings_of_a_claim_take_seconds_and_change_no_setting(gpu):
     before, rng_state = validity.flags(), torch.cuda.get_rng_state()
     with GpuLock([gpu.uuid]).exclusive_gpu():
         start = time.monotonic()
-        ceilings.known(device, fresh=True)
+        ceilings.get(device, fresh=True)
         assert time.monotonic() - start < 12
         start = time.monotonic()
-        ceilings.known(device)
+        ceilings.get(device)
         assert time.monotonic() - start < 0.1
     assert validity.changed_flags(before, validity.flags()) == []
     assert torch.equal(rng_state, torch.cuda.get_rng_state())

@@ -502,7 +502,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
         "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
     }
     answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
-    monkeypatch.setattr(captures.ceilings, "remembered", lambda gpu: {"copy": 4.28e12})
+    monkeypatch.setattr(captures.ceilings, "cached", lambda gpu: {"copy": 4.28e12})
     found = captures._diagnosis(profiles, answer, "cold")
     assert list(found) == ["baseline"]
     assert "busy with 8.0 times the bytes that work= counts" in found["baseline"]

@@ -1,4 +1,4 @@
-"""Ceilings are measured once, kept, and counted right; a GPU is not needed to see that."""
+"""Ceilings are measured once, cached and computed correctly; no GPU is needed for that."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SOURCE = ceilings._KERNELS
 
 
 class Steady:
-    """A clock on which every call takes a second, whatever it does."""
+    """A device on which every call takes a second."""
 
     torch_device, gpu = "cpu", GPU
 
@@ -58,7 +58,7 @@ class Steady:
 
 @pytest.fixture
 def kernels():
-    """Stand in for ceilings.cu: write down what is launched, if a GPU's launchers would take it."""
+    """Replace ceilings.cu: record each launch, after the launcher has converted its arguments."""
     real = Kernels("ceilings.cu", SOURCE.read_text(), None)
 
     class Launched(dict):
@@ -83,8 +83,8 @@ def kernels():
 def measure(kernels, monkeypatch):
     monkeypatch.setattr(microbenchmarks, "_REST_S", 0.0)
     sizes = Sizes(1 << 18, (1 << 12, 1 << 13), 1 << 12, ((32, 64, 16),), launches=7, rounds=3)
-    made = Microbenchmarks(Steady(), sizes, kernels)
-    return lambda name: made.benchmarks[name]()
+    microbenchmark = Microbenchmarks(Steady(), sizes, kernels)
+    return lambda name: microbenchmark.benchmarks[name]()
 
 
 def moved(kernels):
@@ -103,15 +103,15 @@ def test_a_read_counts_what_is_read(measure, kernels):
     assert {vectors for _, vectors, *_ in moved(kernels)} == {2, 4, 8}
 
 
-def test_the_l2_is_read_as_often_as_the_kernel_says(measure, kernels):
-    found = measure("l2")
+def test_the_l2_rate_counts_every_pass_of_the_kernel(measure, kernels):
+    rate = measure("l2")
     launched = set(moved(kernels))
     assert {size for size, _, write, *_ in launched if not write} == {1 << 12, 1 << 13}
     counted = [
         (1 + write) * blocks * steps * 256 * 16 * vectors
         for _, vectors, write, blocks, steps in launched
     ]
-    assert found == max(counted)
+    assert rate == max(counted)
     assert min(counted) >= 1 << 18
 
 
@@ -163,13 +163,13 @@ def test_launches_are_counted(measure, kernels):
 
 @pytest.mark.parametrize("name", ["h2d_pageable", "d2h_pageable"])
 def test_pageable_transfers_are_timed_by_the_host(kernels, name):
-    clock = Steady()
-    made = Microbenchmarks(clock, Sizes(1 << 12, (), 1 << 12, ()), kernels)
-    assert made.benchmarks[name]() == 1 << 12
-    assert set(clock.modes) == {"wall"}
+    device = Steady()
+    microbenchmark = Microbenchmarks(device, Sizes(1 << 12, (), 1 << 12, ()), kernels)
+    assert microbenchmark.benchmarks[name]() == 1 << 12
+    assert set(device.modes) == {"wall"}
 
 
-def test_a_gpu_is_asked_only_for_what_it_has(kernels):
+def test_only_supported_ceilings_are_measured(kernels):
     sizes = Sizes(1 << 12, (), 1 << 12, ())
     without = Microbenchmarks(Steady(), sizes, None).benchmarks
     assert "copy" in without
@@ -191,7 +191,7 @@ def test_buffers_fit_into_the_free_memory(free, memory):
     assert max(sizes.l2) * 2 <= GPU.l2_bytes
 
 
-def test_the_kernels_are_what_the_gauge_calls():
+def test_the_kernels_have_the_arguments_that_are_passed():
     kernels = Kernels("ceilings.cu", SOURCE.read_text(), None)
     assert {name: len(kernels[name]._converts) for name in kernels} == {
         "move": 7,
@@ -203,31 +203,31 @@ def test_the_kernels_are_what_the_gauge_calls():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_kernels_build_without_spills(tmp_path):
-    made = build(SOURCE, "sm90", cache=tmp_path)
-    assert len(made.kernels) == 9
-    assert sum(kernel.spill_bytes for kernel in made.kernels) == 0
+    built = build(SOURCE, "sm90", cache=tmp_path)
+    assert len(built.kernels) == 9
+    assert sum(kernel.spill_bytes for kernel in built.kernels) == 0
 
 
-# what is kept
+# the cache
 
 
 @pytest.fixture
-def known(tmp_path, monkeypatch):
-    """Ask for ceilings; ``known.asked`` are the names that had to be measured."""
+def get(tmp_path, monkeypatch):
+    """Request ceilings; ``get.measured`` are the names that had to be measured."""
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
 
-    def measured(clock, say, names):
-        known.asked += names
+    def measure(device, progress, names):
+        get.measured += names
         return {name: 1e12 for name in names if name != "fp8"}
 
-    def known(names=("copy", "bf16"), gpu=GPU, **words):
-        known.asked = []
-        clock = SimpleNamespace(gpu=gpu)
-        return ceilings.known(clock, names, **words)
+    def get(names=("copy", "bf16"), gpu=GPU, **words):
+        get.measured = []
+        device = SimpleNamespace(gpu=gpu)
+        return ceilings.get(device, names, **words)
 
-    monkeypatch.setattr(ceilings, "_measure", measured)
-    return known
+    monkeypatch.setattr(ceilings, "_measure", measure)
+    return get
 
 
 def the_file(tmp_path):
@@ -235,24 +235,24 @@ def the_file(tmp_path):
     return file
 
 
-def test_ceilings_are_measured_once(known, tmp_path):
-    assert ceilings.remembered(GPU) == {}
-    assert known() == {"copy": 1e12, "bf16": 1e12}
-    assert known.asked == ["copy", "bf16"]
-    assert known() == {"copy": 1e12, "bf16": 1e12}
-    assert known.asked == []
+def test_ceilings_are_measured_once(get, tmp_path):
+    assert ceilings.cached(GPU) == {}
+    assert get() == {"copy": 1e12, "bf16": 1e12}
+    assert get.measured == ["copy", "bf16"]
+    assert get() == {"copy": 1e12, "bf16": 1e12}
+    assert get.measured == []
     assert the_file(tmp_path).name == "GPU-12_34-580.1.json"
-    assert ceilings.remembered(GPU) == {"copy": 1e12, "bf16": 1e12}
+    assert ceilings.cached(GPU) == {"copy": 1e12, "bf16": 1e12}
 
 
-def test_more_names_are_measured_when_they_are_asked_for(known):
-    known(["copy"])
-    assert known(["read", "copy", "fp8"]) == {"read": 1e12, "copy": 1e12}
-    assert known.asked == ["read", "fp8"]
-    assert known(["copy"], fresh=True) == {"copy": 1e12}
-    assert known.asked == ["copy"]
-    known(["read"])
-    assert known.asked == []
+def test_missing_ceilings_are_measured_on_request(get):
+    get(["copy"])
+    assert get(["read", "copy", "fp8"]) == {"read": 1e12, "copy": 1e12}
+    assert get.measured == ["read", "fp8"]
+    assert get(["copy"], fresh=True) == {"copy": 1e12}
+    assert get.measured == ["copy"]
+    get(["read"])
+    assert get.measured == []
 
 
 @pytest.mark.parametrize(
@@ -269,35 +269,35 @@ def test_more_names_are_measured_when_they_are_asked_for(known):
         lambda text: "",
     ],
 )
-def test_a_torn_or_older_file_is_measured_anew(known, tmp_path, spoil):
-    known()
+def test_a_torn_or_older_file_is_measured_anew(get, tmp_path, spoil):
+    get()
     file = the_file(tmp_path)
     text = file.read_text()
     file.write_text(spoil(text))
     assert file.read_text() != text
-    assert known() == {"copy": 1e12, "bf16": 1e12}
-    assert known.asked == ["copy", "bf16"]
+    assert get() == {"copy": 1e12, "bf16": 1e12}
+    assert get.measured == ["copy", "bf16"]
     assert file.read_text() == text
 
 
-def test_another_gpu_or_driver_is_measured_anew(known):
+def test_another_gpu_or_driver_is_measured_anew(get):
     from dataclasses import replace
 
-    known()
-    known(gpu=replace(GPU, driver="590"))
-    assert known.asked
-    known(gpu=replace(GPU, uuid="GPU-5678"))
-    assert known.asked
+    get()
+    get(gpu=replace(GPU, driver="590"))
+    assert get.measured
+    get(gpu=replace(GPU, uuid="GPU-5678"))
+    assert get.measured
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(known, tmp_path):
+def test_a_folder_that_cannot_be_written_costs_only_time(get, tmp_path):
     (tmp_path / "ceilings").write_text("in the way")
-    said = []
-    assert known(progress=said.append) == {"copy": 1e12, "bf16": 1e12}
-    assert "measured anew the next time: cannot write" in said[0]
+    lines = []
+    assert get(progress=lines.append) == {"copy": 1e12, "bf16": 1e12}
+    assert "measured anew the next time: cannot write" in lines[0]
 
 
-# what goes wrong while measuring
+# errors while measuring
 
 
 @pytest.fixture
@@ -321,26 +321,26 @@ def test_a_ceiling_that_cannot_be_measured_costs_only_itself(benchmarks):
         raise RuntimeError("out of memory\nTried to allocate")
 
     benchmarks |= {"copy": lambda: 4e12, "fp8": fails}
-    clock, said = Steady(), []
-    assert ceilings._measure(clock, said.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
-    assert said == [
+    device, lines = Steady(), []
+    assert ceilings._measure(device, lines.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
+    assert lines == [
         "only what libraries reach is measured: no nvcc: get one",
         "measuring this GPU's ceilings: copy",
         "measuring this GPU's ceilings: fp8",
         "fp8 is not measured: out of memory",
     ]
-    assert clock.released == 3
+    assert device.released == 3
 
 
-@pytest.mark.parametrize(("reasons", "found"), [([0x20], {"copy": 4e12}), ([0x20] * 4, {})])
-def test_a_throttled_measurement_is_redone_once(benchmarks, reasons, found):
+@pytest.mark.parametrize(("reasons", "rates"), [([0x20], {"copy": 4e12}), ([0x20] * 4, {})])
+def test_a_throttled_measurement_is_redone_once(benchmarks, reasons, rates):
     benchmarks["copy"] = lambda: 4e12
-    said = []
-    assert ceilings._measure(Steady(reasons), said.append, ["copy"]) == found
-    assert ("slowed down" in said[-1]) is not bool(found)
+    lines = []
+    assert ceilings._measure(Steady(reasons), lines.append, ["copy"]) == rates
+    assert ("slowed down" in lines[-1]) is not bool(rates)
 
 
-# who asks
+# machines and sessions
 
 
 def test_a_machine_has_its_devices_ceilings():
@@ -357,7 +357,7 @@ def test_a_machine_has_its_devices_ceilings():
 def test_a_rank_measures_on_a_device_that_waits_for_no_other(monkeypatch, count, alone):
     device = SimpleNamespace(gpu=GPU, ranks=SimpleNamespace(count=count))
     monkeypatch.setattr(cuda_machine, "CudaDevice", lambda gpu: ("alone", gpu))
-    monkeypatch.setattr(ceilings, "known", lambda device, progress: device)
+    monkeypatch.setattr(ceilings, "get", lambda device, progress: device)
     measured = CudaMachine().ceilings(device, print)
     assert measured == (("alone", GPU) if alone else device)
 
@@ -402,24 +402,24 @@ def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypat
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     right = 'test "$2 $3" = "pytest_aiperf.limits.interconnect 2"'
     child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/rates.json"')
-    said = []
-    found = ceilings.known_links([GPU, FAKE_GPU], said.append)
-    assert found == {"p2p": 3.7e11}
-    assert said == ["measuring the links of 2 GPUs"]
+    lines = []
+    rates = ceilings.get_links([GPU, FAKE_GPU], lines.append)
+    assert rates == {"p2p": 3.7e11}
+    assert lines == ["measuring the links of 2 GPUs"]
     assert the_file(tmp_path).name.startswith("2-")
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "message"),
     [
         ("echo begun; echo NCCL error >&2; exit 3", r"\(status 3\): NCCL error"),
         ("sleep 60", r"\(killed after 0.5 s\): no output"),
     ],
 )
-def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, why):
+def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, message):
     monkeypatch.setattr(interconnect, "_DEADLINE_S", 0.5)
     child(script)
-    with pytest.raises(InvalidMeasurement, match=why):
+    with pytest.raises(InvalidMeasurement, match=message):
         interconnect.measure(2)
 
 
@@ -428,12 +428,12 @@ def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, wh
 
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
-    """Run the command on a machine of so many H200s."""
+    """Run the command on a machine with ``gpus`` H200s."""
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     measured = {"copy": 4.28e12, "launch": 2.1e-6, "h2d": 55.3e9}
-    monkeypatch.setattr(ceilings, "known", lambda *_a, fresh: measured)
-    monkeypatch.setattr(ceilings, "known_links", lambda *_a, fresh: {"p2p": 372e9})
+    monkeypatch.setattr(ceilings, "get", lambda *_a, fresh: measured)
+    monkeypatch.setattr(ceilings, "get_links", lambda *_a, fresh: {"p2p": 372e9})
     machine = SimpleNamespace(open_device=lambda gpu: SimpleNamespace(gpu=gpu))
 
     def command(*options, gpus=1):
@@ -457,7 +457,7 @@ def test_the_table_has_the_datasheet_beside_it(command):
     ]
 
 
-def test_the_file_says_what_gpu_it_was_and_never_which(command, tmp_path):
+def test_the_file_has_the_gpus_model_and_no_uuid(command, tmp_path):
     file = tmp_path / "results" / "ceilings-h200.json"
     status, out, _ = command("--json", str(file), gpus=2)
     assert status == 0

@@ -1,4 +1,4 @@
-"""Modes and call counts by figures; the host clock."""
+"""The choice of modes and call counts, and the host as a device."""
 
 import gc
 import random
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.device import device as rooms
+from pytest_aiperf.device import device as device_module
 from pytest_aiperf.device.device import HostDevice, calls_per_block, choose_mode
 from pytest_aiperf.model import Bench, Metric, Mode
 
@@ -56,14 +56,14 @@ def test_the_call_count_suits_both_arms(mode, fast, slow, calls):
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """A host clock that only moves when a call says so."""
+    """A host clock that only calls move."""
     now = SimpleNamespace(ns=0)
-    monkeypatch.setattr(rooms, "now", lambda: now.ns)
+    monkeypatch.setattr(device_module, "now", lambda: now.ns)
     return now
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_host_clock_times_all_calls_and_keeps_the_last(ticks, mode):
+def test_the_host_times_all_calls_and_keeps_the_last(ticks, mode):
     def call(ns):
         ticks.ns += ns
         return ns
@@ -73,7 +73,7 @@ def test_the_host_clock_times_all_calls_and_keeps_the_last(ticks, mode):
     assert block.last == 3_000
 
 
-def test_once_repeats_what_is_too_short_to_read(ticks):
+def test_an_estimate_repeats_a_call_that_is_too_short(ticks):
     seen = []
 
     def call(ns):
@@ -86,7 +86,7 @@ def test_once_repeats_what_is_too_short_to_read(ticks):
     assert len(seen) == 12
 
 
-def test_host_settling_is_a_few_calls_and_never_long(ticks):
+def test_stabilizing_the_host_is_a_few_calls_and_never_long(ticks):
     seen = []
 
     def call(ns):
@@ -124,7 +124,7 @@ def test_no_garbage_is_collected_within_a_block(enabled):
     assert seen == [False, False]
 
 
-def test_the_peak_of_the_host_is_what_a_call_held_at_once():
+def test_the_peak_of_the_host_is_the_memory_that_a_call_holds_at_once():
     kept = bytearray(1 << 20)
 
     def call():
@@ -137,7 +137,7 @@ def test_the_peak_of_the_host_is_what_a_call_held_at_once():
     assert len(kept) == 1 << 20
 
 
-def test_pads_differ_and_follow_their_generator():
+def test_padding_differs_and_follows_its_generator():
     def sizes(rng):
         return [len(piece) for piece in HostDevice().random_padding(rng)]
 
@@ -152,7 +152,7 @@ def test_seeding_reaches_every_loaded_generator():
     import torch
 
     def draw():
-        return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - theirs too
+        return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - the global generator, too
 
     HostDevice().seed(2**40 + 3)
     first = draw()
@@ -169,7 +169,7 @@ def test_seeding_loads_nothing(monkeypatch):
     assert not {"numpy", "torch"} & sys.modules.keys()
 
 
-def test_the_hosts_identity_arm_can_be_compared_with_itself():
+def test_the_hosts_noise_probe_can_be_compared_with_itself():
     inputs, arm = HostDevice().noise_probe()
     (full,), (small,) = (inputs(Bench("cpu", 1, full=f)) for f in (True, False))
     assert (len(full), len(small)) == (100_000, 100)

@@ -1,4 +1,4 @@
-"""The fake device strays from the truth in the ways that it claims to."""
+"""The fake device has the noise and the faults that it documents."""
 
 import json
 import math
@@ -34,20 +34,20 @@ def quiet(**changes):
     return Noise(**dict.fromkeys(Noise.__slots__, 0.0) | changes)
 
 
-def blocks(clock, count, calls=10):
-    block = clock.block([arm()] * calls, Mode.BACKLOG)
+def blocks(device, count, calls=10):
+    block = device.block([arm()] * calls, Mode.BACKLOG)
     return [block.run() / (calls * 100e-6) for _ in range(count)]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_noise_time_is_what_was_spent(mode):
-    clock = FakeDevice(noise=Noise.none())
-    block = clock.block([arm(1e-3), arm(2e-3)], mode)
+    device = FakeDevice(noise=Noise.none())
+    block = device.block([arm(1e-3), arm(2e-3)], mode)
     assert block.run() == pytest.approx(3e-3)
-    assert clock.now == pytest.approx(3e-3)
-    assert clock.estimate_s(arm(1e-3)) == pytest.approx(1e-3)
-    spend(1.0)  # outside a clock: nobody's
-    assert clock.now == pytest.approx(4e-3)
+    assert device.now == pytest.approx(3e-3)
+    assert device.estimate_s(arm(1e-3)) == pytest.approx(1e-3)
+    spend(1.0)  # outside a block: counts for nothing
+    assert device.now == pytest.approx(4e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -89,7 +89,7 @@ def test_drift_spoils_sequential_timing_and_spares_interleaved():
     assert statistics.stdev(sequential) > 3 * statistics.stdev(mirrored)
 
 
-def test_the_start_is_slow_until_settled():
+def test_the_start_is_slow_until_the_clocks_are_stable():
     noise = quiet(ramp=0.03, ramp_s=0.030)
     cold, warm = FakeDevice(noise=noise), FakeDevice(noise=noise)
     warm.stabilize_clocks(arm())
@@ -97,13 +97,13 @@ def test_the_start_is_slow_until_settled():
     assert blocks(warm, 1)[0] == pytest.approx(1, abs=1e-4)
 
 
-def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
-    clock, rng = FakeDevice(noise=quiet(layout=0.01)), random.Random(3)
+def test_layout_is_constant_until_the_next_padding():
+    device, rng = FakeDevice(noise=quiet(layout=0.01)), random.Random(3)
     effects = []
     for _ in range(200):
-        clock.random_padding(rng)
-        first = clock.block([arm()], Mode.GRAPH)
-        second = clock.block([arm()], Mode.GRAPH)
+        device.random_padding(rng)
+        first = device.block([arm()], Mode.GRAPH)
+        second = device.block([arm()], Mode.GRAPH)
         seen = [(first.run(), second.run()) for _ in range(3)]
         assert len(set(seen)) == 1
         effects.append(math.log(seen[0][0] / seen[0][1]))
@@ -111,11 +111,11 @@ def test_layout_is_constant_within_a_pad_and_drawn_anew_by_the_next():
     assert statistics.stdev(effects) == pytest.approx(0.01 * math.sqrt(2), rel=0.2)
 
 
-def test_the_seed_of_the_pads_decides_the_layout():
+def test_the_seed_of_the_padding_decides_the_layout():
     def effect(seed):
-        clock = FakeDevice(noise=quiet(layout=0.01))
-        clock.random_padding(random.Random(seed))
-        return clock.block([arm()], Mode.GRAPH).run()
+        device = FakeDevice(noise=quiet(layout=0.01))
+        device.random_padding(random.Random(seed))
+        return device.block([arm()], Mode.GRAPH).run()
 
     assert effect(1) == effect(1) != effect(2)
 
@@ -125,54 +125,54 @@ def test_a_jump_has_two_states():
     assert {round(s, 6) for s in seen} == {1.0, 1.03}
 
 
-def test_throttling_comes_goes_and_is_felt():
+def test_throttling_comes_and_goes_and_shows():
     noise = quiet(throttle=0.06, throttle_s=0.010, throttle_per_s=5.0)
-    clock = FakeDevice(noise=noise, seed=1)
-    block = clock.block([arm(1e-3)], Mode.PLAIN)
-    states, felt = [], []
+    device = FakeDevice(noise=noise, seed=1)
+    block = device.block([arm(1e-3)], Mode.PLAIN)
+    states, reported = [], []
     for _ in range(1_000):
-        before = clock.telemetry()
+        before = device.telemetry()
         states.append(round(block.run() / 1e-3, 6))
-        felt.append(validity.round_problem(before, clock.telemetry()) is not None)
+        reported.append(validity.round_problem(before, device.telemetry()) is not None)
     assert set(states) == {1.0, 1.06}
     assert 5 < states.count(1.06) < 500
-    assert all(hit for state, hit in zip(states, felt, strict=True) if state > 1)
+    assert all(hit for state, hit in zip(states, reported, strict=True) if state > 1)
 
 
 def test_a_scheduled_throttle_slows_its_blocks_and_no_other():
-    clock = FakeDevice(noise=Noise.none(), faults=[Fault(2, "throttle", blocks=2, reasons=0x40)])
-    block = clock.block([arm(1e-3)], Mode.PLAIN)
+    device = FakeDevice(noise=Noise.none(), faults=[Fault(2, "throttle", blocks=2, reasons=0x40)])
+    block = device.block([arm(1e-3)], Mode.PLAIN)
     seen, problems = [], []
     for _ in range(6):
-        before = clock.telemetry()
+        before = device.telemetry()
         seen.append(round(block.run() / 1e-3, 6))
-        problems.append(validity.round_problem(before, clock.telemetry()))
+        problems.append(validity.round_problem(before, device.telemetry()))
     assert seen == [1, 1, 1.06, 1.06, 1, 1]
     assert [bool(p) for p in problems] == [False, False, True, True, True, False]
     assert "0x40" in problems[3]
 
 
 def test_a_throttle_inside_a_round_leaves_its_mark():
-    clock = FakeDevice(noise=Noise.none(), faults=[Fault(1, "throttle")])
-    before = clock.telemetry()
-    blocks(clock, 4)
-    after = clock.telemetry()
+    device = FakeDevice(noise=Noise.none(), faults=[Fault(1, "throttle")])
+    before = device.telemetry()
+    blocks(device, 4)
+    after = device.telemetry()
     assert after.event_reasons == 0
     assert "violation counter" in validity.round_problem(before, after)
 
 
 def test_a_power_cap_is_tolerated():
-    clock = FakeDevice(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
-    assert blocks(clock, 1) == [pytest.approx(1.02)]
-    assert clock.telemetry().event_reasons == 0x4
+    device = FakeDevice(noise=quiet(throttle=0.02), faults=[Fault(0, "throttle", reasons=0x4)])
+    assert blocks(device, 1) == [pytest.approx(1.02)]
+    assert device.telemetry().event_reasons == 0x4
 
 
 def test_a_raise_comes_in_its_block():
-    clock = FakeDevice(faults=[Fault(1, "raise", error="out of memory")])
-    blocks(clock, 1)
+    device = FakeDevice(faults=[Fault(1, "raise", error="out of memory")])
+    blocks(device, 1)
     with pytest.raises(RuntimeError, match="out of memory"):
-        blocks(clock, 1)
-    blocks(clock, 1)
+        blocks(device, 1)
+    blocks(device, 1)
 
 
 def test_a_hang_never_returns(monkeypatch):
@@ -189,18 +189,18 @@ def test_a_hang_never_returns(monkeypatch):
 
 
 def test_a_synchronising_call_is_only_plain_or_wall():
-    clock = FakeDevice(noise=Noise.none())
+    device = FakeDevice(noise=Noise.none())
     calls = [fake_gpu.synchronise, arm(1e-3)]
     with pytest.raises(CannotCapture, match="synchronises"):
-        clock.block(calls, Mode.GRAPH)
+        device.block(calls, Mode.GRAPH)
     with pytest.raises(InvalidMeasurement, match='metric="wall"'):
-        clock.block(calls, Mode.BACKLOG).run()
+        device.block(calls, Mode.BACKLOG).run()
     for mode in (Mode.PLAIN, Mode.WALL):
-        assert clock.block(calls, mode).run() == pytest.approx(1e-3)
+        assert device.block(calls, mode).run() == pytest.approx(1e-3)
 
 
-def test_peak_counts_what_is_held_at_once():
-    clock, kept = FakeDevice(), Allocation(1_000)
+def test_the_peak_counts_memory_that_is_held_at_once():
+    device, kept = FakeDevice(), Allocation(1_000)
 
     def call():
         first = Allocation(10)
@@ -208,13 +208,13 @@ def test_peak_counts_what_is_held_at_once():
         second, third = Allocation(20), Allocation(5)
         return second, third
 
-    assert clock.peak_bytes(call) == 25
-    assert clock.peak_bytes(lambda: Allocation(7)) == 7
-    assert clock.peak_bytes(lambda: None) == 0
+    assert device.peak_bytes(call) == 25
+    assert device.peak_bytes(lambda: Allocation(7)) == 7
+    assert device.peak_bytes(lambda: None) == 0
     del kept
 
 
-def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
+def test_a_machine_has_fake_gpus_and_repeatable_devices():
     gpus = FakeMachine().gpus()
     assert gpus == (FAKE_GPU,)
     first = [blocks(FakeMachine(seed=1).open_device(gpus[0]), 3) for _ in range(2)]
@@ -224,13 +224,13 @@ def test_a_machine_gives_fake_gpus_and_repeatable_clocks():
     assert machine.open_device(None).gpu is None
 
 
-def test_clocks_of_one_seed_part_when_their_claims_seed_them():
+def test_devices_of_one_seed_differ_once_their_claims_seed_them():
     def seen(*seeds):
-        clock = FakeDevice(noise=quiet(white=0.01, layout=0.01), seed=1)
+        device = FakeDevice(noise=quiet(white=0.01, layout=0.01), seed=1)
         for seed in seeds:
-            clock.seed(seed)
-        clock.random_padding(random.Random(5))
-        return blocks(clock, 3)
+            device.seed(seed)
+        device.random_padding(random.Random(5))
+        return blocks(device, 3)
 
     assert seen(7) == seen(7)
     draws = [seen(), seen(7), seen(8), seen(7, 7), seen(7, 8)]
@@ -246,22 +246,22 @@ def test_seeding_makes_inputs_repeatable():
     assert (random.random(), np.random.random()) == first  # noqa: NPY002
 
 
-def test_the_identity_arm_takes_time_and_depends_on_the_seed():
-    clock = FakeDevice(noise=Noise.none())
-    inputs, negate = clock.noise_probe()
+def test_the_noise_probe_takes_time_and_depends_on_the_seed():
+    device = FakeDevice(noise=Noise.none())
+    inputs, negate = device.noise_probe()
     (x,), (other,) = (inputs(Bench("cpu", seed, full=True)) for seed in (1, 2))
     assert (x != other).all()
-    block = clock.block([lambda: negate(x)], Mode.GRAPH)
+    block = device.block([lambda: negate(x)], Mode.GRAPH)
     assert block.run() == pytest.approx(100e-6)
     assert (block.last == -x).all()
 
 
-def test_it_fits_where_a_real_clock_fits():
+def test_it_has_all_methods_of_a_real_device():
     from pytest_aiperf.device.device import HostDevice
     from pytest_aiperf.session.cuda_machine import CudaMachine
 
-    for real, pretended in ((CudaMachine(), FakeMachine()), (HostDevice(), FakeDevice())):
-        assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(pretended))
+    for real, fake in ((CudaMachine(), FakeMachine()), (HostDevice(), FakeDevice())):
+        assert {n for n in dir(real) if not n.startswith("_")} <= set(dir(fake))
 
 
 def test_a_machine_is_described_in_json():
@@ -273,17 +273,17 @@ def test_a_machine_is_described_in_json():
     assert (first.arch, first.uuid, first.name) == ("sm100", "fake-0", FAKE_GPU.name)
     assert (second.uuid, second.l2_bytes) == ("x", 5)
     same = FakeMachine(noise=Noise(white=0.0), faults=[Fault(1, "raise", error="lost")], seed=4)
-    one, other = described.open_device(first), same.open_device(first)
-    assert blocks(one, 1) == blocks(other, 1)
+    device, other = described.open_device(first), same.open_device(first)
+    assert blocks(device, 1) == blocks(other, 1)
     with pytest.raises(RuntimeError, match="lost"):
-        blocks(one, 1)
+        blocks(device, 1)
     assert [g.uuid for g in fake_gpu.machine('{"gpus": 2}').gpus()] == ["fake-0", "fake-1"]
-    honest = fake_gpu.machine('{"noise": "none"}').open_device(None)
-    assert blocks(honest, 2) == [pytest.approx(1)] * 2
+    noiseless = fake_gpu.machine('{"noise": "none"}').open_device(None)
+    assert blocks(noiseless, 2) == [pytest.approx(1)] * 2
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "Expecting property name"),
         ("[]", "PYTEST_AIPERF_FAKE: a mapping is needed"),
@@ -295,8 +295,8 @@ def test_a_machine_is_described_in_json():
         ('{"faults": [{"block": 0, "kind": "melt"}]}', "'melt' is none of 'throttle'"),
     ],
 )
-def test_a_description_that_makes_no_sense_is_refused_by_name(text, said):
-    with pytest.raises(UsageError, match=said):
+def test_a_description_that_makes_no_sense_is_refused_by_name(text, message):
+    with pytest.raises(UsageError, match=message):
         fake_gpu.machine(text)
 
 
@@ -322,18 +322,18 @@ def test_claim(compare, gpu, n):
 
 
 def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the outer pytest run
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
     pytester.makepyfile(CLAIMS)
     options = ("-ptests.fake_gpu", "--gpu", "--quick", "--reproducible")
     pytester.runpytest_subprocess(*options).assert_outcomes(passed=2)
     results = pytester.path / ".aiperf/latest/results.json"
-    one, other = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
-    for claim in (one, other):
+    first, second = (b["aiperf"] for b in json.loads(results.read_text())["benchmarks"])
+    for claim in (first, second):
         assert claim["key"] == "h300"
         assert claim["speedup"]["value"] == pytest.approx(1.25, rel=0.02)
-    assert one["timing"]["replicates"] != other["timing"]["replicates"]
-    assert one["speedup"] != other["speedup"]
+    assert first["timing"]["replicates"] != second["timing"]["replicates"]
+    assert first["speedup"] != second["speedup"]
 
 
 def test_what_the_description_gets_wrong_is_a_usage_error(pytester, monkeypatch):

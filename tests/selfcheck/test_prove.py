@@ -626,7 +626,7 @@ def test_the_workbench_of_a_gpu_calibrates_its_spins(monkeypatch):
     monkeypatch.setattr(ground_truth.nvcc, "Nvcc", lambda *_: lambda _: Kernels(kernels))
     monkeypatch.setattr(ground_truth, "_HEAT_MATRIX_SIDE", 8)
     monkeypatch.setattr(
-        ground_truth.ceilings, "known", lambda _device, names, _progress: {names[0]: 4e12}
+        ground_truth.ceilings, "get", lambda _device, names, _progress: {names[0]: 4e12}
     )
     bench = ground_truth.on_gpu(FakeDevice(FAKE_GPU, Noise.none()), ground_truth.no_progress)
     assert len(lookups) == 4

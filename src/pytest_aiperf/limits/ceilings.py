@@ -40,7 +40,7 @@ ProgressLine = Callable[[str], object]
 _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 
 
-def known(
+def get(
     device: Device,
     names: Sequence[str] = DEVICE,
     progress: ProgressLine = lambda _: None,
@@ -54,15 +54,15 @@ def known(
     """
     assert device.gpu is not None
     measure = functools.partial(_measure, device, progress)
-    return _cached([device.gpu], names, measure, progress, fresh=fresh)
+    return _get([device.gpu], names, measure, progress, fresh=fresh)
 
 
-def remembered(gpu: Gpu) -> dict[str, float]:
+def cached(gpu: Gpu) -> dict[str, float]:
     """Return the ceilings of a GPU that are on disk; measure nothing."""
     return _read(*_location([gpu]))
 
 
-def known_links(
+def get_links(
     gpus: Sequence[Gpu],
     progress: ProgressLine = lambda _: None,
     *,
@@ -74,10 +74,10 @@ def known_links(
         progress(f"measuring the links of {len(gpus)} GPUs")
         return interconnect.measure(len(gpus))
 
-    return _cached(gpus, LINKS, measure, progress, fresh=fresh)
+    return _get(gpus, LINKS, measure, progress, fresh=fresh)
 
 
-def _cached(
+def _get(
     gpus: Sequence[Gpu],
     names: Sequence[str],
     measure: Callable[[Sequence[str]], Mapping[str, float]],

@@ -147,7 +147,7 @@ def _diagnosis(profiles: Mapping[str, Profile], answer: CaptureReply, cache: str
         seconds = profile.figures.get("duration", 0.0)
         if profile.tool != "ncu" or not seconds:
             continue
-        known = ceilings.remembered(answer.gpu) if answer.gpu and answer.work else {}
+        known = ceilings.cached(answer.gpu) if answer.gpu and answer.work else {}
         limit = roofline.limit_of(seconds, answer.work, cache, known) if answer.work else None
         found[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
     return found

@@ -45,7 +45,7 @@ class CudaMachine:
         if device.ranks.count > 1:
             # another rank may have its GPU's ceilings on disk, and would not join these blocks
             device = CudaDevice(device.gpu)
-        return ceilings.known(device, progress=progress)
+        return ceilings.get(device, progress=progress)
 
 
 def measurable_gpus(machine: Machine) -> Sequence[Gpu]:
