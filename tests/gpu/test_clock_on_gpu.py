@@ -37,9 +37,9 @@ def seconds(cuda, call, mode, calls=20):
 def test_the_gpu_is_described(gpu, cuda):
     assert cuda.gpu.l2_bytes > 1 << 20
     assert cuda.gpu.sms == gpu.sms  # NVML's core count agrees with CUDA
-    senses = cuda.telemetry()
-    assert senses.sm_mhz
-    assert senses.event_reasons is not None
+    state = cuda.telemetry()
+    assert state.sm_mhz
+    assert state.event_reasons is not None
 
 
 def test_graph_backlog_and_plain_agree(gpu, cuda, copy):
@@ -130,7 +130,7 @@ def test_work_that_is_not_joined_is_refused(gpu, cuda):
             block.run()
 
 
-def test_cupy_is_on_the_clocks_stream_and_its_captured_memory_is_the_graphs(gpu, cuda):
+def test_cupy_is_on_the_devices_stream_and_its_captured_memory_is_the_graphs(gpu, cuda):
     import cupy
 
     a = cupy.random.standard_normal(1 << 24).astype("f4")
@@ -150,7 +150,7 @@ def test_cupy_is_on_the_clocks_stream_and_its_captured_memory_is_the_graphs(gpu,
         assert (cupy.asnumpy(block.last) == expected).all()
 
 
-def test_peak_counts_what_a_call_holds_at_once(gpu, cuda):
+def test_the_peak_counts_memory_that_is_held_at_once(gpu, cuda):
     outside = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
 
     def call():
@@ -162,23 +162,23 @@ def test_peak_counts_what_a_call_holds_at_once(gpu, cuda):
     assert outside.numel() == 1 << 26
 
 
-def test_what_is_allocated_is_no_longer_free(gpu, cuda):
+def test_allocated_memory_is_no_longer_free(gpu, cuda):
     before = cuda.free_bytes()
     buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     assert before - cuda.free_bytes() == pytest.approx(buffer.nbytes, rel=0.1)
 
 
-def test_pads_move_what_is_allocated_next(gpu, cuda):
+def test_padding_moves_later_allocations(gpu, cuda):
     addresses = set()
     for seed in range(8):
         cuda.release()
-        pad = cuda.random_padding(random.Random(seed))
+        padding = cuda.random_padding(random.Random(seed))
         addresses.add(torch.empty(1 << 10, device="cuda").data_ptr())
-        del pad
+        del padding
     assert len(addresses) > 4
 
 
-def test_settling_ends_within_its_bounds(gpu, cuda, copy):
+def test_stabilizing_ends_within_its_bounds(gpu, cuda, copy):
     start = time.perf_counter()
     cuda.stabilize_clocks(copy)
     assert 0.05 <= time.perf_counter() - start < 3.5
