@@ -26,8 +26,8 @@ from .machine.gpu_lock import GpuLock
 from .model import Outcome, Result
 from .profilers import capture as profiler
 from .profilers import target, tools
-from .records import comparison, expectations, history, journal, shards
-from .records.results import atomic_write, document, dumps, lines, read_json, read_results
+from .records import expectations, history, journal, shards
+from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
 from .report import formatting, markdown, page, terminal
 from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
-    """Return the parser and the names of its commands, in the order in which help lists them."""
+    """Return the parser and the names of its commands: this machine, results, CI, housekeeping."""
     parser = argparse.ArgumentParser(
         prog="python -m pytest_aiperf",
         description="Inspect this machine and work with results. `pytest` measures claims.",
@@ -60,31 +60,26 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "help of each command); 2 an argument, a file or this machine is not usable.",
     )
     subcommands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-
-    # this machine
     add = _command(subcommands, doctor)
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
-    add("--capture", action="store_true", help="with --bundle: add the output of each profiler on "
-        "a matrix product")  # fmt: skip
+    text = "with --bundle: add the output of each profiler on a matrix product"
+    add("--capture", action="store_true", help=text)
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again what is known already")
-    add("--json", metavar="FILE", type=Path, help="also write the ceilings as JSON, with the GPU's "
-        "model but not its UUID")  # fmt: skip
+    text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
+    add("--json", metavar="FILE", type=Path, help=text)
     add = _command(subcommands, capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without parameters")
     add("--calls", metavar="N", type=int, default=1, help="calls to profile (default: %(default)s)")
-    add("--deadline", metavar="SECONDS", type=float, default=300,
-        help="time limit (default: %(default)s)")  # fmt: skip
+    add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
     for entry in entry_points(group="pytest_aiperf.commands"):
         entry.load()(subcommands)
-
-    # results
     add = _command(subcommands, report)
     add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
-    add("-o", "--output", metavar="FILE", type=Path,
-        help="file to write (default: report.html, or stdout for Markdown)")  # fmt: skip
+    text = "file to write (default: report.html, or stdout for Markdown)"
+    add("-o", "--output", metavar="FILE", type=Path, help=text)
     add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
     add("--readme", metavar="FILE", type=Path, help="instead, update the tables in this file")
     add = _command(subcommands, compare)
@@ -92,13 +87,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add("new", metavar="NEW", type=Path, help="the same, of a later run")
     add = _command(subcommands, accept)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
-    add("--expectations", metavar="PATH", type=Path, default=Path("expectations.yaml"),
-        help="the file to update (default: %(default)s)")  # fmt: skip
-    add("--results", metavar="DIR", type=Path, default=Path("results"),
-        help="the folder of accepted results, one file per GPU (default: %(default)s)")  # fmt: skip
+    text, default = "the file to update (default: %(default)s)", Path("expectations.yaml")
+    add("--expectations", metavar="PATH", type=Path, default=default, help=text)
+    text = "the folder of accepted results, one file per GPU (default: %(default)s)"
+    add("--results", metavar="DIR", type=Path, default=Path("results"), help=text)
     add("--dry-run", action="store_true", help="show what would change, and write nothing")
-
-    # CI
     add = _command(subcommands, merge)
     add("parts", metavar="RESULTS.json", type=Path, nargs="+", help="the results of each shard")
     add("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
@@ -106,15 +99,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
     add = _command(subcommands, gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
-    add("--history", metavar="DIR", type=Path, default=Path("history"),
-        help="folder of the histories, one per GPU (default: %(default)s)")  # fmt: skip
-    add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[],
-        help="results of further runs of the flagged claims")  # fmt: skip
+    add("--history", metavar="DIR", type=Path, default=Path("history"), help="(default: history)")
+    text = "results of further runs of the flagged claims"
+    add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[], help=text)
     add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims there")
     add("--sentinels", metavar="FILE", type=Path, help="ids of sentinel claims, one per line")
     add = _command(subcommands, drift)
     add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
-
     add = _command(subcommands, clean)
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     return parser, subcommands.choices
@@ -164,10 +155,10 @@ def ceilings(given: argparse.Namespace) -> int:
     with GpuLock([g.uuid for g in gpus], on_wait=_progress).exclusive_host():
         device = CudaMachine().open_device(gpus[0])
         names = (*limits.DEVICE, *limits.HOST)
-        found = limits.known(device, names, _progress, fresh=given.fresh)
+        found = limits.get(device, names, _progress, fresh=given.fresh)
         if len(gpus) > 1:
             try:
-                found |= limits.known_links(gpus, _progress, fresh=given.fresh)
+                found |= limits.get_links(gpus, _progress, fresh=given.fresh)
             except InvalidMeasurement as error:
                 _progress(str(error))
     assert device.gpu is not None
@@ -261,15 +252,15 @@ def compare(given: argparse.Namespace) -> int:
     Exit status 1 if a claim has regressed.
     """
     old, new = _results_in(given.old), _results_in(given.new)
-    changes = comparison.changes(old, new)
-    text = [f"differs: {line}" for line in comparison.environment(old, new)]
+    changes = history.changes(old, new)
+    text = [f"differs: {line}" for line in history.stack_changes(old, new)]
     for change in changes:
         ratio = f"  {change.ratio}" if change.ratio else ""
         why = f"  ({change.why})" if change.why else ""
         text.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
     count = Counter(change.state.value for change in changes)
     _print([*text, ", ".join(f"{n} {state}" for state, n in count.items()) or "no claims"])
-    return FAILED if count[comparison.State.REGRESSED] else DONE
+    return FAILED if count[history.State.REGRESSED] else DONE
 
 
 def _results_in(path: Path) -> list[Result]:
@@ -315,7 +306,7 @@ def merge(given: argparse.Namespace) -> int:
             raise UsageError(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
     machine = read_json(given.parts[0]).get("machine_info", {})
     content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
-    atomic_write(given.output, lines(content))
+    atomic_write(given.output, document_text(content))
     sys.stdout.write(f"{len(merged)} claims written: {given.output}\n")
     return DONE
 
@@ -325,12 +316,12 @@ def complete(given: argparse.Namespace) -> int:
 
     Exit status 1 if a claim has no outcome, or broke before it had a figure.
     """
-    outcomes = shards.gathered(given.runs)
+    outcomes = shards.collect(given.runs)
     text = []
     for claim, result in sorted(outcomes.items()):
         if result is None:
             text.append(f"no outcome: {claim}")
-        elif shards.broken(result):
+        elif shards.is_broken(result):
             text.append(f"{result.outcome}: {claim}: {result.message.partition(chr(10))[0]}")
     count = Counter(str(r.outcome if r else Outcome.NOT_RUN) for r in outcomes.values())
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
@@ -359,7 +350,9 @@ def gate(given: argparse.Namespace) -> int:
         path = given.history / f"{key}.jsonl"
         judged = history.judge(history.read_history(path), night)
         confirmed = history.confirmed(judged.flags, again)
-        text += _gate_lines(key, night, judged, confirmed, again=bool(again))
+        text += _gate_lines(judged, confirmed, again)
+        counts = f"{len(judged.provisional)} provisional, {len(judged.flags)} flagged"
+        text.append(f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed")
         flagged |= {flag.claim for flag in judged.flags}
         failed |= bool(confirmed or (judged.shift and again))
         if again or not judged.flags:  # a night is added once, when its flags are settled
@@ -379,20 +372,14 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _gate_lines(
-    key: str,
-    night: history.Night,
-    judged: history.Gate,
-    confirmed: Sequence[history.Flag],
-    *,
-    again: bool,
+    judged: history.Gate, confirmed: Sequence[history.Flag], again: object
 ) -> list[str]:
     text = [f"void: {judged.void}"] if judged.void else []
     text += [f"shift: {judged.shift}"] if judged.shift else []
     for flag in judged.flags if not judged.shift else ():
         state = "confirmed" if flag in confirmed else "not confirmed"
         text.append(f"{state if again else 'flagged, to be measured again'}: {flag}")
-    counts = f"{len(judged.provisional)} provisional, {len(judged.flags)} flagged"
-    return [*text, f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed"]
+    return text
 
 
 def drift(given: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pytest_aiperf.model import Interval, Metric, Outcome
-from pytest_aiperf.records.comparison import State, changes, environment, over
+from pytest_aiperf.records.history import State, changes, ratio_of, stack_changes
 from tests.plugin.records import H200, result, timing
 
 
@@ -81,13 +81,13 @@ def test_the_worst_come_first():
 
 
 def test_errors_of_both_runs_count():
-    ratio = over(Interval(1.94, 2.0, 2.06), Interval(0.96, 1.0, 1.04))
+    ratio = ratio_of(Interval(1.94, 2.0, 2.06), Interval(0.96, 1.0, 1.04))
     assert ratio.value == 2.0
     assert math.log(ratio.high / 2.0) == pytest.approx(math.hypot(0.03, 0.04), rel=0.05)
-    assert math.isinf(over(Interval(0, 1, math.inf), Interval(1, 1, 1)).high)
+    assert math.isinf(ratio_of(Interval(0, 1, math.inf), Interval(1, 1, 1)).high)
 
 
 def test_environments_are_told_apart():
     old = [claim(stack={"torch": "2.10", "driver": "580"})]
     new = [claim(stack={"torch": "2.11", "driver": "580", "cuda": "13.0"})]
-    assert environment(old, new) == ["cuda none -> 13.0", "torch 2.10 -> 2.11"]
+    assert stack_changes(old, new) == ["cuda none -> 13.0", "torch 2.10 -> 2.11"]

@@ -1,4 +1,4 @@
-"""What finished survives crashes, full disks and damaged files."""
+"""Finished results survive crashes, full disks and damaged files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_run_from_collection_to_results(run):
     assert (done[1].nodeid, done[1].run, done[1].started) == ("t::two", run.id, manifest.started)
     assert read_results(run.finish(document(done, {}, NOW))) == done
     assert sorted(p.name for p in run.path.parent.iterdir()) == sorted(
-        [".gitignore", "latest", run.id]
+        [".gitignore", "CACHEDIR.TAG", "latest", run.id]
     )
 
 
@@ -83,7 +83,7 @@ def test_a_torn_line_stays_alone_when_the_journal_goes_on(run, junk):
     assert journal.read_journals(run.path) == ([result("a/0"), result("a/1")], 1)
 
 
-def test_a_whole_line_that_is_no_result_is_not_passed_over(run):
+def test_a_complete_line_that_is_no_result_is_refused(run):
     mine = run.journal("gw0")
     mine.append(result())
     mine.path.write_text(mine.path.read_text() + '{"claim": 1}\n')
@@ -177,7 +177,7 @@ def test_each_result_is_on_disk_when_append_returns(run, monkeypatch):
     assert synced == [str(mine.path), str(run.path), str(mine.path)]
 
 
-def test_a_failed_fsync_is_told(run, monkeypatch):
+def test_a_failed_fsync_is_an_error(run, monkeypatch):
     def failing(fd):
         raise OSError(5, "Input/output error")
 

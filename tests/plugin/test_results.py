@@ -105,7 +105,7 @@ def test_reading_gives_back_what_was_written(tmp_path):
         ('"seed": 7', '"seed": NaN', r"r\.benchmarks\[0\]\.aiperf\.seed: nan is no finite figure"),
         ('"seed": 7', '"seed": -Infinity', r"\.seed: -inf is no finite"),
         ('"floor": 0.004', '"floor": 1e999', r"\.floor: inf is no finite"),
-        ('"seed": 7', '"seed": 7, "seed": 8', r"benchmarks\[0\]\.aiperf\.seed stands twice"),
+        ('"seed": 7', '"seed": 7, "seed": 8', r"benchmarks\[0\]\.aiperf\.seed occurs twice"),
         ('"seed": 7', '"seed": true', r"benchmarks\[0\]\.aiperf\.seed: int is needed"),
         ('"seed": 7', '"seed": ' + "9" * 5000, "limit"),
         ('"seed": 7', '"sed": 7', r"\.aiperf: unknown sed"),
@@ -174,10 +174,10 @@ def test_the_machine_is_described_without_its_name():
 
 def test_a_document_has_a_record_a_line():
     content = results.document([result("ch06/a"), result("ch06/b", timing=None)], {"gpus": []}, NOW)
-    text = results.lines(content)
+    text = results.document_text(content)
     assert json.loads(text) == content
     assert sum(line.startswith("  {") for line in text.splitlines()) == 2
-    assert json.loads(results.lines({"benchmarks": [], "version": "5"})) == {
+    assert json.loads(results.document_text({"benchmarks": [], "version": "5"})) == {
         "benchmarks": [],
         "version": "5",
     }

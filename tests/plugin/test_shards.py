@@ -1,4 +1,4 @@
-"""A session is dealt to several machines, and what did not come back is named."""
+"""A session is split over several machines, and missing results are named."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_what_is_no_shard(text):
 
 def test_the_longest_come_first_and_go_to_the_least_loaded():
     seconds = {IDS[0]: 10.0, IDS[1]: 6.0, IDS[2]: 5.0}
-    assert shards.deal(IDS[:3], seconds, 2) == [{IDS[0]}, {IDS[1], IDS[2]}]
+    assert shards.split(IDS[:3], seconds, 2) == [{IDS[0]}, {IDS[1], IDS[2]}]
 
 
 def test_an_unknown_length_is_the_typical_one():
     seconds = {IDS[0]: 8.0, IDS[1]: 4.0, IDS[2]: 4.0}
-    assert shards.deal([*IDS[:3], "new"], seconds, 2) == [{IDS[0], "new"}, {IDS[1], IDS[2]}] or (
-        shards.deal([*IDS[:3], "new"], seconds, 2) == [{IDS[0], IDS[2]}, {IDS[1], "new"}]
+    assert shards.split([*IDS[:3], "new"], seconds, 2) == [{IDS[0], "new"}, {IDS[1], IDS[2]}] or (
+        shards.split([*IDS[:3], "new"], seconds, 2) == [{IDS[0], IDS[2]}, {IDS[1], "new"}]
     )
 
 
@@ -45,12 +45,12 @@ def test_an_unknown_length_is_the_typical_one():
     st.randoms(),
 )
 def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, random):
-    dealt = shards.deal(ids, seconds, count)
+    dealt = shards.split(ids, seconds, count)
     assert len(dealt) == count
     assert sorted(i for shard in dealt for i in shard) == sorted(ids)
     shuffled = list(ids)
     random.shuffle(shuffled)
-    assert shards.deal(shuffled, seconds, count) == dealt
+    assert shards.split(shuffled, seconds, count) == dealt
 
 
 CLAIMS = """

@@ -1,1 +1,1 @@
-"""CUDA and Triton sources to kernels that can be called, and what their machine code holds."""
+"""Compile CUDA and Triton kernels, call them, and read their machine code."""

@@ -16,15 +16,16 @@ Signature: 8a477f597d28d172789f06886806bc55
 
 
 def create_tagged(folder: Path, mode: int = 0o777) -> None:
-    """Create a folder with its tag; an existing folder may belong to others and stays as it is."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Create a folder with its tag; an existing folder with content may belong to others."""
+    folder.mkdir(mode, parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        return
+    tag = folder / TAG_FILE
     try:
-        folder.mkdir(mode)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise
-    else:
-        (folder / TAG_FILE).write_text(_TAG, encoding="utf-8")
+        tag.write_text(_TAG, encoding="utf-8")
+    except OSError:
+        tag.unlink(missing_ok=True)
+        raise
 
 
 def is_tagged(folder: Path) -> bool:

@@ -1,1 +1,1 @@
-"""What is kept: journals, results, expectations, and what changed between them."""
+"""Records on disk: journals, results, expectations and history."""

@@ -1,4 +1,4 @@
-"""The nightly gate: a claim's band from its own past nights, and what fell out of it."""
+"""Compare a run with another run, or a night with the nights before it."""
 
 from __future__ import annotations
 
@@ -9,53 +9,164 @@ import os
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.errors import UsageError
-from pytest_aiperf.model import Outcome, Result
+from pytest_aiperf.model import Interval, Outcome, Result
 from pytest_aiperf.rules import stats
-from pytest_aiperf.rules.verdict import SESSIONS_APART
+from pytest_aiperf.rules.verdict import SESSIONS_APART, is_hosts
 from pytest_aiperf.schema import from_json, to_json
 
 from .results import dumps, loads, sync, writing
 
-NIGHTS: Final = 30
-"""A band is made of so many valid nights at most,"""
-LEAST_NIGHTS: Final = 8
-"""and is provisional, which fails nothing, with fewer than these."""
+MAX_NIGHTS: Final = 30
+"""Number of latest valid nights in a band: a month."""
+
+MIN_NIGHTS: Final = 8
+"""Fewer nights give a provisional band, in which nothing fails: their spread is too uncertain."""
+
 SIGMAS: Final = 4.0
-"""A claim is flagged below its median by so many standard deviations, and by SESSIONS_APART."""
-SICK: Final = 0.10
-"""A sentinel that is off by more than this, and out of its band, voids the night."""
-FLEET: Final = (5, 0.2)
-"""So many flags, and so large a share of the claims, are one shift of the whole machine."""
+"""Standard deviations below the median at which a claim is flagged; SESSIONS_APART at least."""
+
+MAX_SENTINEL_CHANGE: Final = 0.10
+"""Change of a sentinel that voids a night if it also leaves the sentinel's band."""
+
+SHIFT_MIN_FLAGS: Final = 5
+"""Fewest flags that count as one shift of the whole machine."""
+
+SHIFT_MIN_SHARE: Final = 0.2
+"""Smallest share of flagged claims that counts as one shift of the whole machine."""
+
+MAD_TO_SIGMA: Final = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+# two runs
+
+
+class State(StrEnum):
+    """The change of a claim, the worst first."""
+
+    REGRESSED = "regressed"
+    GONE = "gone"
+    STALE = "stale"
+    """The test or the kernels of the claim changed."""
+    MOVED = "moved"
+    """Changed, but the figure depends on the host and the runs may have had different hosts."""
+    IMPROVED = "improved"
+    NEW = "new"
+    SAME = "same"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of a claim between two runs."""
+
+    claim: str
+    key: str
+    state: State
+    ratio: Interval | None = None
+    """The new speedup over the old one."""
+    why: str = ""
+
+
+def changes(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
+    """Compare claims on the same kind of GPU; the worst changes come first."""
+    before, after = ({(r.claim, r.key): r for r in results} for results in (old, new))
+    listed = [_change(before.get(k), after.get(k)) for k in {**before, **after}]
+    order = list(State)
+    return sorted(listed, key=lambda c: (order.index(c.state), c.key, c.claim))
+
+
+def _change(old: Result | None, new: Result | None) -> Change:
+    if new is None or (new.speedup is None and old is not None and old.speedup is not None):
+        assert old is not None
+        why = "" if new is None else f"{new.outcome}: {new.message}".splitlines()[0]
+        return Change(old.claim, old.key, State.GONE, why=why)
+    if old is None or new.speedup is None or old.speedup is None:
+        if new.speedup is None and old is not None:
+            return Change(new.claim, new.key, State.SAME, why="measured in neither run")
+        return Change(new.claim, new.key, State.NEW)
+    ratio = ratio_of(new.speedup, old.speedup)
+    if old.code != new.code:
+        why = "the claim's test or kernels changed"
+        return Change(new.claim, new.key, State.STALE, ratio, why)
+    state = State.SAME
+    if ratio.high < 1 - SESSIONS_APART:
+        state = State.REGRESSED
+    elif ratio.low > 1 + SESSIONS_APART:
+        state = State.IMPROVED
+    if state is not State.SAME and is_hosts(new) and not _is_same_gpu(old, new):
+        return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
+    return Change(new.claim, new.key, state, ratio)
+
+
+def _is_same_gpu(old: Result, new: Result) -> bool:
+    return old.gpu is not None and new.gpu is not None and old.gpu.uuid == new.gpu.uuid != ""
+
+
+def ratio_of(new: Interval, old: Interval) -> Interval:
+    """Divide two speedups of independent runs; relative errors add in quadrature."""
+    if min(new.low, old.low) <= 0 or math.isinf(max(new.high, old.high)):
+        return Interval(0.0, new.value / old.value, math.inf)
+    low = math.hypot(math.log(new.value / new.low), math.log(old.high / old.value))
+    high = math.hypot(math.log(new.high / new.value), math.log(old.value / old.low))
+    value = new.value / old.value
+    return Interval(value * math.exp(-low), value, value * math.exp(high))
+
+
+def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
+    """List differences of software and GPU between two runs: ``torch 2.10.0 -> 2.11.0``."""
+    before, after = (versions(results) for results in (old, new))
+    return [
+        f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def versions(results: Sequence[Result]) -> dict[str, str]:
+    """Return the GPUs and the versions of the software that results ran on, by name."""
+    by_name: dict[str, set[str]] = {}
+    for result in results:
+        for name, version in result.stack.items():
+            by_name.setdefault(name, set()).add(version)
+        if result.gpu is not None:
+            by_name.setdefault("GPU", set()).add(result.gpu.name)
+    return {name: ", ".join(sorted(values)) for name, values in by_name.items()}
+
+
+# a night and the nights before it
 
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """One nightly run on one kind of GPU: a line of the history.
-
-    ``claims`` are speedups, ``sentinels`` seconds of a call; ``void`` says why it counts for
-    nothing. Nights of different ``epoch`` are not compared.
-    """
+    """A nightly run on one kind of GPU: one line of the history."""
 
     started: str
     run: str
     key: str
     epoch: str
+    """GPU and software; only nights of the same epoch are compared."""
     claims: Mapping[str, float]
+    """Speedup by claim."""
     sentinels: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per call by sentinel claim."""
     void: str = ""
+    """Why the night does not count, "" if it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A claim below its band: the median of its past, what it may fall to, and what it is."""
+    """A claim whose speedup fell below its band."""
 
     claim: str
     median: float
+    """Of the past nights."""
     least: float
+    """Lower end of the band."""
     value: float
 
     def __str__(self) -> str:
@@ -65,25 +176,28 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a night is to be told: why it is void, what is flagged, what has too short a past."""
+    """The comparison of a night with its history."""
 
     void: str = ""
+    """Why the night does not count."""
     shift: str = ""
+    """Description of a change of many claims at once."""
     flags: tuple[Flag, ...] = ()
     provisional: tuple[str, ...] = ()
+    """Claims with too few nights for a band."""
 
 
 def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Night:
-    """Make a history line of one run's results on one kind of GPU.
+    """Summarize the results of a run on one kind of GPU.
 
-    ``sentinels`` are ids of claims whose optimized arm shows whether the machine is well.
+    ``sentinels`` are claims whose time per call shows whether the machine is healthy.
     """
     keys = {r.key for r in results if not r.host}
     if len(keys) != 1:
         raise UsageError(
             f"a night is of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}"
         )
-    valid = [r for r in results if r.speedup is not None and _valid(r) and not r.host]
+    valid = [r for r in results if r.speedup is not None and _is_valid(r) and not r.host]
     first = min((r for r in results if not r.host), key=lambda r: r.started)
     parts = [first.gpu.name if first.gpu else first.key]
     parts += [f"{name} {first.stack[name]}" for name in ("driver", "cuda", "torch", "triton")
@@ -102,73 +216,70 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
     )
 
 
-def _valid(result: Result) -> bool:
+def _is_valid(result: Result) -> bool:
     return result.outcome in (Outcome.PASSED, Outcome.FAILED) and not result.profiles
 
 
 def band(past: Sequence[float]) -> tuple[float, float]:
-    """Median of a claim's past speedups, and the least that is still in its band.
+    """Return the median of past speedups, and the lower end of their band.
 
-    The spread is the median absolute deviation, scaled to a standard deviation: neither moves
-    with one odd night.
+    The spread is the median absolute deviation, which one outlier does not move.
     """
     logs = [math.log(value) for value in past]
-    middle = statistics.median(logs)
-    sigma = 1.4826 * statistics.median(abs(v - middle) for v in logs)
+    median = statistics.median(logs)
+    sigma = MAD_TO_SIGMA * statistics.median(abs(v - median) for v in logs)
     drop = max(SIGMAS * sigma, -math.log1p(-SESSIONS_APART))
-    return math.exp(middle), math.exp(middle - drop)
+    return math.exp(median), math.exp(median - drop)
 
 
 def judge(history: Sequence[Night], tonight: Night) -> Gate:
-    """Hold a night against the valid nights of its epoch."""
-    past = [n for n in history if n.epoch == tonight.epoch and not n.void][-NIGHTS:]
-    if sick := _sick(past, tonight):
-        return Gate(void=sick)
+    """Compare a night with the valid nights of its epoch."""
+    past = [n for n in history if n.epoch == tonight.epoch and not n.void][-MAX_NIGHTS:]
+    if void := tonight.void or _sentinel_problem(past, tonight):
+        return Gate(void=void)
     flags, provisional = [], []
     for claim, value in tonight.claims.items():
-        own = [n.claims[claim] for n in past if claim in n.claims]
-        if len(own) < LEAST_NIGHTS:
+        speedups = [n.claims[claim] for n in past if claim in n.claims]
+        if len(speedups) < MIN_NIGHTS:
             provisional.append(claim)
             continue
-        median, least = band(own)
+        median, least = band(speedups)
         if value < least:
             flags.append(Flag(claim, median, least, value))
-    held = len(tonight.claims) - len(provisional)
-    count, share = FLEET
-    if len(flags) >= max(count, share * held):
+    count = len(tonight.claims) - len(provisional)
+    shift = ""
+    if len(flags) >= max(SHIFT_MIN_FLAGS, SHIFT_MIN_SHARE * count):
         drop = 1 - statistics.median(f.value / f.median for f in flags)
-        shift = f"{len(flags)} of {held} claims lie below their bands, by {drop:.1%} in the median"
-        return Gate(shift=shift, flags=tuple(flags), provisional=tuple(provisional))
-    return Gate(flags=tuple(flags), provisional=tuple(provisional))
+        shift = f"{len(flags)} of {count} claims lie below their bands, by {drop:.1%} in the median"
+    return Gate(shift=shift, flags=tuple(flags), provisional=tuple(provisional))
 
 
-def _sick(past: Sequence[Night], tonight: Night) -> str:
-    if tonight.void:
-        return tonight.void
+def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
+    """Describe a sentinel that is missing or out of its band, "" if all are fine."""
     for claim in {claim for night in past for claim in night.sentinels}:
-        own = [n.sentinels[claim] for n in past if claim in n.sentinels]
-        if len(own) < LEAST_NIGHTS:
+        seconds = [n.sentinels[claim] for n in past if claim in n.sentinels]
+        if len(seconds) < MIN_NIGHTS:
             continue
         if claim not in tonight.sentinels:
             return f"the sentinel {claim} has no valid figure"
-        median, least = band(own)
-        off = tonight.sentinels[claim] / median
-        if abs(math.log(off)) > max(math.log(median / least), math.log1p(SICK)):
-            return f"the sentinel {claim} takes {off:.2f} times its usual {median:.3g} s"
+        median, least = band(seconds)
+        ratio = tonight.sentinels[claim] / median
+        if abs(math.log(ratio)) > max(math.log(median / least), math.log1p(MAX_SENTINEL_CHANGE)):
+            return f"the sentinel {claim} takes {ratio:.2f} times its usual {median:.3g} s"
     return ""
 
 
 def confirmed(flags: Iterable[Flag], again: Sequence[Sequence[Result]]) -> list[Flag]:
-    """Keep the flags that every fresh run shows as well; not measured again is not confirmed."""
-    runs = [{r.claim: r.speedup.value for r in run if r.speedup and _valid(r)} for run in again]
+    """Return the flags that every further run shows too; a claim must be in all of them."""
+    runs = [{r.claim: r.speedup.value for r in run if r.speedup and _is_valid(r)} for run in again]
     return [f for f in flags if runs and all(r.get(f.claim, math.inf) < f.least for r in runs)]
 
 
 def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
-    """Find lasting steps that single nights hide: (claim, first night after it, ratio).
+    """Find lasting steps of more than 1 %, as (claim, start of the first night after it, ratio).
 
     PELT on log speedups of the last epoch, with a penalty of 3 variances times log n: Killick,
-    Fearnhead and Eckley 2012, as the library ruptures has it. Steps below 1 % are left out.
+    Fearnhead and Eckley 2012, from the library ruptures.
     """
     try:
         import ruptures
@@ -176,30 +287,30 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
         raise UsageError(
             "change points need ruptures: pip install 'pytest-aiperf[history]'"
         ) from None
+    import numpy as np
+
     valid = [n for n in history if not n.void and n.epoch == history[-1].epoch]
-    found = []
+    steps = []
     for claim in sorted({claim for night in valid for claim in night.claims}):
         nights = [n for n in valid if claim in n.claims]
-        if len(nights) < 2 * LEAST_NIGHTS:
+        if len(nights) < 2 * MIN_NIGHTS:
             continue
         logs = [math.log(n.claims[claim]) for n in nights]
-        # of differences: a step must not widen the noise that it is held against
-        steps = [abs(b - a) for a, b in itertools.pairwise(logs)]
-        sigma = max(1.4826 * statistics.median(steps) / math.sqrt(2), 1e-4)
-        scaled = [[v / sigma] for v in logs]
-        import numpy as np
-
-        search = ruptures.Pelt(model="l2", min_size=3, jump=1).fit(np.array(scaled))
+        # the noise of differences: a step does not increase the noise that it is compared with
+        differences = [abs(b - a) for a, b in itertools.pairwise(logs)]
+        sigma = max(MAD_TO_SIGMA * statistics.median(differences) / math.sqrt(2), 1e-4)
+        search = ruptures.Pelt(model="l2", min_size=3, jump=1)
+        search.fit(np.array([[v / sigma] for v in logs]))
         ends = [0, *search.predict(pen=3 * math.log(len(logs)))]
-        parts = [statistics.fmean(logs[a:b]) for a, b in itertools.pairwise(ends)]
-        for at, before, after in zip(ends[1:], parts, parts[1:], strict=False):
+        means = [statistics.fmean(logs[a:b]) for a, b in itertools.pairwise(ends)]
+        for first, before, after in zip(ends[1:], means, means[1:], strict=False):
             if abs(after - before) > 0.01:
-                found.append((claim, nights[at].started, math.exp(after - before)))
-    return found
+                steps.append((claim, nights[first].started, math.exp(after - before)))
+    return steps
 
 
 def read_history(path: Path) -> list[Night]:
-    """Read the nights of a history file, oldest first; a line torn by a crash is passed over."""
+    """Read the nights of a history file; a last line that a crash left incomplete is skipped."""
     if not path.exists():
         return []
     nights = []
@@ -209,20 +320,20 @@ def read_history(path: Path) -> list[Night]:
             nights.append(from_json(Night, loads(line, f"{path.name}:{number}")))
         except (json.JSONDecodeError, RecursionError):
             if number < len(lines):
-                raise UsageError(f"{path}:{number} is torn; take that line out") from None
-        except ValueError as why:
-            raise UsageError(f"{path}: {why}") from why
+                raise UsageError(f"{path}:{number} is torn; remove that line") from None
+        except ValueError as error:
+            raise UsageError(f"{path}: {error}") from error
     return nights
 
 
 def append(path: Path, night: Night) -> None:
-    """Add a night at the end; it is on disk when this returns."""
+    """Append a night; it is on disk when this returns."""
     line = dumps(to_json(night), path.name) + "\n"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)  # what a crash left of a line
+            file.truncate(file.read().rfind(b"\n") + 1)  # removes an incomplete last line
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())

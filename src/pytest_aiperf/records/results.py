@@ -1,4 +1,4 @@
-"""Results files: strict JSON in pytest-benchmark's schema, read and written whole."""
+"""Read and write results files: strict JSON in pytest-benchmark's schema."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import SCHEMA, Gpu, Result
 from pytest_aiperf.schema import from_json, to_json
 
-_TWICE: Final = object()
-"""Stands in a parsed object for a key's two values, so that the place can be named."""
+_DUPLICATE: Final = object()
+"""Replaces the values of a key that occurs twice, until its place is known for the message."""
 
 
 def dumps(value: object, where: str, indent: int | None = None) -> str:
-    """Write strict JSON; raise ValueError that names the place of what it cannot hold."""
+    """Format strict JSON; raise ValueError with the place of a value that it cannot represent."""
     _strict(value, where)
     return json.dumps(value, allow_nan=False, indent=indent)
 
 
 def loads(text: str, where: str) -> Any:
-    """Read strict JSON (no NaN, no infinity, no key twice); ValueError names the place."""
+    """Parse JSON without NaN, infinities and duplicate keys; ValueError names the place."""
     value = json.loads(text, object_pairs_hook=_object)
     _strict(value, where)
     return value
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        found[key] = _TWICE if key in found else value
-    return found
+        mapping[key] = _DUPLICATE if key in mapping else value
+    return mapping
 
 
 def _strict(value: object, where: str) -> None:
@@ -49,8 +49,8 @@ def _strict(value: object, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _strict(inner, f"{where}[{index}]")
-    elif value is _TWICE:
-        raise ValueError(f"{where} stands twice")
+    elif value is _DUPLICATE:
+        raise ValueError(f"{where} occurs twice")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {value} is no finite figure")
     elif value is not None and not isinstance(value, (str, int, float)):
@@ -60,7 +60,7 @@ def _strict(value: object, where: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into one sentence."""
+    """Raise UsageError in one sentence where a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a file as a whole: readers and crashes see the old text or the new, never a part."""
+    """Replace a file: after a crash it has either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Put a folder's list of names on disk."""
+    """Flush a folder's entries to disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -96,22 +96,20 @@ def sync(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a strict JSON file; Misuse names the file and the place in it."""
+    """Read a strict JSON file; UsageError names the file and the place in it."""
     try:
         return loads(path.read_text(encoding="utf-8"), path.stem)
     except OSError as error:
-        why = error.strerror or error
-        raise UsageError(f"cannot read {path}: {why}; name a file that a run wrote") from error
+        reason = error.strerror or error
+        raise UsageError(f"cannot read {path}: {reason}; name a file that a run wrote") from error
     except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{path}:{error.lineno}:{error.colno}: {error.msg}; run it anew"
-        ) from error
+        raise UsageError(f"{path}:{error.lineno}:{error.colno}: {error.msg}; run again") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}; run it anew") from error
+        raise UsageError(f"{path}: {error}; run again") from error
 
 
 def read_record(record: object, where: str) -> Result:
-    """Read one claim's record; Misuse names the field that does not fit."""
+    """Read the record of one claim; UsageError names an invalid field."""
     schema = record.get("schema") if isinstance(record, Mapping) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise UsageError(
@@ -130,7 +128,7 @@ _EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
 
 
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a record of schema 1; unreadable parts are left to the reader."""
+    """Convert a record of schema 1; invalid parts stay as they are, for the reader to refuse."""
     work, findings = record.get("work"), record.get("evidence", [])
     upgraded = {**record, "schema": SCHEMA}
     if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
@@ -149,19 +147,17 @@ def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """Read the claims' records of a results file, ours or one that pytest-benchmark saved."""
+    """Read the records of a results file of this plugin or of ``--benchmark-json``."""
     content = read_json(path)
     if not isinstance(content, Mapping):
-        raise UsageError(
-            f"{path}: an object is needed, not a {type(content).__name__}; run it anew"
-        )
+        raise UsageError(f"{path}: an object is needed, not a {type(content).__name__}; run again")
     benchmarks, untimed = (content.get(name, []) for name in ("benchmarks", "aiperf_untimed"))
     if not isinstance(benchmarks, list) or not isinstance(untimed, list):
-        raise UsageError(f"{path}: benchmarks and aiperf_untimed must be lists; run it anew")
+        raise UsageError(f"{path}: benchmarks and aiperf_untimed must be lists; run again")
     records = [
         (f"benchmarks[{i}].aiperf", entry["aiperf"])
         for i, entry in enumerate(benchmarks)
-        if isinstance(entry, Mapping) and "aiperf" in entry  # else a benchmark, not a claim
+        if isinstance(entry, Mapping) and "aiperf" in entry  # others are plain benchmarks
     ]
     records += [(f"aiperf_untimed[{i}]", record) for i, record in enumerate(untimed)]
     if not records and "aiperf_untimed" not in content:
@@ -175,26 +171,25 @@ def document(
     now: datetime,
     commit_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Lay results out in pytest-benchmark's schema.
+    """Arrange results in pytest-benchmark's schema.
 
-    A benchmark's ``stats`` are of the optimized arm, a call; its ``aiperf`` key holds our record.
-    Records without a figure stand under ``aiperf_untimed``. Results of several runs have no one
-    commit.
+    ``stats`` of a benchmark are seconds per call of the optimized arm, ``aiperf`` is the whole
+    record. Results without times are listed under ``aiperf_untimed``.
     """
     from pytest_benchmark import __version__  # late: not needed to measure
 
     return {
         "machine_info": machine_info,
         "commit_info": commit_info or {},
-        "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if figures(r)],
+        "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if block_times(r)],
         "datetime": now.astimezone(UTC).isoformat(),
         "version": __version__,
-        "aiperf_untimed": [to_json(r) for r in results if not figures(r)],
+        "aiperf_untimed": [to_json(r) for r in results if not block_times(r)],
     }
 
 
-def lines(content: Mapping[str, Any]) -> str:
-    """Write a document with a record a line: a new measurement of a claim is a line's change."""
+def document_text(content: Mapping[str, Any]) -> str:
+    """Format a document with one record per line, so that a new measurement changes one line."""
     parts = []
     for key, value in content.items():
         if isinstance(value, list) and value:
@@ -206,29 +201,28 @@ def lines(content: Mapping[str, Any]) -> str:
 
 
 def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str, Any]) -> None:
-    """Put results into the file of their GPU, ``<key>.json``; its other claims stay."""
-    fresh: dict[str, list[Result]] = {}
+    """Write results into the file of their GPU, ``<key>.json``, and keep its other claims."""
+    new: dict[str, list[Result]] = {}
     for result in results:
-        # what is shared says what GPU it was, not which one
-        gpu = result.gpu and replace(result.gpu, uuid="")
-        fresh.setdefault(result.key, []).append(replace(result, gpu=gpu))
-    for key, mine in fresh.items():
+        gpu = result.gpu and replace(result.gpu, uuid="")  # these files are shared
+        new.setdefault(result.key, []).append(replace(result, gpu=gpu))
+    for key, new_results in new.items():
         path = folder / f"{key}.json"
-        known = read_results(path) if path.exists() else []
-        merged = {result.claim: result for result in [*known, *mine]}
+        old_results = read_results(path) if path.exists() else []
+        merged = {result.claim: result for result in [*old_results, *new_results]}
         content = document([merged[c] for c in sorted(merged)], machine, datetime.now(UTC))
-        atomic_write(path, lines(content))
+        atomic_write(path, document_text(content))
 
 
 def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
-    """Say what machine this is; never which one (no host name, no serial number)."""
-    said = ("system", "machine", "python_implementation", "python_version")
-    info = {name: getattr(platform, name)() for name in said}
+    """Describe the kind of this machine, without host name or serial numbers."""
+    names = ("system", "machine", "python_implementation", "python_version")
+    info = {name: getattr(platform, name)() for name in names}
     return {**info, "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus]}
 
 
-def figures(result: Result) -> tuple[float, ...]:
-    """Collect what each block of the optimized arm measured, a call."""
+def block_times(result: Result) -> tuple[float, ...]:
+    """Return the value per call of each block of the optimized arm, empty without a timing."""
     replicates = result.timing.replicates if result.timing else ()
     return tuple(
         s for rep in replicates for r in rep.rounds for s in r.seconds.get("optimized", ())
@@ -236,9 +230,9 @@ def figures(result: Result) -> tuple[float, ...]:
 
 
 def benchmark(result: Result) -> Any:
-    """Make a result with figures into a benchmark of pytest-benchmark's own kind.
+    """Convert a result with times to pytest-benchmark's own class.
 
-    The rungs of one ladder form a group, so that its tables compare what can be compared.
+    The rungs of a ladder form a group, so that its tables compare rungs only.
     """
     from pytest_benchmark.stats import Metadata  # late: not needed to measure
 
@@ -254,9 +248,9 @@ def benchmark(result: Result) -> Any:
         cprofile_stats=None,
         has_error=False,
     )
-    made = Metadata(fixture, result.timing.calls, {"timer": result.timing.mode.value})
-    for figure in figures(result):
-        made.stats.update(figure)
-    theirs, record = made.as_dict, to_json(result)
-    made.as_dict = lambda **options: {**theirs(**options), "aiperf": record}
-    return made
+    metadata = Metadata(fixture, result.timing.calls, {"timer": result.timing.mode.value})
+    for value in block_times(result):
+        metadata.stats.update(value)
+    as_dict, record = metadata.as_dict, to_json(result)
+    metadata.as_dict = lambda **options: {**as_dict(**options), "aiperf": record}
+    return metadata

@@ -1,4 +1,4 @@
-"""One session dealt to several machines, and whether all of it came back."""
+"""Split a session into shards for several machines, and collect their results."""
 
 from __future__ import annotations
 
@@ -14,67 +14,69 @@ from . import journal
 from .results import read_results
 
 WHOLE: Final = "whole"
-"""The folder, in a shard's run, of the manifest of all shards together."""
+"""Folder in a shard's run for the manifest of the whole session."""
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Read I/N: the shard I of N, counted from 1."""
+    """Parse I/N: shard I of N, counted from 1."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise UsageError(f"{text!r} is no shard: 2/3 is the second of three")
     return int(number), int(count)
 
 
-def deal(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[set[str]]:
-    """Deal tests to shards of about equal time: the longest first, each to the shard with least.
+def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[set[str]]:
+    """Split tests into shards of about equal time, independently of their order.
 
-    Every machine deals alike, in whatever order it collected.
+    The longest come first, each goes to the shard with the least time.
     """
-    length = lengths(ids, seconds)
+    duration = durations(ids, seconds)
     shards: list[set[str]] = [set() for _ in range(count)]
     loads = [0.0] * count
-    for nodeid in sorted(length, key=lambda i: (-length[i], i)):
+    for nodeid in sorted(duration, key=lambda i: (-duration[i], i)):
         least = loads.index(min(loads))
         shards[least].add(nodeid)
-        loads[least] += length[nodeid]
+        loads[least] += duration[nodeid]
     return shards
 
 
-def lengths(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each test's seconds; a test of unknown length counts as the typical one."""
-    usual = statistics.median(known) if (known := [s for s in seconds.values() if s > 0]) else 1.0
-    return {i: seconds.get(i) or usual for i in ids}
+def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each test; unmeasured tests get the median."""
+    measured = [s for s in seconds.values() if s > 0]
+    median = statistics.median(measured) if measured else 1.0
+    return {i: seconds.get(i) or median for i in ids}
 
 
 def recorded(path: Path) -> dict[str, float]:
-    """Read how long each test took in an accepted run; nothing is known where there is none."""
+    """Read the seconds of each test in an accepted run; empty without one."""
     return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
 
 
 def write_manifest(run: journal.Run, claims: Iterable[tuple[str, str]]) -> None:
-    """Write down what all shards together are to measure, beside this shard's own manifest."""
+    """Write the claims of the whole session beside the manifest of this shard."""
     journal.Run(run.path / WHOLE).manifest(claims)
 
 
-def gathered(folders: Iterable[Path]) -> dict[str, Result | None]:
-    """Return the last result of every claim that the runs below some folders set out to measure.
+def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
+    """Return the last result of every claim that the runs below some folders collected, or None.
 
-    None where there is none. A run that was killed counts with what its journals hold.
+    A run that was killed has no results.json; its journals count.
     """
-    wanted: dict[str, None] = {}
-    found: list[Result] = []
+    claims: dict[str, None] = {}
+    results: list[Result] = []
     runs = [file.parent for folder in folders for file in sorted(folder.rglob("manifest.json"))]
     if not runs:
         raise UsageError("there is no run below these folders: name folders with a manifest.json")
     for run in runs:
-        wanted |= dict.fromkeys(journal.read_manifest(run).claims)
-        done = run / "results.json"
-        found += read_results(done) if done.exists() else journal.read_journals(run)[0]
-    ended = {r.claim: r for r in journal.latest(r for r in found if r.outcome != Outcome.NOT_RUN)}
-    return {claim: ended.get(claim) for claim in {**wanted, **ended}}
+        claims |= dict.fromkeys(journal.read_manifest(run).claims)
+        file = run / "results.json"
+        results += read_results(file) if file.exists() else journal.read_journals(run)[0]
+    ended = [r for r in results if r.outcome != Outcome.NOT_RUN]
+    latest = {r.claim: r for r in journal.latest(ended)}
+    return {claim: latest.get(claim) for claim in {**claims, **latest}}
 
 
-def broken(result: Result) -> bool:
-    """Whether a claim ended without a figure for a reason that is its own."""
+def is_broken(result: Result) -> bool:
+    """Whether a claim ended without a figure for a reason of its own."""
     failed = result.outcome == Outcome.FAILED and result.speedup is None
     return failed or result.outcome == Outcome.ERROR

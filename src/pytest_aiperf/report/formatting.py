@@ -17,7 +17,7 @@ from pytest_aiperf.model import (
     Timing,
     Verdict,
 )
-from pytest_aiperf.records.results import figures
+from pytest_aiperf.records.results import block_times
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
 from pytest_aiperf.text import percent, si
@@ -55,7 +55,7 @@ def escape(text: str) -> str:
 
 def cells(result: Result) -> list[str]:
     """Every column after the claim's name."""
-    timing = result.timing if figures(result) else None
+    timing = result.timing if block_times(result) else None
     per_second, unit = rate(result)
     return [
         _figure(timing, "baseline") if timing else "-",
@@ -76,7 +76,7 @@ def _figure(timing: Timing, arm: str) -> str:
 def rate(result: Result) -> tuple[float, str]:
     """Return what the optimized arm moves or computes in a second, whichever limits it; or 0."""
     work, timing = result.work, result.timing
-    if work is None or timing is None or timing.unit != "s" or not figures(result):
+    if work is None or timing is None or timing.unit != "s" or not block_times(result):
         return 0.0, ""
     computes = work.flops > RIDGE * work.bytes
     done, unit = (work.flops, "FLOP/s") if computes else (work.bytes, "B/s")

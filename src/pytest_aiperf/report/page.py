@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.model import Result, Timing
-from pytest_aiperf.records.comparison import versions
+from pytest_aiperf.records.history import versions
 from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.stats import typical
 from pytest_aiperf.text import short, si

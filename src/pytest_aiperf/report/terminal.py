@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Against, Outcome, Profile, Result, Verdict
-from pytest_aiperf.records.results import atomic_write, benchmark, figures
+from pytest_aiperf.records.results import atomic_write, benchmark, block_times
 from pytest_aiperf.text import pad, si
 from pytest_aiperf.text import table as columns
 
@@ -61,7 +61,7 @@ def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False)
 
 def _has_row(result: Result) -> bool:
     broken = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
-    return bool(figures(result)) or result.outcome in broken
+    return bool(block_times(result)) or result.outcome in broken
 
 
 def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -185,7 +185,7 @@ def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
     session.benchmarks += [
         benchmark(r)
         for r in results
-        if r.outcome in JUDGED and r.verdict not in unsettled and figures(r)
+        if r.outcome in JUDGED and r.verdict not in unsettled and block_times(r)
     ]
 
 

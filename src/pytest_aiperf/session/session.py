@@ -146,7 +146,7 @@ class Session:
         """Split items into those of this session's shard and the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
-        shard = shards.deal([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
+        shard = shards.split([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
         if self.run is not None:
             shards.write_manifest(self.run, requirements.claims_of(items))
         kept = [i for i in items if i.nodeid in shard]
@@ -163,7 +163,7 @@ class Session:
             recorded_s = self._recorded_s()
         except UsageError:
             recorded_s = {}  # a broken results file must not stop a measurement
-        lengths = shards.lengths((i.nodeid for i in items), recorded_s)
+        lengths = shards.durations((i.nodeid for i in items), recorded_s)
         return sorted(items, key=lambda item: -lengths[item.nodeid])
 
     def _recorded_s(self) -> dict[str, float]:
