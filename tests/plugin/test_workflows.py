@@ -1,4 +1,4 @@
-"""The workflows hold the rules that keep runners, tokens and main safe; their scripts work."""
+"""Workflows follow the rules that protect runners, tokens and the main branch; scripts work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRITES = {("publish.yml", "history"), ("publish.yml", "expectations")}
 
 def load(path):
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    content["on"] = content.pop(True)  # what YAML 1.1 makes of the word on
+    content["on"] = content.pop(True)  # YAML 1.1 reads the word on as true
     return content
 
 
@@ -52,23 +52,22 @@ def steps(job, action=""):
     return [s for s in job["steps"] if s.get("uses", "").startswith(action)]
 
 
-def test_these_are_all():
+def test_all_workflows_are_listed():
     assert {path.name for path in WORKFLOWS} == set(TRIGGERS)
     assert len(gpu_jobs()) == 2
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
 def test_triggers_permissions_and_concurrency(path):
-    said = load(path)
-    on = said["on"]
-    assert set(on) == TRIGGERS[path.name]
-    assert said["permissions"] == {}
-    assert said["concurrency"]["group"]
-    assert "cancel-in-progress" in said["concurrency"]
+    workflow = load(path)
+    assert set(workflow["on"]) == TRIGGERS[path.name]
+    assert workflow["permissions"] == {}
+    assert workflow["concurrency"]["group"]
+    assert "cancel-in-progress" in workflow["concurrency"]
 
 
 @pytest.mark.parametrize(("workflow", "name", "job"), jobs())
-def test_each_job_has_the_least(workflow, name, job):
+def test_each_job_has_a_time_limit_and_the_least_permissions(workflow, name, job):
     assert 0 < job["timeout-minutes"] <= 240
     writing = {k for k, v in job["permissions"].items() if v == "write"}
     assert set(job["permissions"].values()) <= {"read", "write"}
@@ -77,7 +76,7 @@ def test_each_job_has_the_least(workflow, name, job):
     for step in job["steps"]:
         if "uses" in step:
             assert PINNED.fullmatch(step["uses"])
-        # nothing that an event says is pasted into a shell
+        # text from an event must not be expanded in a shell
         assert "${{" not in step.get("run", "")
     for step in steps(job, "actions/checkout"):
         assert step["with"]["persist-credentials"] is False
@@ -87,9 +86,9 @@ def test_each_job_has_the_least(workflow, name, job):
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
 def test_each_pin_names_its_version(path):
     text = path.read_text(encoding="utf-8")
-    used = re.findall(r"uses: (\S+)(.*)", text)
-    assert used
-    for action, comment in used:
+    pins = re.findall(r"uses: (\S+)(.*)", text)
+    assert pins
+    for action, comment in pins:
         assert PINNED.fullmatch(action)
         assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment)
     assert "pull_request_target" not in text
@@ -97,25 +96,27 @@ def test_each_pin_names_its_version(path):
     assert "inherit" not in text
 
 
-def test_one_sha_for_one_action():
+def test_each_action_has_one_sha():
     text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
-    used = dict.fromkeys(re.findall(r"uses: (\S+)@(\S+)", text))
-    assert len({action for action, _ in used}) == len(used)
+    pins = dict.fromkeys(re.findall(r"uses: (\S+)@(\S+)", text))
+    assert len({action for action, _ in pins}) == len(pins)
 
 
 @pytest.mark.parametrize("job", gpu_jobs())
-def test_gpu_jobs_have_no_secret_and_one_kind_of_runner(job):
+def test_gpu_jobs_have_no_secrets_and_run_on_labelled_runners(job):
     assert job["permissions"] == {"contents": "read"}
     assert job["runs-on"] == ["self-hosted", "gpu", "${{ matrix.arch }}"]
     assert "token" not in json.dumps(job).lower()
 
 
-def test_a_night_begins_with_identical_arms_and_ends_complete():
+def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check():
     nightly = load(GITHUB / "workflows" / "gpu-nightly.yml")
     runs = [step.get("run", "") for step in nightly["jobs"]["measure"]["steps"]]
-    noise, shard = ("tests/gpu/test_noise.py", "--shard=")
-    at = [next(i for i, run in enumerate(runs) if word in run) for word in (noise, shard)]
-    assert at == sorted(at)
+    noise, shard = (
+        next(i for i, run in enumerate(runs) if word in run)
+        for word in ("tests/gpu/test_noise.py", "--shard=")
+    )
+    assert noise <= shard
     shards = nightly["jobs"]["measure"]["strategy"]["matrix"]["shard"]
     assert shards == list(range(1, nightly["env"]["SHARDS"] + 1))
     last = nightly["jobs"]["gate"]["steps"][-1]
@@ -123,52 +124,52 @@ def test_a_night_begins_with_identical_arms_and_ends_complete():
     assert "pytest_aiperf complete" in last["run"]
 
 
-def test_only_what_a_night_on_main_left_is_published():
+def test_only_results_of_a_night_on_main_are_published():
     read = load(GITHUB / "workflows" / "publish.yml")["jobs"]["read"]
-    for said in ("head_repository.full_name == github.repository", "head_branch =="):
-        assert said in read["if"]
-    (fetched,) = steps(read, "actions/download-artifact")
-    assert fetched["with"]["run-id"] == "${{ github.event.workflow_run.id }}"
-    assert "runner.temp" in fetched["with"]["path"]  # not where Python or pip look
+    for condition in ("head_repository.full_name == github.repository", "head_branch =="):
+        assert condition in read["if"]
+    (download,) = steps(read, "actions/download-artifact")
+    assert download["with"]["run-id"] == "${{ github.event.workflow_run.id }}"
+    assert "runner.temp" in download["with"]["path"]  # outside the search paths of Python and pip
 
 
 def test_dependabot_keeps_the_pins():
-    said = yaml.safe_load((GITHUB / "dependabot.yml").read_text(encoding="utf-8"))
-    assert "github-actions" in {u["package-ecosystem"] for u in said["updates"]}
+    config = yaml.safe_load((GITHUB / "dependabot.yml").read_text(encoding="utf-8"))
+    assert "github-actions" in {u["package-ecosystem"] for u in config["updates"]}
 
 
 # the scripts
 
 
-def run(script, *words, cwd, **environ):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB")} | environ
+def run(script, *arguments, cwd, **variables):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB")} | variables
     return subprocess.run(
-        [sys.executable, str(GITHUB / script), *words],
+        [sys.executable, str(GITHUB / script), *arguments],
         cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
-def night(path, *results):
+def write_night(path, *results):
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmarks = [{"name": r.claim, "aiperf": to_json(r)} for r in results]
     path.write_text(json.dumps({"benchmarks": benchmarks, "machine_info": {"system": "Linux"}}))
 
 
-def test_digest_reads_hostile_artefacts_as_data(tmp_path):
+def test_digest_treats_hostile_artifacts_as_data(tmp_path):
     hostile = tmp_path / "hostile"
-    several = result("ch04/c", key="2xh200")
-    night(hostile / "night-sm90" / "results.json", result("ch06/a"), several)
-    night(hostile / "night-evil" / "results.json", result("ch06/b", key="../../../evil"))
-    night(hostile / "night-name" / "results.json", result("ch06/a\n::add-mask::x"))
+    two_gpus = result("ch04/c", key="2xh200")
+    write_night(hostile / "night-sm90" / "results.json", result("ch06/a"), two_gpus)
+    write_night(hostile / "night-evil" / "results.json", result("ch06/b", key="../../../evil"))
+    write_night(hostile / "night-name" / "results.json", result("ch06/a\n::add-mask::x"))
     (hostile / "night-torn").mkdir()
     (hostile / "night-torn" / "results.json").write_text("{")
     (hostile / "night-link").mkdir()
     (hostile / "night-link" / "results.json").symlink_to("/etc/passwd")
     summary = tmp_path / "summary.md"
-    done = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("skipped:") == 3
-    lines = done.stdout.splitlines()
+    process = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("skipped:") == 3
+    lines = process.stdout.splitlines()
     assert lines[0].startswith("::stop-commands::")
     assert not [line for line in lines[1:-1] if line.startswith("::")]
     assert "ch06" in summary.read_text()
@@ -185,16 +186,16 @@ def test_digest_reads_hostile_artefacts_as_data(tmp_path):
     assert not list(tmp_path.glob("evil*"))
 
 
-def test_digest_keeps_the_history_and_proposes_only_what_changed(tmp_path):
-    night(tmp_path / "hostile" / "n" / "results.json", result("ch06/a", quick=True))
+def test_digest_keeps_the_history_and_proposes_only_changes(tmp_path):
+    write_night(tmp_path / "hostile" / "n" / "results.json", result("ch06/a", quick=True))
     (tmp_path / "expectations.yaml").write_text("schema: 1\nclaims: {}\n")
     (tmp_path / "past").mkdir()
     past = tmp_path / "past" / "b200.jsonl"
     for i in range(20):
         history.append(past, Night(f"2025-01-{i + 1:02}", "r", "b200", "e", {"a": 2.0 + (i > 9)}))
     summary = tmp_path / "summary.md"
-    done = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
-    assert done.returncode == 0, done.stderr
+    process = run("digest.py", "hostile", "past", cwd=tmp_path, GITHUB_STEP_SUMMARY=str(summary))
+    assert process.returncode == 0, process.stderr
     assert "a: 1.500x since 2025-01-11" in summary.read_text()
     published = tmp_path / "published"
     assert (published / "history" / "b200.jsonl").read_text() == past.read_text()
@@ -204,27 +205,27 @@ def test_digest_keeps_the_history_and_proposes_only_what_changed(tmp_path):
 GH = """\
 #!{python}
 import json, sys
-words = sys.argv[1:]
-method, path = words[words.index("--method") + 1:][:2]
-body = json.load(sys.stdin) if "--input" in words else None
+arguments = sys.argv[1:]
+method, path = arguments[arguments.index("--method") + 1:][:2]
+body = json.load(sys.stdin) if "--input" in arguments else None
 with open({log!r}, "a") as log:
     log.write(json.dumps([method, path, body]) + "\\n")
-answers = {{
+replies = {{
     "repos/o/r": {{"default_branch": "main"}},
     "repos/o/r/git/ref/heads/main": {{"object": {{"sha": "m"}}}},
-    "repos/o/r/git/ref/heads/there": {{"object": {{"sha": "t"}}}},
-    "repos/o/r/contents/history/h200.jsonl?ref=there": {{"sha": "old"}},
-    "repos/o/r/pulls?state=open&head=o:there": [],
+    "repos/o/r/git/ref/heads/nights": {{"object": {{"sha": "t"}}}},
+    "repos/o/r/contents/history/h200.jsonl?ref=nights": {{"sha": "old"}},
+    "repos/o/r/pulls?state=open&head=o:nights": [],
 }}
-if method == "GET" and path not in answers:
+if method == "GET" and path not in replies:
     sys.exit("gh: Not Found (HTTP 404)")
-print(json.dumps(answers.get(path, {{}})))
+print(json.dumps(replies.get(path, {{}})))
 """
 
 
 @pytest.fixture
 def github(tmp_path):
-    """Commit with a gh that only writes down what it is asked; give back status and questions."""
+    """Run commit.py with a fake ``gh``; return its process and its requests other than GET."""
     log, gh = tmp_path / "log", tmp_path / "bin" / "gh"
     gh.parent.mkdir()
     gh.write_text(GH.format(python=sys.executable, log=str(log)))
@@ -234,37 +235,37 @@ def github(tmp_path):
     (files / "h200.jsonl").write_text("a night\n")
     (files / "link").symlink_to("/etc/passwd")
 
-    def commit(*words):
+    def commit(*arguments):
         path = f"{gh.parent}{os.pathsep}{os.environ['PATH']}"
-        done = run("commit.py", *words, cwd=tmp_path, PATH=path, GITHUB_REPOSITORY="o/r")
-        asked = [json.loads(line) for line in log.read_text().splitlines()]
-        return done, [question for question in asked if question[0] != "GET"]
+        process = run("commit.py", *arguments, cwd=tmp_path, PATH=path, GITHUB_REPOSITORY="o/r")
+        requests = [json.loads(line) for line in log.read_text().splitlines()]
+        return process, [request for request in requests if request[0] != "GET"]
 
     return commit
 
 
-def test_commit_adds_to_a_branch(github):
-    done, asked = github("there", "A night", "published", "history")
-    assert done.returncode == 0, done.stderr
-    put = {"message": "A night", "branch": "there", "content": "YSBuaWdodAo=", "sha": "old"}
-    assert asked == [["PUT", "repos/o/r/contents/history/h200.jsonl", put]]
+def test_commit_appends_to_a_branch(github):
+    process, requests = github("nights", "A night", "published", "history")
+    assert process.returncode == 0, process.stderr
+    put = {"message": "A night", "branch": "nights", "content": "YSBuaWdodAo=", "sha": "old"}
+    assert requests == [["PUT", "repos/o/r/contents/history/h200.jsonl", put]]
 
 
-def test_commit_makes_a_branch(github):
-    _, asked = github("new", "A night", "published", "history")
-    assert asked[0] == ["POST", "repos/o/r/git/refs", {"ref": "refs/heads/new", "sha": "m"}]
-    assert "sha" not in asked[1][2]
+def test_commit_creates_a_branch(github):
+    _, requests = github("new", "A night", "published", "history")
+    assert requests[0] == ["POST", "repos/o/r/git/refs", {"ref": "refs/heads/new", "sha": "m"}]
+    assert "sha" not in requests[1][2]
 
 
-def test_commit_proposes(github):
-    _, asked = github("--propose", "there", "A night", "published")
-    assert asked[0] == ["PATCH", "repos/o/r/git/refs/heads/there", {"sha": "m", "force": True}]
-    assert asked[-1][:2] == ["POST", "repos/o/r/pulls"]
-    assert asked[-1][2]["base"] == "main"
+def test_commit_opens_a_pull_request(github):
+    _, requests = github("--propose", "nights", "A night", "published")
+    assert requests[0] == ["PATCH", "repos/o/r/git/refs/heads/nights", {"sha": "m", "force": True}]
+    assert requests[-1][:2] == ["POST", "repos/o/r/pulls"]
+    assert requests[-1][2]["base"] == "main"
 
 
 def test_commit_never_writes_to_main(github):
-    done, asked = github("main", "A night", "published")
-    assert done.returncode != 0
-    assert "does not write there" in done.stderr
-    assert asked == []
+    process, requests = github("main", "A night", "published")
+    assert process.returncode != 0
+    assert "does not write there" in process.stderr
+    assert requests == []

@@ -374,7 +374,7 @@ def test_one_claim_is_measured_in_several_processes(record):
 
 def test_the_harness_and_other_timers_judge_the_same_cases():
     bench = workbench(cached_noise_floor=0.0)
-    cases = (Case(5e-6), Case(5e-6, 0.05), Case("copy", stress="heated"), Case("copy", 0.05))
+    cases = (Case(5e-6), Case(5e-6, 0.05), Case("copy", condition="heated"), Case("copy", 0.05))
     timers = {"blocks": block_timer(bench), "blind": lambda _: 1.0}
     figures = other_timers.head_to_head(bench, cases, timers)
     assert set(figures["ways"]) == {"ours", "blocks", "blind"}
