@@ -1,1 +1,1 @@
-"""How long calls take, on a GPU, on the host or in virtual time; and the limits of a GPU."""
+"""Devices that time calls: a CUDA GPU or the host."""

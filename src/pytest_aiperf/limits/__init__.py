@@ -1,1 +1,1 @@
-"""What this GPU can do: its limits, measured once and cached."""
+"""Measured limits of a GPU: bandwidths, arithmetic rates, launch costs, links."""

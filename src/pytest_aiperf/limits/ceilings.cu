@@ -1,34 +1,34 @@
-// Kernels that run into one limit of a GPU each. What the best of them reaches is a ceiling.
+// Micro-benchmark kernels, each bound by one limit of the GPU. The best result is the ceiling.
 
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 256;
 
-// Reads, and where WRITE copies, chunks of VECTORS vectors of 16 bytes a thread, past the L1. A
-// block goes on to other chunks for so many steps: one to read device memory once, many to read
-// what lies in the L2 again and again.
+// Reads chunks, or copies them if WRITE, bypassing the L1: VECTORS vectors of 16 bytes per thread.
+// A block moves `steps` chunks: one step to read device memory once, many to read a buffer that
+// stays in the L2 again and again.
 template <int VECTORS, bool WRITE>
 __global__ void __launch_bounds__(THREADS)
 move_chunks(const uint4* in, uint4* out, unsigned chunks, unsigned steps) {
     unsigned sum = 0;
     unsigned chunk = blockIdx.x;
     for (unsigned step = 0; step < steps; ++step, chunk += gridDim.x) {
-        while (chunk >= chunks) chunk -= chunks;  // no %: a division would delay the first load
+        while (chunk >= chunks) chunk -= chunks;  // not %: a division would delay the first load
         const size_t begin = size_t(chunk) * THREADS * VECTORS + threadIdx.x;
-        uint4 held[VECTORS];
+        uint4 values[VECTORS];
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k) held[k] = __ldcg(in + begin + k * THREADS);
+        for (int k = 0; k < VECTORS; ++k) values[k] = __ldcg(in + begin + k * THREADS);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            if (WRITE) __stcg(out + begin + k * THREADS, held[k]);
-            sum ^= held[k].x ^ held[k].y ^ held[k].z ^ held[k].w;
+            if (WRITE) __stcg(out + begin + k * THREADS, values[k]);
+            sum ^= values[k].x ^ values[k].y ^ values[k].z ^ values[k].w;
         }
     }
-    // hardly ever, but the compiler cannot know: without it nothing need be read
+    // Almost never true. Without this write the compiler would remove the loads.
     if (!WRITE && sum == 0x2545f491) out->x = sum;
 }
 
-// A whole number of chunks; 0 blocks are one a chunk.
+// `bytes` is a whole number of chunks; blocks = 0 launches one block per chunk.
 extern "C" cudaError_t move(const void* in, void* out, size_t bytes, int vectors, bool write,
                             int blocks, int steps, cudaStream_t stream) {
     const unsigned chunks = bytes / (size_t(THREADS) * vectors * sizeof(uint4));
@@ -40,7 +40,7 @@ extern "C" cudaError_t move(const void* in, void* out, size_t bytes, int vectors
     return cudaGetLastError();
 }
 
-// A warp reads 512 neighbouring bytes of shared memory at a time: 8 times a round.
+// Each warp reads 512 contiguous bytes of shared memory per load, 8 loads per round.
 __global__ void __launch_bounds__(1024) read_shared(int rounds, unsigned* out) {
     __shared__ uint4 tile[2 * 1024];
     for (int i = threadIdx.x; i < 2 * 1024; i += 1024) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(1024) read_shared(int rounds, unsigned* out) {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             unsigned x, y, z, w;
-            // volatile, twice: the compilers would read once and keep it
+            // volatile for nvcc and for ptxas: both would hoist the load out of the loop
             asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
                          : "r"(from + k % 2 * 16 * 1024));
@@ -69,8 +69,8 @@ extern "C" cudaError_t shared(int blocks, int rounds, void* out, cudaStream_t st
     return cudaGetLastError();
 }
 
-// 128 fused multiply-adds a thread and round. x * x - 1.7 never settles, so the operands are as
-// good as random: constant ones would draw less power.
+// 128 FMAs per thread and round. x * x - 1.7 is chaotic, so the operands are practically random:
+// constant operands would draw less power.
 __global__ void __launch_bounds__(THREADS) multiply_add(int rounds, float* out) {
     const float c = -1.7f - threadIdx.x * 1e-6f;
     float x[16];

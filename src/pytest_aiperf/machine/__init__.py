@@ -1,1 +1,1 @@
-"""What this machine has, who may use which GPU now, and processes that end when they must."""
+"""The machine: its GPUs, locks, supervised processes and ranks."""
