@@ -19,6 +19,7 @@ from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
+from pytest_aiperf.rules.validity import watched
 
 from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled, now, seed_all
 from .trace import trace
@@ -45,6 +46,8 @@ _STABLE_SPREAD: Final = 0.02
 """Largest relative difference between them."""
 _WARM_UP_S: Final = 0.03
 """On H200s, memory was 11 % slower for up to this long after a pause of some milliseconds."""
+
+watched(now, __name__, "now")  # this module's own reference
 
 
 class CudaDevice:
@@ -222,6 +225,7 @@ class CudaDevice:
             blocking_s = min(_MAX_BLOCKING_S, 2 * max(blocking_s, enqueued))
         return seconds, 0.0
 
+    @watched
     def timed(self, work: Call, blocking_s: float = 0.0) -> tuple[float, float, bool]:
         """Time work between two events, behind a kernel that spins for ``blocking_s`` seconds.
 

@@ -15,8 +15,10 @@ from typing import Any, Final, Protocol
 
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Metric, Mode, Trace
+from pytest_aiperf.rules.validity import watched
 
-now = time.perf_counter_ns  # bound at import, so that an arm that patches time changes nothing
+# bound at import, so that an arm that patches time.perf_counter_ns changes nothing here
+now = watched(time.perf_counter_ns, __name__, "now")
 
 GRAPH_BELOW_S: Final = 50e-6
 """Calls shorter than this are captured in a graph: their launch would show in their time."""
@@ -184,6 +186,7 @@ class WallBlock:
     current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     last: object = None
 
+    @watched
     def run(self) -> float:
         with gc_disabled(), self.current():
             self.drain()
