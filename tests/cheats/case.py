@@ -15,7 +15,8 @@ from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import ClaimNotMet
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Expectation, Outcome, Result
-from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
+from pytest_aiperf.session.cuda_machine import CudaMachine
+from tests.fake_gpu import FAKE_GPU, FakeDevice, FakeMachine, Fault, Noise
 from tests.plugin.claims import a_claim
 
 STEADY = replace(Noise.none(), white=0.001, layout=0.001)
@@ -83,6 +84,7 @@ def measure_entry(
     if clock is None:
         fake = FakeDevice(FAKE_GPU, STEADY, entry.faults, seed=5)
         clock = HostDevice() if entry.clock == "host" else fake
+    machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
     claim = a_claim(**entry.make(**fixtures))
     context = ClaimContext(
         record=BLANK,
@@ -92,7 +94,7 @@ def measure_entry(
         rule=RULE,
         progress=_no_progress(),
         noise_floor=0.002,
-        ceilings=clock.ceilings(_no_progress()),
+        ceilings=machine.ceilings(clock, _no_progress()),
         expectation=Expectation(),
         code="c0de",
     )

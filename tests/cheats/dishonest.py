@@ -620,17 +620,17 @@ def small_values_skipped():
     return SUMS | {"optimized": lambda x: returning(SHORT, x.where(x.abs() > 0.05, 0).sum(1))}
 
 
-@cheat("more than the .* that this GPU reaches")
+@cheat("exceed the .* that this GPU reaches")
 def bytes_that_do_not_pass():
     return {"work": lambda x: Work(read=5e9, written=5e9)}
 
 
-@cheat("more than the .* that this GPU reaches")
+@cheat("exceed the .* that this GPU reaches")
 def flops_that_are_not_computed():
     return {"work": lambda x: Work(flops=1e12, dtype="bf16")}
 
 
-@cheat("more than the .* that this GPU reaches")
+@cheat("exceed the .* that this GPU reaches")
 def work_counted_for_another_dtype():
     return {"work": lambda x: Work(flops=2e10, dtype="fp32")}
 
@@ -924,7 +924,7 @@ def a_gpu_that_is_never_calm():
 # compilation
 
 
-@cheat("torch.compile, which compiled meanwhile")
+@cheat("torch.compile, which compiled during the round")
 def compiling_in_the_clock():
     compiled, calls = torch.compile(lambda x: x * 2, backend="eager"), State(n=0)
 

@@ -96,7 +96,7 @@ def compilation_while_timed(_path, patch):
 
         return {"baseline": compiling}
 
-    assert_caught(Entry("compiling", make, "torch.compile, which compiled meanwhile"))
+    assert_caught(Entry("compiling", make, "torch.compile, which compiled during the round"))
 
 
 def refused_flags(_path, patch):
@@ -127,12 +127,14 @@ def a_drift(_path, _patch):
         return seconds[0]
 
     timed.bound = SimpleNamespace(random=SimpleNamespace(shuffle=nothing))
-    timed.device = SimpleNamespace(telemetry=test_validity.senses, ranks=SimpleNamespace(all=bool))
+    timed.device = SimpleNamespace(
+        telemetry=test_validity.gpu_state, ranks=SimpleNamespace(all=bool)
+    )
     timed.calls = 1
     buffers = {
         n: SimpleNamespace(block=SimpleNamespace(run=run)) for n in ("optimized", "baseline")
     }
-    round_, _, _ = timed._round(buffers, test_validity.senses())
+    round_, _, _ = timed._round(buffers, test_validity.gpu_state())
     means = [np.mean(round_.seconds[name]) for name in buffers]
     assert means[0] == pytest.approx(means[1])
 
@@ -142,7 +144,7 @@ def unbound_now():
 
 
 def any_subclass(name):
-    backend = tensors.LIBRARIES[name](sys.modules[name])
+    backend = tensors.BACKENDS[name](sys.modules[name])
     kind = torch.Tensor if name == "torch" else np.ndarray
     return dataclasses.replace(backend, has=lambda x: isinstance(x, kind))
 
@@ -162,7 +164,7 @@ GUARDS = {
         {(correctness, "_check_reference"): always(1.0)},
         caught("a_reference_of_no_more_precision"),
     ),
-    "arrays are plain": Guard({(tensors, "_library"): any_subclass}, caught("a_lazy_array")),
+    "arrays are plain": Guard({(tensors, "_backend"): any_subclass}, caught("a_lazy_array")),
     "fields are stored values": Guard(
         {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
@@ -241,11 +243,11 @@ GUARDS = {
     ),
     "throttling shows in event reasons": Guard(
         {(validity, "_REASONS"): {}},
-        calls(test_validity.test_a_throttled_side_drops_the_round, 0x40),
+        calls(test_validity.test_throttling_on_either_side_drops_the_round, 0x40),
     ),
     "throttling shows in counters": Guard(
         {(validity, "_COUNTERS"): ()},
-        calls(test_validity.test_a_throttle_that_ended_within_the_round_shows_in_the_counters),
+        calls(test_validity.test_throttling_that_ended_within_the_round_shows_in_the_counters),
     ),
     "clocks agree before and after a round": Guard(
         {(validity, "MAX_CLOCK_CHANGE"): 9.0},
@@ -267,7 +269,7 @@ GUARDS = {
     ),
     "cold inputs span the cache": Guard(
         {(validity, "rotation"): always(3)},
-        calls(test_validity.test_inputs_too_small_to_be_kept_cold_are_misuse, 4096),
+        calls(test_validity.test_inputs_too_small_to_be_kept_cold_are_refused, 4096),
     ),
     "no claim is faster than the limit": Guard(
         {(explanation, "refuse_impossible_times"): nothing}, caught("bytes_that_do_not_pass")

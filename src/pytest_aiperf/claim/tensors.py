@@ -1,4 +1,4 @@
-"""The arrays in a value: how to find them, look at them and write into them."""
+"""Finds, compares, poisons and overwrites the tensors in a value, whatever their library."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
 NamedTensor = tuple[str, Any]
-"""Where something was found, and what: an array, or a value of another kind."""
+"""Path of a leaf and the leaf: an array, or a value of another kind."""
 
 
 def walk(value: Any, name: str) -> list[NamedTensor]:
-    """Find the leaves in tuples, lists, dicts, dataclasses and modules.
+    """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
-    None is no leaf, and neither is a Score: it is the figure claimed, not a result. A gradient
-    is one: backward() changes its arguments too. What a container holds is looked at past its own
-    methods: one that computes when it is read would do so outside the clock.
+    None is no leaf, and neither is a Score, which is the claimed figure and no result. A gradient
+    is a leaf, since backward() changes its arguments. Containers are read past their own methods,
+    which could compute the items when they are read, untimed.
     """
     torch = sys.modules.get("torch")
-    found: list[NamedTensor] = []
+    leaves: list[NamedTensor] = []
     inner: dict[str, Any] = {}
     if value is None or isinstance(value, Score):
         pass
@@ -44,36 +44,42 @@ def walk(value: Any, name: str) -> list[NamedTensor]:
     elif _holds_fields(value):
         inner = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
     else:
-        found = [(name, value)]
+        leaves = [(name, value)]
         if torch and isinstance(value, torch.Tensor) and value.is_leaf:
             inner = {".grad": value.grad}
-    return found + [leaf for step, item in inner.items() for leaf in walk(item, name + step)]
+    return leaves + [leaf for step, item in inner.items() for leaf in walk(item, name + step)]
 
 
 def _holds_fields(value: Any) -> bool:
-    """Whether this is a dataclass, and each field lies in it and is not computed when read."""
+    """Whether this is a dataclass that stores each field and computes none when it is read."""
     kind = type(value)
     if not dataclasses.is_dataclass(kind) or kind.__getattribute__ is not object.__getattribute__:
         return False
     stored = vars(value) if hasattr(value, "__dict__") else {}
-    own = {f.name: getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
+    attributes = {f.name: getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
     return all(
-        isinstance(found, types.MemberDescriptorType)
-        or (name in stored and not isinstance(found, property))
-        for name, found in own.items()
+        isinstance(attribute, types.MemberDescriptorType)
+        or (name in stored and not isinstance(attribute, property))
+        for name, attribute in attributes.items()
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayBackend:
-    """What torch, numpy and cupy do not say in the same words."""
+    """Operations whose names differ between torch, numpy and cupy."""
 
     module: Any
-    has: Callable[[Any], bool]  # a dense array of numbers, no subclass that computes when read
-    real: Callable[[Any], Any]  # a view without gradient, of complex numbers as pairs
+    """The library."""
+    has: Callable[[Any], bool]
+    """Whether a value is a dense array of numbers; no subclass, which could compute when read."""
+    real: Callable[[Any], Any]
+    """View an array without its gradient, and complex numbers as pairs."""
     copy: Callable[[Any], Any]
-    cast: Callable[[Any, str, Any], Any]  # to a dtype, and to where the last argument lies
-    where: Callable[[Any], tuple[int, tuple[int, ...]]]  # address, and strides in bytes
+    """Copy an array."""
+    cast: Callable[[Any, str, Any], Any]
+    """Convert an array to a dtype, on the device of the last argument."""
+    where: Callable[[Any], tuple[int, tuple[int, ...]]]
+    """Address of an array, and its strides in bytes."""
 
 
 def _torch(torch: Any) -> ArrayBackend:
@@ -92,11 +98,11 @@ def _torch(torch: Any) -> ArrayBackend:
 
 
 def _numpy(numpy: Any) -> ArrayBackend:
-    """Adapt numpy, or cupy, which follows it."""
-    own = (numpy.ndarray, getattr(numpy, "memmap", numpy.ndarray))
+    """Adapt numpy, or cupy, which has the same functions."""
+    types_ = (numpy.ndarray, getattr(numpy, "memmap", numpy.ndarray))
     return ArrayBackend(
         numpy,
-        lambda x: type(x) in own and x.dtype.kind in "biufc",
+        lambda x: type(x) in types_ and x.dtype.kind in "biufc",
         lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
         lambda x: x.copy(),
         lambda x, kind, _: numpy.asarray(x, dtype=kind),
@@ -104,18 +110,18 @@ def _numpy(numpy: Any) -> ArrayBackend:
     )
 
 
-LIBRARIES = {"torch": _torch, "numpy": _numpy, "cupy": _numpy}
+BACKENDS = {"torch": _torch, "numpy": _numpy, "cupy": _numpy}
 
 
 @functools.cache
-def _library(name: str) -> ArrayBackend:
-    return LIBRARIES[name](sys.modules[name])
+def _backend(name: str) -> ArrayBackend:
+    return BACKENDS[name](sys.modules[name])
 
 
 def backend_of(value: Any) -> Any:
-    """Return the Library whose array this is, or None; one that is not loaded has no arrays."""
-    loaded = (_library(name) for name in LIBRARIES if sys.modules.get(name))
-    return next((library for library in loaded if library.has(value)), None)
+    """Return the backend of an array; None for another value."""
+    loaded = (_backend(name) for name in BACKENDS if sys.modules.get(name))
+    return next((backend for backend in loaded if backend.has(value)), None)
 
 
 def dtype(array: Any) -> str:
@@ -127,12 +133,12 @@ def is_exact(array: Any) -> bool:
 
 
 def signature(array: Any) -> str:
-    """Say dtype, shape and device: arms that do the same work give the same."""
+    """Describe dtype, shape and device: arms that do the same work return the same."""
     return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
 
 
 def view(array: Any) -> tuple[Any, ...]:
-    """Return what is equal for two views of the same elements."""
+    """Return a key that two views of the same elements have in common."""
     return (signature(array), *backend_of(array).where(array))
 
 
@@ -143,29 +149,29 @@ def as_int_bits(array: Any) -> Any:
 
 
 def arrays(args: Args) -> dict[str, Any]:
-    """Return the arguments' arrays by path; one that is passed twice counts once."""
-    found = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
-    first = {view(value): (path, value) for path, value in reversed(found)}
+    """Return the arrays in arguments by path; an array that is passed twice counts once."""
+    leaves = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
+    first = {view(value): (path, value) for path, value in reversed(leaves)}
     return dict(reversed(first.values()))
 
 
 def nbytes(args: Args) -> int:
-    """Bytes that the arguments' arrays reach; what several views share counts once."""
+    """Return the bytes that the arrays reach; memory that views share counts once."""
     spans = []
     for array in arrays(args).values():
         start, strides = backend_of(array).where(array)
-        once = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
-        spans.append((start, start + math.prod(once) * array.itemsize))  # expanded ones lie once
+        stored = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
+        spans.append((start, start + math.prod(stored) * array.itemsize))  # not what is expanded
     return int(covered(spans))
 
 
 def aliases_input(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
-    """Whether an array lies in an argument's memory, or shows one element in many places."""
+    """Whether an array overlaps an argument, or repeats one element."""
     low, high = _span(array)
     spans = [_span(a) for p, a in arrays(args).items() if p not in skip]
     _, strides = backend_of(array).where(array)
-    once = all(n < 2 or stride for n, stride in zip(array.shape, strides, strict=True))
-    return not once or any(low < end and start < high for start, end in spans)
+    repeats = any(n > 1 and not stride for n, stride in zip(array.shape, strides, strict=True))
+    return repeats or any(low < end and start < high for start, end in spans)
 
 
 def _span(array: Any) -> tuple[int, int]:
@@ -178,7 +184,7 @@ def _span(array: Any) -> tuple[int, int]:
 
 
 def alike(first: Args, second: Args) -> bool:
-    """Whether arguments differ in nothing but the elements of their arrays."""
+    """Whether arguments differ at most in the elements of their arrays."""
     pairs = list(zip(walk(first, "args"), walk(second, "args"), strict=False))
     return len(walk(first, "args")) == len(walk(second, "args")) == len(pairs) and all(
         p == q
@@ -190,27 +196,27 @@ def alike(first: Args, second: Args) -> bool:
 def _equal(first: object, second: object) -> bool:
     try:
         return first is second or bool(first == second)
-    except Exception:  # noqa: BLE001  whatever they are, they are not known to be equal
+    except Exception:  # noqa: BLE001  any class may define ==
         return False
 
 
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Remember the arguments' bits, on the device where they are."""
+    """Copy the bits of the arrays, on their device."""
     return {p: backend_of(a).copy(as_int_bits(a)) for p, a in arrays(args).items() if p not in skip}
 
 
 @watched
 def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the leaves whose bits are not those of the fingerprint, new and lost ones included."""
+    """Return the paths of arrays whose bits differ from the fingerprint, or are new or lost."""
     now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
     both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
-    equal = [(p, (now[p] == before[p]).all()) for p in both]  # a GPU does all before it is asked
+    equal = [(p, (now[p] == before[p]).all()) for p in both]  # enqueued before the first wait
     same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
 
 
 def poison(args: Args, paths: Collection[str]) -> None:
-    """Fill these leaves, and only the elements of their views, with what is no right answer."""
+    """Fill the arrays at these paths with wrong values; memory around a view stays as it is."""
     for array in (a for p, a in arrays(args).items() if p in paths):
         if dtype(array) == "bool":
             flat = backend_of(array).module.zeros_like(array).reshape(-1)
@@ -225,7 +231,7 @@ def poison(args: Args, paths: Collection[str]) -> None:
 
 
 def overwrite(live: Args, fresh: Args) -> None:
-    """Copy fresh values into live arguments in place; gradients that are not fresh are dropped."""
+    """Copy fresh values into live arguments, in place; drop gradients that have no fresh value."""
     olds, news = arrays(live), arrays(fresh)
     for path, old in olds.items():
         new = news.get(path)
