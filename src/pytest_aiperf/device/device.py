@@ -59,6 +59,8 @@ class Device(Protocol):
     """Processes that measure the same claim."""
 
     def seed(self, seed: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def telemetry(self) -> GpuState: ...
 
     def random_padding(self, rng: random.Random) -> object:
         """Allocate a random size, which moves later allocations; drop the result to free it."""
@@ -75,15 +77,11 @@ class Device(Protocol):
     def warm_up(self, blocks: Sequence[Block]) -> None:
         """Run each block at least once, until an earlier pause no longer shows."""
 
-    def telemetry(self) -> GpuState: ...
-
     def peak_bytes(self, call: Call) -> int:
         """Return the peak memory that a call allocates, without what was allocated before."""
 
     def trace(self, call: Call) -> Trace | None:
         """Trace one warmed-up call; None on the host."""
-
-    def synchronize(self) -> None: ...
 
     def release(self) -> None:
         """Free cached memory, so that the next replicate allocates anew."""
@@ -176,7 +174,7 @@ class HostDevice:
         return inputs, np.sort
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class WallBlock:
     """Calls timed by the host, from an empty queue to an empty queue."""
 

@@ -26,7 +26,6 @@ WRITER_GRACE_S: Final = 4.0
 """How long an exclusive request lets new shared holders in before it closes the gate."""
 POLL_S: Final = 0.05
 """Polling interval meanwhile."""
-
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
 """Environment variable that names the folder of the lock files."""
 
@@ -132,7 +131,6 @@ class GpuLock:
 
 
 def default_folder() -> Path:
-    """Return the folder of this user's lock files."""
     folder = os.environ.get(VARIABLE)
     return Path(folder or Path(tempfile.gettempdir(), f"pytest-aiperf-locks-{os.geteuid()}"))
 
