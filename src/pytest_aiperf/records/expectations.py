@@ -284,7 +284,8 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
             refused.append((result, reason))
             continue
         # a result that failed did so only against the recorded figure that it now replaces
-        accepted.append(replace(result, outcome=Outcome.PASSED, message=""))
+        passed = result.outcome is Outcome.PASSED
+        accepted.append(result if passed else replace(result, outcome=Outcome.PASSED, message=""))
         old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
         entries.setdefault(result.claim, {})[result.key] = _entry(result, old, today)
     after = before
