@@ -179,9 +179,9 @@ def capture(given: argparse.Namespace) -> int:
     The function runs in a process under the profiler: first to warm up, then inside the range
     "aiperf", whose figures are printed. Artefacts and the tool's output go to artifacts/.
     """
-    tool, preset = tools.chosen(given.tool)
+    tool, preset = tools.parse(given.tool)
     path, _, name = given.function.partition("::")
-    job = target.job(os.environ)
+    job = target.job_from(os.environ)
     if job is not None:  # this is the process under the profiler
         gpus = CudaMachine().gpus()[:1]
         device = CudaMachine().open_device(gpus[0] if gpus else None)
