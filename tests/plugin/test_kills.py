@@ -73,7 +73,7 @@ class Session:
 
     def roles(self):
         """Find the session's processes by what they are to it, as they descend from each other."""
-        names = ["controller", "worker", "keeper", "claim"]
+        names = ["controller", "worker", "supervisor", "claim"]
         if "-n0" in self.words:
             names.remove("worker")
         parents, found, level = family(self.folder), {}, {self.process.pid}

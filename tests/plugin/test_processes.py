@@ -203,9 +203,9 @@ def test_a_run_whose_controller_is_killed_keeps_its_journals(project, workers):
 def test_a_worker_that_is_killed_costs_its_claim(project):
     project.tests(
         "def test_murder(compare):\n"
-        "    # this process, its keeper, the worker\n"
-        "    keeper = os.getppid()\n"
-        "    worker = int(open(f'/proc/{keeper}/stat').read().rpartition(')')[2].split()[1])\n"
+        "    # this process, its supervisor, the worker\n"
+        "    supervisor = os.getppid()\n"
+        "    worker = int(open(f'/proc/{supervisor}/stat').read().rpartition(')')[2].split()[1])\n"
         "    os.kill(worker, signal.SIGKILL)\n"
         "    time.sleep(600)\n"
         "@pytest.mark.parametrize('n', range(4))\n"

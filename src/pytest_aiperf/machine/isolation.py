@@ -3,7 +3,7 @@
     pytest or xdist worker --fork--> supervisor --fork--> the claim --> whatever the claim starts
 
 The supervisor waits, runs no user code, and adopts every process that the claim orphans, daemons
-included. When the claim has ended, or the pytest process has let go of the supervisor (by an
+included. When the claim has ended, or the pytest process has abandoned the supervisor (by an
 exception, or because it was killed), the supervisor kills and reaps all its descendants, and no
 other process. A claim's output goes where pytest's own output goes, without a size limit: the only
 limit of the kernel (RLIMIT_FSIZE) would apply to result files, too.
