@@ -192,7 +192,7 @@ def capture(given: argparse.Namespace) -> int:
     request = profiler.CaptureRequest(
         tool,
         preset,
-        Path(profiler.ARTIFACTS, run, profiler.safe(name)).absolute(),
+        Path(profiler.ARTIFACTS, run, profiler.folder_name(name)).absolute(),
         (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function),
         given.deadline,
         given.calls,
