@@ -1,4 +1,4 @@
-"""`python -m pytest_aiperf accept` takes a run's results over, or says why not."""
+"""`python -m pytest_aiperf accept`, and the command line that all commands share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_aiperf import cli
 from pytest_aiperf.cli import main
-from pytest_aiperf.model import Interval, Outcome
+from pytest_aiperf.model import SCHEMA, Interval, Outcome
 from pytest_aiperf.records import expectations
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
@@ -115,7 +117,7 @@ BAD = {
     "key twice": (GOOD.replace('"floor": 0.004', '"floor": 0.004, "floor": 0.1'), "twice"),
     "wrong type": (GOOD.replace('"quick": false', '"quick": 0'), "quick"),
     "unknown field": (GOOD.replace('"quick"', '"quicker"'), "quicker"),
-    "newer": (GOOD.replace('"schema": 1', '"schema": 2'), "newer"),
+    "newer": (GOOD.replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}'), "newer"),
     "list": ("[]", "an object is needed"),
     "no claims": ("{}", "no record of a claim"),
 }
@@ -201,3 +203,31 @@ def test_help_reads_well(arguments, says, tmp_path):
     )
     assert says in shown.stdout
     assert shown.stderr == ""
+
+
+def test_commands_of_other_packages_are_found(monkeypatch, capsys):
+    def add_command(subcommands):
+        parser = subcommands.add_parser("greet", help="greet somebody")
+        parser.add_argument("name_")
+        parser.set_defaults(run=lambda given: print("hello", given.name_) or 3)
+
+    entry = SimpleNamespace(load=lambda: add_command)
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry])
+    assert main(["greet", "you"]) == 3
+    assert capsys.readouterr().out == "hello you\n"
+
+
+def test_a_missing_prove_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    assert main(["prove", "--quick"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "prove: this command is a package: pip install pytest-aiperf-selfcheck\n",
+    )
+
+
+def test_a_missing_file_of_sentinels_is_status_2(run, capsys):
+    Path("run.json").write_text(json.dumps(document(result("ch06/a"))))
+    assert main(["gate", "run.json", "--sentinels", "missing.txt"]) == 2
+    assert capsys.readouterr().err.startswith("gate: cannot read missing.txt: ")
