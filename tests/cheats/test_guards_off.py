@@ -236,7 +236,8 @@ GUARDS = {
         {(validity, "environment_problem"): nothing}, caught("a_debugging_environment")
     ),
     "no profiler is attached": Guard(
-        {(validity, "_PROFILED"): validity.re.compile("$^")}, caught("a_profiler_beside_it")
+        {(validity, "_PROFILER_VARIABLE"): validity.re.compile("$^")},
+        caught("a_profiler_beside_it"),
     ),
     "rounds are undisturbed": Guard(
         {(validity, "round_problem"): always(None)}, caught("a_gpu_that_is_never_calm")
@@ -324,7 +325,8 @@ GUARDS = {
         {(formatting, "clean"): str}, calls(test_terminal.test_nothing_hostile_reaches_the_terminal)
     ),
     "file names stay in their folder": Guard(
-        {(capture, "safe"): str}, calls(test_capture.test_ids_of_claims_become_names_of_folders)
+        {(capture, "folder_name"): str},
+        calls(test_capture.test_ids_of_claims_become_names_of_folders),
     ),
     "nvcc's flags come from a list": Guard({(nvcc, "_ALLOWED"): (".*",)}, refused_flags),
     "architectures are checked": Guard({(nvcc, "_target"): str}, refused_architecture),
