@@ -91,10 +91,10 @@ def _count(text: str) -> int:
 
 
 def _tool(text: str) -> str:
-    from .profilers.tools import chosen
+    from .profilers.tools import parse
 
     try:
-        tool, preset = chosen(text)
+        tool, preset = parse(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return f"{tool.name}:{preset}"

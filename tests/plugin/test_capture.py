@@ -103,7 +103,7 @@ def order(tmp_path):
     """Order a capture whose child does nothing but answer."""
 
     def make(spec, *words, deadline=30.0):
-        tool, preset = tools.chosen(spec)
+        tool, preset = tools.parse(spec)
         child = tmp_path / "child.py"
         child.write_text(CHILD)
         target = (sys.executable, str(child), *words)
@@ -127,8 +127,8 @@ def run(order, **words):
 
 
 def test_a_tool_and_its_preset_are_chosen_by_name():
-    assert tools.chosen("ncu") == (tools.TOOLS["ncu"], "minimal")
-    assert tools.chosen("nsys:deep_dive")[1] == "deep_dive"
+    assert tools.parse("ncu") == (tools.TOOLS["ncu"], "minimal")
+    assert tools.parse("nsys:deep_dive")[1] == "deep_dive"
 
 
 @pytest.mark.parametrize("name", tools.TOOLS)
@@ -148,7 +148,7 @@ def test_a_tool_that_is_too_old_is_told_with_what_to_do(monkeypatch):
 
 def test_a_tool_that_is_absent_is_told_with_what_to_do(monkeypatch):
     monkeypatch.setattr(tools, "program", lambda _: None)
-    with pytest.raises(ToolMissing, match="nsys is not here: install NVIDIA Nsight Systems"):
+    with pytest.raises(ToolMissing, match="nsys is not installed: install NVIDIA Nsight Systems"):
         tools.find("nsys")
 
 
@@ -174,8 +174,8 @@ def test_a_program_is_looked_for_beside_ncu(tmp_path, monkeypatch):
 )
 def test_a_refusal_is_told_in_one_sentence(said, why):
     with pytest.raises(ToolMissing, match=re.escape(why)):
-        tools.refuse(tools.TOOLS["nsys"], said)
-    tools.refuse(tools.TOOLS["nsys"], "all went well")
+        tools.raise_if_refused(tools.TOOLS["nsys"], said)
+    tools.raise_if_refused(tools.TOOLS["nsys"], "all went well")
 
 
 # one child
@@ -231,9 +231,9 @@ def test_a_capture_of_nothing_is_refused(order, monkeypatch):
 
 def test_a_capture_of_other_kernels_is_refused(order):
     with pytest.raises(CaptureFailed, match="lacks the kernel transpose"):
-        capture(order("ncu"), expected=("transpose",))
+        capture(order("ncu"), required=("transpose",))
     with pytest.raises(CaptureFailed, match="none of the arm's own kernels"):
-        capture(order("ncu"), own=("transpose", "gather"))
+        capture(order("ncu"), built=("transpose", "gather"))
 
 
 def test_an_arm_that_only_copies_runs_no_kernel(order, monkeypatch):
@@ -242,7 +242,7 @@ def test_an_arm_that_only_copies_runs_no_kernel(order, monkeypatch):
     assert found.figures == {"kernels": 0.0}
     assert "ran no kernel" in found.notes[0]
     assert Path(found.artefact).read_text()
-    for sought in ({"expected": ("copy_vectors",)}, {"own": ("copy_",)}):
+    for sought in ({"required": ("copy_vectors",)}, {"built": ("copy_",)}):
         with pytest.raises(CaptureFailed, match=r"ran no kernel, and copy_\w* was expected"):
             capture(order("ncu"), **sought)
 
@@ -268,8 +268,10 @@ def test_a_child_that_hangs_is_ended_with_all_that_it_started(order, tmp_path):
 
 
 def test_ids_of_claims_become_names_of_folders():
-    assert captures.safe("ch07/copy[vector]") == "ch07.copy.vector"
-    names = {captures.safe(f"ch07/copy[{p}]") for p in ("a/b", "a b", "a%b", "..", "x" * 300)}
+    assert captures.folder_name("ch07/copy[vector]") == "ch07.copy.vector"
+    names = {
+        captures.folder_name(f"ch07/copy[{p}]") for p in ("a/b", "a b", "a%b", "..", "x" * 300)
+    }
     assert len(names) == 5
     assert all(re.fullmatch(r"[\w.-]{1,120}", name) for name in names)
 
@@ -296,7 +298,7 @@ def test_counters_are_held_to_the_evidence(order):
     done, problem, _ = run(order("ncu"), evidence=[less])
     assert isinstance(problem, ClaimNotMet)
     assert done.outcome is Outcome.FAILED
-    assert "at most 0.5 is claimed" in done.message
+    assert "the claim states at most 0.5" in done.message
     assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
 
     done, problem, _ = run(order("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)])
@@ -368,7 +370,7 @@ def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
         optimized=prepared(lambda x: lambda y: sizes.append(y.size)),
         work=lambda x: Work(read=x.nbytes / 2, written=x.nbytes / 2),
     )
-    assert sizes == [64] * (target.WARM + 2)
+    assert sizes == [64] * (target.WARM_UP_CALLS + 2)
     assert (answer.work, answer.error) == (Work(read=256, written=256), "")
 
 
@@ -408,14 +410,14 @@ def test_perf_looks_on_between_two_orders_only(tmp_path, monkeypatch):
                 print("ack", file=answered, flush=True)
 
     calls = []
-    took = target.SAMPLED / 4  # of a call, by a clock that stands still in between
+    took = target.SAMPLING_S / 4  # of a call, by a clock that stands still in between
     monkeypatch.setattr(target, "time", SimpleNamespace(monotonic=lambda: took * len(calls)))
     thread = threading.Thread(target=perf, daemon=True)
     thread.start()
     perform(tmp_path, "perf", lambda: (lambda: calls.append(None), None))
     thread.join(60)
-    assert heard == [("enable\n", target.WARM), ("disable\n", len(calls))]
-    assert len(calls) == target.WARM + 4
+    assert heard == [("enable\n", target.WARM_UP_CALLS), ("disable\n", len(calls))]
+    assert len(calls) == target.WARM_UP_CALLS + 4
 
 
 # the report
@@ -473,7 +475,7 @@ def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
             "1 claim: 1 PASSED",
             "ch07/it",
             "ncu * baseline * optimized * ratio",
-            "  duration * us * us * 1x",
+            "  duration * µs * µs * 1x",
             "  optimized: artifacts/*/ch07.it/optimized.ncu-rep",
             "  optimized: latency-bound: no unit is busy; warps wait for device memory: *",
         ]
@@ -585,6 +587,6 @@ def test_a_function_is_captured_from_the_command_line(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert re.search(r"duration +\d", done.stdout)
     [log] = tmp_path.glob("artifacts/*/told/call.log")
-    assert log.read_text().count("at work") == target.WARM + 1
+    assert log.read_text().count("at work") == target.WARM_UP_CALLS + 1
     done = command("capture", "ncu", "mine.py::nothing")
     assert (done.returncode, "has no function 'nothing'" in done.stderr) == (2, True)

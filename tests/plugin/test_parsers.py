@@ -13,7 +13,7 @@ import pytest
 from pytest_aiperf.device.trace import read as read_trace
 from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.profilers import ncu, parsers
-from pytest_aiperf.profilers.ncu import Kernel, fold, ncu_metrics, python_folders
+from pytest_aiperf.profilers.ncu import Kernel, aggregate, ncu_metrics, python_folders
 from pytest_aiperf.profilers.parsers import read
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -92,10 +92,10 @@ def test_sums_are_added_and_shares_weighted_with_time():
         Kernel("b", 1.0, {"x.sum": 2, "y.pct": 50, "launch__z": 8}),
         Kernel("c", 9.0, {}),
     ]
-    assert fold("x.sum", kernels) == 3
-    assert fold("y.pct", kernels) == 20
-    assert fold("launch__z", kernels) == 16
-    assert fold("absent", kernels) is None
+    assert aggregate("x.sum", kernels) == 3
+    assert aggregate("y.pct", kernels) == 20
+    assert aggregate("launch__z", kernels) == 16
+    assert aggregate("absent", kernels) is None
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_hta_is_not_asked_about_communication_that_is_not_there(ranks, monkeypat
 def test_hta_that_is_missing_or_fails_is_a_sentence(ranks, monkeypatch):
     kind = sys.modules["hta.trace_analysis"].TraceAnalysis
     monkeypatch.delattr(kind, "get_temporal_breakdown")
-    with pytest.raises(CaptureFailed, match="HTA could not analyse"):
+    with pytest.raises(CaptureFailed, match="HTA could not analyze"):
         read("hta", ranks, "optimized")
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
     with pytest.raises(CaptureFailed, match=r"pip install 'pytest-aiperf\[hta\]'"):
@@ -466,7 +466,7 @@ def test_a_tree_of_proton_counts_from_the_scope_down():
     assert profile.figures["kernels"] >= 2
     assert 0 < profile.figures["duration"] < 1e-3
     assert not any("distribution" in kernel for kernel in profile.kernels)  # before the scope
-    assert profile.notes[0].endswith(" us aiperf")
+    assert profile.notes[0].endswith(" µs aiperf")
     assert any(note.startswith("  ") and "softmax" in note for note in profile.notes)
 
 
@@ -502,7 +502,7 @@ def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0}', "nothing was allocated"),
+        ('{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0}', "has no allocation"),
         ('{"peak": 1}', "no record of PyTorch's allocator"),
         ("", "no record of PyTorch's allocator"),
     ],
@@ -555,8 +555,8 @@ def test_a_recorded_finding_names_the_kernel_and_the_line():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "did not end well"),
-        (SAVED.format(FINDING)[:-9], "did not end well"),
+        ("", "did it end early"),
+        (SAVED.format(FINDING)[:-9], "did it end early"),
         ("<Other/>", "has a <Other>"),
         (SAVED.format("<hazard/>"), "has a <hazard>"),
     ],
@@ -566,7 +566,7 @@ def test_what_the_sanitizer_did_not_finish_is_not_clean(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(CaptureFailed, match=why):
         read("sanitizer", path, "baseline")
-    with pytest.raises(CaptureFailed, match="nothing that compute-sanitizer saved"):
+    with pytest.raises(CaptureFailed, match="no file of compute-sanitizer"):
         (tmp_path / "empty").mkdir()
         read("sanitizer", tmp_path / "empty", "baseline")
 

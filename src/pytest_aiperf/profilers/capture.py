@@ -1,18 +1,16 @@
-"""One claim under a profiler: a child for each arm, and what came back."""
+"""Run the arms of a claim under a profiler, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -20,7 +18,8 @@ from typing import Final
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.limits import ceilings
-from pytest_aiperf.model import EvidenceKind, Finding, Outcome, Profile, Result
+from pytest_aiperf.machine.process_group import run_in_group
+from pytest_aiperf.model import Evidence, EvidenceKind, Finding, Outcome, Profile, Result, Work
 from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 
@@ -29,34 +28,44 @@ from .target import VARIABLE, CaptureJob, CaptureReply
 from .tools import Fallback, Tool
 
 ARTIFACTS: Final = "artifacts"
-"""The folder of artefacts, under pytest's root folder."""
+"""Folder of the artefacts, in pytest's root folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureRequest:
-    """How to capture: ``target`` is the command whose process is the child."""
+    """What to capture, and with which tool."""
 
     tool: Tool
     preset: str
+    """One of the tool's presets."""
     folder: Path
+    """Where artefacts and logs are written."""
     target: tuple[str, ...]
-    deadline: float
+    """Command of the process that is profiled; it runs one arm."""
+    deadline_s: float
+    """Seconds after which the process is killed."""
     calls: int = 1
+    """Calls inside the profiled range."""
     seed: int = 1
+    """Seed of the arm's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedKernels:
-    """What must be found: all of ``expected``, any of ``own`` (parts of kernels' names)."""
+    """Kernels that a capture must contain, or it is refused; all are parts of names."""
 
-    expected: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    """Every one of these must have run."""
+    built: tuple[str, ...] = ()
+    """At least one of these must have run: the kernels that the claim builds."""
     counters: tuple[tuple[str, str], ...] = ()
+    """ncu metrics that evidence is about, each with part of the name of its kernels."""
     cache: str = "cold"
+    """"cold", or "warm" to have ncu leave the caches alone."""
 
 
-def safe(claim: str) -> str:
-    """Make a claim's id a file's name; two ids never share one."""
+def folder_name(claim: str) -> str:
+    """Make a folder's name of a claim's id; two ids never share one."""
     name = re.sub(r"[^\w-]+", ".", claim, flags=re.ASCII).strip(".")[:100]
     plain = re.fullmatch(r"[\w-]+(/[\w-]+)?(\[[\w-]+\])?", claim, re.ASCII)
     return name if plain and len(claim) <= 100 else f"{name}-{zlib.crc32(claim.encode()):08x}"
@@ -64,99 +73,108 @@ def safe(claim: str) -> str:
 
 def run(
     claim: Claim,
-    order: CaptureRequest,
-    blank: Result,
-    own: Sequence[str],
-    say: Callable[[str], object],
+    request: CaptureRequest,
+    record: Result,
+    built: Sequence[str],
+    progress: Callable[[str], object],
 ) -> tuple[Result, AiperfError | None]:
-    """Capture each arm of a claim: the record, and what is to be raised of it.
+    """Capture each arm of a claim; return its record and the error to raise.
 
-    ``own`` are names of the kernels that this claim has built. ToolMissing is no outcome of a
-    claim, and goes on to the caller.
+    ``built`` are names of the kernels that the claim builds. ToolMissing is raised here: it is no
+    outcome of a claim.
     """
     started = time.monotonic()
-    result = replace(blank, against=claim.against)
-    problem: AiperfError | None = None
+    result = replace(record, against=claim.against)
+    error: AiperfError | None = None
     try:
-        result = _captured(claim, order, result, own, say)
+        result = _capture_arms(claim, request, result, built, progress)
     except ToolMissing:
         raise
-    except AiperfError as why:
-        result, problem = replace(result, outcome=Outcome.ERROR, message=str(why)), why
+    except AiperfError as failure:
+        result = replace(result, outcome=Outcome.ERROR, message=str(failure))
+        error = failure
     else:
-        why_not = _found(result.profiles) or evidence.broken(result.evidence)
-        outcome = Outcome.FAILED if why_not else Outcome.PASSED
-        result = replace(result, outcome=outcome, message=why_not)
-        problem = ClaimNotMet(why_not) if why_not else None
-    return replace(result, seconds=time.monotonic() - started), problem
+        message = _first_finding(result.profiles) or evidence.broken(result.evidence)
+        outcome = Outcome.FAILED if message else Outcome.PASSED
+        result = replace(result, outcome=outcome, message=message)
+        error = ClaimNotMet(message) if message else None
+    return replace(result, seconds=time.monotonic() - started), error
 
 
-def _captured(
+def _capture_arms(
     claim: Claim,
-    order: CaptureRequest,
+    request: CaptureRequest,
     result: Result,
-    own: Sequence[str],
-    say: Callable[[str], object],
+    built: Sequence[str],
+    progress: Callable[[str], object],
 ) -> Result:
     pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
-    # the baseline's kernels may have other names: there the counter is of them all
+    # the baseline's kernels may have other names: there a counter covers all of them
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
-    # compiled code may be compared with that of another rung, which the optimized arm does not run
+    # only counters name kernels that must run: evidence about code may be about another rung's
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
-    answer = CaptureReply()
+    reply = CaptureReply()
     for arm, call in claim.arms.items():
-        sought = ExpectedKernels(
-            expected=named if arm == "optimized" else (),
-            # a launcher that stands for a library may call one, which need not run a kernel
-            own=tuple(own) if arm != "library" and getattr(call, "needs_gpu", False) else (),
+        kernels = ExpectedKernels(
+            required=named if arm == "optimized" else (),
+            # a launcher as library arm may call a library, which need not run a built kernel
+            built=tuple(built) if arm != "library" and getattr(call, "needs_gpu", False) else (),
             counters=tuple(counters),
             cache=claim.cache,
         )
-        say(f"{order.tool.name}: {arm}")
-        profiles[arm], answer = capture(order, arm, sought)
-    findings: list[Finding] = []
-    for piece in claim.evidence if order.calls == 1 else ():  # it is about one call
-        figures = {}
-        if piece.kind is EvidenceKind.COUNTER and order.tool.name == "ncu":
-            names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
-            for arm in ("baseline", "optimized"):  # a library's arm may run no kernel at all
-                profile = profiles[arm]
-                seen = [profile.figures[name] for name in names if name in profile.figures]
-                if not seen:
-                    raise CaptureFailed(
-                        f"{profile.artefact} has no {piece.of}, which the evidence names: see "
-                        "`ncu --query-metrics` for what this GPU counts"
-                    )
-                figures[arm] = {piece.of: seen[0]}
-        findings += evidence.hold([piece], evidence.Facts(figures=figures, work=answer.work))
+        progress(f"{request.tool.name}: {arm}")
+        profiles[arm], reply = capture(request, arm, kernels)
+    single = request.calls == 1  # evidence and diagnosis are about one call
     return replace(
         result,
-        gpu=answer.gpu,
-        work=answer.work,
+        gpu=reply.gpu,
+        work=reply.work,
         profiles=tuple(profiles.values()),
-        diagnosis=_diagnosis(profiles, answer, claim.cache) if order.calls == 1 else {},
-        evidence=tuple(findings),
+        diagnosis=_diagnosis(profiles, reply, claim.cache) if single else {},
+        evidence=tuple(_findings(claim.evidence if single else (), profiles, reply.work)),
     )
 
 
-def _diagnosis(profiles: Mapping[str, Profile], answer: CaptureReply, cache: str) -> dict[str, str]:
-    """Say what binds each arm by its counters, and by its limit where the ceilings are known."""
-    found = {}
+def _findings(
+    pieces: Sequence[Evidence], profiles: Mapping[str, Profile], work: Work | None
+) -> list[Finding]:
+    """Hold counters of ncu against the evidence; no other tool has any."""
+    findings: list[Finding] = []
+    for piece in pieces:
+        figures = {}
+        if piece.kind is EvidenceKind.COUNTER and profiles["optimized"].tool == "ncu":
+            names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
+            for arm in ("baseline", "optimized"):  # a library arm may run no kernel at all
+                profile = profiles[arm]
+                values = [profile.figures[name] for name in names if name in profile.figures]
+                if not values:
+                    raise CaptureFailed(
+                        f"{profile.artefact} has no {piece.of}, which the evidence names: see "
+                        "`ncu --query-metrics` for the metrics of this GPU"
+                    )
+                figures[arm] = {piece.of: values[0]}
+        findings += evidence.hold([piece], evidence.Facts(figures=figures, work=work))
+    return findings
+
+
+def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str) -> dict[str, str]:
+    """Diagnose each arm from its ncu counters, and from its limit if the ceilings are known."""
+    diagnosis = {}
     for arm, profile in profiles.items():
         seconds = profile.figures.get("duration", 0.0)
         if profile.tool != "ncu" or not seconds:
             continue
-        known = ceilings.cached(answer.gpu) if answer.gpu and answer.work else {}
-        limit = roofline.limit_of(seconds, answer.work, cache, known) if answer.work else None
-        found[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
-    return found
+        known = ceilings.cached(reply.gpu) if reply.gpu and reply.work else {}
+        limit = roofline.limit_of(seconds, reply.work, cache, known) if reply.work else None
+        diagnosis[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
+    return diagnosis
 
 
-def _found(profiles: Sequence[Profile]) -> str:
-    """Say the first thing that a tool which checks has found."""
+def _first_finding(profiles: Sequence[Profile]) -> str:
+    """Return the first finding of a checker such as compute-sanitizer; empty without any."""
     for profile in profiles:
-        if tools.TOOLS[profile.tool].checks and profile.figures["findings"]:
+        if tools.TOOLS[profile.tool].is_checker and profile.figures["findings"]:
             count = f"{profile.figures['findings']:.0f} findings"
             first = profile.notes[0] if profile.notes else "see the artefact"
             return f"{profile.arm}: {count} ({profile.artefact}), the first: {first}"
@@ -164,133 +182,128 @@ def _found(profiles: Sequence[Profile]) -> str:
 
 
 def capture(
-    order: CaptureRequest,
+    request: CaptureRequest,
     arm: str,
-    sought: ExpectedKernels = ExpectedKernels(),
+    kernels: ExpectedKernels = ExpectedKernels(),
     before: Sequence[Profile] = (),
 ) -> tuple[Profile, CaptureReply]:
-    """Run the target under the tool and read what it left; the last attempt's failure is told."""
-    attempts = order.tool.presets[order.preset]
-    for attempt in attempts:
+    """Profile one arm and read the artefact; try the preset's fallbacks, raise the last error."""
+    fallbacks = request.tool.presets[request.preset]
+    for fallback in fallbacks:
         try:
-            return _try(order, attempt, arm, sought, before)
+            return _capture(request, fallback, arm, kernels, before)
         except (CaptureFailed, ToolMissing):
-            if attempt is attempts[-1]:
+            if fallback is fallbacks[-1]:
                 raise
-    raise AssertionError(attempts)
+    raise AssertionError(fallbacks)
 
 
-def _try(
-    order: CaptureRequest,
-    attempt: Fallback,
+def _capture(
+    request: CaptureRequest,
+    fallback: Fallback,
     arm: str,
-    sought: ExpectedKernels,
+    kernels: ExpectedKernels,
     before: Sequence[Profile],
 ) -> tuple[Profile, CaptureReply]:
-    tool = order.tool
+    tool = request.tool
     binary = tools.find(tool.name)
-    front: list[str] = []
+    command: list[str] = []
     if binary:
-        front = [binary, *tool.command, *attempt.words]
+        command = [binary, *tool.command, *fallback.arguments]
         if tool.name == "ncu":
-            front += tools.metrics(tuple(metric for metric, _ in sought.counters))
-            front += ("--cache-control", "none") if sought.cache == "warm" else ()
-    artefact = order.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
+            command += tools.ncu_arguments(tuple(metric for metric, _ in kernels.counters))
+            command += ("--cache-control", "none") if kernels.cache == "warm" else ()
+    artefact = request.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
 
-    def child(step: str) -> CaptureReply:
-        stem = artefact / step if step else order.folder / arm
+    def run_step(step: str) -> CaptureReply:
+        stem = artefact / step if step else request.folder / arm
         job = CaptureJob(
-            tool.name, order.preset, arm, order.calls, order.seed, str(stem), "", (*before,)
+            tool=tool.name,
+            preset=request.preset,
+            arm=arm,
+            calls=request.calls,
+            seed=request.seed,
+            stem=str(stem),
+            scratch="",
+            before=tuple(before),
         )
-        answer = _child(order, job, [*front, *tool.steps.get(step, ())], attempt.environ)
-        # where a tool has found something, the arm may well have failed of it
-        if answer.error and not (tool.checks and _findings(tool, stem, arm)):
-            raise CaptureFailed(f"the {arm} arm under {tool.name}: {answer.error}")
-        return answer
+        reply = _run_target(request, job, [*command, *tool.steps.get(step, ())], fallback.environ)
+        # an arm may fail because of what the checker found: then the finding is reported
+        if reply.error and not (tool.is_checker and _count_findings(tool, stem, arm)):
+            raise CaptureFailed(f"the {arm} arm under {tool.name}: {reply.error}")
+        return reply
 
     with ThreadPoolExecutor() as pool:
-        answer, *_ = pool.map(child, tool.steps or ("",))
+        reply, *_ = pool.map(run_step, tool.steps or ("",))
     if not artefact.exists():
-        if sought.expected or sought.own:
-            wanted = ", ".join(sought.expected or sought.own)
-            raise CaptureFailed(f"the {arm} arm ran no kernel, and {wanted} was expected")
+        if kernels.required or kernels.built:
+            names = ", ".join(kernels.required or kernels.built)
+            raise CaptureFailed(f"the {arm} arm ran no kernel, and {names} was expected")
         note = "ran no kernel: a copy is not one"
-        log = os.path.relpath(order.folder / f"{arm}.log")
-        return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), answer
+        log = os.path.relpath(request.folder / f"{arm}.log")
+        return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), reply
     profile = parsers.read(
-        tool.name, artefact, arm, sought.expected, counters=sought.counters, binary=binary
+        tool.name, artefact, arm, kernels.required, counters=kernels.counters, binary=binary
     )
-    names = profile.kernels
-    if sought.own and names and not any(part in name for part in sought.own for name in names):
+    ran = profile.kernels
+    if kernels.built and ran and not any(part in name for part in kernels.built for name in ran):
         raise CaptureFailed(
-            f"{artefact} has none of the arm's own kernels ({', '.join(sought.own)}): "
-            f"the {arm} arm ran {', '.join(names[:3])}"
+            f"{artefact} has none of the arm's own kernels ({', '.join(kernels.built)}): "
+            f"the {arm} arm ran {', '.join(ran[:3])}"
         )
-    notes = (*profile.notes, *filter(None, [attempt.note]))
-    return replace(profile, artefact=os.path.relpath(artefact), notes=notes), answer
+    notes = (*profile.notes, *filter(None, [fallback.note]))
+    return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
 
 
-def _findings(tool: Tool, stem: Path, arm: str) -> float:
+def _count_findings(tool: Tool, stem: Path, arm: str) -> float:
     return parsers.read(tool.name, Path(f"{stem}{tool.suffix}"), arm).figures["findings"]
 
 
-def _child(
-    order: CaptureRequest, job: CaptureJob, front: Sequence[str], environ: Mapping[str, str]
+def _run_target(
+    request: CaptureRequest, job: CaptureJob, front: Sequence[str], environ: Mapping[str, str]
 ) -> CaptureReply:
-    """Run one child to its end; raise CaptureFailed or ToolMissing when it leaves no artefact."""
-    tool, stem = order.tool, Path(job.stem)
+    """Run the target to its end; raise CaptureFailed or ToolMissing if it leaves no artefact."""
+    tool, stem = request.tool, Path(job.stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     log, artefact = Path(f"{stem}.log"), Path(f"{stem}{tool.suffix}")
-    artefact.unlink(missing_ok=True)  # of an attempt before this one
+    artefact.unlink(missing_ok=True)  # of a fallback before this one
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         names = {"stem": str(stem), "step": stem.name, "scratch": scratch}
-        told = json.dumps(to_json(replace(job, scratch=scratch)))
-        ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-        ours |= {VARIABLE: told, **environ}
-        for fifo in ("control", "answered") if tool.inside == "perf" else ():
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        serialized = json.dumps(to_json(replace(job, scratch=scratch)))
+        for fifo in ("control", "answered") if tool.hook == "perf" else ():
             os.mkfifo(f"{scratch}/{fifo}")
-        argv = [*(word.format_map(names) for word in front), *order.target]
-        ended = _wait(argv, ours, log, order.deadline)
-        answered = Path(scratch, "answer")
-        answer = (
-            from_json(CaptureReply, json.loads(answered.read_text()))
-            if answered.exists()
-            else CaptureReply(error=f"its process {ended}; see {os.path.relpath(log)}")
+        status = run_in_group(
+            [*(word.format_map(names) for word in front), *request.target],
+            log,
+            request.deadline_s,
+            env={**inherited, VARIABLE: serialized, **environ},
+        )
+        ending = _ending(status, request.deadline_s)
+        reply_file = Path(scratch, "answer")
+        reply = (
+            from_json(CaptureReply, json.loads(reply_file.read_text()))
+            if reply_file.exists()
+            else CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
         )
         if tool.report:
             with artefact.open("wb") as out:
                 report = [front[0], *(word.format_map(names) for word in tool.report)]
                 subprocess.run(report, stdout=out, stderr=subprocess.DEVNULL, check=False)
     if artefact.exists() and artefact.stat().st_size:
-        return answer
-    said = log.read_text(errors="replace")
-    if tool.nothing and tool.nothing in said and not answer.error:
-        return answer
-    tools.refuse(tool, said)
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    why = answer.error or (lines[-1][:300] if lines else f"its process {ended}")
+        return reply
+    output = log.read_text(errors="replace")
+    if tool.no_kernels and tool.no_kernels in output and not reply.error:
+        return reply
+    tools.raise_if_refused(tool, output)
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    reason = reply.error or (lines[-1][:300] if lines else f"its process {ending}")
     raise CaptureFailed(
-        f"{tool.name} captured nothing of the {job.arm} arm ({why}); see {os.path.relpath(log)}"
+        f"{tool.name} captured nothing of the {job.arm} arm ({reason}); see {os.path.relpath(log)}"
     )
 
 
-def _wait(argv: Sequence[str], environ: Mapping[str, str], log: Path, deadline: float) -> str:
-    """Run a command in a group of its own, none of which is left; say how it ended."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=dict(environ),
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        return f"exceeded its deadline of {deadline:g} s (aiperf_deadline)"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+def _ending(status: int | None, deadline_s: float) -> str:
+    if status is None:
+        return f"exceeded its deadline of {deadline_s:g} s (aiperf_deadline)"
+    return f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"

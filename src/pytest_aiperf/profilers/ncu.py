@@ -1,8 +1,9 @@
-"""The counters of an Nsight Compute report, folded over the kernels of one call."""
+"""Read an Nsight Compute report and aggregate its counters over the kernels of one call."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -42,100 +43,104 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
     ),
 }
-"""A figure's name to the metrics that it is made of, as ncu's --metrics takes them."""
+"""Metrics that each figure is computed from, as named for ncu's --metrics."""
 NCU_SECTIONS: Final = ("WarpStateStats",)
-"""The sections that the stalls come from: each chip has reasons of its own."""
+"""Sections with the stall reasons, which differ from chip to chip."""
 _TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
 
 _RATIOS: Final = ("sectors per load", "sectors per store")
+"""Figures that divide their first metric by their second."""
 _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
+"""Scale and unit of a figure by ncu's unit."""
 _STALL: Final = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+"""Metrics of the stall reasons."""
 _TOP_STALLS: Final = 3
+"""Stall reasons that a profile shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel of a report: what was asked of it, in ncu's own units."""
+    """One kernel of a report."""
 
     name: str
     seconds: float
     values: Mapping[str, float]
+    """Values by metric, in ncu's units."""
 
 
 def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
-    """List what ncu's --metrics must name on a GPU, with the metrics that evidence asks for."""
-    more = [_TC_PIPE] if arch in ("sm100", "sm103") else []
-    named = [metric for metrics in NCU_METRICS.values() for metric in metrics]
-    return list(dict.fromkeys([*named, *more, *counters]))
+    """List the metrics to collect on a GPU: those of the figures, and the evidence's counters."""
+    tc_pipe = [_TC_PIPE] if arch in ("sm100", "sm103") else []
+    metrics = itertools.chain.from_iterable(NCU_METRICS.values())
+    return list(dict.fromkeys([*metrics, *tc_pipe, *counters]))
 
 
 def normalize_name(name: str) -> str:
-    """Write a kernel's name as compilers do: ``turn<4>`` where NVIDIA says ``turn<(int)4>``."""
+    """Write a kernel's name as compilers do: ``turn<4>``, where ncu writes ``turn<(int)4>``."""
     return re.sub(
         r"\((?:unsigned |signed )?(?:bool|char|short|int|long|long long)\)(?=-?\d)", "", name
     )
 
 
 def counter(metric: str, kernel: str) -> str:
-    """Name the figure of a metric over the kernels whose names have ``kernel`` in them."""
+    """Return the name of a metric's figure over the kernels whose names contain ``kernel``."""
     return f"{metric} of {kernel}" if kernel else metric
 
 
 def ncu(
     artefact: Path, counters: Collection[tuple[str, str]] = (), binary: str | None = None
 ) -> tuple[dict[str, tuple[float, str]], list[str], list[str]]:
-    """Read an ncu report; ``counters`` are metrics (and parts of kernels' names) asked for.
+    """Read an ncu report; ``counters`` are further metrics, each with part of a kernel's name.
 
-    Counters keep ncu's units. Sums are added over the kernels; everything else is their mean,
-    weighted with the time that each took.
+    Counters keep ncu's units.
     """
     kernels = _kernels(artefact, [metric for metric, _ in counters], binary)
     if not kernels:
         raise CaptureFailed(
-            f"{artefact} holds no kernels: the range that ncu was to look at was not entered or "
-            "launched nothing, or ncu_report is older than the ncu that wrote it "
+            f"{artefact} holds no kernels: the profiled range was not entered or launched "
+            "nothing, or ncu_report is older than the ncu that wrote it "
             "(pip install -U ncu-report)"
         )
     figures: dict[str, tuple[float, str]] = {"kernels": (len(kernels), "")}
     for name, metrics in NCU_METRICS.items():
-        if (value := _figure(name, metrics, kernels)) is not None:
-            figures[name] = value
+        if (figure := _figure(name, metrics, kernels)) is not None:
+            figures[name] = figure
     if (second := _figure("tensor share", (_TC_PIPE,), kernels)) is not None:
         figures["tensor share"] = max(second, figures.get("tensor share", second))
     stalls = {
-        metric: folded
+        metric: value
         for metric in {m for kernel in kernels for m in kernel.values if _STALL.match(m)}
-        # a warp that was selected did not stall
-        if (folded := fold(metric, kernels)) is not None and "stalled_selected_" not in metric
+        # a selected warp did not stall
+        if (value := aggregate(metric, kernels)) is not None and "stalled_selected_" not in metric
     }
     for metric in sorted(stalls, key=lambda metric: (-stalls[metric], metric))[:_TOP_STALLS]:
         reason = _STALL.sub(r"\1", metric).replace("_", " ")
         figures[f"stall {reason}"] = (stalls[metric], "warps per issue")
     for metric, part in counters:
-        folded = fold(metric, [kernel for kernel in kernels if part in kernel.name])
-        if folded is not None:
-            figures[counter(metric, part)] = (folded, _unit(metric))
+        value = aggregate(metric, [kernel for kernel in kernels if part in kernel.name])
+        if value is not None:
+            figures[counter(metric, part)] = (value, _unit(metric))
     longest = sorted(kernels, key=lambda kernel: -kernel.seconds)
     return figures, list(dict.fromkeys(kernel.name for kernel in longest)), []
 
 
-def fold(metric: str, kernels: Iterable[Kernel]) -> float | None:
-    """Put the values that kernels have of a metric into one; None when none has it."""
-    have = [k for k in kernels if metric in k.values]
-    values = [k.values[metric] for k in have]
-    if not have:
+def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
+    """Aggregate a metric over kernels: sum, maximum or time-weighted mean; None without values."""
+    counted = [k for k in kernels if metric in k.values]
+    values = [k.values[metric] for k in counted]
+    if not counted:
         return None
     if metric.endswith(".sum"):
         return math.fsum(values)
     if metric.startswith("launch__"):
         return max(values)
-    weights = [k.seconds for k in have]
+    weights = [k.seconds for k in counted]
     return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple[float, str] | None:
-    values = [value for m in metrics if (value := fold(m, kernels)) is not None]
+    values = [value for m in metrics if (value := aggregate(m, kernels)) is not None]
     if len(values) < len(metrics):
         return None  # not on this chip, or not collected
     if name in _RATIOS:
@@ -146,48 +151,51 @@ def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple
 
 
 def _unit(metric: str) -> str:
-    """Give the unit that ncu counts a metric in, as far as its name says it."""
+    """Return ncu's unit of a metric, as far as it follows from the name."""
     units = {"_duration": "ns", "bytes": "byte", "pct": "%"}
     return next((unit for part, unit in units.items() if part in metric), "")
 
 
-def _kernels(artefact: Path, asked: Collection[str], binary: str | None) -> list[Kernel]:
-    """Read a report in a process of its own: NVIDIA's reader may crash on what it does not know."""
+def _kernels(artefact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
+    """Read a report in a process of its own: NVIDIA's reader may crash on an unknown report."""
     if not artefact.is_file():
         raise CaptureFailed(f"ncu wrote no {artefact}: see its own output beside it")
-    command = [sys.executable, "-m", __name__, str(artefact), binary or "", *asked]
+    command = [sys.executable, "-m", __name__, str(artefact), binary or "", *counters]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         return [Kernel(*row) for row in json.loads(done.stdout)]
     except ValueError:
-        said = done.stderr.strip().splitlines()[-1:] or [f"its reader died ({done.returncode})"]
-        raise CaptureFailed(f"{artefact} cannot be read: {said[0]}") from None
+        crash = f"its reader died ({done.returncode})"
+        error = (done.stderr.strip().splitlines() or [crash])[-1]
+        raise CaptureFailed(f"{artefact} cannot be read: {error}") from None
 
 
-def _rows(artefact: str, binary: str, *asked: str) -> Iterator[tuple[str, float, dict[str, float]]]:
+def _rows(
+    artefact: str, binary: str, *counters: str
+) -> Iterator[tuple[str, float, dict[str, float]]]:
     report = _ncu_report(binary or None).load_report(artefact)
-    named = {_TC_PIPE, *(metric for metrics in NCU_METRICS.values() for metric in metrics)}
+    metrics = {_TC_PIPE, *itertools.chain.from_iterable(NCU_METRICS.values()), *counters}
     ranges = [report.range_by_idx(k) for k in range(report.num_ranges())]
     for action in (r.action_by_idx(k) for r in ranges for k in range(r.num_actions())):
         present = set(action.metric_names())
         stalls = {metric for metric in present if _STALL.match(metric)}
         values = {}
-        for metric in (named | {*asked}) & present | stalls:
+        for metric in metrics & present | stalls:
             value = action.metric_by_name(metric).value()
-            # what could not be collected is NaN, which no JSON has
+            # a metric that could not be collected is NaN, which JSON lacks
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values[metric] = float(value)
         seconds = values.get(NCU_METRICS["duration"][0], 0.0) * 1e-9
         if not seconds:
             sys.exit(
-                f"it does not say how long {action.name()} took: capture it with "
+                f"it lacks the duration of {action.name()}: capture it with "
                 f"--metrics {NCU_METRICS['duration'][0]}"
             )
         yield normalize_name(action.name(action.NameBase_DEMANGLED)), seconds, values
 
 
 def _ncu_report(binary: str | None) -> Any:
-    """Import ncu_report: the pip package, else the module that Nsight Compute brings along."""
+    """Import ncu_report: the pip package, else the module in an installation of Nsight Compute."""
     try:
         return importlib.import_module("ncu_report")
     except ImportError:
@@ -203,10 +211,10 @@ def _ncu_report(binary: str | None) -> Any:
 
 
 def python_folders(binary: str | None) -> Iterator[Path]:
-    """Yield the folders beside an ncu binary, or the toolkit's link to one, that have its module.
+    """Yield the folders of ncu_report that belong to an ncu binary.
 
-    A toolkit's bin/ncu may be a script in front of an Nsight Compute that is installed in a folder
-    of its own, in the toolkit or in /opt/nvidia, where the vendor's packages put it.
+    A toolkit's bin/ncu may be a script that starts an Nsight Compute in another folder: in the
+    toolkit, or in /opt/nvidia, where NVIDIA's packages install it.
     """
     homes = [*Path(binary).resolve().parents[:3], Path("/opt/nvidia")] if binary else []
     for home in homes:

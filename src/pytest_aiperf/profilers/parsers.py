@@ -1,4 +1,4 @@
-"""A profiler's artefact to the figures of one arm: one reader for each tool."""
+"""Parse the artefact of each profiler into the figures of one arm."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from typing import Any, Final
 
 from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.model import Profile
+from pytest_aiperf.text import si
 
 from .ncu import ncu, normalize_name
 from .timeline import RANGE, TOP, Figures, Reading, nsys, torch_trace
 
 _TREE_LINES: Final = 20
+"""Lines of Proton's tree in the notes."""
 
 
 def read(
     tool: str,
     artefact: Path,
     arm: str,
-    expected: Collection[str] = (),
+    required: Collection[str] = (),
     *,
     counters: Collection[tuple[str, str]] = (),
     binary: str | None = None,
 ) -> Profile:
-    """Read what ``tool`` captured of an arm, and prove that it captured it.
+    """Read a tool's artefact of one arm; raise CaptureFailed where it captured nothing.
 
-    ``expected`` are parts of the names of kernels that must be there, where the tool names kernels;
-    ``counters`` the ncu metrics (and parts of kernels' names) that evidence asks for; ``binary``
-    the ncu or nsys that wrote the artefact. Raise CaptureFailed where there is nothing to tell.
+    ``required`` are parts of the names of kernels that must have run, for tools that name kernels;
+    ``counters`` are ncu metrics, each with part of a kernel's name; ``binary`` is the ncu or nsys
+    that wrote the artefact.
     """
-    readers: dict[str, Callable[[Path], Reading]] = {
+    parsers: dict[str, Callable[[Path], Reading]] = {
         "ncu": functools.partial(ncu, counters=counters, binary=binary),
         "nsys": functools.partial(nsys, binary=binary),
         "torch": torch_trace,
@@ -45,9 +47,9 @@ def read(
         "sanitizer": sanitizer,
         "perf": perf,
     }
-    figures, kernels, notes = readers[tool](artefact)
+    figures, kernels, notes = parsers[tool](artefact)
     kernels = list(map(normalize_name, kernels))
-    missing = [part for part in expected if not any(part in kernel for kernel in kernels)]
+    missing = [part for part in required if not any(part in kernel for kernel in kernels)]
     if missing and tool not in ("memory", "sanitizer", "perf"):
         raise CaptureFailed(
             f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
@@ -65,13 +67,13 @@ def read(
 
 
 def hta(folder: Path) -> Reading:
-    """Analyse the traces of all ranks (``<rank>.json`` or ``.json.gz``) with HTA."""
+    """Analyze the traces of all ranks (``<rank>.json`` or ``.json.gz``) with HTA."""
     traces = sorted(p for p in folder.glob("*.json*") if p.name.partition(".")[0].isdecimal())
     if not traces:
         raise CaptureFailed(f"{folder} has no traces: each rank writes its own, <rank>.json")
     kernels = dict.fromkeys(kernel for trace in traces for kernel in torch_trace(trace)[1])
     if not kernels:
-        raise CaptureFailed(f"{folder} has traces in which no kernel ran: HTA looks at kernels")
+        raise CaptureFailed(f"{folder} has traces in which no kernel ran: HTA analyzes kernels")
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
@@ -84,8 +86,8 @@ def hta(folder: Path) -> Reading:
         kinds = analysis.get_gpu_kernel_breakdown(visualize=False)[0].to_dict("records")
         communicates = any("COMMUNICATION" in row["kernel_type"] for row in kinds)
         overlaps = analysis.get_comm_comp_overlap(visualize=False) if communicates else None
-    except Exception as error:  # whatever a foreign analysis trips over, the verdict stands
-        raise CaptureFailed(f"HTA could not analyse {folder} ({error!r}): open it there") from error
+    except Exception as error:  # an unknown exception of a library fails this capture only
+        raise CaptureFailed(f"HTA could not analyze {folder} ({error!r}): open it there") from error
     figures: Figures = {
         "ranks": (len(ranks), ""),
         "idle share": (_mean(ranks, "idle_time_pctg") / 100, "share"),
@@ -115,7 +117,7 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float:
 
 
 def proton(artefact: Path) -> Reading:
-    """Read Proton's tree, from the scope "aiperf" down where there is one."""
+    """Read Proton's tree, below the scope "aiperf" if it has one."""
     tree = _json(artefact, "hatchet tree of Proton")
     roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
     try:
@@ -126,7 +128,7 @@ def proton(artefact: Path) -> Reading:
         ran = [node for _, node in nodes if node["metrics"].get("count")]
         ran.sort(key=lambda node: -node["metrics"]["time (ns)"])
         lines = [
-            f"{'  ' * depth}{_seconds(node) * 1e6:.1f} us {node['frame']['name']}"
+            f"{'  ' * depth}{si(_seconds(node), 's')} {node['frame']['name']}"
             for depth, node in nodes
         ]
         figures: Figures = {
@@ -151,32 +153,31 @@ def _seconds(node: Mapping[str, Any]) -> float:
 
 
 def memory(artefact: Path) -> Reading:
-    """Read the figures of PyTorch's allocator that the captured child wrote.
+    """Read the figures of PyTorch's allocator, which the profiled process wrote as JSON.
 
-    A JSON object: ``peak`` and ``allocated`` bytes during and after the call, ``allocations`` the
-    number that the call made, ``reserved`` bytes that the allocator held.
+    ``peak`` and ``allocated`` are bytes during and after the call, ``allocations`` is their number
+    in the call, ``reserved`` the bytes that the allocator held.
     """
-    told = _json(artefact, "record of PyTorch's allocator")
+    content = _json(artefact, "record of PyTorch's allocator")
     units = {"peak": "B", "allocated": "B", "allocations": "", "reserved": "B"}
     try:
-        figures: Figures = {name: (float(told[name]), unit) for name, unit in units.items()}
+        figures: Figures = {name: (float(content[name]), unit) for name, unit in units.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CaptureFailed(
             f"{artefact} is no record of PyTorch's allocator ({error!r})"
         ) from error
     if not figures["peak"][0]:
         raise CaptureFailed(
-            f"{artefact} says that nothing was allocated: PyTorch's allocator sees only tensors "
-            "on the GPU"
+            f"{artefact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
         )
     return figures, [], []
 
 
 def sanitizer(artefact: Path) -> Reading:
-    """Read what compute-sanitizer saved (--xml): one file, or a folder with one for each tool."""
+    """Read the XML of compute-sanitizer: one file, or a folder with one file per tool."""
     files = sorted(artefact.glob("*.xml")) if artefact.is_dir() else [artefact]
     if not files:
-        raise CaptureFailed(f"{artefact} has nothing that compute-sanitizer saved: see its output")
+        raise CaptureFailed(f"{artefact} has no file of compute-sanitizer: see its output")
     figures: Figures = {"findings": (0, "")}
     notes = []
     for file in files:
@@ -191,40 +192,39 @@ def sanitizer(artefact: Path) -> Reading:
 
 def _records(file: Path) -> Iterator[ET.Element]:
     try:
-        # written by the tool that this very run started, not by a stranger
+        # safe: this run's own compute-sanitizer wrote it
         root = ET.fromstring(file.read_text(errors="replace"))  # noqa: S314
     except (OSError, ET.ParseError) as error:
         raise CaptureFailed(
-            f"{file} is not what compute-sanitizer saves with --xml ({error}): it did not end well"
+            f"{file} is no XML of compute-sanitizer ({error}): did it end early?"
         ) from error
-    strange = [child.tag for child in root if child.tag != "record"]
-    if root.tag != "ComputeSanitizerOutput" or strange:
-        tag = strange[0] if strange else root.tag
-        raise CaptureFailed(
-            f"{file} has a <{tag}> that this version cannot judge: read it yourself"
-        )
+    unknown = [child.tag for child in root if child.tag != "record"]
+    if root.tag != "ComputeSanitizerOutput" or unknown:
+        tag = unknown[0] if unknown else root.tag
+        raise CaptureFailed(f"{file} has a <{tag}>, which this version does not know: read it")
     for record in root:
         if (record.findtext("level") or "").strip().lower() != "info":
             yield record
 
 
 def _sentence(record: ET.Element) -> str:
-    """Say what a record found and where: its message, kernel, file and line."""
+    """Return a record's message with its kernel, file and line."""
 
-    def told(path: str) -> str:
+    def text(path: str) -> str:
         return " ".join((record.findtext(path) or "").split())
 
-    what = told("what/text") or told("what") or told("kind") or "a finding without a message"
-    if told("what/error"):
-        what += f" ({told('what/error')})"
-    where = f" in {told('where/func')}" if told("where/func") else ""
-    if told("where/path"):
-        where += f" at {told('where/path')}:{told('where/line')}"
-    return what + where
+    sentence = text("what/text") or text("what") or text("kind") or "a finding without a message"
+    if text("what/error"):
+        sentence += f" ({text('what/error')})"
+    if text("where/func"):
+        sentence += f" in {text('where/func')}"
+    if text("where/path"):
+        sentence += f" at {text('where/path')}:{text('where/line')}"
+    return sentence
 
 
 def perf(artefact: Path) -> Reading:
-    """Read the text of ``perf report --stdio``: where a host's time went."""
+    """Read the text of ``perf report --stdio``: each symbol's share of the host's time."""
     try:
         text = artefact.read_text(errors="replace")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One call in a child: inside the range, under the tool that looks on."""
+"""The profiled process: run one call inside the range that the profiler records."""
 
 from __future__ import annotations
 
@@ -25,138 +25,147 @@ from .timeline import RANGE
 from .tools import TOOLS, Tool
 
 VARIABLE: Final = "PYTEST_AIPERF_CAPTURE"
-"""Environment variable that tells a child, as JSON, what it is to capture."""
-WARM: Final = 3
-"""Calls before the one that is captured: to compile, to load, to choose an algorithm."""
-SAMPLED: Final = 1.0
-"""Seconds for which a sampling profiler looks on."""
+"""Environment variable with the process's CaptureJob, as JSON."""
+WARM_UP_CALLS: Final = 3
+"""Calls before the captured ones: they compile, load modules and choose algorithms."""
+SAMPLING_S: Final = 1.0
+"""Seconds for which calls are repeated under a sampling profiler: some 1000 samples of perf."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob:
-    """What a child captures, and what the captures before it gave."""
+    """What the profiled process captures."""
 
     tool: str
     preset: str
     arm: str
     calls: int
+    """Calls inside the profiled range."""
     seed: int
+    """Seed of the inputs."""
     stem: str
+    """Path of the artefact without its suffix."""
     scratch: str
+    """Folder for the reply and for perf's control files."""
     before: tuple[Profile, ...] = ()
+    """Profiles of the test's earlier captures, which are not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReply:
-    """What a child says of itself; the artefact says the rest."""
+    """What the profiled process sends back beside the artefact."""
 
     work: Work | None = None
+    """Work of one call."""
     gpu: Gpu | None = None
+    """The GPU that it used."""
     error: str = ""
+    """First line of the exception that ended it."""
 
 
-def job(environ: Mapping[str, str]) -> CaptureJob | None:
-    """Return what this process is to capture; None where it is no child.
+def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
+    """Return this process's job; None if it is not profiled.
 
-    Of a claim of several GPUs each rank leaves an artefact, rank 0 the one that is read.
+    Every rank of a claim of several GPUs leaves an artefact; that of rank 0 is read.
     """
     if not (text := environ.get(VARIABLE)):
         return None
-    found = from_json(CaptureJob, json.loads(text))
+    job = from_json(CaptureJob, json.loads(text))
     rank = environ.get("RANK", "0") if distributed.VARIABLE in environ else "0"
     if rank == "0":
-        return found
-    stem = Path(found.stem)
-    steps = TOOLS[found.tool].steps
-    return replace(found, stem=str(stem.with_name(rank if steps else f"{stem.name}.rank{rank}")))
+        return job
+    stem = Path(job.stem)
+    name = rank if TOOLS[job.tool].steps else f"{stem.name}.rank{rank}"
+    return replace(job, stem=str(stem.with_name(name)))
 
 
-def perform_arm(job: CaptureJob, claim: Claim, clock: Device, lease: GpuLock) -> None:
-    """Capture one arm of a claim: at full size, or at check size where the tool looks at no time.
+def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) -> None:
+    """Capture one arm of a claim at full size, or at check size under a checker.
 
-    Checkers slow a call down a hundredfold, and what they look for is in the ragged edges that
-    check sizes have. A prepared arm is not put to the test with fresh inputs: what would be copied
-    over them may never have been written, which initcheck would report.
+    Checkers slow a call down a hundredfold, and the ragged edges that they look for are in the
+    check sizes. A prepared arm does not get new inputs after its preparation: copying them could
+    read memory that was never written, which initcheck would report.
     """
 
-    def make() -> tuple[Callable[[], object], Work | None]:
-        full = not TOOLS[job.tool].checks
-        bound = BoundClaim(claim, clock, job.seed, full=full)
+    def make_call() -> tuple[Callable[[], object], Work | None]:
+        bound = BoundClaim(claim, device, job.seed, full=not TOOLS[job.tool].is_checker)
         args = bound.make_inputs(job.seed).args
         arm = claim.arms[job.arm]
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
         return lambda: call(*args), claim.work(*args) if claim.work else None
 
-    perform(job, clock, lease, make, cold=claim.cache == "cold")
+    perform(job, device, lock, make_call, cold=claim.cache == "cold")
 
 
 def perform(
     job: CaptureJob,
-    clock: Device,
-    lease: GpuLock,
-    make: Callable[[], tuple[Callable[[], object], Work | None]],
+    device: Device,
+    lock: GpuLock,
+    make_call: Callable[[], tuple[Callable[[], object], Work | None]],
     *,
     cold: bool = True,
 ) -> None:
-    """Make a call, warm it up, run it inside the range, and answer.
+    """Make a call, warm it up, run it inside the range and write the reply.
 
-    Children start and warm up side by side, and each has the device alone for what is captured.
-    Tools that look at no time share it there, too: the sanitizer's are the longest runs.
+    Profiled processes start and warm up at the same time; each captures under the exclusive lock.
+    Checkers and the memory recorder measure no time and keep the shared lock, since the sanitizer
+    runs longest of all.
     """
     tool = TOOLS[job.tool]
-    answer = CaptureReply(gpu=clock.gpu)
-    alone = lease.exclusive_gpu if clock.gpu else lease.exclusive_host
-    shared = tool.checks or tool.inside == "memory"
+    reply = CaptureReply(gpu=device.gpu)
+    exclusive = lock.exclusive_gpu if device.gpu else lock.exclusive_host
+    shares = tool.is_checker or tool.hook == "memory"
     try:
-        with lease.shared():
-            call, work = make()
-            answer = replace(answer, work=work)
-            warm = clock.block([call], Mode.WALL)
-            calls = clock.block([call] * job.calls, Mode.WALL)
-            for _ in range(0 if tool.checks else WARM):
-                warm.run()
+        with lock.shared():
+            call, work = make_call()
+            reply = replace(reply, work=work)
+            warm_up = device.block([call], Mode.WALL)
+            calls = device.block([call] * job.calls, Mode.WALL)
+            for _ in range(0 if tool.is_checker else WARM_UP_CALLS):
+                warm_up.run()
         with (
-            lease.shared() if shared else alone(),
-            _INSIDE[tool.inside](job, clock, warm.run),
+            lock.shared() if shares else exclusive(),
+            _HOOKS[tool.hook](job, device, warm_up.run),
         ):
-            if cold and tool.inside != "memory":
-                _flush(clock)
-            with _range(tool, clock):
-                until = time.monotonic() + (SAMPLED if tool.inside == "perf" else 0.0)
+            if cold and tool.hook != "memory":
+                _flush_l2(device)
+            with _range(tool, device):
+                end = time.monotonic() + (SAMPLING_S if tool.hook == "perf" else 0.0)
                 calls.run()
-                while time.monotonic() < until:
+                while time.monotonic() < end:
                     calls.run()
-                clock.ranks.barrier()  # who leaves the range first may end the capture of all
-    except Exception as why:
-        name = "" if isinstance(why, AiperfError) else f"{type(why).__name__}: "
-        answer = replace(answer, error=f"{name}{why}".partition("\n")[0])
+                # the first rank to leave the range may end the capture of all ranks
+                device.ranks.barrier()
+    except Exception as error:
+        name = "" if isinstance(error, AiperfError) else f"{type(error).__name__}: "
+        reply = replace(reply, error=f"{name}{error}".partition("\n")[0])
         raise
     finally:
-        if clock.ranks.rank == 0:
-            Path(job.scratch, "answer").write_text(json.dumps(to_json(answer)))
+        if device.ranks.rank == 0:
+            Path(job.scratch, "answer").write_text(json.dumps(to_json(reply)))
 
 
-def _flush(clock: Device) -> None:
-    """Fill the L2 with something else: what the first call reads is cold."""
-    if clock.torch_device == "cuda" and clock.gpu is not None and clock.gpu.l2_bytes:
+def _flush_l2(device: Device) -> None:
+    """Fill the L2 with other data, so that the first call reads from device memory."""
+    if device.torch_device == "cuda" and device.gpu is not None and device.gpu.l2_bytes:
         import torch
 
-        torch.empty(3 * clock.gpu.l2_bytes, dtype=torch.uint8, device="cuda").zero_()
+        torch.empty(3 * device.gpu.l2_bytes, dtype=torch.uint8, device="cuda").zero_()
 
 
 @contextmanager
-def _range(tool: Tool, clock: Device) -> Iterator[None]:
-    """Mark the calls, for whichever tool looks on."""
+def _range(tool: Tool, device: Device) -> Iterator[None]:
+    """Mark the calls for the tool."""
     with ExitStack() as marks:
-        if tool.inside == "torch":
+        if tool.hook == "torch":
             import torch
 
             marks.enter_context(torch.autograd.profiler.record_function(RANGE))
-        elif tool.inside == "proton":
+        elif tool.hook == "proton":
             from triton import profiler
 
             marks.enter_context(profiler.scope(RANGE))
-        if clock.torch_device == "cuda":
+        if device.torch_device == "cuda":
             marks.enter_context(_cuda_range())
         yield
 
@@ -184,29 +193,32 @@ def _nvtx(torch: Any) -> AbstractContextManager[object]:
     return nvtx.annotate(RANGE)  # type: ignore[no-any-return]  # it has no types
 
 
-Warm = Callable[[], object]
+Run = Callable[[], object]
+Hook = Callable[[CaptureJob, Device, Run], AbstractContextManager[None]]
+"""Work around the profiled calls; its last argument runs a warm-up call."""
 
 
-def _nothing(_job: CaptureJob, _clock: Device, _warm: Warm) -> AbstractContextManager[None]:
+def _no_hook(_job: CaptureJob, _device: Device, _warm_up: Run) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @contextmanager
-def _torch(job: CaptureJob, clock: Device, warm: Warm) -> Iterator[None]:
+def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
     from torch import profiler
 
     kinds = [profiler.ProfilerActivity.CPU]
-    if clock.torch_device == "cuda":
+    if device.torch_device == "cuda":
         kinds.append(profiler.ProfilerActivity.CUDA)
     deep = job.preset == "deep_dive"
     with profiler.profile(
         activities=kinds,
-        schedule=profiler.schedule(wait=0, warmup=1, active=1),  # CUPTI's start is not the call's
+        # a warm-up step, or CUPTI's start would fall into the call
+        schedule=profiler.schedule(wait=0, warmup=1, active=1),
         record_shapes=deep,
         profile_memory=deep,
         with_stack=deep,
     ) as profile:
-        warm()
+        warm_up()
         profile.step()
         yield
         dynamo = sys.modules.get("torch._dynamo.utils")
@@ -216,7 +228,7 @@ def _torch(job: CaptureJob, clock: Device, warm: Warm) -> Iterator[None]:
 
 
 @contextmanager
-def _proton(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
+def _proton(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
     from triton import profiler
 
     deep = job.preset == "deep_dive"
@@ -226,13 +238,13 @@ def _proton(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
 
 
 @contextmanager
-def _memory(job: CaptureJob, clock: Device, _warm: Warm) -> Iterator[None]:
+def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
     import torch
 
-    if clock.torch_device != "cuda":
+    if device.torch_device != "cuda":
         raise UsageError("torch records the GPU's memory only: run with --gpu, without @host")
     memory: Any = torch.cuda.memory
-    clock.release()
+    device.release()
     memory.reset_peak_memory_stats()
     before = memory.memory_stats()
     memory._record_memory_history(stacks="all" if job.preset == "deep_dive" else "python")  # noqa: SLF001  documented by torch
@@ -240,31 +252,31 @@ def _memory(job: CaptureJob, clock: Device, _warm: Warm) -> Iterator[None]:
     after = memory.memory_stats()
     memory._dump_snapshot(f"{job.stem}.pickle")  # noqa: SLF001  documented by torch
     count = "allocation.all.allocated"
-    told = {
+    figures = {
         "peak": after["allocated_bytes.all.peak"],
         "allocated": after["allocated_bytes.all.current"],
         "allocations": after[count] - before[count],
         "reserved": after["reserved_bytes.all.peak"],
     }
-    Path(f"{job.stem}.json").write_text(json.dumps(told))
+    Path(f"{job.stem}.json").write_text(json.dumps(figures))
 
 
 @contextmanager
-def _perf(job: CaptureJob, _clock: Device, _warm: Warm) -> Iterator[None]:
-    # perf waits for orders: only what runs between two of them is sampled
+def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
+    # perf starts disabled and acknowledges each command: it samples only in between
     with (
         os.fdopen(os.open(f"{job.scratch}/control", os.O_RDWR), "w") as control,
-        os.fdopen(os.open(f"{job.scratch}/answered", os.O_RDWR)) as answered,
+        os.fdopen(os.open(f"{job.scratch}/answered", os.O_RDWR)) as acknowledged,
     ):
-        for order in ("enable", "disable"):
-            print(order, file=control, flush=True)
-            answered.readline()
-            if order == "enable":
+        for command in ("enable", "disable"):
+            print(command, file=control, flush=True)
+            acknowledged.readline()
+            if command == "enable":
                 yield
 
 
-_INSIDE: Final[Mapping[str, Callable[[CaptureJob, Device, Warm], AbstractContextManager[None]]]] = {
-    "": _nothing,
+_HOOKS: Final[Mapping[str, Hook]] = {
+    "": _no_hook,
     "torch": _torch,
     "proton": _proton,
     "memory": _memory,

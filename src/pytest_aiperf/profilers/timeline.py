@@ -9,7 +9,6 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,9 @@ Figures = dict[str, tuple[float, str]]
 Reading = tuple[Figures, list[str], list[str]]
 """Figures, kernels (the longest-running first) and notes."""
 
+ApiCall = tuple[float, float, int]
+"""Start and end of a call of the CUDA API in seconds, and its correlation id."""
+
 _COPIES: Final = {
     1: "host to device",
     2: "device to host",
@@ -36,16 +38,6 @@ _COPIES: Final = {
     10: "peer to peer",
 }
 """Kinds of copies by CUPTI's number."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApiCall:
-    """A call of the CUDA API; times are in seconds."""
-
-    start: float
-    end: float
-    correlation: int
-    """Id that it shares with the activities that it caused."""
 
 
 def nsys(artefact: Path, binary: str | None = None) -> Reading:
@@ -86,7 +78,7 @@ def torch_trace(artefact: Path) -> Reading:
         (e.start, e.end) for e in events if e.category == "user_annotation" and e.name == RANGE
     ]
     calls = [
-        ApiCall(e.start, e.end, e.args.get("correlation", 0))
+        (e.start, e.end, e.args.get("correlation", 0))
         for e in events
         if e.category in ("cuda_runtime", "cuda_driver")
     ]
@@ -150,7 +142,7 @@ def _nsys_calls(db: sqlite3.Connection) -> Iterator[ApiCall]:
     table = "CUPTI_ACTIVITY_KIND_RUNTIME"
     query = f"SELECT start, end, correlationId FROM {table}"  # noqa: S608  a constant
     for start, end, correlation in _rows(db, table, query):
-        yield ApiCall(start / 1e9, end / 1e9, correlation)
+        yield start / 1e9, end / 1e9, correlation
 
 
 def _load(artefact: Path) -> Mapping[str, Any]:
@@ -177,8 +169,8 @@ def _within(
     """Keep the calls made inside the ranges and what they caused: the GPU may run it later."""
     if not ranges:
         return activities, calls
-    calls = [call for call in calls if _is_inside(ranges, call.start)]
-    causes = {call.correlation for call in calls}
+    calls = [call for call in calls if _is_inside(ranges, call[0])]
+    causes = {correlation for *_, correlation in calls}
     return [activity for activity in activities if activity.correlation in causes], calls
 
 
@@ -192,7 +184,7 @@ def _reading(
         "kernels": (counts["kernel"], ""),
         "launches": (trace.launches(activities), ""),
         "copies": (len(copies), ""),
-        "api time": (covered((c.start, c.end) for c in calls), "s"),
+        "api time": (covered((start, end) for start, end, _ in calls), "s"),
     }
     figures |= {f"{kind}s": (counts[kind], "") for kind in ("graph", "memset") if counts[kind]}
     moved: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The profilers: how each is found, what stands in front of a call, and why it may refuse."""
+"""The profilers: how to find each, how to start it, and why it may refuse to work."""
 
 from __future__ import annotations
 
@@ -22,45 +22,58 @@ from .timeline import RANGE
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """One way to run a preset; ``note`` says what it leaves out."""
+    """One way to run a preset."""
 
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    """Arguments of the tool."""
     environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the profiled process."""
     note: str = ""
+    """What this way leaves out, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A profiler.
 
-    ``command`` stands in front of the captured process, and ``report`` prints what is read where
-    the artefact itself cannot be. Each of ``steps`` is a run of its own, with words of its own.
-    ``{stem}`` is the artefact's path without suffix, ``{step}`` the step, ``{scratch}`` a folder
-    that lasts as long as it. ``inside`` names what works inside that process. A preset is a row of
-    attempts: the next is made where the one before fails. What a tool that ``checks`` finds fails
-    the claim. ``nothing`` is what it prints where no kernel ran, and leaves no artefact. One that
-    knows ``ranks`` captures all processes of a claim of several GPUs.
+    In ``command``, ``steps`` and ``report``, ``{stem}`` is the artefact's path without its suffix,
+    ``{step}`` the name of the step and ``{scratch}`` a folder that exists during the run.
     """
 
     name: str
+    """Name in ``--profile=NAME``."""
     install: str
+    """What to do where it is missing."""
     suffix: str
+    """Suffix of its artefact."""
     presets: Mapping[str, tuple[Fallback, ...]]
+    """Ways to run each preset: the next one is tried when one fails."""
     program: str = ""
-    least: tuple[int, int] = (0, 0)
+    """Program to run, if it is one."""
+    min_version: tuple[int, int] = (0, 0)
+    """Oldest version of the program that works."""
     module: str = ""
+    """Python module that it needs."""
     command: tuple[str, ...] = ()
+    """Arguments between the program and the profiled command."""
     report: tuple[str, ...] = ()
+    """Arguments that print the artefact, if the program's own file cannot be read."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    inside: Literal["", "torch", "proton", "memory", "perf"] = ""
+    """Runs of their own, each with further arguments; their artefacts form a folder."""
+    hook: Literal["", "torch", "proton", "memory", "perf"] = ""
+    """What the profiled process itself does around the calls."""
     host: bool = False
-    checks: bool = False
-    nothing: str = ""
+    """Whether it can profile claims of the host."""
+    is_checker: bool = False
+    """Whether its findings fail the claim; a checker looks at no time."""
+    no_kernels: str = ""
+    """What it prints when no kernel ran and it leaves no artefact."""
     ranks: bool = False
+    """Whether it can capture all processes of a claim of several GPUs."""
 
 
-def _once(*words: str, **environ: str) -> tuple[Fallback, ...]:
-    return (Fallback(words, environ),)
+def _once(*arguments: str, **environ: str) -> tuple[Fallback, ...]:
+    return (Fallback(arguments, environ),)
 
 
 _LIBRARIES: Final = "--trace=cuda,nvtx,osrt,cublas,cudnn"
@@ -87,7 +100,7 @@ TOOLS: Final = {
                 ),
             },
             program="nsys",
-            least=(2023, 1),
+            min_version=(2023, 1),
             command=(
                 "profile",
                 "--capture-range=cudaProfilerApi",
@@ -108,13 +121,13 @@ TOOLS: Final = {
                 "roofline": _once("--set", "roofline"),
             },
             program="ncu",
-            least=(2022, 3),
+            min_version=(2022, 3),
             command=(
                 *("--clock-control", "none"),
                 *("--nvtx", "--nvtx-include", f"{RANGE}/"),
                 *("--force-overwrite", "--export", "{stem}"),
             ),
-            nothing="No kernels were profiled",
+            no_kernels="No kernels were profiled",
         ),
         Tool(
             "torch",
@@ -122,7 +135,7 @@ TOOLS: Final = {
             ".json",
             {"minimal": _once(), "deep_dive": _once()},
             module="torch",
-            inside="torch",
+            hook="torch",
             host=True,
             ranks=True,
         ),
@@ -132,7 +145,7 @@ TOOLS: Final = {
             ".hatchet",
             {"minimal": _once(), "deep_dive": _once()},
             module="triton",
-            inside="proton",
+            hook="proton",
         ),
         Tool(
             "memory",
@@ -140,7 +153,7 @@ TOOLS: Final = {
             ".json",
             {"minimal": _once(), "deep_dive": _once()},
             module="torch",
-            inside="memory",
+            hook="memory",
         ),
         Tool(
             "sanitizer",
@@ -148,8 +161,8 @@ TOOLS: Final = {
             ".xml",
             {
                 "minimal": (
-                    # one allocation a tensor: else a tensor's end is its neighbour's beginning,
-                    # and memory that is used a second time counts as initialised
+                    # one allocation per tensor: in a shared one, an access beyond a tensor hits
+                    # its neighbour, and reused memory counts as initialized
                     Fallback((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
                     Fallback(
                         note="with torch's caching allocator, which hides accesses beyond a tensor "
@@ -158,19 +171,19 @@ TOOLS: Final = {
                 )
             },
             program="compute-sanitizer",
-            least=(2022, 1),
+            min_version=(2022, 1),
             command=(
                 *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
-                *("--destroy-on-device-error", "kernel"),  # the first finding need not be the last
+                *("--destroy-on-device-error", "kernel"),  # go on after the first finding
             ),
             steps={
-                # libraries try what the driver may refuse; a launch that fails says so itself
+                # libraries try calls that the driver may refuse; a failed launch raises anyway
                 "memcheck": ("--report-api-errors", "no"),
                 "racecheck": (),
                 "initcheck": (),
                 "synccheck": (),
             },
-            checks=True,
+            is_checker=True,
         ),
         Tool(
             "hta",
@@ -179,7 +192,7 @@ TOOLS: Final = {
             {"minimal": _once()},
             module="hta",
             steps={"0": ()},  # the rank: HTA reads a folder of traces
-            inside="torch",
+            hook="torch",
             ranks=True,
         ),
         Tool(
@@ -191,20 +204,19 @@ TOOLS: Final = {
                 "deep_dive": _once("--call-graph", "dwarf", PYTHONPERFSUPPORT="1"),
             },
             program="perf",
-            least=(5, 10),
+            min_version=(5, 10),
             command=(
                 *("record", "--freq", "999", "--delay", "-1"),
                 *("--control", "fifo:{scratch}/control,{scratch}/answered"),
                 *("--output", "{stem}.perf"),
             ),
             report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
-            inside="perf",
+            hook="perf",
             host=True,
         ),
     )
 }
 
-# What a tool's own output says where it is not permitted, in the order in which it is looked for.
 _REFUSALS: Final = {
     r"ERR_NVGPUCTRPERM|[Ii]nsufficient privilege": (
         "the driver keeps GPU counters for administrators (ERR_NVGPUCTRPERM): load nvidia with "
@@ -224,10 +236,11 @@ _REFUSALS: Final = {
         "this version does not know this GPU or driver: install a newer one"
     ),
 }
+"""Patterns in a tool's output where it may not or cannot work, and what to do; first match wins."""
 
 
-def chosen(text: str) -> tuple[Tool, str]:
-    """Read TOOL[:preset]; Misuse names the known ones."""
+def parse(text: str) -> tuple[Tool, str]:
+    """Parse TOOL[:PRESET]; raise UsageError with the known ones."""
     name, _, preset = text.partition(":")
     tool = TOOLS.get(name)
     if tool is None:
@@ -240,7 +253,7 @@ def chosen(text: str) -> tuple[Tool, str]:
 
 @functools.cache
 def find(name: str) -> str | None:
-    """Find a tool's program, None where it has none; ToolMissing says in a sentence what to do."""
+    """Return the path of a tool's program, None for a tool without one; raise ToolMissing."""
     tool = TOOLS[name]
     if tool.module and importlib.util.find_spec(tool.module) is None:
         raise ToolMissing(f"--profile={name} needs {tool.module}: {tool.install}")
@@ -248,38 +261,36 @@ def find(name: str) -> str | None:
         return None
     path = program(tool.program)
     if path is None:
-        raise ToolMissing(f"{tool.program} is not here: {tool.install}")
+        raise ToolMissing(f"{tool.program} is not installed: {tool.install}")
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as why:
-        raise ToolMissing(f"{path} does not start ({why}): {tool.install}") from None
-    said = done.stdout + done.stderr
-    version = re.search(r"(\d+)\.(\d+)", said)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolMissing(f"{path} does not start ({error}): {tool.install}") from None
+    output = done.stdout + done.stderr
+    version = re.search(r"(\d+)\.(\d+)", output)
     if done.returncode or version is None:
-        refuse(tool, said)
-        raise ToolMissing(f"{path} --version does not answer: {tool.install}")
-    if tuple(map(int, version.groups())) < tool.least:
-        least = ".".join(map(str, tool.least))
+        raise_if_refused(tool, output)
+        raise ToolMissing(f"{path} --version fails: {tool.install}")
+    if tuple(map(int, version.groups())) < tool.min_version:
+        oldest = ".".join(map(str, tool.min_version))
         raise ToolMissing(
-            f"{tool.program} {version[0]} is too old, {least} is needed: {tool.install}"
+            f"{tool.program} {version[0]} is too old, {oldest} is needed: {tool.install}"
         )
     return path
 
 
-def refuse(tool: Tool, said: str) -> None:
-    """Raise ToolMissing where a tool printed that it is not permitted, or cannot work here."""
-    for pattern, sentence in _REFUSALS.items():
-        if found := re.search(pattern, said):
-            raise ToolMissing(
-                f"{tool.name} cannot work here: {sentence.format(**found.groupdict())}"
-            )
+def raise_if_refused(tool: Tool, output: str) -> None:
+    """Raise ToolMissing if a tool printed that it may not work here, or cannot."""
+    for pattern, advice in _REFUSALS.items():
+        if match := re.search(pattern, output):
+            raise ToolMissing(f"{tool.name} cannot work here: {advice.format(**match.groupdict())}")
 
 
 @functools.cache
 def program(name: str) -> str | None:
-    """Find a program: on PATH, in CUDA's packages and toolkit, in Nsight's own installations."""
+    """Find a program on PATH, in CUDA's packages and toolkit, or in an installation of Nsight."""
     if path := shutil.which(name):
         return path
     if name != "perf" and (path := find_in_packages(name)):
@@ -294,7 +305,7 @@ def program(name: str) -> str | None:
     return None
 
 
-def metrics(asked: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words that have ncu collect its usual metrics and those asked for."""
-    arch = next((gpu.arch for gpu in visible()), "")  # a child runs on the first
-    return ("--metrics", ",".join(ncu_metrics(arch, asked)))
+def ncu_arguments(counters: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the arguments by which ncu collects its usual metrics and these counters."""
+    arch = next((gpu.arch for gpu in visible()), "")  # the profiled process uses the first GPU
+    return ("--metrics", ",".join(ncu_metrics(arch, counters)))

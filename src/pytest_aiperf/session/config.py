@@ -95,7 +95,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
     workerinput = getattr(config, "workerinput", None)
     shared = (workerinput or {}).get("aiperf", {})  # sent by the controller
     started = shared.get("started", time.time())
-    capture_job, rank_job = target.job(os.environ), torchrun.rank_job(os.environ)
+    capture_job, rank_job = target.job_from(os.environ), torchrun.rank_job(os.environ)
     if rank_job is not None:  # also where the ranks are profiled
         role = Role.RANK
     elif capture_job is not None:

@@ -120,9 +120,9 @@ class ItemContext:
 
     def capture_request(self, spec: str, calls: int, seed: int) -> capture.CaptureRequest:
         """Return the request to run this test under a profiler, given as TOOL:PRESET."""
-        tool, preset = tools.chosen(spec)
+        tool, preset = tools.parse(spec)
         settings = self.settings
-        name = capture.safe(claim_id(self.item.nodeid))
+        name = capture.folder_name(claim_id(self.item.nodeid))
         folder = settings.root / capture.ARTIFACTS / settings.run_id / name
         command = (sys.executable, "-m", "pytest", *self.arguments())
         return capture.CaptureRequest(

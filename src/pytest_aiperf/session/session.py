@@ -21,7 +21,7 @@ from pytest_aiperf.build import nvcc
 from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine import nvml, requirements, torchrun
 from pytest_aiperf.machine.requirements import REQUIREMENTS
-from pytest_aiperf.model import Expectation, Gpu, Outcome, Result
+from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
 from pytest_aiperf.records.results import document, machine_info
@@ -79,7 +79,7 @@ class Session:
         required = item.stash[REQUIREMENTS]
         reason = required.missing(self.gpus) if self.gpus else None
         if reason is None and self.settings.profile and requirements.is_claim(item):
-            tool, _ = tools.chosen(self.settings.profile)
+            tool, _ = tools.parse(self.settings.profile)
             if required.count > 1 and not tool.ranks:
                 others = ", ".join(t.name for t in tools.TOOLS.values() if t.ranks)
                 return f"a claim of several GPUs: {tool.name} profiles one process, try {others}"
@@ -197,9 +197,6 @@ class Session:
             attempts=self.attempt,
             rung_index=sum(callspec.indices.values()) if callspec else 0,
         )
-
-    def expectation(self, result: Result, arch: str, code: str) -> Expectation:
-        return self.expectations.lookup(result.claim, result.key, arch, code)
 
     def record(self, result: Result) -> None:
         """Write a finished result to this process's journal; it survives a crash."""
