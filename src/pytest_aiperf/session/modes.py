@@ -36,7 +36,7 @@ def mode_for(claim: Claim, context: ItemContext) -> Mode:
     """Choose the mode from the session's settings, the test's markers and the claim's arms."""
     settings, required = context.settings, context.requirements
     if settings.profile is not None:
-        return Profile()
+        return ProfileArms()
     checks = settings.measure is None and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
@@ -46,7 +46,7 @@ def mode_for(claim: Claim, context: ItemContext) -> Mode:
     if required.count > 1 and context.session.role is not Role.RANK:
         return Ranks()
     if settings.capture_job is not None:
-        return Captured(settings.capture_job)
+        return ProfiledArm(settings.capture_job)
     return Check() if checks else Measure()
 
 
@@ -116,14 +116,14 @@ class Measure:
             progress=context.progress,
             noise_floor=noise_floor,
             ceilings=ceilings,
-            expectation=session.expectation(record, arch, code),
+            expectation=session.expectations.lookup(record.claim, record.key, arch, code),
             code=code,
             builds=context.builds,
         )
         return measure.measure_claim(claim, claim_context)
 
 
-class Profile:
+class ProfileArms:
     """Run each arm in a process of its own under a profiler."""
 
     def run(self, claim: Claim, context: ItemContext) -> Result:
@@ -150,7 +150,7 @@ class Profile:
         return result
 
 
-class Captured:
+class ProfiledArm:
     """Run one arm inside the profiled range, and end this process."""
 
     def __init__(self, job: target.CaptureJob) -> None:
