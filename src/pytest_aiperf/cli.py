@@ -62,7 +62,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     subcommands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     add = _command(subcommands, doctor)
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
-    text = "with --bundle: add the output of each profiler on a matrix product"
+    text = "with --bundle: also try each profiler on a matrix product"
     add("--capture", action="store_true", help=text)
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again what is known already")
@@ -141,7 +141,7 @@ def doctor(given: argparse.Namespace) -> int:
     if given.bundle:
         bundle.write(given.bundle, bundle.contents(host, checks, capture=given.capture))
         sys.stdout.write(f"written: {given.bundle}\n")
-    return FAILED if bundle.broken(checks) else DONE
+    return FAILED if bundle.is_broken(checks) else DONE
 
 
 def ceilings(given: argparse.Namespace) -> int:
@@ -407,7 +407,7 @@ def clean(given: argparse.Namespace) -> int:
     size = sum(artifacts.size(path) for path in found)
     _print(found)
     if not given.dry_run:
-        artifacts.remove(found)
+        artifacts.remove(found, RUNS)
     state = "would be removed" if given.dry_run else "removed"
     sys.stdout.write(f"{state}: {len(found)}, {si(float(size), 'B')}\n")
     return DONE

@@ -246,7 +246,7 @@ def test_an_empty_disassembly_is_an_error(tmp_path, only_beside_nvcc, output):
 
 def test_without_a_disassembler_the_error_names_the_package(tmp_path, only_beside_nvcc):
     with pytest.raises(
-        BuildError, match=r"there is no cuobjdump; pip install 'pytest-aiperf\[sass"
+        BuildError, match=r"there is no cuobjdump; install the extra pytest-aiperf\[sass"
     ):
         sass.disassemble(tmp_path / "x.so", nvcc=str(tmp_path / "nvcc"))
 

@@ -326,7 +326,7 @@ def test_without_nvcc_the_error_names_the_package(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
     nvcc_module.find_nvcc.cache_clear()
-    with pytest.raises(BuildError, match=r"no nvcc: pip install 'pytest-aiperf\[toolchain\]', or"):
+    with pytest.raises(BuildError, match=r"no nvcc: install the extra pytest-aiperf\[toolchain\], or"):
         nvcc_module.find_nvcc()
 
 

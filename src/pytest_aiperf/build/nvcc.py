@@ -78,7 +78,7 @@ def find_nvcc() -> tuple[str, str]:
     nvcc = nvcc or find_in_packages("nvcc")
     if nvcc is None:
         raise BuildError(
-            "no nvcc: pip install 'pytest-aiperf[toolchain]', or put a CUDA toolkit on PATH"
+            "no nvcc: install the extra pytest-aiperf[toolchain], or put a CUDA toolkit on PATH"
         )
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     return nvcc, version.stdout

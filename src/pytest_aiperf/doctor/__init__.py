@@ -1,1 +1,1 @@
-"""Whether a machine is fit to measure, what it is, and what we left on it."""
+"""Diagnose the machine, pack a bug report, remove this plugin's files."""

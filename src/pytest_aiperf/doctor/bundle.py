@@ -1,17 +1,19 @@
-"""What a machine is, in an archive that can be shown to others."""
+"""Pack facts about a machine for a bug report.
+
+Only listed facts are packed: no output of a command, no path and no error message, which may
+contain the names of the machine, its user or their files.
+"""
 
 from __future__ import annotations
 
-import getpass
 import io
-import os
 import platform
 import re
-import socket
 import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -23,35 +25,20 @@ from pytest_aiperf.schema import to_json
 from .doctor import Check, State
 from .host_facts import Host
 
-_COMMANDS: Final = {
-    "nvidia-smi.txt": ("nvidia-smi", "-q"),
-    "topology.txt": ("nvidia-smi", "topo", "-m"),
-    "nvlink.txt": ("nvidia-smi", "nvlink", "-s"),
-    "lscpu.txt": ("lscpu",),
-}
-_FILES: Final = {
-    "driver-params.txt": "/proc/driver/nvidia/params",
-    "driver-version.txt": "/proc/driver/nvidia/version",
-    "memory.txt": "/proc/meminfo",
-}
-_PACKAGES: Final = re.compile(r"(?i)(pytest|torch|triton|cupy|numpy|scipy|nvidia|cuda|nvtx)[\w.-]*")
-# settings of ours and of CUDA's libraries; what else is in an environment is nobody's business
-_VARIABLES: Final = re.compile(r"(CUDA|NVCC|NCCL|TRITON|PYTORCH|CUBLAS|PYTEST_AIPERF)_\w+|OMP_\w+")
-_SECRET: Final = re.compile(r"(?i)key|token|secret|passw|auth|credential|url|remote|redis")
-# who this machine is, and who works on it: whole lines of nvidia-smi -q, and words anywhere
-_LINES: Final = re.compile(
-    r"(?im)^.*\b(serial|uuid|guid|host ?name|process id|process name|name *: /|module id"
-    r"|board id|chassis|slot number|tray index|gpu part number).*\n?"
+_VARIABLES: Final = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NVCC_CCBIN"),
+    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "OMP_NUM_THREADS"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
 )
-_WORDS: Final = (
-    r"\b(GPU-|MIG-)?[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b",
-    r"(?<=://)[^/\s@]+@",
-    r"\b([0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b",
-    r"\b(?!127\.)\d{1,3}(\.\d{1,3}){3}\b(?=[:/\s])",
-)
+"""Environment variables that are packed, with their values if these are plain."""
+
+_PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
+"""Values that identify nobody: numbers, and words of the libraries; any other is ``<set>``."""
+
 _CAPTURED: Final = ("torch", "nsys", "ncu")
 _EXAMPLE: Final = '''\
-"""A product of two matrices, for a short capture."""
+"""A matrix product, for a short capture."""
 
 import torch
 
@@ -62,85 +49,54 @@ a = torch.ones(512, 512, device=device)
 def product():
     return a @ a
 '''
-_CAPTURE: Final = (sys.executable, "-m", "pytest_aiperf", "capture")
 
 
-def scrub(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Take out what says which machine this is, whose, or what it may open."""
-    text = _LINES.sub("", text)
-    for pattern in _WORDS:
-        text = re.sub(pattern, "<taken out>", text)
-    host = socket.gethostname()
-    names = {
-        environ.get("HOME", ""): "~",
-        host: "<host>",
-        host.partition(".")[0]: "<host>",
-        _user(): "<user>",
-    }
-    for name, instead in sorted(names.items(), key=lambda pair: -len(pair[0])):
-        if len(name) > 1:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
-    return text
-
-
-def _user() -> str:
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return ""
-    return "" if name == "root" else name  # it is everybody's
-
-
-def contents(host: Host, found: Sequence[Check], *, capture: bool) -> dict[str, str]:
-    """Gather all that is shared, as text by file name; nothing that says which machine it is."""
-    packages = {d.name: d.version for d in metadata.distributions()}
-    told = {
+def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
+    """Return the text of each file of the bundle, by name."""
+    public = [replace(check, detail="") for check in checks]
+    requirements = metadata.requires("pytest-aiperf") or ()
+    names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
+    packages = {d.name: d.version for d in metadata.distributions() if d.name in names}
+    facts = {
         "python": platform.python_version(),
         "system": platform.system(),
-        "kernel": platform.release(),
         "machine": platform.machine(),
-        "packages": {n: packages[n] for n in sorted(packages) if _PACKAGES.fullmatch(n)},
+        "packages": dict(sorted(packages.items())),
         "environment": {
-            name: value
-            for name, value in sorted(host.environ.items())
-            if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+            name: host.environ[name] if _PLAIN.fullmatch(host.environ[name]) else "<set>"
+            for name in _VARIABLES
+            if name in host.environ
         },
     }
+    lines = [{k: v for k, v in to_json(check).items() if k != "detail"} for check in public]
     files = {
-        "doctor.txt": "".join(f"{check}\n" for check in found),
-        "doctor.json": dumps(to_json([to_json(check) for check in found]), "doctor", indent=1),
-        "versions.json": dumps(told, "versions", indent=1),
+        "doctor.txt": "".join(f"{check}\n" for check in public),
+        "doctor.json": dumps(lines, "doctor", indent=1),
+        "versions.json": dumps(facts, "versions", indent=1),
     }
-    files |= {name: host.say(*command) or "" for name, command in _COMMANDS.items()}
-    files |= {name: host.read(path) for name, path in _FILES.items()}
-    if capture:
-        files |= _captures(host)
-    return {name: scrub(text, host.environ) for name, text in files.items() if text}
+    return files | (_captures(host) if capture else {})
 
 
 def _captures(host: Host) -> dict[str, str]:
-    """Capture a small product with each profiler that is here; what it printed is kept.
-
-    The artefacts are not: they name the machine in places that cannot be taken out.
-    """
+    """Profile a matrix product with each installed profiler; record only whether it worked."""
     files = {}
     for name in _CAPTURED:
         try:
             host.tool(name)
         except ToolMissing:
             continue
-        with tempfile.TemporaryDirectory() as scratch:
-            source = Path(scratch, "example.py")
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "example.py")
             source.write_text(_EXAMPLE, encoding="utf-8")
-            said = host.say(
-                *_CAPTURE, name, f"{source}::product", "--deadline", "60", folder=Path(scratch)
-            )
-            files[f"capture-{name}.txt"] = said or f"{name} could not capture here\n"
+            command = (sys.executable, "-m", "pytest_aiperf", "capture", name, f"{source}::product")
+            output = host.run(*command, "--deadline", "60", folder=Path(folder))
+        result = "could not capture" if output is None else "captured"
+        files[f"capture-{name}.txt"] = f"{name} {result} a matrix product\n"
     return files
 
 
 def write(path: Path, files: Mapping[str, str]) -> None:
-    """Write the archive; its entries say neither who wrote them nor when."""
+    """Write the archive, without owners and times."""
     with writing(path), tarfile.open(path, "w:gz") as archive:
         for name in sorted(files):
             data = files[name].encode()
@@ -149,5 +105,5 @@ def write(path: Path, files: Mapping[str, str]) -> None:
             archive.addfile(entry, io.BytesIO(data))
 
 
-def broken(found: Sequence[Check]) -> bool:
-    return any(check.state == State.BROKEN for check in found)
+def is_broken(checks: Sequence[Check]) -> bool:
+    return any(check.state == State.BROKEN for check in checks)

@@ -1,4 +1,4 @@
-"""What works on this machine, and what to do about the rest."""
+"""Check what works on this machine, and name a remedy for the rest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from pytest_aiperf.rules import validity
 
 from .host_facts import Host
 
-LEAST_FREE: Final = 2 << 30
-"""Less free bytes than this, and builds or records may not fit."""
-NO_ADMIN: Final = "/proc/driver/nvidia/params"
-PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"
+MIN_FREE_BYTES: Final = 2 << 30
+"""Free disk space below which the builds and records of a full run may not fit."""
+
+DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"
+"""Lists whether GPU counters are restricted to administrators."""
+
+PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"
+"""Above 2, perf needs privileges."""
 
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
@@ -30,7 +34,7 @@ _BOARD: Final = (
 
 
 class State(StrEnum):
-    """What a check found; only what is broken fails."""
+    """The outcome of a check; only BROKEN fails the command."""
 
     OK = "OK"
     ADVICE = "ADVICE"
@@ -39,185 +43,193 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, what is there and, unless OK, what to do."""
+    """One line of the report."""
 
     name: str
     state: State
     found: str
+    """What is there, without anything that identifies the machine or its user."""
     todo: str = ""
+    """The remedy."""
+    detail: str = ""
+    """A path or an error message, which a bundle leaves out: it may contain names."""
 
     def __str__(self) -> str:
-        said = ": ".join(part for part in (self.found, self.todo) if part)
-        return f"{self.state:<7} {self.name:<17} {said}"
+        text = ": ".join(filter(None, (self.found, self.detail, self.todo)))
+        return f"{self.state:<7} {self.name:<17} {text}"
 
 
 def checks(host: Host) -> list[Check]:
-    """Look at everything; without a GPU there are fewer lines."""
+    """Run all checks; without a GPU there are fewer."""
     gpus: Sequence[Gpu] = ()
-    found = [_ok("python", f"{platform.python_version()}, {platform.system()}")]
+    listed = [_ok("python", f"{platform.python_version()}, {platform.system()}")]
     try:
         gpus = host.gpus()
-        found += _gpus(host, gpus)
-    except AiperfError as why:
-        found.append(_broken("GPU", str(why)))
+        listed += _gpus(host, gpus)
+    except AiperfError as error:
+        listed.append(_broken("GPU", "cannot be used", detail=str(error)))
     if gpus:
-        found += [*_driver(host, gpus[0]), *_boards(host, gpus)]
-    found += [*_compiler(host, gpus), *_libraries(host, gpus), *_profilers(host, gpus)]
+        listed += [_driver(host, gpus[0]), *_boards(host, gpus)]
+    listed += [*_compiler(host, gpus), *_libraries(host, gpus), *_profilers(host, gpus)]
     if problem := validity.environment_problem(host.environ):
-        found.append(_broken("environment", problem))
-    return [*found, *_disk(host)]
+        listed.append(_broken("environment", "a variable distorts times", detail=problem))
+    return [*listed, *_disk(host)]
 
 
-def _ok(name: str, found: str) -> Check:
-    return Check(name, State.OK, found)
+def _ok(name: str, found: str, detail: str = "") -> Check:
+    return Check(name, State.OK, found, detail=detail)
 
 
-def _todo(name: str, found: str, todo: str = "") -> Check:
-    return Check(name, State.ADVICE, found, todo)
+def _advice(name: str, found: str, todo: str = "", detail: str = "") -> Check:
+    return Check(name, State.ADVICE, found, todo, detail)
 
 
-def _broken(name: str, found: str, todo: str = "") -> Check:
-    return Check(name, State.BROKEN, found, todo)
+def _broken(name: str, found: str, todo: str = "", detail: str = "") -> Check:
+    return Check(name, State.BROKEN, found, todo, detail)
 
 
 def _gpus(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
-    for i, one in enumerate(gpus):
-        size = f"{one.memory_bytes / 2**30:.0f} GiB"
-        yield _ok(f"GPU {i}", f"{one.name} ({one.key}, {one.arch}, {one.sms} SMs, {size})")
+    for i, gpu in enumerate(gpus):
+        size = f"{gpu.memory_bytes / 2**30:.0f} GiB"
+        yield _ok(f"GPU {i}", f"{gpu.name} ({gpu.key}, {gpu.arch}, {gpu.sms} SMs, {size})")
     if not gpus and host.has_device():
-        todo = "let the libraries match the kernel's driver, and mind what the container is given"
-        yield _broken("GPU", f"there is one, and none can be used ({host.absence()})", todo)
+        todo = "install libraries of the kernel driver's version; in a container, pass the GPUs in"
+        yield _broken("GPU", "a driver is loaded, but no GPU can be used", todo, host.absence())
     elif not gpus:
-        yield _todo("GPU", f"none ({host.absence()})", "pytest checks, pytest --cpu measures here")
+        todo = "pytest checks claims, pytest --cpu measures here"
+        yield _advice("GPU", "none", todo, host.absence())
 
 
-def _driver(host: Host, one: Gpu) -> Iterator[Check]:
+def _driver(host: Host, gpu: Gpu) -> Check:
     cuda = host.driver_cuda()
-    yield _ok("driver", f"{one.driver}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
+    return _ok("driver", f"{gpu.driver}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
 
 
 def _boards(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
-    asked = "--query-gpu=uuid," + ",".join(_BOARD)
-    said = host.say("nvidia-smi", asked, "--format=csv,noheader,nounits")
-    if said is None:
-        yield _todo("nvidia-smi", "does not answer", "clocks, power and processes are not checked")
+    query = "--query-gpu=uuid," + ",".join(_BOARD)
+    table = host.run("nvidia-smi", query, "--format=csv,noheader,nounits")
+    if table is None:
+        yield _advice("nvidia-smi", "fails", "clocks, power and processes are not checked")
         return
     rows = {}
-    for line in said.splitlines():
+    for line in table.splitlines():
         uuid, *values = [word.strip() for word in line.split(",")]
         rows[uuid] = dict(zip(_BOARD, values, strict=False))
-    for i, one in enumerate(gpus):
-        if board := rows.get(one.uuid):
+    for i, gpu in enumerate(gpus):
+        if board := rows.get(gpu.uuid):
             yield _clocks(i, board)
             yield _power(i, board)
             yield _mode(i, board)
             yield _numa(host, i, board)
-    yield _others(host, gpus)
+    yield _other_processes(host, gpus)
     if len(gpus) > 1:
-        links = len(
-            re.findall(r"Link \d+: [\d.]+ GB/s", host.say("nvidia-smi", "nvlink", "-s") or "")
-        )
-        if links:
-            yield _ok("NVLink", f"{links // len(gpus)} links to a GPU")
+        status = host.run("nvidia-smi", "nvlink", "-s") or ""
+        if links := len(re.findall(r"Link \d+: [\d.]+ GB/s", status)):
+            yield _ok("NVLink", f"{links // len(gpus)} links per GPU")
         else:
-            yield _todo("NVLink", "none", "GPUs reach each other through PCIe, slowly")
+            yield _advice("NVLink", "none", "copies between GPUs use PCIe, which is slower")
 
 
 def _clocks(i: int, board: Mapping[str, str]) -> Check:
-    name, now, most = f"clocks {i}", board["clocks.sm"], board["clocks.max.sm"]
-    said = f"{now} of {most} MHz, {board['pstate']}"
+    clocks = f"{board['clocks.sm']} of {board['clocks.max.sm']} MHz, {board['pstate']}"
     reasons = board["clocks_event_reasons.active"]
     if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) and int(reasons, 16) & validity.THROTTLED:
-        return _todo(name, f"{said}, slowed down ({reasons})", "mind cooling and power: "
-                     "nvidia-smi -q -d PERFORMANCE says which")  # fmt: skip
-    return _ok(name, said)
+        todo = "check cooling and power: nvidia-smi -q -d PERFORMANCE lists the reason"
+        return _advice(f"clocks {i}", f"{clocks}, throttled ({reasons})", todo)
+    return _ok(f"clocks {i}", clocks)
 
 
 def _power(i: int, board: Mapping[str, str]) -> Check:
-    name, limit, usual = f"power {i}", board["power.limit"], board["power.default_limit"]
+    name, limit, default = f"power {i}", board["power.limit"], board["power.default_limit"]
     if board["persistence_mode"] == "Disabled":
         todo = "nvidia-smi -pm 1 keeps the driver loaded between claims"
-        return _todo(name, "persistence mode is off", todo)
+        return _advice(name, "persistence mode is off", todo)
     try:
-        low = float(limit) < float(usual)
-    except ValueError:  # virtual GPUs do not say
+        is_lowered = float(limit) < float(default)
+    except ValueError:  # virtual GPUs report "[N/A]"
         return _ok(name, "limit unknown")
-    if low:
-        todo = f"nvidia-smi -pl {usual}, or do not compare with other machines"
-        return _todo(name, f"limited to {limit} of {usual} W", todo)
+    if is_lowered:
+        todo = f"nvidia-smi -pl {default}, or do not compare with other machines"
+        return _advice(name, f"limited to {limit} of {default} W", todo)
     return _ok(name, f"limit {limit} W")
 
 
 def _mode(i: int, board: Mapping[str, str]) -> Check:
-    name, mode, mig = f"mode {i}", board["compute_mode"], board["mig.mode.current"]
-    if mig == "Enabled":
-        return _todo(name, "MIG is on", "claims measure a slice; nvidia-smi -mig 0 ends that")
+    name, mode = f"mode {i}", board["compute_mode"]
+    if board["mig.mode.current"] == "Enabled":
+        todo = "claims measure a slice of the GPU; nvidia-smi -mig 0 disables MIG"
+        return _advice(name, "MIG is on", todo)
     if mode == "Prohibited":
         return _broken(name, "compute mode Prohibited", "nvidia-smi -c DEFAULT")
     if mode.startswith("Exclusive"):
         todo = "-n and ranks need several processes: nvidia-smi -c DEFAULT"
-        return _todo(name, f"compute mode {mode}", todo)
-    return _ok(name, "shared by processes, whole")
+        return _advice(name, f"compute mode {mode}", todo)
+    return _ok(name, "shared compute mode, no MIG")
 
 
 def _numa(host: Host, i: int, board: Mapping[str, str]) -> Check:
-    # nvidia-smi writes an eight-digit PCI domain, the kernel one of four
+    # nvidia-smi writes the PCI domain with eight digits, the kernel with four
     device = board["pci.bus_id"].lower()[-12:]
     node = host.read(f"/sys/bus/pci/devices/{device}/numa_node").strip()
-    near = _cpus(host.read(f"/sys/bus/pci/devices/{device}/local_cpulist"))
-    mine = host.cores()
-    said = f"node {node if node not in ('', '-1') else 'unknown'}, {len(mine)} cores allowed"
-    if near and not near & mine:
+    local = _cores(host.read(f"/sys/bus/pci/devices/{device}/local_cpulist"))
+    allowed = host.cores()
+    found = f"node {node if node not in ('', '-1') else 'unknown'}, {len(allowed)} cores allowed"
+    if local and not local & allowed:
         todo = f"none is near the GPU: numactl --cpunodebind={node}"
-        return _todo(f"NUMA {i}", said, todo)
-    return _ok(f"NUMA {i}", said)
+        return _advice(f"NUMA {i}", found, todo)
+    return _ok(f"NUMA {i}", found)
 
 
-def _cpus(text: str) -> set[int]:
-    """Read a kernel's list of cores: 0-3,8."""
-    found: set[int] = set()
+def _cores(text: str) -> set[int]:
+    """Parse the kernel's list of cores: 0-3,8."""
+    cores: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
 
 
-def _others(host: Host, gpus: Sequence[Gpu]) -> Check:
-    asked = ("--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
-    said = host.say("nvidia-smi", *asked) or ""
-    mine = [line for line in said.splitlines() if line.partition(",")[0] in {g.uuid for g in gpus}]
-    if mine:
-        todo = "end them before measuring, or their work is in the figures"
-        return _todo("other processes", f"{len(mine)} on these GPUs", todo)
+def _other_processes(host: Host, gpus: Sequence[Gpu]) -> Check:
+    query = ("--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader")
+    uuids = [line.partition(",")[0] for line in (host.run("nvidia-smi", *query) or "").splitlines()]
+    if count := sum(uuid in {gpu.uuid for gpu in gpus} for uuid in uuids):
+        todo = "end them before you measure: their work distorts the times"
+        return _advice("other processes", f"{count} on these GPUs", todo)
     return _ok("other processes", "none on these GPUs")
 
 
 def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     try:
-        path, said = host.nvcc()
-    except AiperfError as why:
-        yield _todo("nvcc", str(why))
+        path, output = host.nvcc()
+    except AiperfError as error:
+        yield _advice("nvcc", "not usable", detail=str(error))
         return
-    version = re.search(r"release (\d+)\.(\d+)", said)
+    version = re.search(r"release (\d+)\.(\d+)", output)
     release = f"{version[1]}.{version[2]}" if version else "unknown"
     cuda = host.driver_cuda() // 1000 if gpus else 0
     if version and gpus and int(version[1]) > cuda:
         todo = f"install a newer driver, or an nvcc of CUDA {cuda}"
         yield _broken("nvcc", f"CUDA {release}, newer than the driver's {cuda}", todo)
     else:
-        yield _ok("nvcc", f"CUDA {release} ({path})")
+        yield _ok("nvcc", f"CUDA {release}", path)
     arch = gpus[0].arch if gpus else "sm90"
-    for name, disassemble in (("host compiler", False), ("cuobjdump", True)):
-        try:
-            host.compiles(arch, disassemble=disassemble)
-        except AiperfError as why:
-            line = " ".join(str(why).splitlines()[:2])
-            if disassemble:
-                yield _todo(name, line, "pip install 'pytest-aiperf[sass]'")
-            else:
-                yield _broken(name, line, "install g++, or name a compiler in NVCC_CCBIN")
-                return
-        else:
-            yield _ok(name, f"a kernel for {arch} is {'read' if disassemble else 'built'}")
+    try:
+        host.compile(arch)
+    except AiperfError as error:
+        todo = "install g++, or name a compiler in NVCC_CCBIN"
+        yield _broken("host compiler", f"no kernel for {arch}", todo, _start(error))
+        return
+    yield _ok("host compiler", f"builds a kernel for {arch}")
+    try:
+        host.disassemble(arch)
+    except AiperfError as error:
+        todo = "install the extra pytest-aiperf[sass]"
+        yield _advice("cuobjdump", f"cannot read a kernel for {arch}", todo, _start(error))
+    else:
+        yield _ok("cuobjdump", f"reads a kernel for {arch}")
+
+
+def _start(error: AiperfError) -> str:
+    return " ".join(str(error).splitlines()[:2])
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -226,49 +238,49 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _libraries(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
-    extra = "gpu" if gpus else "cpu"
-    install = f"pip install 'pytest-aiperf[{extra}]'"
-    torch, tried = host.version("torch"), None
+    install = f"install the extra pytest-aiperf[{'gpu' if gpus else 'cpu'}]"
+    torch, test = host.version("torch"), None
     if torch:
-        tried = host.torch()
-        yield _torch(torch, tried, gpus)
+        test = host.torch()
+        yield _torch(torch, test, gpus)
     else:
-        yield _todo("torch", "not installed", f"most claims need it: {install}")
+        yield _advice("torch", "not installed", f"most claims need it: {install}")
     triton, numpy = host.version("triton"), host.version("numpy")
     if not triton:
-        yield _todo("triton", "not installed", install)
+        yield _advice("triton", "not installed", install)
     elif _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
-        breaks = "its interpreter, which checks claims without a GPU, breaks"
-        yield _todo("triton", f"{triton} with NumPy {numpy}: {breaks}", "pip install 'numpy<2.4'")
+        problem = "its interpreter, which checks claims without a GPU, fails"
+        todo = "pip install 'numpy<2.4'"
+        yield _advice("triton", f"{triton} with NumPy {numpy}: {problem}", todo)
     else:
         yield _ok("triton", triton)
-    cupy = next((v for n in ("13x", "12x") if (v := host.version(f"cupy-cuda{n}"))), "")
-    yield _ok("cupy", cupy) if cupy else _todo("cupy", "not installed", install)
-    if tried and tried["cuda"]:
-        yield _ok("NCCL", tried["nccl"])
-        if len(gpus) > 1 and all(tried["peers"]):
-            yield _ok("P2P", f"all {len(gpus)} GPUs reach each other")
+    cupy = host.version("cupy-cuda13x") or host.version("cupy-cuda12x")
+    yield _ok("cupy", cupy) if cupy else _advice("cupy", "not installed", install)
+    if test and test["cuda"]:
+        yield _ok("NCCL", test["nccl"])
+        if len(gpus) > 1 and all(test["peers"]):
+            yield _ok("P2P", f"between all {len(gpus)} GPUs")
         elif len(gpus) > 1:
-            todo = "NCCL goes through the host; mind the IOMMU, ACS and the container"
-            yield _todo("P2P", "not between all GPUs", todo)
+            todo = "NCCL copies through the host; check the IOMMU, ACS and the container"
+            yield _advice("P2P", "not between all GPUs", todo)
 
 
-def _torch(version: str, tried: Mapping[str, Any] | None, gpus: Sequence[Gpu]) -> Check:
-    if tried is None:
-        return _broken("torch", f"{version} does not work", "python -c 'import torch' says why")
-    if gpus and not tried["built"]:
-        todo = "pip install --force-reinstall one that is built with CUDA"
+def _torch(version: str, test: Mapping[str, Any] | None, gpus: Sequence[Gpu]) -> Check:
+    if test is None:
+        return _broken("torch", f"{version} does not work", "run: python -c 'import torch'")
+    if gpus and not test["built"]:
+        todo = "pip install --force-reinstall a torch that is built with CUDA"
         return _broken("torch", f"{version} is built without CUDA", todo)
-    if gpus and not tried["cuda"]:
+    if gpus and not test["cuda"]:
         todo = "install a newer driver or a torch of the driver's CUDA"
-        return _broken("torch", f"{version} (CUDA {tried['built']}) finds no GPU", todo)
-    if not tried["right"]:
+        return _broken("torch", f"{version} (CUDA {test['built']}) finds no GPU", todo)
+    if not test["right"]:
         return _broken("torch", f"{version} adds up wrongly", "have the GPU's memory tested")
     arch = gpus[0].arch.replace("sm", "sm_", 1) if gpus else ""
-    if arch and arch not in tried["archs"]:
-        todo = "its kernels are compiled at their first call, or missing: install a newer torch"
-        return _todo("torch", f"{version} has no code for {arch}", todo)
-    return _ok("torch", f"{version}, CUDA {tried['built'] or 'none'}")
+    if arch and arch not in test["archs"]:
+        todo = "its kernels are missing or compiled at their first call: install a newer torch"
+        return _advice("torch", f"{version} has no code for {arch}", todo)
+    return _ok("torch", f"{version}, CUDA {test['built'] or 'none'}")
 
 
 def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
@@ -276,38 +288,38 @@ def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
         if not gpus and not tool.host:
             continue
         try:
-            yield _ok(f"profile {tool.name}", host.tool(tool.name) or "in this Python")
-        except ToolMissing as why:
-            yield _todo(f"profile {tool.name}", str(why))
+            path = host.tool(tool.name)
+            yield _ok(f"profile {tool.name}", "installed", path or "in this Python")
+        except ToolMissing as error:
+            yield _advice(f"profile {tool.name}", "not usable", detail=str(error))
     if gpus:
-        for_admins = re.search(r"RmProfilingAdminOnly:\s*(\d)", host.read(NO_ADMIN))
-        if for_admins and for_admins[1] == "1" and not host.privileged():
-            kept = "for administrators only (ERR_NVGPUCTRPERM)"
+        admins_only = re.search(r"RmProfilingAdminOnly:\s*(\d)", host.read(DRIVER_PARAMETERS))
+        if admins_only and admins_only[1] == "1" and not host.is_privileged():
             todo = (
                 "load nvidia with NVreg_RestrictProfilingToAdminUsers=0, or give the container "
                 "CAP_SYS_ADMIN"
             )
-            yield _todo("GPU counters", kept, todo)
+            yield _advice("GPU counters", "for administrators only (ERR_NVGPUCTRPERM)", todo)
         else:
-            yield _ok("GPU counters", "permitted" if for_admins else "the driver forbids nothing")
-    level = host.read(PARANOID).strip()
-    if level.removeprefix("-").isdecimal() and int(level) > 2 and not host.privileged():
+            yield _ok("GPU counters", "permitted" if admins_only else "no restriction found")
+    level = host.read(PERF_PARANOID).strip()
+    if level.removeprefix("-").isdecimal() and int(level) > 2 and not host.is_privileged():
         todo = "sysctl kernel.perf_event_paranoid=2"
-        yield _todo("perf events", f"perf_event_paranoid is {level}", todo)
+        yield _advice("perf events", f"perf_event_paranoid is {level}", todo)
 
 
 def _disk(host: Host) -> Iterator[Check]:
     for name, folder in (("cache", nvcc.default_cache()), ("records", Path.cwd())):
-        free = host.free(folder)
+        free = host.free_bytes(folder)
         if free is None:
-            todo = "PYTEST_AIPERF_CACHE names another" if name == "cache" else "work elsewhere"
-            yield _broken(name, f"{folder} cannot be written", todo)
-        elif free < LEAST_FREE:
-            todo = "python -m pytest_aiperf clean frees what is ours"
-            yield _todo(name, f"{folder}, {free / 2**30:.1f} GiB free", todo)
+            todo = "set PYTEST_AIPERF_CACHE" if name == "cache" else "work in another folder"
+            yield _broken(name, "cannot be written", todo, str(folder))
+        elif free < MIN_FREE_BYTES:
+            todo = "python -m pytest_aiperf clean removes builds and runs"
+            yield _advice(name, f"{free / 2**30:.1f} GiB free", todo, str(folder))
         else:
-            yield _ok(name, f"{folder}, {free / 2**30:.0f} GiB free")
+            yield _ok(name, f"{free / 2**30:.0f} GiB free", str(folder))
     try:
-        yield _ok("locks", host.locks())
-    except AiperfError as why:
-        yield _broken("locks", str(why))
+        yield _ok("locks", "writable", host.lock_folder())
+    except AiperfError as error:
+        yield _broken("locks", "cannot be used", detail=str(error))

@@ -1,4 +1,4 @@
-"""What the doctor asks of a machine: commands, libraries and files, none of which may stop it."""
+"""Facts about this machine for the doctor's checks: commands, libraries and files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.build import nvcc
+from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.machine import gpu_lock, nvml
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.profilers import tools
 
-DEADLINE: Final = 120.0
+DEADLINE_S: Final = 120.0
+"""Time limit of a command: importing torch from a cold disk takes up to a minute."""
 
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
-# In a process of its own: CUDA that is broken may hang or crash, and is never initialised in ours.
+
+# in a process of its own: broken CUDA may hang or crash, and this process never initializes it
 _TORCH: Final = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -36,7 +39,7 @@ print(json.dumps({"built": torch.version.cuda or "", "cuda": cuda, "peers": peer
 
 
 class Host:
-    """What the checks ask of a machine; a test's has other answers."""
+    """The machine of this process; tests use one with other facts."""
 
     environ: Mapping[str, str] = os.environ
 
@@ -47,25 +50,25 @@ class Host:
         return nvml.absence(self.environ)
 
     def has_device(self) -> bool:
-        """Whether a kernel driver offers GPUs, whatever the libraries say."""
+        """Whether a kernel driver is loaded, even if the libraries find no GPU."""
         return Path("/dev/nvidiactl").exists()
 
     def driver_cuda(self) -> int:
-        """Return the newest CUDA that the driver knows, as 13000; only where there is a GPU."""
+        """Return the newest CUDA that the driver supports, as 13000; only call with a GPU."""
         import pynvml
 
         pynvml.nvmlInit()
         return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
 
-    def say(self, *command: str, folder: Path | None = None) -> str | None:
-        """Run a command, in a folder; None where it is not here, fails or hangs."""
+    def run(self, *command: str, folder: Path | None = None) -> str | None:
+        """Run a command and return its output; None if it is missing, fails or hangs."""
         try:
             done = subprocess.run(
                 command,
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=DEADLINE,
+                timeout=DEADLINE_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
@@ -73,10 +76,10 @@ class Host:
         return None if done.returncode else done.stdout
 
     def torch(self) -> dict[str, Any] | None:
-        """Try torch in a process of its own; None where it does not work."""
-        lines = (self.say(sys.executable, "-c", _TORCH) or "").splitlines()
-        found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-        return found
+        """Try torch in a process of its own; None if it does not work."""
+        lines = (self.run(sys.executable, "-c", _TORCH) or "").splitlines()
+        test: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+        return test
 
     def read(self, path: str) -> str:
         try:
@@ -91,36 +94,40 @@ class Host:
             return ""
 
     def tool(self, name: str) -> str:
-        """Find a profiler; ToolMissing says what to do."""
+        """Return the path of a profiler, "" if it has no program; raise ToolMissing."""
         return tools.find(name) or ""
 
     def nvcc(self) -> tuple[str, str]:
         return nvcc.find_nvcc()
 
-    def compiles(self, arch: str, *, disassemble: bool) -> None:
-        """Build a kernel, or also read its machine code; AiperfError says what is missing."""
-        with tempfile.TemporaryDirectory() as scratch:
-            source = Path(scratch, "doctor.cu")
-            source.write_text(_KERNEL, encoding="utf-8")
-            made = nvcc.build(source, arch, cache=Path(scratch))
-            if disassemble:
-                nvcc.opcode_counts(made)
+    def compile(self, arch: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._build(arch, Path(folder))
+
+    def disassemble(self, arch: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            nvcc.opcode_counts(self._build(arch, Path(folder)))
+
+    def _build(self, arch: str, folder: Path) -> Build:
+        source = folder / "doctor.cu"
+        source.write_text(_KERNEL, encoding="utf-8")
+        return nvcc.build(source, arch, cache=folder)
 
     def cores(self) -> set[int]:
         return os.sched_getaffinity(0)
 
-    def privileged(self) -> bool:
-        """Whether this process has CAP_SYS_ADMIN, which the counters of a GPU may need."""
-        held = re.search(r"CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"))
-        return bool(held and int(held[1], 16) >> 21 & 1)
+    def is_privileged(self) -> bool:
+        """Whether this process has CAP_SYS_ADMIN."""
+        effective = re.search(r"CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"))
+        return bool(effective and int(effective[1], 16) >> 21 & 1)
 
-    def free(self, folder: Path) -> int | None:
-        """Return the free bytes where a folder is or will be; None where it cannot be written."""
+    def free_bytes(self, folder: Path) -> int | None:
+        """Return the free space of a folder, which need not exist; None if it is not writable."""
         while not folder.exists():
             folder = folder.parent
         return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
 
-    def locks(self) -> str:
-        """Make the folder of the locks; AiperfError says what is wrong with it."""
+    def lock_folder(self) -> str:
+        """Create the folder of the GPU locks; AiperfError names a problem with it."""
         gpu_lock.GpuLock([])
         return str(gpu_lock.default_folder())

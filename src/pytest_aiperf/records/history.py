@@ -285,7 +285,7 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
         import ruptures
     except ImportError:
         raise UsageError(
-            "change points need ruptures: pip install 'pytest-aiperf[history]'"
+            "change points need ruptures: install the extra pytest-aiperf[history]"
         ) from None
     import numpy as np
 
