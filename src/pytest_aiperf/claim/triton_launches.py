@@ -1,4 +1,4 @@
-"""What the CPU can count of a call: how often it would launch on a GPU, at least."""
+"""Counts on the CPU how often a call launches on a GPU, at least; records its Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,98 +11,99 @@ from typing import Any
 from . import tensors
 
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "lift", "set_", "resize_")
-_NO_KERNELS = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")  # copies and memsets
+_COPIES = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")  # no kernels on a GPU
 
 
 @dataclass(slots=True)
 class Count:
-    """How often a call launches at least; ``triton`` are its launches of Triton kernels."""
+    """Lower bounds of the launches of a call."""
 
     launches: int = 0
+    """Launches of kernels, copies and memsets."""
     kernels: int = 0
+    """Launches of kernels."""
     triton: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    """The Triton kernels that it launched, and their arguments."""
 
 
 def count(call: Callable[..., object], args: tuple[Any, ...]) -> Count:
-    """Count the calls of torch's functions that compute on the inputs, and Triton launches.
+    """Count a call's torch functions that compute on the inputs, and its Triton launches.
 
-    One function may be several kernels on a GPU, and is at least one, except within what is
-    compiled there: that is not counted. Nor are views and allocations, nor what does not depend
-    on the inputs: it may be the host's own.
+    A torch function is at least one kernel on a GPU, except in code that torch.compile compiles
+    there, which does not count. Views and allocations do not count either, nor does work that does
+    not depend on the inputs, since the host may do it.
     """
-    found = Count()
-    with contextlib.ExitStack() as stack:
+    counted = Count()
+    with contextlib.ExitStack() as modes:
         if torch := sys.modules.get("torch"):
-            _watch_torch(torch, args, found, stack)
+            for mode in _torch_modes(torch, args, counted):
+                modes.enter_context(mode)
+            modes.enter_context(_counting_interpreter(counted))
         call(*args)
-    return found
+    return counted
 
 
-def _watch_torch(
-    torch: Any, args: tuple[Any, ...], found: Count, stack: contextlib.ExitStack
-) -> None:
+def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any, Any]:
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # storages are held, or a new one could take the place of one that depended on the inputs
-    depend = _storages(torch, [leaf for _, leaf in tensors.walk(args, "")])
-    seen: set[str] = set()
+    # storages are kept alive, or a new one could get the identity of one that depended on inputs
+    dependent = _storages(torch, [leaf for _, leaf in tensors.walk(args, "")])
+    computed: set[str] = set()
 
     class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            if depend.keys() & _storages(torch, (args, kwargs)).keys():
-                depend.update(_storages(torch, result))
+            if dependent.keys() & _storages(torch, (args, kwargs)).keys():
+                dependent.update(_storages(torch, result))
                 empty = [not t.numel() for t in _tensors(torch, result)]
                 if _computes(func) and not (empty and all(empty)):
-                    seen.add(func.overloadpacket.__name__)
+                    computed.add(func.overloadpacket.__name__)
             return result
 
     class Functions(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            seen.clear()
-            result = func(*args, **(kwargs or {}))  # torch's own calls in it come not here
-            if seen and not _compiled():
-                found.launches += 1
-                found.kernels += any(name not in _NO_KERNELS for name in seen)
+            computed.clear()
+            result = func(*args, **(kwargs or {}))  # torch's own calls in it are not intercepted
+            if computed and not _in_compiled_code():
+                counted.launches += 1
+                counted.kernels += not computed.issubset(_COPIES)
             return result
 
-    stack.enter_context(Operators())
-    stack.enter_context(Functions())
-    stack.enter_context(_interpreted(found))
+    return Operators(), Functions()
 
 
 @contextlib.contextmanager
-def _interpreted(found: Count) -> Iterator[None]:
-    """Count what Triton's interpreter runs as one launch each, whatever it does inside."""
+def _counting_interpreter(counted: Count) -> Iterator[None]:
+    """Count each kernel that Triton's interpreter runs as one launch, whatever torch does in it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
         return
     kind = interpreter.InterpretedFunction
-    run = kind.run
+    original = kind.run
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launches, kernels = found.launches + 1, found.kernels + 1
-        result = run(self, *args, **kwargs)
-        found.launches, found.kernels = launches, kernels
-        given = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
-        found.triton.append((self, args, given))
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches, kernels = counted.launches + 1, counted.kernels + 1
+        result = original(self, *args, **kwargs)
+        counted.launches, counted.kernels = launches, kernels
+        arguments = {k: v for k, v in kwargs.items() if k not in ("grid", "warmup")}
+        counted.triton.append((self, args, arguments))
         return result
 
-    kind.run = counted
+    kind.run = run
     try:
         yield
     finally:
-        kind.run = run
+        kind.run = original
 
 
 def _storages(torch: Any, value: Any) -> dict[int, Any]:
-    """Find the memory that dense tensors lie in, by its only identity."""
+    """Return the storages of dense tensors by their identity."""
     dense = [t for t in _tensors(torch, value) if t.layout is torch.strided]
     return {s._cdata: s for t in dense for s in [t.untyped_storage()]}  # noqa: SLF001
 
@@ -110,22 +111,20 @@ def _storages(torch: Any, value: Any) -> dict[int, Any]:
 def _tensors(torch: Any, value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(torch, item)
-    elif isinstance(value, dict):
-        yield from _tensors(torch, list(value.values()))
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operator does more than look at its tensors anew or allocate some."""
+    """Whether an operator does more than view or allocate tensors."""
     name = func.overloadpacket.__name__
     view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)  # noqa: SLF001
     return not view and not name.startswith(_ALLOCATIONS)
 
 
-def _compiled() -> bool:
-    """Whether the caller is within what torch.compile compiles on a GPU, and runs as it is here."""
+def _in_compiled_code() -> bool:
+    """Whether the calling torch function belongs to code that torch.compile compiles on a GPU."""
     frame: Any = sys._getframe(2)  # noqa: SLF001
     while frame is not None:
         if frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py"):

@@ -1,4 +1,4 @@
-"""A claim on the fake clock: what is agreed on, prepared, timed, verified and stopped."""
+"""A claim on the fake device: how its arms are prepared, timed and verified, and when it stops."""
 
 import gc
 import random
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from pytest_aiperf import Score, prepared, static
-from pytest_aiperf.claim import replicates
-from pytest_aiperf.claim import sampler as room
-from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim import replicates, sampler
+from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
@@ -42,21 +41,21 @@ def a_bound_claim(device=None, phases=None, **words):
     return BoundClaim(a_claim(**words), device, 1, full=True, progress=progress)
 
 
-def measured(bound, plan=STANDARD, metric=Metric.DEVICE):
+def measured(bound, rule=STANDARD, metric=Metric.DEVICE):
     bound.check_agreement()
-    timing = measure(bound, metric, plan)
+    timing = measure(bound, metric, rule)
     bound.verify()
     return timing
 
 
-def a_timed(bound, metric=Metric.DEVICE, ahead=(1001,)):
-    timed = room.Sampler(bound, metric, STANDARD)
-    timed.prepare(ahead)
+def a_sampler(bound, metric=Metric.DEVICE, prebuilt=(1001,)):
+    timed = sampler.Sampler(bound, metric, STANDARD)
+    timed.prepare(prebuilt)
     timed.begin()
     return timed
 
 
-# what an arm may prepare
+# prepared arms and settings
 
 
 def test_a_prepared_arm_is_timed_without_its_preparation():
@@ -68,7 +67,7 @@ def test_a_prepared_arm_is_timed_without_its_preparation():
     assert ratio.value == pytest.approx(2, rel=0.005)
 
 
-def test_work_done_while_preparing_is_a_wrong_answer():
+def test_work_done_while_preparing_gives_a_wrong_result():
     def make(x):
         done = x * 2
         return lambda x: done
@@ -130,7 +129,7 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
         a_bound_claim(**{arm: flips}).check_agreement()
 
 
-# how it is timed
+# rounds, modes and verification
 
 
 def test_rounds_are_mirrored_and_their_order_is_drawn():
@@ -153,6 +152,28 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
     own = [r.seed for r in timing.replicates]
     assert len(set(own)) == len(own)
     assert set(own) <= set(seeds)
+
+
+@pytest.mark.parametrize(("is_prepared", "calls_per_set"), [(False, 1), (True, 3)])
+def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
+    """A prepared arm's set is overwritten twice: with decoy values, then with its own."""
+    calls = []
+    arm = prepared(lambda x: doubling(100)) if is_prepared else doubling(100)
+    bound = a_bound_claim(
+        inputs=lambda bench: calls.append(bench.seed) or vectors(bench), optimized=arm
+    )
+    bound.check_agreement()
+    # effects: 2, and 2 for two seeds that must differ; per seed one for each arm and the reference
+    assert len(calls) == 4 + AGREEMENT_SEEDS * (2 + calls_per_set)
+    calls.clear()
+    timing = measure(bound, Metric.DEVICE, STANDARD)
+    sets = len(timing.replicates) * timing.sets
+    # one for the size of a set; 3 for the check with new inputs
+    assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
+    calls.clear()
+    bound.verify()
+    # one per replicate; 2 for the set with new values
+    assert len(calls) == len(timing.replicates) + 2
 
 
 def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
@@ -197,7 +218,7 @@ def test_a_disturbed_round_is_measured_again_and_counted():
 
 
 @pytest.mark.parametrize(("rounds", "settled"), [(1, 0), (2, 1), (3, 2)])
-def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, settled):
+def test_a_round_is_repeated_at_once_and_then_with_stable_clocks(rounds, settled):
     class Counting(FakeDevice):
         settlings = 0
 
@@ -205,11 +226,11 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
             self.settlings += 1
             super().stabilize_clocks(call)
 
-    clock = Counting(noise=Noise.none())
-    bound = a_bound_claim(clock)
+    device = Counting(noise=Noise.none())
+    bound = a_bound_claim(device)
     bound.check_agreement()
-    timed = a_timed(bound)
-    before, faults, undisturbed = clock.settlings, ["a fault"] * rounds, timed._round
+    timed = a_sampler(bound)
+    before, faults, undisturbed = device.settlings, ["a fault"] * rounds, timed._round
 
     def disturbed(*about):
         done, _, senses = undisturbed(*about)
@@ -217,13 +238,13 @@ def test_a_round_is_repeated_at_once_and_then_after_the_clocks_settled(rounds, s
 
     timed._round = disturbed
     assert timed.replicate(2).redone == rounds
-    assert clock.settlings - before == settled
+    assert device.settlings - before == settled
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 2), (0.009, 2), (0.015, 1)])
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
-    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(FakeDevice):
         def block(self, calls, mode):
@@ -248,19 +269,19 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     asked = []
     bound = a_bound_claim(Slow(noise=Noise.none(), ranks=Two()))
     bound.check_agreement()
-    timed = a_timed(bound)
+    timed = a_sampler(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
     assert asked[-1] == pytest.approx(2 * seconds)  # ranks agree on it
 
 
-def test_a_gpu_that_is_never_calm_is_invalid():
-    clock = FakeDevice(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
+def test_a_gpu_that_throttles_all_the_time_is_invalid():
+    device = FakeDevice(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
     with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
-        measured(a_bound_claim(clock))
+        measured(a_bound_claim(device))
 
 
-def test_what_timed_calls_left_is_verified():
+def test_outputs_of_timed_calls_are_verified():
     calls = []
 
     def tires(x):
@@ -273,7 +294,7 @@ def test_what_timed_calls_left_is_verified():
 
 
 @pytest.mark.parametrize(("memory", "asked"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
-def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, asked):
+def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, asked):
     """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
     calls = []
     bound = a_bound_claim(
@@ -296,7 +317,7 @@ def test_results_are_kept_for_the_oracle_up_to_a_part_of_the_memory(memory, aske
     assert len(calls) == 6
 
 
-def test_the_oracle_is_asked_once_for_the_same_inputs():
+def test_the_reference_runs_once_for_the_same_inputs():
     calls = []
     bound = a_bound_claim(reference=lambda x: calls.append(1) or x + x)
     for seed, other in ((1, None), (1, None), (1, 2), (1, 2), (1, None)):
@@ -320,7 +341,7 @@ def test_arms_that_update_in_place_are_verified_from_restored_inputs():
     assert ratio.low < 2 < ratio.high
 
 
-def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
+def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
     """Or what a call copies to pinned memory would be looked at before it is there."""
     seen = []
 
@@ -337,17 +358,17 @@ def test_a_result_of_restored_inputs_is_waited_for(monkeypatch):
         Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1
     )
     bound.check_agreement()
-    copies = room.correctness.copies
-    monkeypatch.setattr(room.correctness, "copies", lambda x: seen.append("copy") or copies(x))
+    copies = sampler.correctness.copies
+    monkeypatch.setattr(sampler.correctness, "copies", lambda x: seen.append("copy") or copies(x))
     monkeypatch.setattr(
-        room.Sampler, "check_with_new_inputs", lambda *_: None
+        sampler.Sampler, "check_with_new_inputs", lambda *_: None
     )  # it takes without a wait
     measure(bound, Metric.DEVICE, STANDARD)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
     assert set(before) == {"wait"}
 
 
-# when it stops
+# the stopping rule
 
 
 def test_it_stops_when_the_interval_is_narrow():
@@ -376,10 +397,10 @@ def test_it_never_stops_for_a_good_ratio_alone():
     assert verdict(speedup(timing), 0.0) is Verdict.FASTER
 
 
-def test_it_stops_when_its_seconds_are_spent():
+def test_it_stops_when_its_time_budget_is_spent():
     noisy = replace(Noise.none(), layout=0.05)
-    plan = StoppingRule(min_replicates=3, time_budget_s=1e-9)
-    timing = measured(a_bound_claim(FakeDevice(noise=noisy)), plan)
+    rule = StoppingRule(min_replicates=3, time_budget_s=1e-9)
+    timing = measured(a_bound_claim(FakeDevice(noise=noisy)), rule)
     assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
         "seconds",
         5,  # two more than the least, as it is wide
@@ -404,37 +425,37 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count)
     assert (timing.stopped, len(timing.replicates)) == ("seconds", count)
 
 
-# what stands ready before the device is had alone
+# buffers that are built before the exclusive lock
 
 
-def made_in_the_turn(clock, **words):
-    """Count the replicates whose inputs are made while a bound is timed."""
+def built_under_the_lock(device, **words):
+    """Count the replicates whose inputs are made while the claim is timed."""
     made, usual = [], a_claim().inputs
-    bound = a_bound_claim(clock, inputs=lambda bench: made.append(1) or usual(bench), **words)
+    bound = a_bound_claim(device, inputs=lambda bench: made.append(1) or usual(bench), **words)
     bound.check_agreement()
     measurement = replicates.Measurement(bound, Metric.DEVICE, STANDARD)
     measurement.prepare()
     made.clear()
     timing = measurement.measure()
-    in_the_turn = len(made) / (2 * measurement.sampler.sets)
+    in_measure = len(made) / (2 * measurement.sampler.sets)
     measurement.check_with_new_inputs()
     bound.verify()
     assert len(timing.replicates) == STANDARD.min_replicates
-    return in_the_turn
+    return in_measure
 
 
 @pytest.mark.parametrize(
-    ("stands", "made"),
+    ("prebuilt", "made"),
     [
         (STANDARD.min_replicates, 0),
         (STANDARD.min_replicates - 2, 2),
         (0.5, STANDARD.min_replicates - 1),
     ],
 )
-def test_as_many_replicates_stand_ready_as_there_is_room_for(monkeypatch, stands, made):
+def test_replicates_are_prebuilt_while_memory_allows(monkeypatch, prebuilt, made):
     size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
-    monkeypatch.setattr(room, "PREBUILT_SHARE", stands * size / FAKE_GPU.memory_bytes)
-    assert made_in_the_turn(FakeDevice(noise=Noise.none())) == made
+    monkeypatch.setattr(sampler, "PREBUILT_SHARE", prebuilt * size / FAKE_GPU.memory_bytes)
+    assert built_under_the_lock(FakeDevice(noise=Noise.none())) == made
 
 
 def test_half_of_the_memory_is_left_to_others():
@@ -445,10 +466,10 @@ def test_half_of_the_memory_is_left_to_others():
             self.asked += 1
             return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
 
-    assert made_in_the_turn(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
+    assert built_under_the_lock(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
 
-def test_what_finds_no_memory_is_made_when_it_is_timed():
+def test_a_replicate_that_finds_no_memory_is_built_under_the_lock():
     class OutOfMemoryError(RuntimeError):
         pass
 
@@ -461,23 +482,24 @@ def test_what_finds_no_memory_is_made_when_it_is_timed():
                 raise OutOfMemoryError
             return super().block(calls, mode)
 
-    assert made_in_the_turn(Small(noise=Noise.none())) == STANDARD.min_replicates - 2
+    assert built_under_the_lock(Small(noise=Noise.none())) == STANDARD.min_replicates - 2
 
 
-def test_ranks_and_the_host_make_nothing_ahead():
+def test_ranks_and_host_claims_prebuild_one_replicate():
     class Two(RankGroup):
         count = property(lambda _: 2)
 
-    assert made_in_the_turn(FakeDevice(None, Noise.none())) == STANDARD.min_replicates - 1
+    assert built_under_the_lock(FakeDevice(None, Noise.none())) == STANDARD.min_replicates - 1
     assert (
-        made_in_the_turn(FakeDevice(noise=Noise.none(), ranks=Two())) == STANDARD.min_replicates - 1
+        built_under_the_lock(FakeDevice(noise=Noise.none(), ranks=Two()))
+        == STANDARD.min_replicates - 1
     )
 
 
 @pytest.mark.parametrize(
-    ("microseconds", "ahead", "released"), [(20, [2], 0), (20, [1], 1), (100, [2], 1)]
+    ("microseconds", "prebuilt", "released"), [(20, [2], 0), (20, [1], 1), (100, [2], 1)]
 )
-def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahead, released):
+def test_memory_is_released_except_for_prebuilt_graphs(microseconds, prebuilt, released):
     class Watched(FakeDevice):
         released = 0
 
@@ -487,23 +509,25 @@ def test_memory_is_given_back_but_for_graphs_that_stand_ready(microseconds, ahea
     arms = {"baseline": doubling(2 * microseconds), "optimized": doubling(microseconds)}
     bound = a_bound_claim(Watched(noise=Noise.none()), **arms)
     bound.check_agreement()
-    timed = a_timed(bound, ahead=ahead)
+    timed = a_sampler(bound, prebuilt=prebuilt)
     before = bound.device.released
     timed.replicate(2)
     assert bound.device.released - before == released
 
 
 @pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.L2_SPANS)])
-def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cache, sets):
-    clock = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
-    bound = a_bound_claim(clock, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000))
+def test_a_slow_call_has_one_input_set_unless_the_cache_is_cold(cache, sets):
+    device = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
+    bound = a_bound_claim(
+        device, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000)
+    )
     bound.check_agreement()
-    timed = a_timed(bound, ahead=[1001, 2001])
+    timed = a_sampler(bound, prebuilt=[1001, 2001])
     assert (timed.sets, len(timed._prebuilt[2001][0].calls)) == (sets, sets)
 
 
 @pytest.mark.parametrize(
-    ("mode", "ahead", "warmed"),
+    ("mode", "prebuilt", "warmed"),
     [
         (Mode.BACKLOG, [1], False),  # waking warms
         (Mode.PLAIN, [1], False),
@@ -512,12 +536,12 @@ def test_a_slow_call_has_one_set_of_inputs_but_where_the_cache_shall_be_cold(cac
         (Mode.WALL, [2], True),  # it may have stood ready for long
     ],
 )
-def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
+def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, prebuilt, warmed):
     ran = []
-    monkeypatch.setattr(room.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
+    monkeypatch.setattr(sampler.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
     bound = a_bound_claim()
     bound.check_agreement()
-    timed = a_timed(bound, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, ahead)
+    timed = a_sampler(bound, Metric.WALL if mode is Mode.WALL else Metric.DEVICE, prebuilt)
     timed.mode = mode
     ran.clear()
     timed.replicate(2)
@@ -525,7 +549,7 @@ def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, ahead, warmed):
 
 
 @pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
-def test_the_device_is_awake_before_the_first_round(metric):
+def test_the_device_is_warmed_up_before_the_first_round(metric):
     done = []
 
     class Clock(FakeDevice):
@@ -534,7 +558,7 @@ def test_the_device_is_awake_before_the_first_round(metric):
 
     bound = a_bound_claim(Clock(noise=Noise.none()))
     bound.check_agreement()
-    timed = a_timed(bound, metric)
+    timed = a_sampler(bound, metric)
     once = timed._round
     timed._round = lambda *about: done.append("round") or once(*about)
     timed.replicate(2)
@@ -542,7 +566,7 @@ def test_the_device_is_awake_before_the_first_round(metric):
     assert done == [*awake, "round", "round"]
 
 
-def test_progress_says_how_far_it_is():
+def test_progress_reports_phases_and_figures():
     said = []
     measured(a_bound_claim(phases=said))
     phases = [phase for phase, _ in said]
@@ -552,7 +576,7 @@ def test_progress_says_how_far_it_is():
     assert last["ratio"] == pytest.approx(2, rel=0.01)
 
 
-# what is claimed instead of time
+# metrics other than time
 
 
 def test_peak_memory():
@@ -592,22 +616,22 @@ def test_a_score_must_be_there_and_positive(arm, says):
         measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 
 
-# what its verdicts are worth, on a device with all the noise of a real one
+# verdicts on a device with all the noise of a real one
 
 
 def verdicts(slower, comparisons=40):
     found = []
     for seed in range(comparisons):
-        clock = FakeDevice(seed=seed)
-        floor = noise_floor(clock, seed, STANDARD, lambda *_a, **_k: None)
-        bound = a_bound_claim(clock, baseline=doubling(200), optimized=doubling(200 * slower))
+        device = FakeDevice(seed=seed)
+        floor = noise_floor(device, seed, STANDARD, lambda *_a, **_k: None)
+        bound = a_bound_claim(device, baseline=doubling(200), optimized=doubling(200 * slower))
         bound.random = random.Random(seed)
         bound.check_agreement()
         found.append(verdict(speedup(measure(bound, Metric.DEVICE, STANDARD)), floor))
     return found
 
 
-def test_identical_arms_are_not_told_apart():
+def test_identical_arms_get_no_verdict():
     found = verdicts(1.0)
     assert found.count(Verdict.FASTER) + found.count(Verdict.SLOWER) == 0
 
