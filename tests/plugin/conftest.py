@@ -1,4 +1,4 @@
-"""A project of its own for each transcript, with a fake GPU to measure on."""
+"""Projects in temporary folders, in which tests run pytest on a fake GPU."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Project:
         self.path = pytester.path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
-        mine = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
-        for name in mine:  # of the run that tests us
+        # set by the outer pytest run
+        for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
 
     def fake(self, **machine: object) -> None:
-        """Say what the fake machine is from now on."""
+        """Configure the fake machine of later runs."""
         self.monkeypatch.setenv(VARIABLE, json.dumps({"noise": STEADY} | machine))
 
     def write(self, name: str, text: str) -> Path:
@@ -89,7 +89,7 @@ class Project:
         return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=180)
 
     def start(self, *arguments: str):
-        """Start a run and leave it alone; it leads a session, as a terminal's does."""
+        """Start a run without waiting for it; it leads a session, as under a terminal."""
         command = self.pytester._getpytestargs()  # what runpytest_subprocess uses
         out = (self.path / "out").open("wb")
         return self.pytester.popen(
@@ -97,7 +97,7 @@ class Project:
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # a shell has what it starts in the background ignore it, and so has ours inherited
+            # processes that a shell starts in the background ignore SIGINT and pass that on
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
@@ -109,21 +109,21 @@ class Project:
         """Read each claim's outcome from the journals of the only run."""
         lines = []
         for journal in (self.path / ".aiperf").glob("*/journal-*.jsonl"):
-            whole, _, _ = journal.read_text().rpartition("\n")  # a line may be half written now
-            lines += [json.loads(line) for line in whole.splitlines() if line]
+            complete, _, _ = journal.read_text().rpartition("\n")  # the last line may be incomplete
+            lines += [json.loads(line) for line in complete.splitlines() if line]
         return {record["claim"]: record["outcome"] for record in lines}
 
     def processes(self) -> list[str]:
-        """List the command lines of all processes that work in this project."""
-        found = []
+        """List the command lines of all processes whose working directory is this project."""
+        commands = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                here = (process / "cwd").readlink() == self.path
-                if here and int(process.name) != os.getpid():
-                    found.append((process / "cmdline").read_text().replace("\0", " "))
+                is_in_project = (process / "cwd").readlink() == self.path
+                if is_in_project and int(process.name) != os.getpid():
+                    commands.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
-                continue  # it ended while we looked, or is not ours
-        return found
+                continue  # it has ended, or belongs to another user
+        return commands
 
 
 def by_claim(document: dict) -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""One result that is good enough to accept; a test says only what is different in its own."""
+"""A result that can be accepted; a test names only the fields that differ."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12
 def timing(baseline=2e-3, optimized=1e-3, **changes):
     block = Round("ABBA", {"baseline": (baseline,) * 2, "optimized": (optimized,) * 2}, 1980, 0)
     replicates = tuple(Replicate(seed, (block,)) for seed in (1, 2))
-    made = Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, replicates)
-    return dataclasses.replace(made, **changes)
+    record = Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, replicates)
+    return dataclasses.replace(record, **changes)
 
 
 def result(claim="ch07/copy[vector]", **changes):
     folder, _, name = claim.rpartition("/")
-    made = Result(
+    record = Result(
         claim=claim,
         nodeid=f"tests/{folder}/test_x.py::test_{name}",
-        title="é::\n",  # no file and no line may break on it
+        title="é::\n",  # must break no file and no line
         outcome=Outcome.PASSED,
         key="h200",
         run="run",
         started="2025-03-04T05:06:07+00:00",
         seed=7,
         verdict=Verdict.FASTER,
-        speedup=Interval(2.00012, 2.01049, 2.0222),  # its rounding shows
+        speedup=Interval(2.00012, 2.01049, 2.0222),  # shows rounding
         library=Interval(1.0, 1.01, 1.02),
         floor=0.004,
         timing=timing(),
@@ -54,12 +54,12 @@ def result(claim="ch07/copy[vector]", **changes):
         gpu=H200,
         stack=STACK,
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(record, **changes)
 
 
 @contextlib.contextmanager
 def files_up_to(size):
-    """Let no file grow beyond this many bytes, as a full disk does."""
+    """Limit the size of every file, which fails writes as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
