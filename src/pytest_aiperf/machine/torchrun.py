@@ -67,14 +67,6 @@ def command(count: int, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", *torchrun, "--local-addr=127.0.0.1", "-m", "pytest", *arguments)
 
 
-def environment(job: RankJob) -> dict[str, str]:
-    """Return the environment in which :func:`command` makes its processes ranks."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    # torchrun warns where it has to set the threads; gloo may fail to resolve the host's name
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**defaults, **inherited, distributed.VARIABLE: json.dumps(to_json(job))}
-
-
 def run(
     job: RankJob,
     count: int,
@@ -88,7 +80,11 @@ def run(
     the output of all ranks is printed.
     """
     argv, log = command(count, *arguments), Path(job.scratch, "log")
-    rank_environ = {**environment(job), **environ}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    # torchrun warns where it has to set the threads; gloo may fail to resolve the host's name
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    rank_environ = defaults | inherited | {distributed.VARIABLE: json.dumps(to_json(job))}
+    rank_environ |= environ
 
     def start(_: isolation.Channel) -> None:
         with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
