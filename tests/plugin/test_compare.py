@@ -1,4 +1,4 @@
-"""One claim, whole: what becomes of a measurement, and under which lease it is made."""
+"""One claim from its arguments to its record: outcomes, locks and the noise floor."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
-from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, WrongResult
+from pytest_aiperf.errors import ClaimNotMet, InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Result, Verdict
 from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
@@ -60,14 +60,14 @@ def not_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
 
 
-def test_a_record_leaves_out_what_others_were_waited_for():
+def test_seconds_of_a_record_leave_out_the_wait_for_locks():
     class Crowded(LoggingLock):
         def __getattr__(self, name):
             self.waited_s += 1000.0
             return super().__getattr__(name)
 
     result, _ = measure_claim(a_claim(), a_context(lock=Crowded()))
-    assert result.seconds < 0  # here the waiting took no time
+    assert result.seconds < 0  # the reported wait took no time here
 
 
 def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
@@ -84,21 +84,31 @@ def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("highs", "floor", "asked"),
+    ("highs", "floor", "measurements"),
     [([1.05, 9], 0.05, 1), ([2.3, 1.06, 1.07], 0.07, 3), ([1.5, 1.3, 1.4, 9], 0.4, 3)],
 )
-def test_a_noise_floor_of_a_disturbance_is_measured_again(monkeypatch, highs, floor, asked):
-    given = iter(highs)
-    seen = []
+def test_a_disturbed_noise_floor_is_measured_again(monkeypatch, highs, floor, measurements):
+    remaining = iter(highs)
+    calls = []
 
     def speedup(_):
-        seen.append(1)
-        return Interval(1, 1, next(given))
+        calls.append(1)
+        return Interval(1, 1, next(remaining))
 
     monkeypatch.setattr(measure, "speedup", speedup)
-    clock = FakeDevice(noise=Noise.none())
-    assert measure.noise_floor(clock, 1, STANDARD, lambda *_a, **_k: None) == pytest.approx(floor)
-    assert len(seen) == asked
+    device = FakeDevice(noise=Noise.none())
+    assert measure.noise_floor(device, 1, STANDARD, lambda *_a, **_k: None) == pytest.approx(floor)
+    assert len(calls) == measurements
+
+
+def test_a_claim_names_a_metric():
+    with pytest.raises(UsageError, match=r"compare\(metric=\(\)\) names no metric"):
+        a_claim(metric=())
+
+
+def test_a_precision_is_checked_early():
+    with pytest.raises(UsageError, match=r"precision='half'\): use one of fp64, fp32"):
+        a_claim(precision="half")
 
 
 def test_a_claim_that_holds():
@@ -111,18 +121,18 @@ def test_a_claim_that_holds():
     assert (result.code, result.floor, len(result.agreement)) == ("c0de", 0.002, 3)
 
 
-def test_it_prepares_with_others_and_times_alone():
+def test_it_prepares_under_the_shared_lock_and_times_under_the_exclusive():
     context = a_context()
     measure_claim(a_claim(metric=("device", "wall")), context)
-    # a turn for the work, one to learn the contract, one for each seed; then each metric is made
-    # ready, timed and challenged; then all is verified, and explained
-    turns = ["shared"] * (2 + AGREEMENT_SEEDS)
+    # the work, the effects and each seed; each metric is prepared, timed and checked with new
+    # inputs; then the outputs are verified and the claim is explained
+    locks = ["shared"] * (2 + AGREEMENT_SEEDS)
     for timed in ("exclusive_gpu", "exclusive_host"):
-        turns += ["shared", timed, "shared"]
-    assert context.lock.log == [*turns, "shared", "shared"]
+        locks += ["shared", timed, "shared"]
+    assert context.lock.log == [*locks, "shared", "shared"]
 
 
-def test_what_makes_inputs_has_ended_before_another_has_its_turn():
+def test_a_step_waits_for_its_work_before_it_releases_the_lock():
     context = a_context()
 
     class Watched(FakeDevice):
@@ -133,7 +143,7 @@ def test_what_makes_inputs_has_ended_before_another_has_its_turn():
     assert context.lock.log[:3] == ["shared", "wait", "shared"]
 
 
-def test_memory_that_others_had_is_asked_for_again_alone():
+def test_a_step_without_memory_runs_again_under_the_exclusive_lock():
     class OutOfMemoryError(RuntimeError):
         pass
 
@@ -154,7 +164,7 @@ def test_memory_that_others_had_is_asked_for_again_alone():
     assert result.outcome is Outcome.PASSED
 
 
-def test_an_oracle_that_found_no_memory_is_asked_again_alone():
+def test_a_reference_without_memory_runs_again_under_the_exclusive_lock():
     class OutOfMemoryError(RuntimeError):
         pass
 
@@ -182,14 +192,14 @@ def test_an_oracle_that_found_no_memory_is_asked_again_alone():
         ({"work": lambda x: Work(read=5e09, written=5e09)}, Outcome.INVALID, InvalidMeasurement),
     ],
 )
-def test_what_becomes_of_claims_that_do_not_hold(words, outcome, kind):
+def test_outcomes_of_claims_that_do_not_hold(words, outcome, kind):
     result, problem = measure_claim(a_claim(**words), a_context())
     assert result.outcome is outcome
     assert isinstance(problem, kind)
     assert str(problem) == result.message
 
 
-def test_a_wrong_result_says_more_than_a_disturbed_round():
+def test_a_wrong_result_is_reported_before_a_disturbed_round():
     calls = []
 
     def tires(x):
@@ -210,7 +220,7 @@ def test_a_debugging_environment_measures_nothing(monkeypatch):
     assert "CUDA_LAUNCH_BLOCKING" in result.message
 
 
-def test_recorded_figures_of_what_a_caller_waits_for_are_not_compared():
+def test_recorded_wall_times_are_not_compared():
     recorded = Recorded((9.0, 9.5, 9.9), 3, "c0de", "torch 2", "2026-01-01")
     context = a_context(expectation=Expectation(recorded=recorded, key="h200"))
     assert measure_claim(a_claim(metric="wall"), context)[0].outcome is Outcome.PASSED

@@ -1,4 +1,4 @@
-"""After its timing a claim says how near its arms come to the limit, what binds them, and why."""
+"""After its timing a claim gets limits, traces, a diagnosis and findings of its evidence."""
 
 from dataclasses import replace
 
@@ -37,30 +37,30 @@ def twice(x):
 
 
 def test_both_arms_have_a_limit_a_trace_and_a_diagnosis():
-    said, problem = explained()
+    record, problem = explained()
     assert problem is None
-    assert said.limits["optimized"].ceiling == "copy"
-    assert said.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
-    assert said.limits["baseline"].share == pytest.approx(2 / 4.28, rel=0.02)
-    assert said.traces["optimized"].kernels == 1
-    assert said.diagnosis["optimized"].startswith("memory-bound: 9")
-    assert said.notes == ()
+    assert record.limits["optimized"].ceiling == "copy"
+    assert record.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
+    assert record.limits["baseline"].share == pytest.approx(2 / 4.28, rel=0.02)
+    assert record.traces["optimized"].kernels == 1
+    assert record.diagnosis["optimized"].startswith("memory-bound: 9")
+    assert record.notes == ()
 
 
 def test_a_claim_without_work_has_traces_and_no_limit():
-    said, _ = explained(work=None)
-    assert (set(said.traces), said.limits) == ({"baseline", "optimized"}, {})
+    record, _ = explained(work=None)
+    assert (set(record.traces), record.limits) == ({"baseline", "optimized"}, {})
 
 
 def test_faster_than_the_measured_limit_is_invalid_and_keeps_its_figures():
-    said, problem = explained(work=lambda x: Work(read=2.3e08, written=2.3e08))
+    record, problem = explained(work=lambda x: Work(read=2.3e08, written=2.3e08))
     assert isinstance(problem, InvalidMeasurement)
-    assert said.outcome is Outcome.INVALID
-    assert said.message.startswith("optimized: 4.")
-    assert said.timing is not None
+    assert record.outcome is Outcome.INVALID
+    assert record.message.startswith("optimized: 4.")
+    assert record.timing is not None
 
 
-def test_the_share_that_is_required_is_held_with_its_lower_end():
+def test_a_required_share_is_compared_with_the_lower_end():
     measured = explained()[0]
     low = explanation.min_share(measured.limits, [measured.timing])
     typical = explained()[0].limits["optimized"].share
@@ -84,7 +84,7 @@ def test_one_replicate_has_no_lower_end():
 
 
 @pytest.mark.parametrize(
-    ("piece", "said"),
+    ("piece", "message"),
     [
         (
             evidence.launches(max=1),
@@ -93,11 +93,11 @@ def test_one_replicate_has_no_lower_end():
         (evidence.kernels(max=1, per="baseline"), "has 2 times the baseline's kernels per call"),
     ],
 )
-def test_an_extra_launch_fails_a_claim_that_is_faster(piece, said):
+def test_an_extra_launch_fails_a_claim_that_is_faster(piece, message):
     lost, problem = explained(optimized=twice, evidence=[piece])
     assert isinstance(problem, ClaimNotMet)
     assert (lost.outcome, lost.verdict) == (Outcome.FAILED, "FASTER")
-    assert said in lost.message
+    assert message in lost.message
     assert lost.evidence[0].value == 2
     held, problem = explained(evidence=[piece])
     assert problem is None
@@ -123,19 +123,19 @@ def test_peak_memory_is_that_of_each_arm():
     assert "has 100000 bytes of peak memory; the claim states at most 99000" in str(problem)
 
 
-def test_what_goes_wrong_while_looking_costs_the_claim_nothing():
+def test_an_error_while_inspecting_an_arm_becomes_a_note():
     class Blind(FakeDevice):
         def trace(self, call):
             raise RuntimeError("CUPTI is taken\nby somebody")
 
     device = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
-    said, problem = explained(device=device, evidence=[evidence.launches(max=1)])
+    record, problem = explained(device=device, evidence=[evidence.launches(max=1)])
     assert problem is None
-    assert said.notes[0] == "baseline was not inspected: RuntimeError: CUPTI is taken"
-    assert said.evidence[0].value is None
+    assert record.notes[0] == "baseline was not inspected: RuntimeError: CUPTI is taken"
+    assert record.evidence[0].value is None
 
 
-def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks():
+def test_arms_with_a_score_are_traced_only_for_evidence():
     calls = []
 
     def scored(value):
@@ -149,38 +149,38 @@ def test_a_score_is_no_time_and_its_arms_are_called_no_more_than_evidence_asks()
     words = {
         "baseline": scored(1.0), "optimized": scored(2.0), "metric": "score", "work": None,
     }  # fmt: skip
-    said, _ = explained(**words)
-    assert (said.traces, said.limits, said.diagnosis) == ({}, {}, {})
-    said, _ = explained(**words, evidence=[evidence.launches(max=1)])
-    assert said.evidence[0].value == 1
+    record, _ = explained(**words)
+    assert (record.traces, record.limits, record.diagnosis) == ({}, {}, {})
+    record, _ = explained(**words, evidence=[evidence.launches(max=1)])
+    assert record.evidence[0].value == 1
 
 
-def test_a_metric_that_is_only_shown_cannot_take_the_judged_one_with_it():
+def test_a_disturbed_metric_that_is_only_shown_becomes_a_note():
     class Unsteady(FakeDevice):
         def telemetry(self):
             return replace(super().telemetry(), event_reasons=0x20)
 
     device = Unsteady(FAKE_GPU, replace(Noise.none(), white=0.001))
     arms = {"baseline": holding(200_000), "optimized": holding(100_000), "work": None}
-    said, problem = explained(**arms, metric=("memory", "wall"), device=device)
+    record, problem = explained(**arms, metric=("memory", "wall"), device=device)
     assert problem is None
-    assert (said.timing.metric, said.also) == (Metric.MEMORY, ())
-    assert said.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
+    assert (record.timing.metric, record.also) == (Metric.MEMORY, ())
+    assert record.notes[0].startswith("wall is not shown: a round was disturbed 4 times")
     _, problem = explained(**arms, metric=("wall", "memory"), device=device)
     assert isinstance(problem, InvalidMeasurement)
 
 
-def test_limits_come_from_the_first_metric_that_counts_seconds():
+def test_limits_come_from_the_first_metric_in_seconds():
     arms = {"baseline": holding(200_000), "optimized": holding(100_000)}
-    said, _ = explained(**arms, metric=("memory", "wall"))
-    assert said.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
+    record, _ = explained(**arms, metric=("memory", "wall"))
+    assert record.limits["optimized"].share == pytest.approx(4 / 4.28, rel=0.02)
 
 
 # without a GPU
 
 
 def test_prepared_arms_are_not_counted():
-    """What a graph replays, the CPU cannot count; and preparing is no part of the call."""
+    """The CPU cannot count what a graph replays, and preparing is no part of the call."""
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}
@@ -190,7 +190,7 @@ def test_prepared_arms_are_not_counted():
         check_claim(a_claim(optimized=lambda x: x * 1 * 2, **words), device, BLANK)
 
 
-def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
+def test_work_that_does_not_depend_on_the_inputs_is_not_counted():
     def arm(x):
         offsets = torch.arange(4).cumsum(0) * 2
         return x.view(2, 2).T.reshape(4) * offsets[0].add(2)
@@ -202,7 +202,7 @@ def test_what_does_not_depend_on_the_inputs_may_be_the_hosts():
     assert count(np.negative, (np.ones(3),)).launches == 0
 
 
-def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypatch):
+def test_triton_kernels_that_cannot_be_compiled_here_are_not_checked(monkeypatch):
     def refuse(*_):
         raise BuildError("no compiler")
 
@@ -213,7 +213,7 @@ def test_triton_kernels_that_cannot_be_compiled_here_are_not_looked_at(monkeypat
     check_claim(a_claim(**words), FakeDevice(None), BLANK)
 
 
-def test_evidence_for_each_byte_needs_the_bytes():
+def test_evidence_per_byte_needs_work():
     with pytest.raises(UsageError, match=r"dram__bytes\.sum per byte needs work="):
         a_claim(evidence=[evidence.counter("dram__bytes.sum", max=1, per="work")])
 
@@ -221,8 +221,8 @@ def test_evidence_for_each_byte_needs_the_bytes():
 def test_the_fake_limits_show_in_the_table():
     from pytest_aiperf.report import terminal
 
-    said, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
-    quiet, loud = (terminal.table([said], 140, verbose=v) for v in (False, True))
+    record, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
+    quiet, loud = (terminal.table([record], 140, verbose=v) for v in (False, True))
     assert "93 % copy" in quiet[2]
     assert "median share of the limit 93% (1)" in quiet[-1]
     assert not any("bound" in line for line in quiet)
@@ -230,4 +230,4 @@ def test_the_fake_limits_show_in_the_table():
     assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in told
     assert "ch07/x: evidence: launches <= 1: 1, holds" in told
     assert "ch07/x: evidence: registers <= 32: not looked at" in told
-    assert isinstance(said.speedup, Interval)
+    assert isinstance(record.speedup, Interval)

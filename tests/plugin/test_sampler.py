@@ -233,8 +233,8 @@ def test_a_round_is_repeated_at_once_and_then_with_stable_clocks(rounds, settled
     before, faults, undisturbed = device.settlings, ["a fault"] * rounds, timed._round
 
     def disturbed(*about):
-        done, _, senses = undisturbed(*about)
-        return done, faults.pop() if faults else None, senses
+        done, _, state = undisturbed(*about)
+        return done, faults.pop() if faults else None, state
 
     timed._round = disturbed
     assert timed.replicate(2).redone == rounds
@@ -263,16 +263,16 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
 
     class Two(RankGroup):
         def max(self, figure):
-            asked.append(figure)
+            maxima.append(figure)
             return figure
 
-    asked = []
+    maxima = []
     bound = a_bound_claim(Slow(noise=Noise.none(), ranks=Two()))
     bound.check_agreement()
     timed = a_sampler(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
-    assert asked[-1] == pytest.approx(2 * seconds)  # ranks agree on it
+    assert maxima[-1] == pytest.approx(2 * seconds)  # ranks agree on it
 
 
 def test_a_gpu_that_throttles_all_the_time_is_invalid():
@@ -293,8 +293,8 @@ def test_outputs_of_timed_calls_are_verified():
         measured(a_bound_claim(optimized=tires))
 
 
-@pytest.mark.parametrize(("memory", "asked"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
-def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, asked):
+@pytest.mark.parametrize(("memory", "verified"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
+def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, verified):
     """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
     calls = []
     bound = a_bound_claim(
@@ -312,7 +312,7 @@ def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, asked
         left(seed)
     assert len(calls) == 0
     left(5)
-    assert len(calls) == asked
+    assert len(calls) == verified
     bound.verify()
     assert len(calls) == 6
 
@@ -460,11 +460,11 @@ def test_replicates_are_prebuilt_while_memory_allows(monkeypatch, prebuilt, made
 
 def test_half_of_the_memory_is_left_to_others():
     class Full(FakeDevice):
-        asked = 0
+        queries = 0
 
         def free_bytes(self):
-            self.asked += 1
-            return self.gpu.memory_bytes // 2 + 2 - self.asked  # by others, too
+            self.queries += 1
+            return self.gpu.memory_bytes // 2 + 2 - self.queries  # others allocate, too
 
     assert built_under_the_lock(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
@@ -567,11 +567,11 @@ def test_the_device_is_warmed_up_before_the_first_round(metric):
 
 
 def test_progress_reports_phases_and_figures():
-    said = []
-    measured(a_bound_claim(phases=said))
-    phases = [phase for phase, _ in said]
+    reports = []
+    measured(a_bound_claim(phases=reports))
+    phases = [phase for phase, _ in reports]
     assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
-    last = said[-1][1]
+    last = reports[-1][1]
     assert (last["replicate"], last["most"]) == (STANDARD.min_replicates, STANDARD.max_replicates)
     assert last["ratio"] == pytest.approx(2, rel=0.01)
 

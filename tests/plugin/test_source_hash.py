@@ -1,4 +1,4 @@
-"""One hash stands for what a claim is made of, and not for the words about it."""
+"""The hash of a claim's source code ignores comments and docstrings."""
 
 import importlib.util
 import sys
@@ -36,7 +36,7 @@ def identity(tmp_path, name, text):
         ("a.cu", CUDA, "  // the end", "\n\n"),
     ],
 )
-def test_words_are_not_code(tmp_path, name, text, was, now):
+def test_comments_and_docstrings_do_not_change_the_hash(tmp_path, name, text, was, now):
     assert was in text
     assert identity(tmp_path, name, text) == identity(tmp_path, name, text.replace(was, now))
 
@@ -53,23 +53,23 @@ def test_words_are_not_code(tmp_path, name, text, was, now):
         ("a.cu", CUDA, "const float", "float"),
     ],
 )
-def test_code_is(tmp_path, name, text, was, now):
+def test_code_changes_the_hash(tmp_path, name, text, was, now):
     assert was in text
     assert identity(tmp_path, name, text) != identity(tmp_path, name, text.replace(was, now))
 
 
-def test_a_files_name_counts_and_their_order_does_not(tmp_path):
+def test_names_of_files_change_the_hash_and_their_order_does_not(tmp_path):
     assert identity(tmp_path, "a.h", "int a;") != identity(tmp_path, "b.h", "int a;")
     paths = [tmp_path / "a.h", tmp_path / "b.h"]
     assert source_hash.identity(paths) == source_hash.identity(paths[::-1])
 
 
-def test_the_bytes_of_no_text_are_code(tmp_path):
+def test_bytes_that_are_no_text_change_the_hash(tmp_path):
     (tmp_path / "a.h").write_bytes(b"\xe9")
     assert source_hash.identity([tmp_path / "a.h"])
 
 
-def test_what_an_imported_module_imports_is_followed(tmp_path, monkeypatch):
+def test_imports_of_imported_modules_are_followed(tmp_path, monkeypatch):
     def write(name, text):
         (tmp_path / f"{name}.py").write_text(text)
         return tmp_path / f"{name}.py"
@@ -81,7 +81,7 @@ def test_what_an_imported_module_imports_is_followed(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("test_of_code", test)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("ring_of_code", "link_of_code"):  # to be forgotten after this test
+    for name in ("ring_of_code", "link_of_code"):  # removed after this test
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
     assert set(source_hash.files(module, tmp_path)) == {test, ring, link}
     assert source_hash.files(module, tmp_path / "elsewhere") == []

@@ -1,4 +1,4 @@
-"""The arrays in a value: how to find them, look at them and write into them."""
+"""Tensors in a value are found, compared, poisoned and overwritten."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class Pair:
     right: object
 
 
-def test_leaves_are_named_by_where_they_are():
+def test_leaves_are_named_by_their_path():
     value = {"b": [torch.zeros(1), 3], "a": Pair(np.zeros(2), None), "m": torch.nn.Linear(1, 1)}
     assert [path for path, _ in tensors.walk(value, "x")] == [
         "x['a'].left",
@@ -28,7 +28,7 @@ def test_leaves_are_named_by_where_they_are():
     ]
 
 
-def test_a_score_is_no_result():
+def test_a_score_is_no_leaf():
     assert tensors.walk((Score(1.0, "s"), 5), "result") == [("result[1]", 5)]
 
 
@@ -44,7 +44,7 @@ def test_shared_bytes_count_once():
 
 
 @pytest.mark.parametrize("zeros", [torch.zeros, np.zeros], ids=["torch", "numpy"])
-def test_changes_are_seen_bit_by_bit(zeros):
+def test_changes_are_found_bit_by_bit(zeros):
     args = (zeros(4), zeros(4), zeros((4, 4)).T, zeros(()))
     args[1][0] = float("nan")
     before = tensors.fingerprint(args)
@@ -77,7 +77,7 @@ def test_poison_is_nan_in_a_view_only(dtype):
     assert not bad[:, 1::2].isnan().any()
 
 
-def test_complex_numbers_of_numpy_are_seen_and_poisoned():
+def test_complex_numbers_of_numpy_are_compared_and_poisoned():
     whole = np.zeros((4, 6), np.complex64)
     before = tensors.fingerprint((whole,))
     whole[1, 1] = 1j

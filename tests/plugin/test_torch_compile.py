@@ -15,7 +15,7 @@ class RefusedError(Exception):
 
 
 @pytest.fixture
-def lease(tmp_path):
+def lock(tmp_path):
     return GpuLock([GPU], tmp_path / "locks")
 
 
@@ -40,7 +40,7 @@ def other(tmp_path):
 
 @pytest.fixture
 def compiled(other):
-    """A compiled function, and what its compiler saw of the lease."""
+    """A compiled function, and what its compiler saw of the lock."""
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -54,67 +54,67 @@ def compiled(other):
     torch._dynamo.reset()
 
 
-def test_others_may_time_while_a_claim_compiles(lease, other, compiled, tmp_path):
+def test_others_can_time_while_a_claim_compiles(lock, other, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text("torch.compile(arm)")
-    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.py"]):
-        with lease.shared():
+    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.py"]):
+        with lock.shared():
             assert not other()
             assert call(torch.ones(3)).tolist() == [2, 2, 2]
             assert not other()
         assert other()
-        with lease.exclusive_gpu():
+        with lock.exclusive_gpu():
             call(torch.ones(3, dtype=torch.int))
-    with lease.shared():
+    with lock.shared():
         call(torch.ones(3, dtype=torch.double))
     assert seen == [True, False, False]  # no callback of ours is left
 
 
-def test_a_claim_may_reset_the_compiler(lease, other, tmp_path):
+def test_a_claim_may_reset_the_compiler(lock, other, tmp_path):
     import torch._dynamo
 
-    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
         torch._dynamo.reset()
     assert other()
 
 
-def test_who_autotunes_keeps_its_turn(lease, compiled, tmp_path):
+def test_a_claim_that_mentions_autotune_keeps_the_lock(lock, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text('torch.compile(arm, mode="max-autotune")')
-    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.py"]), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.py"]), lock.shared():
         call(torch.ones(3))
     assert seen == [False]
 
 
-def test_torch_that_is_set_to_autotune_keeps_its_turn(lease, compiled, monkeypatch):
+def test_autotuning_keeps_the_lock(lock, compiled, monkeypatch):
     import torch._inductor.config
 
     call, seen = compiled
     monkeypatch.setattr(torch._inductor.config, "max_autotune", True)
-    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
         call(torch.ones(3))
     assert seen == [False]
 
 
-def test_who_records_graphs_keeps_its_turn(lease, other, compiled):
+def test_recording_graphs_keeps_the_lock(lock, other, compiled):
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
     recording = CallbackTrigger.CUDAGRAPH_RECORDING
-    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
         with callback_handler.install_callbacks(recording, "0/0"):
             assert not other()
         assert not other()
 
 
-def test_a_file_of_another_encoding_is_looked_at(lease, compiled, tmp_path):
+def test_a_file_of_another_encoding_is_searched(lock, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.cu").write_bytes(b"// \xe9: an accent of Latin-1")
-    with torch_compile.beside(lease, HostDevice(), [tmp_path / "claim.cu"]), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.cu"]), lock.shared():
         call(torch.ones(3))
     assert seen == [True]
 
 
-def test_a_claim_that_is_measured_compiles_beside_others(project):
+def test_a_measured_claim_suspends_the_lock_while_it_compiles(project):
     project.tests("""
 import torch
 import torch._dynamo
@@ -143,11 +143,11 @@ def test_faster(compare):
     project.run("--gpu").assert_outcomes(passed=1)
 
 
-def test_a_compiler_that_fails_leaves_the_turn_as_it_was(lease, other, tmp_path):
+def test_a_compiler_that_fails_leaves_the_lock_as_it_was(lock, other, tmp_path):
     def backend(_graph, _inputs):
         raise ZeroDivisionError
 
-    with torch_compile.beside(lease, HostDevice(), []), lease.shared():
+    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
         with pytest.raises(Exception, match="ZeroDivisionError"):
             torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
         assert not other()
