@@ -209,7 +209,7 @@ def test_the_page_says_what_was_measured_and_on_what():
         "power cap in 48 of 48 rounds",
         "0.40% GPU",
         "0123456789ab (changed)",
-        "2 claims, 1 not kept",
+        "2 claims, 1 failed",
         "1 FASTER",
         "1 SLOWER",
         "Skipped: needs sm100 (1)",

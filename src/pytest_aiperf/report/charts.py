@@ -1,4 +1,4 @@
-"""Figures to places on a chart: per cent across, pixels down; pure."""
+"""Positions of figures on charts: per cent from the left, pixels from the top."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ from pytest_aiperf.rules import stats
 from .aggregate import heights, rung
 
 ROOF_HEIGHT: Final = 340
-"""Pixels of the roofline's plot."""
+"""Height of the roofline chart in pixels."""
 
 _COMPUTE: Final = "FLOP/s"
 
 
 def arms(timing: Timing | None) -> list[str]:
-    """Name the arms that every round of a comparison measured, in our order."""
+    """List the arms that every round of a comparison measured."""
     rounds = [b for r in timing.replicates for b in r.rounds] if timing else []
     return [arm for arm in ARMS if rounds and all(b.seconds.get(arm) for b in rounds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from ``low`` to ``high``, logarithmic or not, and the figures that it names."""
+    """A linear or logarithmic scale from ``low`` to ``high``."""
 
     low: float
     high: float
     log: bool = True
 
     def at(self, value: float) -> float:
-        """Place a figure in per cent; what lies outside stays at the edge."""
+        """Return a figure's position in per cent; figures outside the scale are at its edge."""
         value = min(max(value, self.low), self.high)
         if self.log:
             return 100 * math.log(value / self.low) / math.log(self.high / self.low)
         return 100 * (value - self.low) / (self.high - self.low)
 
-    def ticks(self, most: int = 7) -> list[tuple[float, float]]:
-        """List round figures within the scale, each with its place."""
-        return [(v, self.at(v)) for v in self._round(most)]
+    def ticks(self, max_count: int = 7) -> list[tuple[float, float]]:
+        """List round figures within the scale, each with its position."""
+        return [(v, self.at(v)) for v in self._round(max_count)]
 
-    def _round(self, most: int) -> list[float]:
+    def _round(self, max_count: int) -> list[float]:
         if not self.log:
             steps = [10.0**p * m for p in range(-6, 6) for m in (1, 2, 5)]
-            step = next(s for s in steps if (self.high - self.low) / s <= most)
+            step = next(s for s in steps if (self.high - self.low) / s <= max_count)
             first = math.ceil(self.low / step - 1e-9)
             last = math.floor(self.high / step + 1e-9)
             return [i * step for i in range(first, last + 1)]
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for marks in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
-            found = [m * 10.0**p for p in powers for m in marks]
-            inside = [v for v in found if self.low * 0.999 <= v <= self.high * 1.001]
-            if len(inside) <= most:
+            values = [m * 10.0**p for p in powers for m in marks]
+            inside = [v for v in values if self.low * 0.999 <= v <= self.high * 1.001]
+            if len(inside) <= max_count:
                 return inside
-        return inside[:: math.ceil(len(inside) / most)]
+        return inside[:: math.ceil(len(inside) / max_count)]
 
 
 def speedup_axis(results: Iterable[Result]) -> Axis:
-    """Span all speedups, and 1."""
-    known = [r.speedup for r in results if r.speedup is not None]
-    low = min([i.low for i in known if i.low > 0] + [1.0])
-    high = max([i.high for i in known if math.isfinite(i.high)] + [2.0])
+    """Return a scale for all speedups, and 1."""
+    speedups = [r.speedup for r in results if r.speedup is not None]
+    low = min([i.low for i in speedups if i.low > 0] + [1.0])
+    high = max([i.high for i in speedups if math.isfinite(i.high)] + [2.0])
     return Axis(max(low * 0.95, 1e-3), high * 1.08)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure between its limits, placed."""
+    """Positions of an interval."""
 
     low: float
     value: float
@@ -82,17 +82,21 @@ def bar(interval: Interval, axis: Axis) -> Bar:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One claim's replicates: the ratio of each, its rounds' ratios, the interval of them all."""
+    """Positions of a claim's ratios."""
 
     axis: Axis
     band: Bar
+    """The claim's interval."""
     replicates: tuple[float, ...]
+    """Ratio of each replicate."""
     rounds: tuple[tuple[float, int], ...]
+    """Ratio of each round, with the index of its replicate."""
     one: float | None
+    """Ratio 1; None if it is outside the axis."""
 
 
 def strip(result: Result) -> Strip | None:
-    """Place what the replicates of a claim say, one dot each."""
+    """Place the ratios of a claim's replicates; None without any."""
     if result.timing is None or result.speedup is None:
         return None
     over, under = "baseline", "optimized"
@@ -107,40 +111,44 @@ def strip(result: Result) -> Strip | None:
             for b in r.rounds
         ]
     except (KeyError, ValueError):
-        return None  # nothing measured, or figures that have no ratio
+        return None  # nothing was measured, or the figures have no ratio
     shown = [*each, *(ratio for ratio, _ in rounds), result.speedup.low, result.speedup.high]
     shown = [v for v in shown if 0 < v < math.inf]
     low, high = min(shown), max(shown)
     room = max((high - low) * 0.08, result.speedup.value * 0.001)
     axis = Axis(max(low - room, low / 2), high + room, log=high > 3 * low)
     one = axis.at(1.0) if axis.low < 1 < axis.high else None
-    placed = tuple((axis.at(ratio), i) for ratio, i in rounds)
+    dots = tuple((axis.at(ratio), i) for ratio, i in rounds)
     band = bar(result.speedup, axis)
-    return Strip(axis, band, tuple(axis.at(v) for v in each), placed, one)
+    return Strip(axis, band, tuple(axis.at(v) for v in each), dots, one)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rung of a ladder: where it stands and how far up it goes, from the ladder's bottom."""
+    """One rung of a ladder."""
 
     rung: str
     start: float
+    """Position of the rung before."""
     end: float
+    """Position of this rung."""
     height: float
+    """Speedup over the bottom of the ladder."""
     result: Result
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The rungs of one test as stairs over one axis."""
+    """The rungs of one test as steps on one axis."""
 
     axis: Axis
     steps: tuple[Step, ...]
     bottom: float
+    """Position of the ladder's first baseline."""
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
-    """Place a ladder's measured rungs; one rung is no ladder."""
+    """Place a ladder's measured rungs; None with less than two."""
     measured = [r for r in rungs if r.speedup is not None and r.speedup.value > 0]
     if len(measured) < 2:
         return None
@@ -160,14 +168,15 @@ class Share:
 
     result: Result
     arms: tuple[tuple[str, float, Limit], ...]
+    """Arm, per cent of its limit, and the limit."""
 
 
 def shares(results: Iterable[Result]) -> list[Share]:
-    """List claims whose ceiling is known, in per cent of it; more than all of it is all."""
+    """List the claims whose ceiling is known; the chart ends at 105 %."""
     return [
-        Share(r, tuple((a, min(100 * r.limits[a].share, 105), r.limits[a]) for a in known))
+        Share(r, tuple((a, min(100 * r.limits[a].share, 105), r.limits[a]) for a in limited))
         for r in results
-        if (known := [a for a in ARMS if a in r.limits])
+        if (limited := [a for a in ARMS if a in r.limits])
     ]
 
 
@@ -179,13 +188,15 @@ class Dot:
     y: float
     arm: str
     intensity: float
+    """Floating-point operations per byte."""
     rate: float
+    """Floating-point operations per second."""
     result: Result
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """One ceiling on the roofline: a line from left to right."""
+    """One ceiling on the roofline: a line from (x1, y1) to (x2, y2)."""
 
     name: str
     limit: float
@@ -198,7 +209,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Operations a second over operations a byte: arms below the ceilings that were measured."""
+    """FLOP/s over FLOP per byte: the arms below the measured ceilings."""
 
     x: Axis
     y: Axis
@@ -207,9 +218,9 @@ class Roofline:
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
-    """Place every arm that both moves bytes and computes; None where no ceiling is known."""
+    """Place every arm with bytes and flops of work; None without an arm or a ceiling."""
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
-    placed = [
+    points = [
         (r.work.flops / r.work.bytes, r.work.flops / seconds, arm, r)
         for r in results
         if r.work and r.work.bytes > 0 and r.work.flops > 0
@@ -219,14 +230,14 @@ def roofline(results: Sequence[Result]) -> Roofline | None:
     ]
     flat = [lim for lim in limits.values() if lim.unit == _COMPUTE]
     slant = [lim for lim in limits.values() if lim.unit == "B/s"]
-    if not placed or not (flat or slant):
+    if not points or not (flat or slant):
         return None
-    at, rates = [p[0] for p in placed], [p[1] for p in placed]
-    x = Axis(min(at) / 2, max(at) * 2)
+    intensities, rates = [p[0] for p in points], [p[1] for p in points]
+    x = Axis(min(intensities) / 2, max(intensities) * 2)
     top = max([lim.limit for lim in flat] or [max(rates)])
     y = Axis(min(rates) / 2, max(top, *rates) * 1.6)
     roofs = [_flat(lim, slant, x, y) for lim in flat] + [_slant(lim, x, y) for lim in slant]
-    dots = [Dot(x.at(i), _down(y, f), arm, i, f, r) for i, f, arm, r in placed]
+    dots = [Dot(x.at(i), _down(y, f), arm, i, f, r) for i, f, arm, r in points]
     return Roofline(x, y, tuple(filter(None, roofs)), tuple(dots))
 
 
@@ -235,7 +246,7 @@ def _down(y: Axis, rate: float) -> float:
 
 
 def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
-    """Draw a rate of computing, from where memory would let it be reached."""
+    """Draw a compute ceiling, from the intensity at which the memory ceiling reaches it."""
     memory = max((lim.limit for lim in slant), default=math.inf)
     start = min(max(x.low, limit.limit / memory), x.high)
     down = _down(y, limit.limit)
@@ -243,7 +254,7 @@ def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
 
 
 def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
-    """Draw a rate of memory: operations a second are bytes a second times operations a byte."""
+    """Draw a memory ceiling: FLOP/s are bytes per second times FLOP per byte."""
     left, right = max(x.low, y.low / limit.limit), min(x.high, y.high / limit.limit)
     if left >= right:
         return None

@@ -1,4 +1,4 @@
-"""How a result's figures, verdict and notes are written, wherever they are shown."""
+"""Figures, verdict and notes of a result as text, the same in all reports."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ COLUMNS: Final = {
     "verdict": "<",
     "expected": "<",
 }
-"""The table's columns and how each is aligned."""
+"""Columns of the table, with the alignment of each."""
 
-RIDGE: Final = 16.0
-"""Operations a byte above which a call is said to compute rather than to move (fp32's ridge)."""
+RIDGE_FLOP_PER_BYTE: Final = 16.0
+"""Arithmetic intensity above which a call's rate is shown in FLOP/s: about the ridge of fp32."""
 
 
 def clean(text: object) -> str:
-    """Make a name or message safe to print: one line, no terminal escape, no workflow command."""
-    flat = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
-    return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", flat)
+    """Make a text safe to print: one line, no terminal escape, no command of GitHub's workflows."""
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
+    return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", line)
 
 
 def escape(text: str) -> str:
-    """Leave nothing that Markdown or HTML would read as structure."""
+    """Escape what Markdown or HTML would read as structure."""
     safe = html.escape(clean(text), quote=False)
     return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=](?=.)", r"\\\g<0>", safe)
 
 
 def cells(result: Result) -> list[str]:
-    """Every column after the claim's name."""
+    """Return the columns after the claim's name."""
     timing = result.timing if block_times(result) else None
     per_second, unit = rate(result)
     return [
@@ -74,13 +74,13 @@ def _figure(timing: Timing, arm: str) -> str:
 
 
 def rate(result: Result) -> tuple[float, str]:
-    """Return what the optimized arm moves or computes in a second, whichever limits it; or 0."""
+    """Return the optimized arm's rate and its unit: FLOP/s or B/s by arithmetic intensity; or 0."""
     work, timing = result.work, result.timing
     if work is None or timing is None or timing.unit != "s" or not block_times(result):
         return 0.0, ""
-    computes = work.flops > RIDGE * work.bytes
-    done, unit = (work.flops, "FLOP/s") if computes else (work.bytes, "B/s")
-    return done / stats.typical(timing.replicates, "optimized"), unit
+    computes = work.flops > RIDGE_FLOP_PER_BYTE * work.bytes
+    amount, unit = (work.flops, "FLOP/s") if computes else (work.bytes, "B/s")
+    return amount / stats.typical(timing.replicates, "optimized"), unit
 
 
 def _of_limit(result: Result) -> str:
@@ -89,17 +89,17 @@ def _of_limit(result: Result) -> str:
 
 
 def reasons(result: Result) -> list[str]:
-    """Say why a claim is as fast as it is, a line each: what binds its arms, its evidence."""
-    lines = [f"{arm}: {said}" for arm, said in result.diagnosis.items()]
-    for found in result.evidence:
-        kept = "holds" if found.held else "does not hold"
-        told = "not looked at" if found.value is None else f"{found.value:.4g}, {kept}"
-        lines.append(f"evidence: {claimed(found.evidence)}: {told}")
+    """Return the diagnosis of each arm and the state of each piece of evidence, one line each."""
+    lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]
+    for finding in result.evidence:
+        state = "holds" if finding.held else "does not hold"
+        figure = "not looked at" if finding.value is None else f"{finding.value:.4g}, {state}"
+        lines.append(f"evidence: {stated(finding.evidence)}: {figure}")
     return [clean(f"{result.claim}: {line}") for line in lines]
 
 
-def claimed(piece: Evidence) -> str:
-    """Write a piece of evidence as it is claimed: what, of what, within which bounds."""
+def stated(piece: Evidence) -> str:
+    """Write a piece of evidence as the claim states it: kind, metric, kernel and bounds."""
     bounds = [
         f"{sign} {bound:.4g}"
         for sign, bound in ((">=", piece.min), ("<=", piece.max))
@@ -107,9 +107,9 @@ def claimed(piece: Evidence) -> str:
     ]
     if piece.min is not None and piece.min == piece.max:
         bounds = [f"= {piece.min:.4g}"]
-    of = f"in {piece.kernel}" if piece.kernel else ""
+    kernel = f"in {piece.kernel}" if piece.kernel else ""
     per = {"": "", "baseline": "of the baseline", "work": "of the bytes of work"}[piece.per]
-    return " ".join(filter(None, (piece.kind.value, piece.of, of, " and ".join(bounds), per)))
+    return " ".join(filter(None, (piece.kind.value, piece.of, kernel, " and ".join(bounds), per)))
 
 
 def verdict(result: Result) -> str:
@@ -134,40 +134,41 @@ def _expected(expectation: Expectation | None) -> str:
 
 
 def capped(rounds: Sequence[Round]) -> str:
-    """Say in how many rounds the power cap held the clock down; nothing where in none."""
+    """Write in how many rounds the power cap was active; empty if in none."""
     count = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
     return f"in {count} of {len(rounds)} rounds" if count else ""
 
 
 def _remarks(timing: Timing) -> list[str]:
-    said = list(timing.notes)
+    remarks = list(timing.notes)
     redone = sum(replicate.redone for replicate in timing.replicates)
     if redone:
-        said.append(f"{redone} {'round' if redone == 1 else 'rounds'} redone")
+        remarks.append(f"{redone} {'round' if redone == 1 else 'rounds'} redone")
     rounds = [r for replicate in timing.replicates for r in replicate.rounds]
-    if held := capped(rounds):
-        said.append(f"power cap {held}")
-    return said
+    if rounds_capped := capped(rounds):
+        remarks.append(f"power cap {rounds_capped}")
+    return remarks
 
 
 def notes(results: Sequence[Result]) -> list[str]:
+    """Return a line for each result that needs an explanation beside its figures."""
     notes: list[str] = []
     if any(r.against is Against.NAIVE for r in results):
         notes.append("* naive baseline: left out of the geometric mean")
     for result in results:
-        said: list[str] = []
+        remarks: list[str] = []
         if result.outcome is not Outcome.PASSED and result.message:
-            said.append(result.message.strip().split("\n")[0])
+            remarks.append(result.message.strip().split("\n")[0])
         if result.timing:
-            said += _remarks(result.timing)
+            remarks += _remarks(result.timing)
         for also in result.also:
             arms = f"{_figure(also, 'baseline')} -> {_figure(also, 'optimized')}"
-            said.append(f"{also.metric}: {arms}")
-        said += result.notes
+            remarks.append(f"{also.metric}: {arms}")
+        remarks += result.notes
         if result.attempts > 1:
-            said.append(f"attempt {result.attempts}")
+            remarks.append(f"attempt {result.attempts}")
         if result.quick:
-            said.append("quick")
-        if said:
-            notes.append(clean(f"{result.claim}: {'; '.join(said)}"))
+            remarks.append("quick")
+        if remarks:
+            notes.append(clean(f"{result.claim}: {'; '.join(remarks)}"))
     return notes

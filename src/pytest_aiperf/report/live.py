@@ -1,4 +1,4 @@
-"""One line that says what is being measured, on the terminal of the pytest that was started."""
+"""The live line: what is being measured, on the controller's terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from . import formatting, terminal
 
 
 class Live:
-    """The live line; where there is no terminal, nothing.
+    """The live line; without a terminal it shows nothing.
 
-    A worker sends its line to ``address`` as a datagram, so that nothing waits for the terminal.
+    A worker sends its line to ``address`` as a datagram, so that it never waits for the terminal.
     """
 
     def __init__(self, plugins: pytest.PytestPluginManager, address: Path, *, worker: bool) -> None:
@@ -30,18 +30,18 @@ class Live:
 
     @property
     def _reporter(self) -> Any:
-        # asked for each time: pytest makes its reporter only after plugins are configured
+        # looked up each time: pytest creates its reporter after plugins are configured
         reporter = self._plugins.getplugin("terminalreporter")
         return reporter if reporter is not None and reporter.isatty else None
 
     def listen(self) -> None:
-        """Show what workers send; only on the controller of an xdist run, which never forks."""
+        """Show the workers' lines; call it only on an xdist controller, which never forks."""
         if self._reporter is None:
             return
         incoming = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             incoming.bind(self._address)
-        except OSError:  # a path over 108 bytes: no live line, and nothing else is lost
+        except OSError:  # the path is over 108 bytes: there is no live line
             incoming.close()
             return
         threading.Thread(target=self._forward, args=(incoming,), daemon=True).start()
@@ -55,7 +55,7 @@ class Live:
         if self._outgoing is None:
             self._write(line)
             return
-        with suppress(OSError):  # nobody listens, or the controller is busy
+        with suppress(OSError):  # the controller is busy or has no terminal
             self._outgoing.sendto(line.encode(), self._address)
 
     def _write(self, line: str) -> None:
@@ -63,12 +63,12 @@ class Live:
         if reporter is None:
             return
         if not self._shown:
-            reporter.ensure_newline()  # the dots before it stay
+            reporter.ensure_newline()  # keep pytest's dots
         reporter.rewrite(line, erase=True)
         self._shown = True
 
     def clear(self) -> None:
-        """Make room for what pytest itself says next."""
+        """Remove the line before pytest prints."""
         if self._shown:
             self._shown = False
             self._reporter.rewrite("", erase=True)

@@ -1,4 +1,4 @@
-"""Results as one HTML file that needs nothing else: no network, no second file."""
+"""Results as one HTML file without references: it works offline and can be sent to others."""
 
 from __future__ import annotations
 
@@ -27,18 +27,10 @@ MAX_COLORED: Final = 1 << 20
 """Characters of code that are colored: colors double its size, and a page must open fast."""
 
 HEADS: Final = (
-    "claim",
-    "verdict",
-    "speedup",
-    "99 % interval",
-    "baseline",
-    "optimized",
-    "library",
-    "rate",
-    "of limit",
-    "expected",
+    *("claim", "verdict", "speedup", "99 % interval", "baseline", "optimized", "library"),
+    *("rate", "of limit", "expected"),
 )
-"""The table's columns; sorted by what they mean, not by what they say."""
+"""Columns of the table."""
 
 
 def page(
@@ -49,10 +41,10 @@ def page(
     root: Path = Path(),
     folder: Path = Path(),
 ) -> str:
-    """Write the report; code and explanations come from the tests' files below ``root``.
+    """Write the report, with code and explanations from the project's files below ``root``.
 
-    ``machine`` is what a results file says of it; its ``commit`` may be pytest-benchmark's
-    ``commit_info``. ``folder`` is where the page will lie: artefacts are linked from there.
+    ``machine`` is the machine of a results file; its ``commit`` may be pytest-benchmark's
+    ``commit_info``. Links to artefacts are relative to ``folder``, the page's own.
     """
     import jinja2  # late: only reports need it
 
@@ -70,8 +62,8 @@ def page(
         "si": si,
     }
     ladders = [_ladder(rungs, root, folder) for rungs in aggregate.ladders(results).values()]
-    ladders.sort(key=lambda one: (one["chapter"], one["name"], one["key"]))
-    rows = [row for one in ladders for row in one["rows"]]
+    ladders.sort(key=lambda ladder: (ladder["chapter"], ladder["name"], ladder["key"]))
+    rows = [row for ladder in ladders for row in ladder["rows"]]
     timed = [row for row in rows if row["result"].speedup is not None]
     axis = charts.speedup_axis(results)
     keys = sorted({r.key for r in results})
@@ -80,7 +72,7 @@ def page(
         script_hash=base64.b64encode(digest).decode(),
         facts=_facts(results, machine),
         summary=aggregate.summarise(results),
-        chapters=list(dict.fromkeys(one["chapter"] for one in ladders)),
+        chapters=list(dict.fromkeys(ladder["chapter"] for ladder in ladders)),
         ladders=ladders,
         rows=rows,
         timed=[(row, charts.bar(row["result"].speedup, axis)) for row in timed],
@@ -96,7 +88,7 @@ def page(
 
 
 def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: Path) -> Path:
-    """Write the page, and the same as Markdown, into a folder; return the page's path."""
+    """Write the page and its Markdown version into a folder; return the page's path."""
     root = Path.cwd()
     title = "pytest-aiperf report"
     path = folder / INDEX
@@ -106,27 +98,27 @@ def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: 
 
 
 def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Say what the results were measured on."""
+    """Return the hardware, software and settings of the results, by name."""
     gpus = {r.gpu.name: r.gpu for r in results if r.gpu}
     stack = versions(results)
-    stack.pop("GPU", None)  # told with its size
+    stack.pop("GPU", None)  # shown with its size
     rounds = [
         b for r in results if r.timing and r.gpu for rep in r.timing.replicates for b in rep.rounds
     ]
     clocks = [b.sm_mhz for b in rounds if b.sm_mhz]
-    commit, known = machine.get("commit"), machine.get("gpus")
+    commit, listed = machine.get("commit"), machine.get("gpus")
     commit = commit if isinstance(commit, Mapping) else {}
-    known = known if isinstance(known, list) else []
+    listed = listed if isinstance(listed, list) else []
     days = sorted({r.started[:10] for r in results if r.started})
     floors = {
         kind: [r.floor for r in results if r.floor and r.host is host]
         for kind, host in (("GPU", False), ("host", True))
     }
-    said = {
+    facts = {
         "GPU": ", ".join(
             f"{g.name} ({g.sms} SMs, {g.memory_bytes / 2**30:.0f} GiB)" for g in gpus.values()
         )
-        or ", ".join(str(g.get("name")) for g in known if isinstance(g, Mapping)),
+        or ", ".join(str(g.get("name")) for g in listed if isinstance(g, Mapping)),
         "driver": stack.pop("driver", ""),
         "CUDA": stack.pop("cuda", ""),
         **stack,
@@ -135,17 +127,17 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
         else "",
         "power cap": formatting.capped(rounds),
         "noise floor": ", ".join(
-            f"{max(known):.2%} {kind}" for kind, known in floors.items() if known
+            f"{max(values):.2%} {kind}" for kind, values in floors.items() if values
         ),
         "commit": f"{str(commit.get('id', ''))[:12]}{' (changed)' * bool(commit.get('dirty'))}",
         "measured": " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "",
         "mode": "quick" if any(r.quick for r in results) else "",
     }
-    return [(name, value) for name, value in said.items() if value]
+    return [(name, value) for name, value in facts.items() if value]
 
 
 def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]:
-    """Collect what the page shows of one test: its words once, and each of its claims."""
+    """Collect what the page shows of one test: its docstring once, and each of its claims."""
     first = rungs[0]
     return {
         "name": first.claim.partition("[")[0],
@@ -164,7 +156,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
     baseline, optimized, _, library, rate, limit, verdict, expected = cells(result)
     timing = result.timing
     arms = charts.arms(timing)
-    reached = result.limits.get("optimized")
+    of_limit = result.limits.get("optimized")
     return {
         "result": result,
         "id": _anchor(f"{result.key}-{result.claim}"),
@@ -179,7 +171,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
             (optimized, _typical(timing, "optimized")),
             (library, _value(result.library)),
             (rate, formatting.rate(result)[0]),
-            (limit, reached.share if reached else 0.0),
+            (limit, of_limit.share if of_limit else 0.0),
         ),
         "expected": expected,
         "times": [(a, si(_typical(timing, a), timing.unit)) for a in arms if timing],
@@ -194,7 +186,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "agreement": max(
             result.agreement, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None
         ),
-        "evidence": [(f, formatting.claimed(f.evidence)) for f in result.evidence],
+        "evidence": [(f, formatting.stated(f.evidence)) for f in result.evidence],
         "profiles": _profiles(result, folder),
         "strip": charts.strip(result),
         "code": source_code.arms(result, root),
@@ -202,7 +194,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
 
 
 def _anchor(name: str) -> str:
-    """Name a place in the page; the digest keeps names apart that differ in signs only."""
+    """Return an id for a name; its digest tells names apart that differ only in punctuation."""
     plain = re.sub(r"\W+", "-", name, flags=re.ASCII).strip("-")
     return f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:6]}"
 
@@ -216,36 +208,36 @@ def _value(interval: Any) -> float:
 
 
 def _limits(result: Result) -> str:
-    between = result.speedup
-    return f"{between.low:.3f} to {between.high:.3f}" if between else "-"
+    interval = result.speedup
+    return f"{interval.low:.3f} to {interval.high:.3f}" if interval else "-"
 
 
 def _how(timing: Timing | None) -> str:
     if timing is None:
         return ""
     rounds = sum(len(r.rounds) for r in timing.replicates)
-    said = [
+    parts = [
         f"{timing.metric} timed as {timing.mode}",
-        f"{timing.calls} call{'s' * (timing.calls != 1)} a block",
+        f"{timing.calls} call{'s' * (timing.calls != 1)} per block",
         f"{timing.cache} cache, {timing.sets} input set{'s' * (timing.sets != 1)}",
         f"{len(timing.replicates)} replicates, {rounds} rounds",
     ]
-    return "; ".join([*said, f"stopped by {timing.stopped}"] if timing.stopped else said)
+    return "; ".join([*parts, f"stopped by {timing.stopped}"] if timing.stopped else parts)
 
 
 def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:
-    """Lay out figures by tool: a row a figure, a column an arm."""
-    found = []
+    """Lay out figures by tool: one row per figure, one column per arm."""
+    tables = []
     for tool in dict.fromkeys(p.tool for p in result.profiles):
-        mine = [p for p in result.profiles if p.tool == tool]
-        rows = list(terminal.seen(mine))
-        links = [(p.arm, p.artefact, _link(p.artefact, folder), p.notes) for p in mine]
-        found.append({"tool": tool, "arms": [p.arm for p in mine], "rows": rows, "links": links})
-    return found
+        arms = [p for p in result.profiles if p.tool == tool]
+        rows = list(terminal.figures_by_arm(arms))
+        links = [(p.arm, p.artefact, _link(p.artefact, folder), p.notes) for p in arms]
+        tables.append({"tool": tool, "arms": [p.arm for p in arms], "rows": rows, "links": links})
+    return tables
 
 
 def _link(artefact: str, folder: Path) -> str:
-    """Point at a file from the page's folder; what is no path of a file gets no link."""
+    """Return a link to a file, relative to the page's folder; empty for another URL."""
     if not artefact or "\0" in artefact or urllib.parse.urlsplit(artefact).scheme:
         return ""
     path = os.path.relpath(artefact, folder)

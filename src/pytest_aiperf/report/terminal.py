@@ -1,4 +1,4 @@
-"""Results as people and other tools read them: pure views of one list."""
+"""Results as a table on the terminal, as Markdown, and for pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PROGRESS: Final = (
     "{sm_mhz} MHz",
     "{temperature_c} C",
 )
-"""The parts of the live line; one that is not known is left out."""
+"""Parts of the live line; a part without its figure is left out."""
 
-SHORTEST: Final = 24
-"""A claim's name is not clipped below this many characters."""
+MIN_NAME: Final = 24
+"""Characters of a claim's name that are always shown, even if the table gets too wide."""
 
 
 def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
-    """Lay out the summary, a line each: claims by chapter, notes, totals.
+    """Lay out the summary: claims by chapter, notes, totals.
 
-    ``verbose`` adds why: what binds each arm, and what became of the evidence.
+    ``verbose`` adds each arm's diagnosis and the evidence.
     """
     shown = [r for r in results if _has_row(r)]
     groups: dict[tuple[str, str], list[list[str]]] = {}
@@ -68,12 +68,12 @@ def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Align rows below the heads; clip only names, because a clipped figure would mislead."""
     rows, align = [[*COLUMNS], *rows], "".join(COLUMNS.values())
     figures = "  ".join(["", *pad(rows, align)[0][1:]])
-    room = max(width - len(figures), SHORTEST)
+    room = max(width - len(figures), MIN_NAME)
     return columns([[_fit(row[0], room), *row[1:]] for row in rows], align)
 
 
 def _fit(text: str, width: int) -> str:
-    """Clip in the middle: both the function and its parameter tell claims apart."""
+    """Clip in the middle: claims differ in the name of the test or in its parameter."""
     if len(text) <= width:
         return text
     tail = (width - 3) // 2
@@ -93,7 +93,7 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
 
 
 def totals(results: Sequence[Result]) -> str:
-    """Say how the claims ended, in one line; what did not run is counted, never averaged."""
+    """Summarize in one line; claims that did not run are counted, never averaged."""
     known = aggregate.summarise(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
     counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
@@ -112,12 +112,12 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
-    """Say in one line what is going on, from the figures that PROGRESS names."""
-    known = {name: value for name, value in progress.items() if value is not None}
+    """Write the progress of a claim in one line."""
+    figures = {name: value for name, value in progress.items() if value is not None}
     parts: list[str] = []
     for part in PROGRESS:
-        with suppress(KeyError, ValueError):  # not known, or no figure
-            parts.append(part.format_map(known))
+        with suppress(KeyError, ValueError):  # missing, or no figure
+            parts.append(part.format_map(figures))
     return _fit(clean("  ".join(parts)), width)
 
 
@@ -126,8 +126,8 @@ def markdown(results: Sequence[Result]) -> str:
     shown = [r for r in results if _has_row(r)]
     blocks: list[str] = []
     for key in sorted({r.key for r in shown}):
-        mine = sorted((r for r in shown if r.key == key), key=lambda r: r.claim)
-        blocks.append(f"**{escape(key)}**\n\n{grid(mine, lambda r: r.claim)}")
+        rows = sorted((r for r in shown if r.key == key), key=lambda r: r.claim)
+        blocks.append(f"**{escape(key)}**\n\n{grid(rows, lambda r: r.claim)}")
     asides = [*notes(shown), *_not_run(results, 10**6)]
     if asides:
         blocks.append("\n".join(f"- {escape(note)}" for note in asides))
@@ -137,7 +137,7 @@ def markdown(results: Sequence[Result]) -> str:
 def grid(
     results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
 ) -> str:
-    """Lay results out as a Markdown table of all columns but some."""
+    """Lay results out as a Markdown table, ``without`` some columns."""
     kept = [i for i, column in enumerate(COLUMNS) if column not in without]
     sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
     lines = [
@@ -155,7 +155,7 @@ def _mark(result: Result) -> str:
 
 
 def embed(path: Path, mark: str, content: str) -> None:
-    """Bring up to date what stands between a document's marks; Misuse where it has none."""
+    """Replace the text between a document's marks; raise UsageError if it has none."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     try:
         before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
@@ -164,52 +164,52 @@ def embed(path: Path, mark: str, content: str) -> None:
     _, ended, after = rest.partition(end)
     if not begun or not ended or begin in after:
         raise UsageError(
-            f"{path} has no place for it: put a line {begin} and a line {end} around it, once each"
+            f"{path} has no place for it: put a line {begin} and a line {end} there, once each"
         )
     atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
-    """Put valid, conclusive results into pytest-benchmark's session, before that finishes.
+    """Add valid, conclusive results to pytest-benchmark's session, before that finishes.
 
-    ``session`` is what its plugin registers as "pytest-benchmark", None where it is off. Called on
-    the controller it serves --benchmark-json, -save, -autosave, -compare and -histogram, with
-    workers too. Its table is left out where it would only repeat ours.
+    ``session`` is the plugin registered as "pytest-benchmark", or None. Called on the controller,
+    it makes --benchmark-json, -save, -autosave, -compare and -histogram work, with workers too.
+    The table of pytest-benchmark is left out if it would only repeat this plugin's.
     """
     if session is None:
         return
-    asked = session.compare or session.compare_fail or session.histogram or session.verbose
-    if not session.benchmarks and not asked:
+    wants_table = session.compare or session.compare_fail or session.histogram or session.verbose
+    if not session.benchmarks and not wants_table:
         session.quiet = True
-    unsettled = (None, Verdict.INCONCLUSIVE)
+    inconclusive = (None, Verdict.INCONCLUSIVE)
     session.benchmarks += [
         benchmark(r)
         for r in results
-        if r.outcome in JUDGED and r.verdict not in unsettled and block_times(r)
+        if r.outcome in JUDGED and r.verdict not in inconclusive and block_times(r)
     ]
 
 
 def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
-    """Lay out what profilers saw: a table a claim, and what binds its arms."""
+    """Lay out each claim's profile, then the diagnosis of its arms."""
     lines = []
     for r in results:
         if r.profiles:
             lines += profile(r.claim, r.profiles, width)
-            # whole: what helps stands last
-            lines += [f"  {arm}: {clean(said)}" for arm, said in r.diagnosis.items()]
+            # not clipped: the advice comes last
+            lines += [f"  {arm}: {clean(diagnosis)}" for arm, diagnosis in r.diagnosis.items()]
     return lines
 
 
 def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
-    """Lay out each figure by arm, then notes and artefacts."""
+    """Lay out a claim's figures by arm, then its notes and artefacts."""
     by_arm = {arm.arm: arm for arm in arms}
     pair = "baseline" in by_arm and "optimized" in by_arm
     rows = [[arms[0].tool, *by_arm, *(["ratio"] if pair else [])]]
-    for name, values in seen(arms):
+    for name, values in figures_by_arm(arms):
         rows.append([f"  {name}", *values])
         if pair:
-            was, now = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
-            rows[-1].append(f"{now / was:.3g}x" if was and now is not None else "-")
+            old, new = (by_arm[arm].figures.get(name) for arm in ("baseline", "optimized"))
+            rows[-1].append(f"{new / old:.3g}x" if old and new is not None else "-")
     lines = [title, *columns(rows)]
     for arm in arms:
         lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
@@ -217,19 +217,19 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
     return [clean(line) for line in lines]
 
 
-def seen(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each figure's name, and what each arm has of it."""
+def figures_by_arm(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each figure's name with its value for every arm."""
     for name in dict.fromkeys(name for arm in arms for name in arm.figures):
         yield (
             name,
             [
-                _seen(arm.figures[name], arm.units.get(name, "")) if name in arm.figures else "-"
+                _figure(arm.figures[name], arm.units.get(name, "")) if name in arm.figures else "-"
                 for arm in arms
             ],
         )
 
 
-def _seen(value: float, unit: str) -> str:
+def _figure(value: float, unit: str) -> str:
     if unit == "share":
         return f"{value:.1%}"
     return f"{value:.0f}" if not unit and value.is_integer() else si(value, unit)
