@@ -1,4 +1,4 @@
-"""Two runs against each other: states, ratios of ratios, environments."""
+"""Two runs are compared claim by claim."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from tests.plugin.records import H200, result, timing
 
 
 def claim(name="ch07/copy", speedup=2.0, half=0.002, **more):
-    made = result(name, **{"key": "h200", "code": "abc"} | more)
+    record = result(name, **{"key": "h200", "code": "abc"} | more)
     ratio = Interval(speedup * (1 - half), speedup, speedup * (1 + half))
-    return dataclasses.replace(made, speedup=ratio)
+    return dataclasses.replace(record, speedup=ratio)
 
 
 def without(name, **more):
@@ -40,13 +40,13 @@ def test_the_interval_decides(speedup, half, state):
 def test_new_gone_and_stale():
     old = [claim("a"), claim("b"), claim("c")]
     broken = without("c", message="why\nand where")
-    found = {c.claim: c for c in changes(old, [claim("b", code="other"), broken, claim("d")])}
-    states = {name: c.state for name, c in found.items()}
+    listed = {c.claim: c for c in changes(old, [claim("b", code="other"), broken, claim("d")])}
+    states = {name: c.state for name, c in listed.items()}
     assert states == {"a": State.GONE, "b": State.STALE, "c": State.GONE, "d": State.NEW}
-    assert found["c"].why == "ERROR: why"
+    assert listed["c"].why == "ERROR: why"
 
 
-def test_what_was_measured_once_is_new_or_gone_and_never_is_neither():
+def test_a_claim_measured_in_one_run_is_new_or_gone():
     assert [c.state for c in changes([without("a")], [claim("a")])] == [State.NEW]
     assert [c.state for c in changes([claim("a")], [without("a")])] == [State.GONE]
     [never] = changes([without("a")], [without("a")])
@@ -63,15 +63,15 @@ def test_what_was_measured_once_is_new_or_gone_and_never_is_neither():
     ],
     ids=["wall, another machine", "wall, the same", "a host claim", "device time"],
 )
-def test_figures_of_a_host_move_and_do_not_regress(more, uuid, state):
+def test_a_figure_that_depends_on_the_host_moves_instead_of_regressing(more, uuid, state):
     gpu = uuid and dataclasses.replace(H200, uuid=uuid)
     [change] = changes([claim(**more)], [claim(speedup=1.5, **more | {"gpu": gpu})])
     assert change.state is state
 
 
 def test_a_claim_is_compared_on_its_own_gpu_only():
-    found = changes([claim()], [claim(key="b200", speedup=1.0)])
-    assert {(c.key, c.state) for c in found} == {("h200", State.GONE), ("b200", State.NEW)}
+    listed = changes([claim()], [claim(key="b200", speedup=1.0)])
+    assert {(c.key, c.state) for c in listed} == {("h200", State.GONE), ("b200", State.NEW)}
 
 
 def test_the_worst_come_first():
@@ -87,7 +87,7 @@ def test_errors_of_both_runs_count():
     assert math.isinf(ratio_of(Interval(0, 1, math.inf), Interval(1, 1, 1)).high)
 
 
-def test_environments_are_told_apart():
+def test_differences_of_the_stack_are_listed():
     old = [claim(stack={"torch": "2.10", "driver": "580"})]
     new = [claim(stack={"torch": "2.11", "driver": "580", "cuda": "13.0"})]
     assert stack_changes(old, new) == ["cuda none -> 13.0", "torch 2.10 -> 2.11"]

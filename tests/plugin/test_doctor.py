@@ -36,7 +36,7 @@ class Machine(host_facts.Host):
         self.cuda = 13000
         self.processes = ""
         self.links = "\t Link 0: 26.5 GB/s\n" * 18 * 2
-        self.tried = {
+        self.torch_test = {
             "built": "13.0", "cuda": True, "peers": [True, True], "nccl": "2.28.3",
             "archs": ["sm_90"], "right": True,
         }  # fmt: skip
@@ -50,7 +50,7 @@ class Machine(host_facts.Host):
             "torch": "2.11.0", "triton": "3.6.0", "numpy": "2.3.5", "cupy-cuda13x": "14.0"
         }  # fmt: skip
         self.missing = {}
-        self.compiler = self.disassembler = self.locked = self.seen = None
+        self.compiler = self.disassembler = self.locked = self.gpu_error = None
         self.compiled = "Cuda compilation tools, release 13.0, V13.0.48"
         self.space = 100 << 30
         self.root = False
@@ -58,8 +58,8 @@ class Machine(host_facts.Host):
         self.__dict__ |= changes
 
     def gpus(self):
-        if self.seen:
-            raise self.seen
+        if self.gpu_error:
+            raise self.gpu_error
         return self.has
 
     def absence(self):
@@ -84,7 +84,7 @@ class Machine(host_facts.Host):
         return None
 
     def torch(self):
-        return self.tried
+        return self.torch_test
 
     def read(self, path):
         return self.files.get(path, "")
@@ -125,12 +125,20 @@ class Machine(host_facts.Host):
         return "/tmp/locks"
 
 
-def found(**changes):
+def board(**changes):
+    return {"board": Machine().board | changes}
+
+
+def torch(**changes):
+    return {"torch_test": Machine().torch_test | changes}
+
+
+def run_checks(**changes):
     return {check.name: check for check in checks(Machine(**changes))}
 
 
 def test_a_healthy_machine_is_ok():
-    lines = found()
+    lines = run_checks()
     assert {check.state for check in lines.values()} == {State.OK}
     assert lines["GPU 0"].found == "NVIDIA H200 (h200, sm90, 132 SMs, 150 GiB)"
     assert lines["driver"].found == "580.159, CUDA up to 13.0"
@@ -139,13 +147,13 @@ def test_a_healthy_machine_is_ok():
 
 
 def test_two_gpus_have_links():
-    lines = found(has=[ONE, OTHER])
+    lines = run_checks(has=[ONE, OTHER])
     assert lines["NVLink"].found == "18 links per GPU"
     assert lines["P2P"].found == "between all 2 GPUs"
 
 
 def test_without_a_gpu_there_are_fewer_lines():
-    lines = found(has=[], device=False, tried=Machine().tried | {"cuda": False, "built": ""})
+    lines = run_checks(has=[], device=False, **torch(cuda=False, built=""))
     assert lines["GPU"].state == State.ADVICE
     assert "pytest --cpu measures here" in lines["GPU"].todo
     assert {"clocks 0", "driver", "NCCL", "GPU counters", "profile ncu"}.isdisjoint(lines)
@@ -153,13 +161,9 @@ def test_without_a_gpu_there_are_fewer_lines():
     assert not bundle.is_broken(list(lines.values()))
 
 
-def board(**changes):
-    return {"board": Machine().board | changes}
-
-
 SICK = {
     "GPU": ({"has": []}, "can be used", State.BROKEN),
-    "GPU ": ({"seen": UsageError("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
+    "GPU ": ({"gpu_error": UsageError("CUDA_VISIBLE_DEVICES=7: no")}, "VISIBLE", State.BROKEN),
     "clocks 0": (board(**{"clocks_event_reasons.active": "0x40"}), "cooling", State.ADVICE),
     "power 0": (board(persistence_mode="Disabled"), "nvidia-smi -pm 1", State.ADVICE),
     "power 0 ": (board(**{"power.limit": "500.00"}), "-pl 700.00", State.ADVICE),
@@ -174,7 +178,7 @@ SICK = {
     "other processes": ({"processes": f"{UUID}, 41\n"}, "1 on these GPUs", State.ADVICE),
     "NVLink": ({"has": [ONE, OTHER], "links": ""}, "PCIe", State.ADVICE),
     "P2P": (
-        {"has": [ONE, OTHER], "tried": Machine().tried | {"peers": [True, False]}},
+        {"has": [ONE, OTHER], **torch(peers=[True, False])},
         "IOMMU",
         State.ADVICE,
     ),
@@ -183,11 +187,11 @@ SICK = {
     "host compiler": ({"compiler": "no g++"}, "NVCC_CCBIN", State.BROKEN),
     "cuobjdump": ({"disassembler": "none"}, "[sass]", State.ADVICE),
     "torch": ({"packages": {}}, "[gpu]", State.ADVICE),
-    "torch ": ({"tried": None}, "does not work", State.BROKEN),
-    "torch  ": ({"tried": Machine().tried | {"built": ""}}, "without CUDA", State.BROKEN),
-    "torch   ": ({"tried": Machine().tried | {"cuda": False}}, "finds no GPU", State.BROKEN),
-    "torch    ": ({"tried": Machine().tried | {"right": False}}, "wrongly", State.BROKEN),
-    "torch     ": ({"tried": Machine().tried | {"archs": ["sm_80"]}}, "sm_90", State.ADVICE),
+    "torch ": ({"torch_test": None}, "does not work", State.BROKEN),
+    "torch  ": (torch(built=""), "without CUDA", State.BROKEN),
+    "torch   ": (torch(cuda=False), "finds no GPU", State.BROKEN),
+    "torch    ": (torch(right=False), "wrongly", State.BROKEN),
+    "torch     ": (torch(archs=["sm_80"]), "sm_90", State.ADVICE),
     "triton": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
     "triton ": (
         {"packages": {"triton": "3.6.0", "numpy": "2.4.6"}}, "'numpy<2.4'", State.ADVICE
@@ -210,32 +214,32 @@ SICK = {
 
 
 @pytest.mark.parametrize("kind", SICK)
-def test_each_trouble_has_a_line(kind):
-    changes, says, state = SICK[kind]
-    check = found(**changes)[kind.strip()]
+def test_each_problem_has_a_line(kind):
+    changes, words, state = SICK[kind]
+    check = run_checks(**changes)[kind.strip()]
     assert check.state == state
-    assert says in str(check)
+    assert words in str(check)
     assert "\n" not in str(check)
 
 
 def test_an_administrator_may_read_counters():
     files = {doctor.DRIVER_PARAMETERS: "RmProfilingAdminOnly: 1", doctor.PERF_PARANOID: "4"}
-    lines = found(files=files, root=True)
+    lines = run_checks(files=files, root=True)
     assert lines["GPU counters"].state == State.OK
     assert "perf events" not in lines
 
 
 def test_no_compiler_no_disassembly():
-    assert "cuobjdump" not in found(compiler="no g++")
+    assert "cuobjdump" not in run_checks(compiler="no g++")
 
 
-def test_what_virtual_machines_do_not_say():
-    unsaid = dict.fromkeys(doctor._BOARD, "[N/A]")
-    lines = found(board=unsaid)
+def test_unknown_values_of_virtual_machines_are_ok():
+    unknown = dict.fromkeys(doctor._BOARD, "[N/A]")
+    lines = run_checks(board=unknown)
     assert lines["power 0"].state == lines["clocks 0"].state == State.OK
 
 
-def test_a_silent_nvidia_smi_is_one_line(monkeypatch):
+def test_a_failing_nvidia_smi_is_one_line(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(machine, "run", lambda *_a, **_k: None)
     names = [check.name for check in checks(machine)]
@@ -285,18 +289,18 @@ def packed(machine, tmp_path):
     return files
 
 
-TROUBLES = [
+FACTS = [
     {},
-    {"seen": UsageError(SECRET_TEXT)},
+    {"gpu_error": UsageError(SECRET_TEXT)},
     {"compiled": "", "compiler": SECRET_TEXT, "locked": SECRET_TEXT, "space": None},
     {"disassembler": SECRET_TEXT, "missing": {"ncu": SECRET_TEXT}},
     {"has": [], "links": SECRET_TEXT, "processes": SECRET_TEXT},
 ]
 
 
-@pytest.mark.parametrize("trouble", TROUBLES, ids=range(len(TROUBLES)))
-def test_no_secret_gets_into_a_bundle(trouble, tmp_path, monkeypatch):
-    machine = Machine(**trouble)
+@pytest.mark.parametrize("facts", FACTS, ids=range(len(FACTS)))
+def test_no_secret_gets_into_a_bundle(facts, tmp_path, monkeypatch):
+    machine = Machine(**facts)
     machine.environ = {
         "HOME": "/home/someone", "CUDA_VISIBLE_DEVICES": UUID, "NVCC_CCBIN": "/home/someone/g++",
         "LD_PRELOAD": "/home/someone/libnvtx-s3cret.so", "PYTORCH_CUDA_ALLOC_CONF": "s3cret",
@@ -332,7 +336,7 @@ def test_a_bundle_holds_checks_versions_and_chosen_variables(tmp_path):
     assert "captured" in files["aiperf-doctor/capture-ncu.txt"]
 
 
-def test_a_tool_that_is_not_here_captures_nothing():
+def test_a_missing_profiler_is_left_out():
     machine = Machine(missing={"ncu": "install it"})
     files = bundle.contents(machine, [], capture=True)
     assert {n for n in files if "capture" in n} == {"capture-torch.txt", "capture-nsys.txt"}
@@ -347,7 +351,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert out.startswith("OK      python")
     assert out.endswith("written: b.tar.gz\n")
     assert tarfile.is_tarfile(io.BytesIO(Path("b.tar.gz").read_bytes()))
-    monkeypatch.setattr(host_facts, "Host", lambda: Machine(tried=None))
+    monkeypatch.setattr(host_facts, "Host", lambda: Machine(torch_test=None))
     assert main(["doctor"]) == 1
     assert "BROKEN  torch" in capsys.readouterr().out
     assert main(["doctor", "--capture"]) == 2

@@ -121,8 +121,8 @@ def test_missing_file_expects_nothing(path):
 def test_lookup_prefers_the_gpu_then_its_architecture(path):
     path.write_text(GOLDEN)
     loaded = load(path)
-    own = loaded.lookup("ch07/tile", "h200", "sm90", "c0de")
-    assert (own.key, own.stale, own.require) == ("h200", False, Require(speedup=1.5))
+    exact = loaded.lookup("ch07/tile", "h200", "sm90", "c0de")
+    assert (exact.key, exact.stale, exact.require) == ("h200", False, Require(speedup=1.5))
     fallback = loaded.lookup("ch07/tile", "h100", "sm90", "changed")
     assert (fallback.key, fallback.stale) == ("sm90", True)
     assert loaded.lookup("ch07/tile", "b200", "sm100", "a").recorded is None
@@ -397,7 +397,7 @@ def test_a_good_result_is_acceptable():
     assert acceptable(result(key="2xh200")) is None
 
 
-def test_a_failed_result_is_judged_by_what_is_required_only():
+def test_a_failed_result_is_judged_by_the_requirements_only():
     was = Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21")
     slower = result(outcome=Outcome.FAILED, speedup=Interval(1.6, 1.61, 1.62))
     assert acceptable(slower, Expectation(Require(speedup=1.5), was, "h200")) is None
@@ -407,27 +407,28 @@ def test_a_failed_result_is_judged_by_what_is_required_only():
     assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
 
 
-def test_a_failed_result_holds_once_its_figure_is_the_recorded_one(path):
+def test_a_failed_result_passes_once_its_figure_is_recorded(path):
     path.write_text(GOLDEN)
     lost = result(claim="ch08/new", outcome=Outcome.FAILED, message="it has dropped")
     (accepted,) = propose_update(path, [lost], TODAY).accepted
     assert accepted == dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
 
 
-def test_a_refused_result_is_named_with_its_gpu_where_it_has_one(path):
+def test_a_refused_result_is_named_with_its_gpu_if_it_has_one(path):
     path.write_text(GOLDEN)
     here, nowhere = result(outcome=Outcome.SKIPPED), result(outcome=Outcome.NOT_RUN, key="")
-    said = [
-        propose_update(path, [one], TODAY).lines()[0].partition(":")[0] for one in (here, nowhere)
+    names = [
+        propose_update(path, [refused], TODAY).lines()[0].partition(":")[0]
+        for refused in (here, nowhere)
     ]
-    assert said == [f"refused {here.claim} on h200", f"refused {here.claim}"]
+    assert names == [f"refused {here.claim} on h200", f"refused {here.claim}"]
 
 
-def test_a_faster_arm_whose_mechanism_is_not_proven_is_not_acceptable():
+def test_a_faster_arm_without_its_evidence_is_not_acceptable():
     piece = launches(max=0.9, per="baseline")
-    proven, unproven = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
+    proven, unmet = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
     assert acceptable(result(evidence=(proven,))) is None
-    why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unproven)))
+    why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unmet)))
     assert "0.95" in why
     assert "the claim states at most 0.9" in why
 
@@ -449,7 +450,7 @@ def test_of_two_results_the_later_counts(path):
     assert "a later result" in update.refused[0][1]
 
 
-def test_lines_say_what_happened_on_one_line_each(path):
+def test_each_result_has_one_line(path):
     bad = result("ch08/x", outcome=Outcome.ERROR, message="first\x1b[31m\nsecond")
     assert propose_update(path, [result(), bad], TODAY).lines() == [
         "accepted ch07/copy[vector] on h200: 2.010x [2.000, 2.022]",
@@ -487,7 +488,7 @@ BESIDE = "ch01/beside"
         (result("ch09/chain"), 29),  # in the braces of its claim
     ],
 )
-def test_an_entry_that_a_human_laid_out_is_refused_and_the_others_written(
+def test_an_entry_in_a_layout_of_its_own_is_refused_and_the_others_are_written(
     odd, line, path, either_loader
 ):
     path.write_text(GOLDEN)
@@ -500,7 +501,7 @@ def test_an_entry_that_a_human_laid_out_is_refused_and_the_others_written(
     assert path.read_text() == GOLDEN.replace("# end", f"{beside}# end")
 
 
-def test_what_is_new_is_added_in_place(path, either_loader):
+def test_new_entries_are_added_in_place(path, either_loader):
     path.write_text(GOLDEN)
     fresh = [
         result("ch08/new[a b: #c]"),
@@ -537,7 +538,7 @@ def test_runs_restart_when_code_or_stack_change(path):
     assert [runs(code="b", stack={"torch": "3"}), runs(code="b", stack={"torch": "3"})] == [1, 2]
 
 
-def test_a_new_file_says_who_owns_what(path):
+def test_a_new_file_explains_who_writes_what(path):
     update = propose_update(
         path, [result("ch06/bank_conflicts[padded]", code="123456789012")], TODAY
     )
@@ -610,20 +611,20 @@ def test_a_damaged_file_is_not_updated(path):
     assert path.read_text() == GOLDEN + "  ch10/x: {\n"
 
 
-def test_a_file_that_changed_meanwhile_is_planned_anew(path):
+def test_an_update_of_a_file_that_changed_meanwhile_is_proposed_again(path):
     path.write_text(GOLDEN)
-    mine, other = (
+    first, other = (
         propose_update(path, [result()], TODAY),
         propose_update(path, [result("ch01/other")], TODAY),
     )
     other.write()
-    written = mine.write()
-    assert written.before != mine.before
+    written = first.write()
+    assert written.before != first.before
     assert {"ch01/other", "ch07/copy[vector]"} <= set(load(path).claims)
     assert load(path).claims["ch07/copy[vector]"].recorded["h200"].runs == 4
 
 
-def test_a_requirement_raised_meanwhile_is_held(path):
+def test_a_requirement_raised_meanwhile_applies(path):
     path.write_text(GOLDEN)
     update = propose_update(path, [result()], TODAY)
     stricter = GOLDEN.replace("speedup:   1.5", "speedup:   9.5")

@@ -33,7 +33,7 @@ def test_a_claim_that_falls_out_of_its_band_is_flagged():
     assert str(gate.flags[0]) == "copy: 1.440x, 4.0% below its median 1.500x"
 
 
-def test_a_drop_as_between_sessions_is_none_however_quiet_the_nights():
+def test_a_drop_as_between_two_sessions_is_never_flagged():
     assert not history.judge(quiet(10, copy=1.5), night(copy=1.5 * 0.97)).flags
     assert history.judge(quiet(10, copy=1.5), night(copy=1.5 * 0.96)).flags
 
@@ -88,8 +88,8 @@ def test_a_flag_needs_every_fresh_run_to_show_it():
 
 def measured(claim, speedup, **more):
     words = {"key": "h200", "outcome": Outcome.PASSED} | more
-    made = result(claim, **words)
-    return dataclasses.replace(made, speedup=Interval(speedup, speedup, speedup))
+    record = result(claim, **words)
+    return dataclasses.replace(record, speedup=Interval(speedup, speedup, speedup))
 
 
 def test_a_night_is_made_of_valid_results_on_one_gpu():
@@ -98,9 +98,9 @@ def test_a_night_is_made_of_valid_results_on_one_gpu():
         measured("ch07/lost", 9.0, outcome=Outcome.INVALID),
         measured("ch05/shard", 3.0, key="cpu", host=True),
     ]
-    made = history.night_of(rows)
-    assert dict(made.claims) == {"ch07/copy": 1.5}
-    assert made.key == "h200"
+    tonight = history.night_of(rows)
+    assert dict(tonight.claims) == {"ch07/copy": 1.5}
+    assert tonight.key == "h200"
     with pytest.raises(UsageError, match="one kind of GPU"):
         history.night_of([*rows, measured("ch07/other", 1.0, key="b200")])
 
@@ -156,11 +156,11 @@ def test_a_lasting_step_is_found_by_the_weekly_pass():
 
 
 def simulated(rng, spreads, slowed=()):
-    def one(i, spread):
+    def speedup(i, spread):
         odd = 0.97 if rng.random() < 0.005 else 1.0
         return 2.0 * odd * math.exp(rng.gauss(0, spread)) * (0.95 if i in slowed else 1.0)
 
-    return {f"c{i}": one(i, spread) for i, spread in enumerate(spreads)}
+    return {f"c{i}": speedup(i, spread) for i, spread in enumerate(spreads)}
 
 
 def spreads_of(claims):
@@ -169,10 +169,10 @@ def spreads_of(claims):
 
 def runs(rng, spreads, flags, slowed=()):
     """Measure the flagged claims again, in two fresh processes."""
-    wanted = {f.claim for f in flags}
+    flagged = {f.claim for f in flags}
     for _ in range(2):
         values = simulated(rng, spreads, slowed)
-        yield [measured(c, v) for c, v in values.items() if c in wanted]
+        yield [measured(c, v) for c, v in values.items() if c in flagged]
 
 
 def test_false_alarms_are_at_most_one_a_month_at_250_claims():
@@ -192,7 +192,7 @@ def test_false_alarms_are_at_most_one_a_month_at_250_claims():
 def test_five_percent_is_found_within_three_nights():
     rng, spreads = random.Random(8), spreads_of(60)
     quick = [i for i, spread in enumerate(spreads) if spread < 0.01]
-    found = 0
+    confirmed = 0
     for slow in quick:
         nights = [night(**simulated(rng, spreads)) for _ in range(12)]
         for _ in range(3):
@@ -200,7 +200,7 @@ def test_five_percent_is_found_within_three_nights():
             gate = history.judge(nights, tonight)
             sure = history.confirmed(gate.flags, list(runs(rng, spreads, gate.flags, {slow})))
             if f"c{slow}" in {f.claim for f in sure}:
-                found += 1
+                confirmed += 1
                 break
             nights.append(tonight)
-    assert found >= 0.95 * len(quick)
+    assert confirmed >= 0.95 * len(quick)

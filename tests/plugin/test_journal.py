@@ -55,18 +55,18 @@ def test_the_first_manifest_stays(run):
     assert journal.read_manifest(run.path).claims == {"ch/x": "a.py::x"}
 
 
-def test_a_journal_torn_anywhere_keeps_every_whole_line(run):
+def test_a_journal_cut_at_any_byte_keeps_every_complete_line(run):
     bare = {"timing": None, "agreement": (), "gpu": None, "stack": {}}  # short lines: many cuts
     results = [result("a/0", **bare), result("a/1", **bare)]
-    mine = run.journal("gw0")
+    writer = run.journal("gw0")
     lines = []
     for r in results:
-        before = mine.path.read_bytes() if mine.path.exists() else b""
-        mine.append(r)
-        lines.append(mine.path.read_bytes()[len(before) :])
+        before = writer.path.read_bytes() if writer.path.exists() else b""
+        writer.append(r)
+        lines.append(writer.path.read_bytes()[len(before) :])
     whole = b"".join(lines)
     for cut in range(len(lines[0]), len(whole) + 1):
-        mine.path.write_bytes(whole[:cut])
+        writer.path.write_bytes(whole[:cut])
         into = cut - len(lines[0])
         kept = len(lines[1]) - 1 <= into  # a line without its newline is whole
         torn = into > 1 and not kept  # its first byte is a newline
@@ -74,19 +74,19 @@ def test_a_journal_torn_anywhere_keeps_every_whole_line(run):
 
 
 @pytest.mark.parametrize("junk", [b'{"claim": "a', b"\x00\x00\x00", b'{"m": "\xff"}', b"[" * 99999])
-def test_a_torn_line_stays_alone_when_the_journal_goes_on(run, junk):
-    mine = run.journal("gw0")
-    mine.append(result("a/0"))
-    with mine.path.open("ab") as file:
+def test_a_torn_line_does_not_merge_with_the_next_one(run, junk):
+    writer = run.journal("gw0")
+    writer.append(result("a/0"))
+    with writer.path.open("ab") as file:
         file.write(junk)
-    mine.append(result("a/1"))
+    writer.append(result("a/1"))
     assert journal.read_journals(run.path) == ([result("a/0"), result("a/1")], 1)
 
 
 def test_a_complete_line_that_is_no_result_is_refused(run):
-    mine = run.journal("gw0")
-    mine.append(result())
-    mine.path.write_text(mine.path.read_text() + '{"claim": 1}\n')
+    writer = run.journal("gw0")
+    writer.append(result())
+    writer.path.write_text(writer.path.read_text() + '{"claim": 1}\n')
     with pytest.raises(UsageError, match=r"gw0-\d+\.jsonl:3: .* is missing"):
         journal.read_journals(run.path)
 
@@ -99,9 +99,9 @@ def test_merging_is_idempotent_and_the_last_attempt_wins(run):
     run.journal("gw1").append(newer)
     for r in (first, other, second, first):
         run.journal("gw0").append(r)
-    found, torn = journal.read_journals(run.path)
-    assert (found, torn) == ([second, newer], 0)
-    assert journal.latest([*found, first, *found, other]) == found
+    results, torn = journal.read_journals(run.path)
+    assert (results, torn) == ([second, newer], 0)
+    assert journal.latest([*results, first, *results, other]) == results
     assert journal.latest([result("a", seed=1), result("a", seed=2)]) == journal.latest(
         [result("a", seed=2), result("a", seed=1)]
     )
@@ -146,16 +146,16 @@ def test_a_run_never_enters_the_folder_of_another(run):
 
 
 def test_a_full_disk_is_one_sentence_and_harms_no_earlier_line(run):
-    mine = run.journal("main")
-    mine.append(result("a/0"))
-    before = mine.path.read_bytes()
+    writer = run.journal("main")
+    writer.append(result("a/0"))
+    before = writer.path.read_bytes()
     with (
         files_up_to(len(before) + 100),
         pytest.raises(UsageError, match=r"cannot write .*jsonl: .*; f"),
     ):
-        mine.append(result("a/1"))
-    assert mine.path.read_bytes().startswith(before)
-    mine.append(result("a/1"))
+        writer.append(result("a/1"))
+    assert writer.path.read_bytes().startswith(before)
+    writer.append(result("a/1"))
     assert journal.read_journals(run.path) == ([result("a/0"), result("a/1")], 1)
     with pytest.raises(
         UsageError, match="cannot write /dev/full: No space left on device; free some"
@@ -171,20 +171,20 @@ def test_each_result_is_on_disk_when_append_returns(run, monkeypatch):
         "fsync",
         lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), real(fd)),
     )
-    mine = run.journal("main")
-    mine.append(result("a/0"))
-    mine.append(result("a/1"))
-    assert synced == [str(mine.path), str(run.path), str(mine.path)]
+    writer = run.journal("main")
+    writer.append(result("a/0"))
+    writer.append(result("a/1"))
+    assert synced == [str(writer.path), str(run.path), str(writer.path)]
 
 
 def test_a_failed_fsync_is_an_error(run, monkeypatch):
     def failing(fd):
         raise OSError(5, "Input/output error")
 
-    mine = run.journal("main")
+    writer = run.journal("main")
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(UsageError, match="Input/output error"):
-        mine.append(result())
+        writer.append(result())
 
 
 def test_a_figure_that_json_cannot_hold_is_named_with_its_claim(run):

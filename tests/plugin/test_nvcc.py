@@ -40,7 +40,7 @@ ARCHS = ("sm90", "sm100", "sm103", "sm121")
 
 @pytest.fixture
 def source(tmp_path):
-    """A kernel with a header of its own, in a folder with a space in its name."""
+    """A kernel with a header, in a folder with a space in its name."""
     folder = tmp_path / "my kernels"
     folder.mkdir()
     (folder / "factor.h").write_text("#define FACTOR 2.0f\n")
@@ -83,16 +83,16 @@ def published(cache):
 
 
 def test_a_build_has_its_launcher_and_the_output_of_ptxas(source, cache):
-    made = build(source, "sm90", cache=cache)
-    assert ctypes.CDLL(str(made.path)).scale
-    assert made.arch == "sm_90a"
-    assert made.source == source
-    (kernel,) = made.kernels
+    built = build(source, "sm90", cache=cache)
+    assert ctypes.CDLL(str(built.path)).scale
+    assert built.arch == "sm_90a"
+    assert built.source == source
+    (kernel,) = built.kernels
     assert kernel.function == "scale_kernel(float const*, float*, int)"
     assert kernel.registers >= 8
     assert (kernel.spill_bytes, kernel.shared_bytes) == (0, 256)
     assert kernel.source == str(source)
-    assert "sm_90a" in made.log
+    assert "sm_90a" in built.log
     assert (cache.stat().st_mode & 0o777, len(published(cache))) == (0o700, 1)
 
 
@@ -103,11 +103,11 @@ def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cac
         BuildRequest(bad, "sm90"),
         BuildRequest(bad, "sm90", ("-x",)),
     ]
-    seen = []
-    *four, broken, refused = build_parallel(requests, progress=lambda *step: seen.append(step))
+    steps = []
+    *four, broken, refused = build_parallel(requests, progress=lambda *step: steps.append(step))
     assert [b.arch for b in four] == ["sm_90a", "sm_100a", "sm_103a", "sm_121a"]
     assert len({b.path for b in four}) == 4
-    assert [(done, total) for done, total, _ in seen] == [(i, 6) for i in range(1, 7)]
+    assert [(done, total) for done, total, _ in steps] == [(i, 6) for i in range(1, 7)]
     assert isinstance(refused, UsageError)
 
     assert isinstance(broken, BuildError)
@@ -179,7 +179,7 @@ def test_everything_that_determines_the_build_determines_the_entry(
 
 
 @pytest.mark.parametrize("torn", ["record.json", "library.so", "missing record", "missing library"])
-def test_a_torn_entry_is_built_anew(torn, source, cache, fake_nvcc):
+def test_an_incomplete_entry_is_built_again(torn, source, cache, fake_nvcc):
     runs = fake_nvcc(WRITES)
     first = build(source, "sm90", cache=cache)
     if torn.startswith("missing"):
@@ -198,16 +198,16 @@ def test_a_torn_entry_is_built_anew(torn, source, cache, fake_nvcc):
 def test_threads_of_one_process_compile_once(source, cache, fake_nvcc, monkeypatch):
     runs = fake_nvcc(f"sleep 0.2; {WRITES}")
     monkeypatch.setattr(nvcc_module.os, "sched_getaffinity", lambda _: range(4))
-    made = build_parallel([BuildRequest(source, "sm90")] * 4)
-    assert len(set(made)) == 1
+    built = build_parallel([BuildRequest(source, "sm90")] * 4)
+    assert len(set(built)) == 1
     assert runs() == 1
 
 
 def test_leftovers_of_a_killed_run_are_cleared(source, cache, fake_nvcc):
     fake_nvcc(WRITES)
-    made = build(source, "sm90", cache=cache)
-    key = made.path.parent.name
-    made.path.unlink()
+    built = build(source, "sm90", cache=cache)
+    key = built.path.parent.name
+    built.path.unlink()
     (cache / f"{key}.new" / "tmp").mkdir(parents=True)
     build(source, "sm90", cache=cache)
     assert [p.name for p in published(cache)] == [key]
@@ -216,9 +216,9 @@ def test_leftovers_of_a_killed_run_are_cleared(source, cache, fake_nvcc):
 def test_a_source_edited_while_it_compiles_is_compiled_again(source, cache, fake_nvcc):
     edit = f'echo "// $(wc -l < {source.parent.parent}/runs)" >> "{source}"'
     runs = fake_nvcc(f"[ $(wc -l < {source.parent.parent}/runs) = 1 ] && {edit}\n{WRITES}")
-    made = build(source, "sm90", cache=cache)
+    built = build(source, "sm90", cache=cache)
     assert runs() == 2
-    assert build(source, "sm90", cache=cache) == made
+    assert build(source, "sm90", cache=cache) == built
     assert runs() == 2
     assert len(published(cache)) == 1
 
@@ -242,7 +242,7 @@ def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
 
 
 def alive(pid):
-    """Whether a process still runs; one that was killed may take a moment to be gone."""
+    """Whether a process still runs, after up to 5 seconds for a killed one to end."""
     for _ in range(500):
         try:
             if "(zombie)" in Path(f"/proc/{pid}/status").read_text():
@@ -326,11 +326,13 @@ def test_without_nvcc_the_error_names_the_package(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("cuda.pathfinder.find_nvidia_binary_utility", lambda _: None)
     nvcc_module.find_nvcc.cache_clear()
-    with pytest.raises(BuildError, match=r"no nvcc: install the extra pytest-aiperf\[toolchain\], or"):
+    with pytest.raises(
+        BuildError, match=r"no nvcc: install the extra pytest-aiperf\[toolchain\], or"
+    ):
         nvcc_module.find_nvcc()
 
 
-def test_cudacxx_comes_first_and_must_be_there(fake_nvcc, tmp_path, monkeypatch):
+def test_cudacxx_comes_first_and_must_exist(fake_nvcc, tmp_path, monkeypatch):
     fake_nvcc("")
     assert nvcc_module.find_nvcc() == (str(tmp_path / "nvcc"), "release 99.9\n")
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
@@ -339,9 +341,7 @@ def test_cudacxx_comes_first_and_must_be_there(fake_nvcc, tmp_path, monkeypatch)
         nvcc_module.find_nvcc()
 
 
-def test_the_toolkit_that_the_environment_names_comes_before_the_path(
-    fake_nvcc, tmp_path, monkeypatch
-):
+def test_a_toolkit_in_the_environment_comes_before_path(fake_nvcc, tmp_path, monkeypatch):
     fake_nvcc("")
     (tmp_path / "toolkit" / "bin").mkdir(parents=True)
     named = (tmp_path / "nvcc").rename(tmp_path / "toolkit" / "bin" / "nvcc")
@@ -412,7 +412,7 @@ def test_an_unknown_architecture_is_refused(arch, source):
 # the fixture's value
 
 
-def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
+def test_nvcc_finds_builds_and_records_a_source(source, cache, fake_nvcc, tmp_path):
     fake_nvcc(WRITES)
     nvcc = Nvcc([tmp_path / "none", source.parent], ARCHS, load=False)
     kernels = nvcc("scale.cu")
@@ -426,7 +426,7 @@ def test_nvcc_finds_builds_and_remembers(source, cache, fake_nvcc, tmp_path):
         kernels["scale"](1, 2, 3)
 
 
-def test_nvcc_calls_the_folders_it_tried(tmp_path):
+def test_nvcc_lists_the_folders_it_searched(tmp_path):
     with pytest.raises(UsageError, match=rf"there is no ch99/x.cu in {tmp_path}/a, {tmp_path}/b"):
         Nvcc([tmp_path / "a", tmp_path / "b"], ["sm90"])("ch99/x.cu")
 
@@ -439,7 +439,7 @@ def test_nvcc_raises_the_error_of_the_build(source, cache, fake_nvcc):
     assert nvcc.used == []
 
 
-def test_names_are_read_from_a_test_module_without_running_it():
+def test_calls_are_read_from_a_test_module_without_running_it():
     text = textwrap.dedent("""
         raise SystemExit
         def test_a(nvcc, rung):

@@ -54,7 +54,7 @@ def test_a_figure_that_json_cannot_hold_is_named_with_its_place(changes, place):
         results.dumps(to_json(broken), broken.claim)
 
 
-def test_the_document_is_pytest_benchmarks_with_our_record_inside():
+def test_the_document_is_pytest_benchmarks_with_records_inside():
     untimed = result("ch07/broken", timing=None, speedup=None, outcome=Outcome.ERROR, verdict=None)
     score = result("score", timing=timing(metric=Metric.SCORE, unit="tok/s"))
     info = {"python_version": "3.11"}
@@ -62,15 +62,15 @@ def test_the_document_is_pytest_benchmarks_with_our_record_inside():
     later = Round("BAAB", {"baseline": (2.2e-3, 2e-3), "optimized": (1e-3, 1.2e-3)})
     uneven = timing(replicates=(Replicate(1, (Round("ABBA", blocks), later)),))
     timed = result(timing=uneven)
-    made = json.loads(results.dumps(results.document([timed, untimed, score], info, NOW), "x"))
-    assert set(made) == {
+    content = json.loads(results.dumps(results.document([timed, untimed, score], info, NOW), "x"))
+    assert set(content) == {
         "machine_info", "commit_info", "benchmarks", "datetime", "version", "aiperf_untimed",
     }  # fmt: skip
-    assert made["machine_info"] == info
-    assert made["commit_info"] == {}
-    assert made["datetime"] == NOW.isoformat()
-    assert made["aiperf_untimed"] == [to_json(untimed)]
-    entry, second = made["benchmarks"]
+    assert content["machine_info"] == info
+    assert content["commit_info"] == {}
+    assert content["datetime"] == NOW.isoformat()
+    assert content["aiperf_untimed"] == [to_json(untimed)]
+    entry, second = content["benchmarks"]
     assert {
         k: entry[k] for k in ("group", "name", "fullname", "param", "params", "extra_info")
     } == {
@@ -92,7 +92,7 @@ def test_the_document_is_pytest_benchmarks_with_our_record_inside():
     assert (second["param"], second["extra_info"]) == (None, {"unit": "tok/s"})
 
 
-def test_reading_gives_back_what_was_written(tmp_path):
+def test_a_document_is_read_as_it_was_written(tmp_path):
     untimed = result("x", timing=None)
     path = tmp_path / "r.json"
     path.write_text(results.dumps(results.document([result(), untimed], {}, NOW), "x"))
@@ -172,7 +172,7 @@ def test_the_machine_is_described_without_its_name():
     assert os.uname().nodename not in info.values()
 
 
-def test_a_document_has_a_record_a_line():
+def test_a_document_has_one_record_per_line():
     content = results.document([result("ch06/a"), result("ch06/b", timing=None)], {"gpus": []}, NOW)
     text = results.document_text(content)
     assert json.loads(text) == content

@@ -21,7 +21,7 @@ IDS = [f"t.py::test_{i}" for i in range(9)]
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/b", "-1/2", "1/2/3"])
-def test_what_is_no_shard(text):
+def test_a_malformed_shard_is_refused(text):
     with pytest.raises(UsageError, match="no shard"):
         shards.parse(text)
 
@@ -31,7 +31,7 @@ def test_the_longest_come_first_and_go_to_the_least_loaded():
     assert shards.split(IDS[:3], seconds, 2) == [{IDS[0]}, {IDS[1], IDS[2]}]
 
 
-def test_an_unknown_length_is_the_typical_one():
+def test_an_unmeasured_test_counts_as_the_median():
     seconds = {IDS[0]: 8.0, IDS[1]: 4.0, IDS[2]: 4.0}
     assert shards.split([*IDS[:3], "new"], seconds, 2) == [{IDS[0], "new"}, {IDS[1], IDS[2]}] or (
         shards.split([*IDS[:3], "new"], seconds, 2) == [{IDS[0], IDS[2]}, {IDS[1], "new"}]
@@ -45,12 +45,12 @@ def test_an_unknown_length_is_the_typical_one():
     st.randoms(),
 )
 def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, random):
-    dealt = shards.split(ids, seconds, count)
-    assert len(dealt) == count
-    assert sorted(i for shard in dealt for i in shard) == sorted(ids)
+    split = shards.split(ids, seconds, count)
+    assert len(split) == count
+    assert sorted(i for shard in split for i in shard) == sorted(ids)
     shuffled = list(ids)
     random.shuffle(shuffled)
-    assert shards.split(shuffled, seconds, count) == dealt
+    assert shards.split(shuffled, seconds, count) == split
 
 
 CLAIMS = """
@@ -76,19 +76,19 @@ def accepted(project, **seconds):
 def test_shards_measure_everything_once(project, monkeypatch, capsys):
     project.tests(CLAIMS)
     accepted(project, a=9.0, b=1.0, c=1.0, d=1.0)
-    seen = []
+    measured = []
     for shard in ("1/2", "2/2"):
         ran = project.run("--gpu", "--quick", f"--shard={shard}")
         assert ran.ret == 0
-        seen.append(set(project.results()))
-    assert seen[0] == {"ch07/it[a]"}
-    assert seen[1] == {"ch07/it[b]", "ch07/it[c]", "ch07/it[d]"}
+        measured.append(set(project.results()))
+    assert measured[0] == {"ch07/it[a]"}
+    assert measured[1] == {"ch07/it[b]", "ch07/it[c]", "ch07/it[d]"}
     monkeypatch.chdir(project.path)
     assert main(["complete", ".aiperf"]) == 0
     assert capsys.readouterr().out.endswith("\n4 claims: 4 PASSED\n")
 
 
-def test_a_shard_that_never_ran_is_missed(project, monkeypatch, capsys):
+def test_a_shard_that_never_ran_is_reported(project, monkeypatch, capsys):
     project.tests(CLAIMS)
     assert project.run("--gpu", "--quick", "--shard=1/4").ret == 0
     (measured,) = project.results()
@@ -117,7 +117,7 @@ def test_workers_measure_the_longest_first(project, broken, words, order):
 
 
 @pytest.mark.parametrize(("words", "chunk"), [([], 1), (["--maxschedchunk=3"], 3)])
-def test_workers_are_dealt_claims_one_by_one(project, words, chunk):
+def test_workers_get_claims_one_by_one(project, words, chunk):
     project.tests(CLAIMS)
     project.write(
         "conftest.py",
@@ -130,7 +130,7 @@ def test_workers_are_dealt_claims_one_by_one(project, words, chunk):
     ran.stdout.fnmatch_lines([f"*chunk {chunk}"])
 
 
-def test_a_shard_is_about_measuring(project):
+def test_a_shard_needs_a_measuring_run(project):
     project.tests(CLAIMS)
     ran = project.run("--shard=1/2")
     assert ran.ret == 4
@@ -178,6 +178,6 @@ def test_of_two_shards_a_later_outcome_counts(night, capsys):
     ]
 
 
-def test_no_run_is_a_misuse(tmp_path, capsys):
+def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     assert main(["complete", str(tmp_path)]) == 2
     assert "there is no run below these folders" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Triton's kernels are found as they were compiled and launched, on a GPU that is not here."""
+"""Triton's kernels are found as compiled and launched, on a simulated GPU."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ from tests.plugin.test_explanation import explained
 
 
 class JITFunction:
-    """Triton's, with the kernels that it compiled for device 0."""
+    """Triton's function, with its kernels compiled for device 0."""
 
     def __init__(self, *kernels):
         self.fn = lambda: None
@@ -31,7 +31,7 @@ def a_kernel(handle, name):
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Launch by handle, in a process whose modules are frozen as a claim's are."""
+    """Launch a kernel by its handle, in a process with frozen modules, as in a claim."""
     hooks = []
     hook = SimpleNamespace(add=hooks.append, remove=hooks.remove)
     knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))
@@ -44,25 +44,25 @@ def launch(monkeypatch):
         lambda file: {file.read_text(): Code({"HGMMA": 1}, 32, 0, 0)},
     )
     gc.freeze()
-    yield lambda handle: [told(SimpleNamespace(data={"function": handle})) for told in hooks]
+    yield lambda handle: [hook(SimpleNamespace(data={"function": handle})) for hook in hooks]
     assert not hooks
     gc.unfreeze()
 
 
-def names(found):
-    return [compiled.kernel.function for compiled in found]
+def names(compiled):
+    return [kernel.kernel.function for kernel in compiled]
 
 
-def test_only_what_was_launched_is_looked_at_though_it_is_frozen(launch):
+def test_only_launched_kernels_are_returned_although_they_are_frozen(launch):
     functions = [JITFunction(a_kernel(1, "small"), a_kernel(2, "large")), JITFunction()]
     gc.freeze()
-    [found] = triton_build.launched_kernels(lambda: launch(2))
-    assert (found.kernel.function, found.kernel.arch) == ("large", "sm_90")
-    assert found.opcodes == {"HGMMA": 1}
+    [compiled] = triton_build.launched_kernels(lambda: launch(2))
+    assert (compiled.kernel.function, compiled.kernel.arch) == ("large", "sm_90")
+    assert compiled.opcodes == {"HGMMA": 1}
     assert functions
 
 
-def test_a_graph_does_not_tell_so_that_all_kernels_are_looked_at(launch):
+def test_without_a_visible_launch_all_kernels_are_returned(launch):
     functions = [
         JITFunction(a_kernel(1, "small"), SimpleNamespace()),
         JITFunction(a_kernel(2, "x")),
@@ -71,36 +71,38 @@ def test_a_graph_does_not_tell_so_that_all_kernels_are_looked_at(launch):
     assert functions
 
 
-def test_a_function_that_inductor_has_stripped_is_passed_over(launch):
+def test_a_function_that_inductor_stripped_is_skipped(launch):
     functions = [JITFunction(a_kernel(1, "theirs")), JITFunction(a_kernel(2, "ours"))]
     functions[0].fn = None
     assert names(triton_build.launched_kernels(lambda: launch(2))) == ["ours"]
 
 
-def test_a_call_that_goes_wrong_leaves_no_hook(launch):
+def test_a_call_that_raises_leaves_no_hook(launch):
     functions = [JITFunction(a_kernel(1, "small"))]
     with pytest.raises(ZeroDivisionError):
         triton_build.launched_kernels(lambda: 1 / 0)
     assert functions
 
 
-def test_a_claim_without_triton_s_kernels_is_not_run_again(launch):
+def test_a_claim_without_triton_kernels_is_not_called_again(launch):
     assert triton_build.launched_kernels(pytest.fail) == []
 
 
-def test_without_triton_there_is_nothing(monkeypatch):
+def test_without_triton_there_are_no_kernels(monkeypatch):
     monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
     assert triton_build.launched_kernels(lambda: None) == []
 
 
-def test_code_that_a_gpu_does_not_show_is_no_evidence(launch, monkeypatch):
+def test_kernels_that_did_not_run_are_no_evidence(launch, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(FakeDevice, "torch_device", "cuda")
     functions = [JITFunction(a_kernel(1, "twice"))]
     pieces = [evidence.opcode("HGMMA", kernel="twice")]
-    said, problem = explained(evidence=pieces, optimized=lambda x: (launch(1), doubling(100)(x))[1])
+    explanation, problem = explained(
+        evidence=pieces, optimized=lambda x: (launch(1), doubling(100)(x))[1]
+    )
     assert problem is None
-    assert said.evidence[0].value == 1
+    assert explanation.evidence[0].value == 1
     functions.clear()
     _, problem = explained(evidence=pieces)
     assert isinstance(problem, UsageError)

@@ -73,7 +73,7 @@ def disassemble(
         problem = f"{tool} prints no code" + (f" of {missing[0]}" if missing else "")
         problem += f" ({stderr[-1]})" if stderr else ""
     raise BuildError(
-        f"the SASS of {binary} cannot be read: {problem}; install the extra pytest-aiperf[sass], or "
+        f"cannot read the SASS of {binary}: {problem}; install the extra pytest-aiperf[sass], or "
         "put the cuobjdump of a CUDA toolkit on PATH that knows the architecture"
     )
 
