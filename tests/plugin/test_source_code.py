@@ -317,3 +317,18 @@ def test_highlighted_code_is_escaped_and_complete(language):
     assert "</pre>" not in html
     assert '<span class="k">return</span>' in html
     assert "x &lt; " in html
+
+
+def test_a_run_records_where_its_arms_are(project):
+    file = project.tests(
+        '@pytest.mark.parametrize("rung", ["b", "a"])\n'
+        "def test_it(compare, rung): compare(**usual)\n"
+    )
+    project.run("--gpu").assert_outcomes(passed=2)
+    records = [from_json(Result, project.results()[f"ch07/it[{rung}]"]) for rung in "ba"]
+
+    assert [record.rung_index for record in records] == [0, 1]
+    (code,) = source_code.arms(records[0], project.path)["optimized"]
+    assert code.where == file.relative_to(project.path).as_posix()
+    assert code.text.startswith("def doubling(microseconds):\n    def double(x):")
+    assert code.text.endswith("    return double")
