@@ -74,8 +74,6 @@ class BoundClaim:
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
 
-    # inputs and arms
-
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
         self.device.seed(seed)
@@ -105,10 +103,7 @@ class BoundClaim:
         return replace(inputs, dynamic=())
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
-        """Return the callable of an arm that is timed.
-
-        A prepared arm prepares on decoy values; the inputs get their own values afterwards.
-        """
+        """Return the callable to time; a prepared arm prepares on decoy values."""
         arm = self.claim.arms[name]
         _check_signature(name, arm, inputs.args)
         if not isinstance(arm, Prepared):
@@ -124,10 +119,9 @@ class BoundClaim:
         return call
 
     def _refuse_all_static(self, name: str, inputs: Inputs) -> None:
-        leaves = [p for i in inputs.dynamic for p, _ in tensors.walk(inputs.args[i], f"args[{i}]")]
-        if len(inputs.dynamic) < len(inputs.args) and not (
-            set(leaves) - set(self.effects.write_only)
-        ):
+        leaves = {p for i in inputs.dynamic for p, _ in tensors.walk(inputs.args[i], f"args[{i}]")}
+        has_static = len(inputs.dynamic) < len(inputs.args)
+        if has_static and not leaves - set(self.effects.write_only):
             raise UsageError(
                 f"{name}: all inputs are static, so a prepared arm could do all its work while it "
                 "prepares: mark as static only what a caller would hold (weights, tables)"
@@ -138,8 +132,6 @@ class BoundClaim:
         with self.step():
             inputs = self.make_inputs(self.seed)
             return self.claim.work(*inputs.args) if self.claim.work else None
-
-    # settings
 
     def note_settings(self) -> None:
         """Note the global settings; a claim that shares the host has fewer threads."""
@@ -163,8 +155,6 @@ class BoundClaim:
         finally:
             self.refuse_changed_settings()  # a changed setting explains whatever else went wrong
         self.device.synchronize()  # or this work would run on while another claim is timed
-
-    # agreement
 
     def check_agreement(self, share: Share = lambda step: step()) -> Sequence[Error]:
         """Check all arms against the reference on several seeds; return each arm's worst error.
@@ -215,12 +205,9 @@ class BoundClaim:
             return
         if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
             raise UsageError(
-                "inputs() gives the same values for every seed, and an arm that remembers its "
-                "result would pass: draw them (the generators are seeded, and bench.seed has the "
-                "seed)"
+                "inputs() gives the same values for every seed, and an arm that caches its result "
+                "would pass: draw them (the generators are seeded, and bench.seed is the seed)"
             )
-
-    # outputs of timed calls
 
     def call_again(self, inputs: Inputs, call: Step) -> object:
         """Restore inputs that a call updated in place, and return what one more call returns."""

@@ -28,6 +28,7 @@ Make = Callable[[], Inputs]
 Outputs = Sequence[NamedTensor]
 Element = tuple[tuple[int, ...], Any, Any]
 """Index of an element, its value in a result and its value in the reference."""
+_NOWHERE: Element = ((), 0.0, 0.0)
 
 MAX_ERROR_RATIO = 4
 """An arm's error may be this many times the baseline's: another order of additions stays below."""
@@ -229,8 +230,8 @@ def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence
             if is_view and not allowed and path.startswith("result"):
                 raise WrongResult(
                     f"{arm} returns {path} as a view of its inputs or of few elements, the "
-                    "baseline computes it: the work is left to whoever reads it, so let both arms "
-                    "go on to that"
+                    "baseline computes it: the reader of the view does the work, so time that "
+                    "step in both arms"
                 )
 
 
@@ -297,10 +298,11 @@ def _compare(
             )
         error, locate = _worst(got, want, rms)
         if arm == "baseline":
-            baseline_error, who = error, "baseline and reference disagree, one of them is wrong"
+            baseline_error = error
+            problem = "baseline and reference disagree, one of them is wrong"
         else:
             allowed = max(MAX_ERROR_RATIO * baseline_error, budget)
-            who = f"{arm} disagrees with the reference"
+            problem = f"{arm} disagrees with the reference"
         index, actual, expected = locate() if located or error > allowed else _NOWHERE
         if error > allowed:
             shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
@@ -308,8 +310,8 @@ def _compare(
             if math.isinf(error):
                 why = "unwritten or not finite: results must be finite"
             raise WrongResult(
-                f"{who}{when and ' ' + when}: {path}{list(index) or ''} is {shown[0]}, expected "
-                f"{shown[1]} ({why})"
+                f"{problem}{when and ' ' + when}: {path}{list(index) or ''} is {shown[0]}, "
+                f"expected {shown[1]} ({why})"
             )
         yield Error(
             arm=arm,
@@ -320,9 +322,6 @@ def _compare(
             error=error,
             allowed=allowed,
         )
-
-
-_NOWHERE: Element = ((), 0.0, 0.0)
 
 
 def _numbers(value: Any) -> Any:

@@ -18,7 +18,7 @@ _HOST_ONLY = ("DYNAMO", "LAZY_BACKWARD")
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Make torch.compile leave its arms as they are: its CPU code says nothing about a GPU's."""
+    """Make torch.compile leave its arms as they are: its CPU code is not a GPU's."""
     torch = sys.modules.get("torch")
     if torch is None or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return nullcontext()
