@@ -40,10 +40,8 @@ _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0
 """Longest run of it: under a power cap the clock may never be stable."""
-_STABLE_READINGS: Final = 5
-"""Consecutive readings of the SM clock that must agree."""
-_STABLE_SPREAD: Final = 0.02
-"""Largest relative difference between them."""
+_STABLE_READINGS: Final = 5  #: Consecutive readings of the SM clock that must agree.
+_STABLE_SPREAD: Final = 0.02  #: Largest relative difference between them.
 _WARM_UP_S: Final = 0.03
 """On H200s, memory was 11 % slower for up to this long after a pause of some milliseconds."""
 

@@ -39,8 +39,7 @@ NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
 class Block(Protocol):
     """Calls that are timed together."""
 
-    last: object
-    """Return value of the last call."""
+    last: object  #: Return value of the last call.
 
     def run(self) -> float:
         """Return the seconds of all calls together."""
@@ -51,12 +50,9 @@ class Block(Protocol):
 class Device(Protocol):
     """A device that runs and times calls, with its memory, its clocks and its noise."""
 
-    gpu: Gpu | None
-    """None on the host."""
-    torch_device: str
-    """Name of the device in torch: ``cuda`` or ``cpu``."""
-    ranks: RankGroup
-    """Processes that measure the same claim."""
+    gpu: Gpu | None  #: None on the host.
+    torch_device: str  #: Name of the device in torch: ``cuda`` or ``cpu``.
+    ranks: RankGroup  #: Processes that measure the same claim.
 
     def seed(self, seed: int) -> None: ...
     def synchronize(self) -> None: ...

@@ -63,8 +63,7 @@ class Event:
     name: str
     start: float
     end: float
-    thread: tuple[object, object]
-    """Process and thread."""
+    thread: tuple[object, object]  #: Process and thread.
     args: Mapping[str, Any]
 
 
@@ -72,8 +71,7 @@ class Event:
 class Activity:
     """Work on the GPU; times are in seconds."""
 
-    kind: str
-    """"kernel", "graph", "memset", or the direction of a copy such as "host to device"."""
+    kind: str  #: "kernel", "graph", "memset", or the direction of a copy such as "host to device".
     name: str
     start: float
     end: float

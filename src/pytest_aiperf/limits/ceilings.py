@@ -31,11 +31,9 @@ DEVICE: Final = (
 """Ceilings of a GPU that rooflines of claims use."""
 HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
 """Ceilings of the transfers between host and GPU."""
-LINKS: Final = interconnect.NAMES
-"""Ceilings of the links between GPUs."""
+LINKS: Final = interconnect.NAMES  #: Ceilings of the links between GPUs.
 
-ProgressLine = Callable[[str], object]
-"""Callback that gets one line about the progress."""
+ProgressLine = Callable[[str], object]  #: Callback that gets one line about the progress.
 
 _KERNELS: Final = Path(__file__).with_name("ceilings.cu")
 

@@ -16,16 +16,12 @@ from pytest_aiperf.machine.process_group import run_in_group
 
 NAMES: Final = ("p2p", "p2p_both", "all_reduce", "all_gather", "reduce_scatter")
 """Names of the measured rates."""
-_SIZE: Final = 1 << 30
-"""Bytes per copy or collective: large enough that latency does not count."""
-_BLOCKS: Final = 10
-"""Timed blocks; the fastest counts."""
-_CALLS: Final = 4
-"""Calls per block."""
+_SIZE: Final = 1 << 30  #: Bytes per copy or collective: large enough that latency does not count.
+_BLOCKS: Final = 10  #: Timed blocks; the fastest counts.
+_CALLS: Final = 4  #: Calls per block.
 _DEADLINE_S: Final = 120.0
 """Time limit of the measuring processes: a collective that misses a rank waits forever."""
-_RATES_FILE: Final = "rates.json"
-"""File in which rank 0 leaves the rates."""
+_RATES_FILE: Final = "rates.json"  #: File in which rank 0 leaves the rates.
 
 
 def measure(count: int) -> dict[str, float]:

@@ -13,16 +13,12 @@ from typing import Any, Final
 from pytest_aiperf.device.device import Call, Device, calls_per_block, choose_mode, now
 from pytest_aiperf.model import Gpu, Metric, Mode
 
-_BLOCKS: Final = 10
-"""Timed blocks per call; the best one counts."""
-_BURSTS: Final = 8
-"""Additional blocks of arithmetic, each after a rest."""
-_REST_S: Final = 0.03
-"""Pause before a burst, in which the power cap's average falls."""
+_BLOCKS: Final = 10  #: Timed blocks per call; the best one counts.
+_BURSTS: Final = 8  #: Additional blocks of arithmetic, each after a rest.
+_REST_S: Final = 0.03  #: Pause before a burst, in which the power cap's average falls.
 _MAX_S: Final = 0.6
 """Time budget of one call, so that all ceilings of a GPU take about ten seconds."""
-_THREADS: Final = 256
-"""Threads per block in ceilings.cu."""
+_THREADS: Final = 256  #: Threads per block in ceilings.cu.
 _MIN_ARCH: Final = {"fp16": 70, "tf32": 80, "bf16": 80, "int8": 80, "fp8": 89}
 """Compute capability (times ten) from which tensor cores support a type."""
 
@@ -33,18 +29,12 @@ Kernels = Mapping[str, Callable[..., object]]
 class Sizes:
     """Sizes of the buffers and matrices that the micro-benchmarks use."""
 
-    memory: int
-    """Bytes that are read or copied in device memory."""
-    l2: tuple[int, ...]
-    """Bytes that are read or copied in the L2."""
-    host: int
-    """Bytes that are copied between host and GPU."""
-    products: tuple[tuple[int, int, int], ...]
-    """M, N and K of matrix products."""
-    launches: int = 200
-    """Launches that are timed together."""
-    rounds: int = 1_000
-    """Iterations of the shared-memory and the FMA kernel."""
+    memory: int  #: Bytes that are read or copied in device memory.
+    l2: tuple[int, ...]  #: Bytes that are read or copied in the L2.
+    host: int  #: Bytes that are copied between host and GPU.
+    products: tuple[tuple[int, int, int], ...]  #: M, N and K of matrix products.
+    launches: int = 200  #: Launches that are timed together.
+    rounds: int = 1_000  #: Iterations of the shared-memory and the FMA kernel.
 
     @classmethod
     def of(cls, gpu: Gpu, free: int) -> Sizes:

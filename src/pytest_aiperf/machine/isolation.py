@@ -86,13 +86,11 @@ class Channel:
 class ProcessExit:
     """How a claim's process ended, and the messages that it sent."""
 
-    messages: tuple[Message, ...]
-    """All but the transient ones."""
+    messages: tuple[Message, ...]  #: All but the transient ones.
     status: Status
     """``interrupted``: the supervisor was killed from outside. ``stuck``: SIGKILL did not end the
     process, so its GPU cannot be trusted."""
-    code: int
-    """Exit status, or the number of the signal that ended the process."""
+    code: int  #: Exit status, or the number of the signal that ended the process.
     seconds: float
     peak_rss_bytes: int
     deadline_s: float

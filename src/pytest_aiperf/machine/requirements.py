@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
 """Names of the plugin's fixtures."""
-ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")
-"""Markers that restrict a test to architectures."""
-REQUIREMENTS = pytest.StashKey["Requirements"]()
-"""Requirements of a collected item, in its stash."""
+ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
+REQUIREMENTS = pytest.StashKey["Requirements"]()  #: Requirements of a collected item, in its stash.
 
 _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
@@ -60,20 +58,13 @@ def claim_id(nodeid: str) -> str:
 class Requirements:
     """Requirements that the markers of an item state."""
 
-    host: bool = False
-    """A claim of the host: it needs no GPU."""
-    gpu: bool = False
-    """Marked with ``gpu`` or an architecture."""
-    count: int = 1
-    """GPUs, at least."""
-    min_sm: int | None = None
-    """Compute capability, at least: 90 for sm90."""
-    memory: float | None = None
-    """Bytes of GPU memory, at least."""
-    archs: tuple[str, ...] = ()
-    """Architectures, one of which is required; empty for any."""
-    cpu: bool = True
-    """Whether a claim of several GPUs is checked on the CPU without ``--gpu``."""
+    host: bool = False  #: A claim of the host: it needs no GPU.
+    gpu: bool = False  #: Marked with ``gpu`` or an architecture.
+    count: int = 1  #: GPUs, at least.
+    min_sm: int | None = None  #: Compute capability, at least: 90 for sm90.
+    memory: float | None = None  #: Bytes of GPU memory, at least.
+    archs: tuple[str, ...] = ()  #: Architectures, one of which is required; empty for any.
+    cpu: bool = True  #: Whether a claim of several GPUs is checked on the CPU without ``--gpu``.
 
     @property
     def checked_on_cpu(self) -> bool:

@@ -30,29 +30,22 @@ EXIT_GRACE_S: Final = 20.0
 class RankJob:
     """What a rank gets from the process that starts it."""
 
-    scratch: str
-    """Folder in which the ranks leave their exits and their output."""
-    record: Result
-    """The claim's record so far."""
-    noise_floor: float | None = None
-    """The session's noise floor, if it is measured already."""
+    scratch: str  #: Folder in which the ranks leave their exits and their output.
+    record: Result  #: The claim's record so far.
+    noise_floor: float | None = None  #: The session's noise floor, if it is measured already.
 
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
     """How a rank ended; also how all ranks together ended."""
 
-    result: Result | None = None
-    """Record of the claim, if the rank measured it."""
-    message: str = ""
-    """Error, or reason of a skip; empty after a success."""
+    result: Result | None = None  #: Record of the claim, if the rank measured it.
+    message: str = ""  #: Error, or reason of a skip; empty after a success.
     is_cause: bool = False
     """Whether ``message`` is a root cause: one of this plugin's messages. Any other exception may
     only be a consequence of another rank's failure."""
-    skipped: bool = False
-    """Whether the claim was skipped."""
-    at_s: float = 0.0
-    """Time of the failure by the host's monotonic clock."""
+    skipped: bool = False  #: Whether the claim was skipped.
+    at_s: float = 0.0  #: Time of the failure by the host's monotonic clock.
 
 
 def rank_job(environ: Mapping[str, str]) -> RankJob | None:

@@ -124,16 +124,12 @@ class Compiled:
 class Facts:
     """What one run measured of a claim, to hold its evidence against."""
 
-    code: Sequence[Compiled] = ()
-    """The compiled kernels that are known."""
-    every: bool = False
-    """Whether ``code`` has all kernels of the claim."""
+    code: Sequence[Compiled] = ()  #: The compiled kernels that are known.
+    every: bool = False  #: Whether ``code`` has all kernels of the claim.
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Arm to figures; a figure's name is an EvidenceKind or an ncu metric."""
-    at_least: bool = False
-    """Whether the counts of launches and kernels are lower bounds."""
-    work: Work | None = None
-    """The work of one call."""
+    at_least: bool = False  #: Whether the counts of launches and kernels are lower bounds.
+    work: Work | None = None  #: The work of one call.
 
 
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:

@@ -19,16 +19,11 @@ _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
 _OVERHEAD_SHARE = 0.3
 """An arm that spends this share of its time outside kernels is overhead-bound."""
-_NEAR = 0.8
-"""From this share of its ceiling on, only less work helps."""
-_FAR = 0.4
-"""Below this share of its ceiling, an arm is not limited by it."""
-_BUSY = 0.6
-"""From this utilisation on, ncu's counter names the unit that limits an arm."""
-_WASTE = 1.5
-"""From this many times the bytes of ``work`` on, the traffic is avoidable."""
-_FULL_SECTORS = 16
-"""Sectors per request of a warp whose lanes access 16 bytes each, side by side."""
+_NEAR = 0.8  #: From this share of its ceiling on, only less work helps.
+_FAR = 0.4  #: Below this share of its ceiling, an arm is not limited by it.
+_BUSY = 0.6  #: From this utilisation on, ncu's counter names the unit that limits an arm.
+_WASTE = 1.5  #: From this many times the bytes of ``work`` on, the traffic is avoidable.
+_FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
 
 _UNITS = {
     "tensor share": ("compute-bound", "the tensor cores", "only fewer operations help"),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from pytest_aiperf.model import Interval, Replicate, Round
 
-LEVEL = 0.99
-"""Confidence level of every interval."""
+LEVEL = 0.99  #: Confidence level of every interval.
 
 
 @functools.cache

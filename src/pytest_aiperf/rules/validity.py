@@ -20,12 +20,10 @@ L2_SPANS = 3
 """The input sets of a cold measurement span the L2 this many times; at least as many sets."""
 MAX_INPUT_SETS = 256
 """More input sets than this are refused: inputs that small cannot be kept cold."""
-MAX_CLOCK_CHANGE = 0.05
-"""Largest relative change of the SM clock across a round."""
+MAX_CLOCK_CHANGE = 0.05  #: Largest relative change of the SM clock across a round.
 MAX_CAPPED_CLOCK_CHANGE = 0.15
 """The same under the power cap, where the clock fluctuates; ABBA order exposes both arms to it."""
-POWER_CAP = 0x04
-"""Clock event reason of NVML: the software power cap."""
+POWER_CAP = 0x04  #: Clock event reason of NVML: the software power cap.
 
 # The power cap (0x4), an idle GPU (0x1) and clocks set by a user (0x2, 0x100) are normal.
 _REASONS = {
@@ -34,8 +32,7 @@ _REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-THROTTLED = sum(_REASONS)
-"""Bit mask of the clock event reasons that invalidate a round."""
+THROTTLED = sum(_REASONS)  #: Bit mask of the clock event reasons that invalidate a round.
 _COUNTERS = ("thermal", "board_limit")
 
 _ENVIRONMENT = {

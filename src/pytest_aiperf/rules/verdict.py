@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
 
-SAME_WITHIN = 0.02
-"""The verdict is SAME when the whole interval lies within this distance of 1."""
+SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
 
 SESSIONS_APART = 0.035
 """How far two sessions' intervals of one unchanged claim may lie apart.
@@ -23,10 +22,8 @@ class Judgement:
     """Whether a claim holds."""
 
     holds: bool
-    why: str
-    """The reasons in words, or the verdict and the ratio where the claim holds."""
-    notes: tuple[str, ...] = ()
-    """Remarks that do not decide."""
+    why: str  #: The reasons in words, or the verdict and the ratio where the claim holds.
+    notes: tuple[str, ...] = ()  #: Remarks that do not decide.
 
 
 def is_hosts(result: Result) -> bool:
