@@ -157,8 +157,8 @@ def _of_code(piece: Evidence, facts: Facts) -> Finding:
         where = "{} for {}".format(*missing[0]) if missing else "this claim"
         kernels = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
         raise UsageError(
-            f"evidence of {piece.of or piece.kind}: no kernel of {where} has {piece.kernel!r} in its name; "
-            f"its kernels are {kernels}"
+            f"evidence of {piece.of or piece.kind}: no kernel of {where} has {piece.kernel!r} in "
+            f"its name; its kernels are {kernels}"
         )
     figures = [(_in_code(piece, code), str(code)) for code in named]
     if needs_sass and not piece.kernel:
