@@ -155,16 +155,16 @@ def ceilings(given: argparse.Namespace) -> int:
     with GpuLock([g.uuid for g in gpus], on_wait=_progress).exclusive_host():
         device = CudaMachine().open_device(gpus[0])
         names = (*limits.DEVICE, *limits.HOST)
-        found = limits.get(device, names, _progress, fresh=given.fresh)
+        figures = limits.get(device, names, _progress, fresh=given.fresh)
         if len(gpus) > 1:
             try:
-                found |= limits.get_links(gpus, _progress, fresh=given.fresh)
+                figures |= limits.get_links(gpus, _progress, fresh=given.fresh)
             except InvalidMeasurement as error:
                 _progress(str(error))
     assert device.gpu is not None
-    _print([device.gpu.name, *limits.table(found, device.gpu.key)])
+    _print([device.gpu.name, *limits.table(figures, device.gpu.key)])
     if given.json:
-        text = dumps(limits.record(device.gpu, found), "ceilings", indent=1)
+        text = dumps(limits.record(device.gpu, figures), "ceilings", indent=1)
         atomic_write(given.json, f"{text}\n")
     return DONE
 
@@ -192,7 +192,7 @@ def capture(given: argparse.Namespace) -> int:
     request = profiler.CaptureRequest(
         tool,
         preset,
-        Path(profiler.ARTIFACTS, run, profiler.folder_name(name)).absolute(),
+        profiler.run_folder(Path.cwd(), run) / profiler.folder_name(name),
         (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function),
         given.deadline,
         given.calls,
@@ -403,13 +403,13 @@ def clean(given: argparse.Namespace) -> int:
     Runs and profiles are removed below the current folder only. Accepted results and symbolic
     links stay. Do not run it while a session measures.
     """
-    found = artifacts.find_artifacts(Path.cwd(), nvcc.default_cache(), RUNS, profiler.ARTIFACTS)
-    size = sum(artifacts.size(path) for path in found)
-    _print(found)
+    paths = artifacts.find_artifacts(Path.cwd(), nvcc.default_cache(), RUNS, profiler.ARTIFACTS)
+    size = sum(artifacts.size(path) for path in paths)
+    _print(paths)
     if not given.dry_run:
-        artifacts.remove(found, RUNS)
+        artifacts.remove(paths, RUNS)
     state = "would be removed" if given.dry_run else "removed"
-    sys.stdout.write(f"{state}: {len(found)}, {si(float(size), 'B')}\n")
+    sys.stdout.write(f"{state}: {len(paths)}, {si(float(size), 'B')}\n")
     return DONE
 
 

@@ -233,10 +233,10 @@ def _context(request: pytest.FixtureRequest) -> ItemContext:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
     """Describe this GPU: its name, architecture, SMs, and the bytes of its L2 and memory."""
-    found = _context(request).device.gpu
-    if found is None:
+    description = _context(request).device.gpu
+    if description is None:
         pytest.skip("needs a GPU: run with --gpu")
-    return found
+    return description
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_debugging_environment_is_in_the_record(monkeypatch):
         ({"metric": ()}, "metric"),
         ({"optimized": 3}, "needs a callable, not 3"),
         ({"optimized": lambda x, y: x}, "does not take the 1 values"),
-        ({"device": "tpu"}, "known are 'cuda' and 'cpu'"),
+        ({"device": "tpu"}, "use 'cuda' or 'cpu'"),
     ],
 )
 def test_wrong_use_is_raised(words, message):

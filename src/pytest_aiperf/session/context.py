@@ -123,7 +123,7 @@ class ItemContext:
         tool, preset = tools.parse(spec)
         settings = self.settings
         name = capture.folder_name(claim_id(self.item.nodeid))
-        folder = settings.root / capture.ARTIFACTS / settings.run_id / name
+        folder = capture.run_folder(settings.root, settings.run_id) / name
         command = (sys.executable, "-m", "pytest", *self.arguments())
         return capture.CaptureRequest(
             tool, preset, folder, command, settings.deadline_s, calls, seed

@@ -133,13 +133,13 @@ class ProfileArms:
             context.new_result(), code=source_hash.identity(context.files()), kernels=kernels
         )
         # "copy" of "void copy<float>(float const*)": all tools show this part of a kernel's name
-        own = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in kernels}
+        names = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in kernels}
         request = context.capture_request(
             context.settings.profile, context.settings.profile_calls, record.seed
         )
         try:
             # children have a deadline of their own
-            result, error = capture.run(claim, request, record, sorted(own), context.wait_for)
+            result, error = capture.run(claim, request, record, sorted(names), context.wait_for)
         except ToolMissing as missing:
             raise pytest.skip.Exception(str(missing), _use_item_location=True) from None
         context.progress("reading")

@@ -227,24 +227,24 @@ class Runner:
         return (yield)  # pytest-benchmark finishes after this: its files include the claims
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
-        ours = self.session
+        aiperf = self.session
         code = pytest.ExitCode
         complete = (code.OK, code.TESTS_FAILED, code.NO_TESTS_COLLECTED)
         # a second Ctrl-C is in flight here, if it came before pytest noted the first
         in_flight = sys.exception() is not None
         interrupted = in_flight or exitstatus not in complete or bool(session.shouldstop)
         try:
-            ours.finish(interrupted=interrupted, stopped=bool(session.shouldfail))
+            aiperf.finish(interrupted=interrupted, stopped=bool(session.shouldfail))
         except (AiperfError, OSError, ValueError) as error:
-            ours.closing.append(f"ERROR: {error}")
+            aiperf.closing.append(f"ERROR: {error}")
             session.exitstatus = code.INTERNAL_ERROR
             return
-        claims = list(ours.results.values())
+        claims = list(aiperf.results.values())
         if folder := session.config.option.aiperf_report:
             from pytest_aiperf.report.page import write_report  # late: with Jinja2
 
-            written = write_report(claims, results.machine_info(ours.gpus), Path(folder))
-            ours.closing.append(f"report: {written}")
+            written = write_report(claims, results.machine_info(aiperf.gpus), Path(folder))
+            aiperf.closing.append(f"report: {written}")
         plugin = session.config.pluginmanager.get_plugin("pytest-benchmark")
         terminal.benchmark_session_add(plugin, claims)
         if any(r.message == LOST for r in claims) and session.exitstatus == code.OK:

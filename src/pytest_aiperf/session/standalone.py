@@ -75,7 +75,7 @@ def measure(
 
     .. code-block:: python
 
-        result = measure(baseline=torch.softmax, optimized=mine, inputs=rows, reference=exact)
+        result = measure(baseline=torch.softmax, optimized=fast, inputs=rows, reference=exact)
         print(result.verdict, result.speedup)  # FASTER 1.84x [1.82, 1.86]
 
     Args:
@@ -168,7 +168,7 @@ def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | No
     if kind == "cuda" and not gpus:
         raise UsageError(f"measure(device='cuda') needs an NVIDIA GPU: {nvml.absence()}")
     if kind not in ("cuda", "cpu", None):
-        raise UsageError(f"measure(device={kind!r}): known are 'cuda' and 'cpu'")
+        raise UsageError(f"measure(device={kind!r}): use 'cuda' or 'cpu'")
     gpu = gpus[0] if gpus else None
     lock = GpuLock([g.uuid for g in gpus[:1]])
     with lock.shared():
@@ -196,8 +196,8 @@ def _record(optimized: Arm, gpus: Sequence[Gpu], seed: int, *, quick: bool) -> R
 def _source_files(*arms: Arm) -> list[Path]:
     """List the files below the current folder that define the arms; a notebook cell has none."""
     modules = {getattr(_function(arm), "__module__", None) for arm in arms}
-    found: list[ModuleType | None] = [sys.modules.get(str(name)) for name in modules]
-    return [path for module in found for path in source_hash.files(module, Path.cwd())]
+    loaded: list[ModuleType | None] = [sys.modules.get(str(name)) for name in modules]
+    return [path for module in loaded for path in source_hash.files(module, Path.cwd())]
 
 
 def _function(arm: Arm) -> Any:
