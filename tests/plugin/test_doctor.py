@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aiperf.build import sass
 from pytest_aiperf.cli import main
 from pytest_aiperf.doctor import bundle, clean, doctor, host_facts
 from pytest_aiperf.doctor.doctor import State, checks
 from pytest_aiperf.errors import BuildError, ToolMissing, UsageError
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.model import Gpu
+from pytest_aiperf.profilers.capture import run_folder
+from pytest_aiperf.records.journal import open_run
 
 UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
 ONE = Gpu("NVIDIA H200", "h200", UUID, "sm90", 132, 60 << 20, 150 << 30, "580.159")
@@ -415,6 +418,15 @@ def test_clean_removes_nothing_else(littered, tmp_path, capsys):
     left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert left == set(FOREIGN)
     assert capsys.readouterr().out.splitlines()[-1].startswith("removed: 7, ")
+
+
+def test_every_folder_of_a_run_is_found(tmp_path):
+    cache = tmp_path / "cache"
+    open_run(tmp_path / ".aiperf", RUN)
+    run_folder(tmp_path, RUN)
+    sass.cached(cache / BUILD / "sass.json", dict)
+    found = clean.find_artifacts(tmp_path, cache, ".aiperf", "artifacts")
+    assert found == [tmp_path / ".aiperf", tmp_path / "artifacts" / RUN, cache / BUILD]
 
 
 def test_an_existing_folder_is_not_taken_over(tmp_path, monkeypatch):

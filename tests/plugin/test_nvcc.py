@@ -20,6 +20,7 @@ from pytest_aiperf.build import nvcc as nvcc_module
 from pytest_aiperf.build.nvcc import BuildRequest, Nvcc, build, build_parallel, nvcc_calls
 from pytest_aiperf.errors import BuildError, UsageError
 from pytest_aiperf.machine import process_group
+from pytest_aiperf.machine.cache_folder import is_tagged
 
 SCALE = """
 #include "factor.h"
@@ -94,6 +95,8 @@ def test_a_build_has_its_launcher_and_the_output_of_ptxas(source, cache):
     assert kernel.source == str(source)
     assert "sm_90a" in built.log
     assert (cache.stat().st_mode & 0o777, len(published(cache))) == (0o700, 1)
+    assert is_tagged(built.path.parent)
+    assert is_tagged(cache / "locks")
 
 
 def test_four_architectures_build_in_parallel_beside_one_that_cannot(source, cache):

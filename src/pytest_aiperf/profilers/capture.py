@@ -18,6 +18,7 @@ from typing import Final
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.limits import ceilings
+from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import Evidence, EvidenceKind, Finding, Outcome, Profile, Result, Work
 from pytest_aiperf.rules import evidence, roofline
@@ -62,6 +63,13 @@ class ExpectedKernels:
     """ncu metrics that evidence is about, each with part of the name of its kernels."""
     cache: str = "cold"
     """"cold", or "warm" to have ncu leave the caches alone."""
+
+
+def run_folder(root: Path, run: str) -> Path:
+    """Create the folder for the artefacts of a run, tagged so that `clean` removes it."""
+    folder = root / ARTIFACTS / run
+    create_tagged(folder)
+    return folder
 
 
 def folder_name(claim: str) -> str:
@@ -229,8 +237,10 @@ def _capture(
         )
         reply = _run_target(request, job, [*command, *tool.steps.get(step, ())], fallback.environ)
         # an arm may fail because of what the checker found: then the finding is reported
-        if reply.error and not (tool.is_checker and _count_findings(tool, stem, arm)):
-            raise CaptureFailed(f"the {arm} arm under {tool.name}: {reply.error}")
+        if reply.error:
+            file = Path(f"{stem}{tool.suffix}")
+            if not (tool.is_checker and parsers.read(tool.name, file, arm).figures["findings"]):
+                raise CaptureFailed(f"the {arm} arm under {tool.name}: {reply.error}")
         return reply
 
     with ThreadPoolExecutor() as pool:
@@ -253,10 +263,6 @@ def _capture(
         )
     notes = (*profile.notes, *filter(None, [fallback.note]))
     return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
-
-
-def _count_findings(tool: Tool, stem: Path, arm: str) -> float:
-    return parsers.read(tool.name, Path(f"{stem}{tool.suffix}"), arm).figures["findings"]
 
 
 def _run_target(
