@@ -20,7 +20,7 @@ from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.claim.measure import noise_floor as measure_noise_floor
-from pytest_aiperf.claim.replicates import measure, speedup
+from pytest_aiperf.claim.replicates import measure_metric, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
@@ -135,7 +135,7 @@ def compare(  # noqa: PLR0917  the same order everywhere
     claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
     bound = BoundClaim(claim, device, seed, full=True)
     try:
-        timing = measure(bound, Metric.DEVICE, rule)
+        timing = measure_metric(bound, Metric.DEVICE, rule)
     except InvalidMeasurement:
         return Comparison(None, None, time.monotonic() - started)
     finally:

@@ -12,7 +12,7 @@ from pytest_aiperf import Score, prepared, static
 from pytest_aiperf.claim import replicates, sampler
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.measure import noise_floor
-from pytest_aiperf.claim.replicates import measure, speedup
+from pytest_aiperf.claim.replicates import measure_metric, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.machine.distributed import RankGroup
@@ -43,7 +43,7 @@ def a_bound_claim(device=None, phases=None, **words):
 
 def measured(bound, rule=STANDARD, metric=Metric.DEVICE):
     bound.check_agreement()
-    timing = measure(bound, metric, rule)
+    timing = measure_metric(bound, metric, rule)
     bound.verify()
     return timing
 
@@ -166,7 +166,7 @@ def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
     # effects: 2, and 2 for two seeds that must differ; per seed one for each arm and the reference
     assert len(calls) == 4 + AGREEMENT_SEEDS * (2 + calls_per_set)
     calls.clear()
-    timing = measure(bound, Metric.DEVICE, STANDARD)
+    timing = measure_metric(bound, Metric.DEVICE, STANDARD)
     sets = len(timing.replicates) * timing.sets
     # one for the size of a set; 3 for the check with new inputs
     assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
@@ -363,7 +363,7 @@ def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
     monkeypatch.setattr(
         sampler.Sampler, "check_with_new_inputs", lambda *_: None
     )  # it takes without a wait
-    measure(bound, Metric.DEVICE, STANDARD)
+    measure_metric(bound, Metric.DEVICE, STANDARD)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
     assert set(before) == {"wait"}
 
@@ -627,7 +627,7 @@ def verdicts(slower, comparisons=40):
         bound = a_bound_claim(device, baseline=doubling(200), optimized=doubling(200 * slower))
         bound.random = random.Random(seed)
         bound.check_agreement()
-        found.append(verdict(speedup(measure(bound, Metric.DEVICE, STANDARD)), floor))
+        found.append(verdict(speedup(measure_metric(bound, Metric.DEVICE, STANDARD)), floor))
     return found
 
 

@@ -128,7 +128,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
 
 
 def _make_filled(make: Callable[[], Any]) -> Any:
-    """Build inputs while torch.empty fills its memory: values that inputs() leaves unset differ."""
+    """Build inputs while torch.empty() fills its memory, so that unset values can be recognized."""
     torch = sys.modules.get("torch")
     if torch is None:
         return make()

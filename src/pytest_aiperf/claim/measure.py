@@ -37,7 +37,7 @@ from . import correctness, explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
 from .explanation import Explanation
-from .replicates import Measurement, measure, speedup
+from .replicates import Measurement, measure_metric, speedup
 from .stopping_rule import QUICK, StoppingRule
 from .torch_compile import uncompiled
 
@@ -268,7 +268,7 @@ def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progres
     bound.effects = correctness.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
     floors: list[float] = []
     while len(floors) < FLOOR_REPEATS:
-        timing = measure(bound, metric, replace(rule, max_replicates=rule.min_replicates))
+        timing = measure_metric(bound, metric, replace(rule, max_replicates=rule.min_replicates))
         ratio = speedup(timing)
         bound.verify()
         floors.append(max(ratio.high, 1 / ratio.low) - 1)

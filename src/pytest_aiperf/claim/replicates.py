@@ -82,7 +82,7 @@ class Measurement:
         return "replicates" if replicates >= rule.max_replicates else ""
 
 
-def measure(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Timing:
+def measure_metric(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Timing:
     """Do all steps of a measurement."""
     measurement = Measurement(bound, metric, rule)
     measurement.prepare()

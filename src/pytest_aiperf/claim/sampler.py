@@ -194,8 +194,8 @@ class Sampler:
     def replicate(self, seed: int) -> Replicate:
         """Time all arms on buffers of their own, and queue the last outputs for verification."""
         buffers = self._prebuilt.pop(seed, [])
-        # The next allocations get fresh memory. A prebuilt graph has memory of its own; and in wall
-        # mode the first block would show little but requests for memory.
+        # The next allocations get fresh memory, unless the buffers are prebuilt and the mode is
+        # graph, which has memory of its own, or wall, where requests for memory would be timed.
         if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.device.release()
         to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)
@@ -211,25 +211,29 @@ class Sampler:
         repeated = 0
         state = self.device.telemetry()
         for _ in range(self.rounds):
-            round_, problem, state = self._round(by_name, state)
-            for repeat in range(MAX_REPEATS):
-                if problem is None:
-                    break
-                repeated += 1
-                if repeat:  # the first repeat suffices where an idle GPU's clock had just risen
-                    self.device.stabilize_clocks(buffers[0].calls[0])
-                    state = self.device.telemetry()
-                round_, problem, state = self._round(by_name, state)
-            if problem is not None:
-                raise InvalidMeasurement(
-                    f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
-                    "let the GPU cool, stop other work on it and in the calls, and run again"
-                )
+            round_, repeats, state = self._undisturbed_round(by_name, state)
             rounds.append(round_)
+            repeated += repeats
         self._verify_later(buffers, seed)
         self._timed = seed, buffers
         del padding
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
+
+    def _undisturbed_round(
+        self, buffers: Mapping[str, ArmBuffers], state: GpuState
+    ) -> tuple[Round, int, GpuState]:
+        """Repeat a round while it is disturbed; return it, its repeats and the GPU's state."""
+        for repeat in range(MAX_REPEATS + 1):
+            if repeat > 1:  # one repeat suffices where an idle GPU's clock had just risen
+                self.device.stabilize_clocks(next(iter(buffers.values())).calls[0])
+                state = self.device.telemetry()
+            round_, problem, state = self._round(buffers, state)
+            if problem is None:
+                return round_, repeat, state
+        raise InvalidMeasurement(
+            f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
+            "let the GPU cool, stop other work on it and in the calls, and run again"
+        )
 
     def _round(
         self, buffers: Mapping[str, ArmBuffers], before: GpuState
