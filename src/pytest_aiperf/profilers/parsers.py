@@ -81,7 +81,8 @@ def hta(folder: Path) -> Reading:
             f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'pytest-aiperf[hta]'"
         ) from error
     try:
-        analysis = TraceAnalysis({_rank(trace): str(trace.absolute()) for trace in traces})
+        files = {int(trace.name.partition(".")[0]): str(trace.absolute()) for trace in traces}
+        analysis = TraceAnalysis(files)
         ranks = analysis.get_temporal_breakdown(visualize=False).to_dict("records")
         kinds = analysis.get_gpu_kernel_breakdown(visualize=False)[0].to_dict("records")
         communicates = any("COMMUNICATION" in row["kernel_type"] for row in kinds)
@@ -106,10 +107,6 @@ def hta(folder: Path) -> Reading:
         for r in ranks
     ]
     return figures, list(kernels), notes
-
-
-def _rank(trace: Path) -> int:
-    return int(trace.name.partition(".")[0])
 
 
 def _mean(rows: list[dict[str, Any]], column: str) -> float:

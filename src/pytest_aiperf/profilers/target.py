@@ -198,10 +198,6 @@ Hook = Callable[[CaptureJob, Device, Run], AbstractContextManager[None]]
 """Work around the profiled calls; its last argument runs a warm-up call."""
 
 
-def _no_hook(_job: CaptureJob, _device: Device, _warm_up: Run) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @contextmanager
 def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
     from torch import profiler
@@ -276,7 +272,7 @@ def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
 
 
 _HOOKS: Final[Mapping[str, Hook]] = {
-    "": _no_hook,
+    "": lambda *_: nullcontext(),
     "torch": _torch,
     "proton": _proton,
     "memory": _memory,

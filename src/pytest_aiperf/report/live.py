@@ -54,18 +54,16 @@ class Live:
         line = terminal.live_line(figures)
         if self._outgoing is None:
             self._write(line)
-            return
-        with suppress(OSError):  # the controller is busy or has no terminal
-            self._outgoing.sendto(line.encode(), self._address)
+        else:
+            with suppress(OSError):  # the controller is busy or has no terminal
+                self._outgoing.sendto(line.encode(), self._address)
 
     def _write(self, line: str) -> None:
-        reporter = self._reporter
-        if reporter is None:
-            return
-        if not self._shown:
-            reporter.ensure_newline()  # keep pytest's dots
-        reporter.rewrite(line, erase=True)
-        self._shown = True
+        if (reporter := self._reporter) is not None:
+            if not self._shown:
+                reporter.ensure_newline()  # keep pytest's dots
+            reporter.rewrite(line, erase=True)
+            self._shown = True
 
     def clear(self) -> None:
         """Remove the line before pytest prints."""

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.model import Result, Timing
-from pytest_aiperf.records.history import versions
+from pytest_aiperf.model import Interval, Result, Timing
+from pytest_aiperf.records.comparison import versions
 from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.stats import typical
 from pytest_aiperf.text import short, si
@@ -89,10 +89,8 @@ def page(
 
 def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: Path) -> Path:
     """Write the page and its Markdown version into a folder; return the page's path."""
-    root = Path.cwd()
-    title = "pytest-aiperf report"
-    path = folder / INDEX
-    atomic_write(path, page(results, machine, title, root=root, folder=folder))
+    root, path = Path.cwd(), folder / INDEX
+    atomic_write(path, page(results, machine, "pytest-aiperf report", root=root, folder=folder))
     atomic_write(folder / "report.md", markdown.markdown(results, root))
     return path
 
@@ -166,7 +164,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "kind": verdict.partition(",")[0].lower().replace("_", "-"),
         "cells": (
             (f"{result.speedup.value:.2f}x" if result.speedup else "-", _value(result.speedup)),
-            (_limits(result), result.speedup.low if result.speedup else 0.0),
+            (_bounds(result.speedup), result.speedup.low if result.speedup else 0.0),
             (baseline, _typical(timing, "baseline")),
             (optimized, _typical(timing, "optimized")),
             (library, _value(result.library)),
@@ -176,7 +174,6 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "expected": expected,
         "times": [(a, si(_typical(timing, a), timing.unit)) for a in arms if timing],
         "rate": rate,
-        "limit": limit,
         "how": _how(timing),
         "also": [
             (also.metric.value, arm, si(_typical(also, arm), also.unit))
@@ -203,12 +200,11 @@ def _typical(timing: Timing | None, arm: str) -> float:
     return typical(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
 
 
-def _value(interval: Any) -> float:
+def _value(interval: Interval | None) -> float:
     return interval.value if interval else 0.0
 
 
-def _limits(result: Result) -> str:
-    interval = result.speedup
+def _bounds(interval: Interval | None) -> str:
     return f"{interval.low:.3f} to {interval.high:.3f}" if interval else "-"
 
 
