@@ -102,7 +102,7 @@ def test_a_disturbed_noise_floor_is_measured_again(monkeypatch, highs, floor, me
 
 
 def test_a_claim_names_a_metric():
-    with pytest.raises(UsageError, match=r"compare\(metric=\(\)\) names no metric"):
+    with pytest.raises(UsageError, match=r"compare\(metric=\(\)\): name at least one"):
         a_claim(metric=())
 
 

@@ -62,7 +62,7 @@ class Claim:
     against: Against = Against.IDIOMATIC
     """Kind of baseline, for reports."""
     cache: CacheName = "cold"
-    """"warm" allows the working set to stay in the L2 between calls."""
+    """Whether the working set may stay in the L2 between calls ("warm") or not ("cold")."""
     precision: PrecisionName | None = None
     """Arithmetic of fewer bits that the optimized arm declares."""
     evidence: tuple[Evidence, ...] = ()
@@ -91,7 +91,7 @@ def claim_of(
             raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     if not metrics:
-        raise UsageError("compare(metric=()) names no metric: the first one is judged")
+        raise UsageError("compare(metric=()): name at least one metric; the first is judged")
     for name, word, allowed in (
         *(("metric", word, get_args(MetricName)) for word in metrics),
         ("against", against, get_args(AgainstName)),
