@@ -414,6 +414,11 @@ def test_a_failed_result_passes_once_its_figure_is_recorded(path):
     assert accepted == dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
 
 
+def test_a_passed_result_is_accepted_unchanged(path):
+    passed = result(message="a note")
+    assert propose_update(path, [passed], TODAY).accepted == (passed,)
+
+
 def test_a_refused_result_is_named_with_its_gpu_if_it_has_one(path):
     path.write_text(GOLDEN)
     here, nowhere = result(outcome=Outcome.SKIPPED), result(outcome=Outcome.NOT_RUN, key="")

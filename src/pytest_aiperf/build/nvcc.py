@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .launcher import Kernels
 
 DEADLINE_S: Final = 300.0
-"""Time after which a compilation is killed: CUTLASS templates take up to two minutes."""
+"""Time after which a compilation is killed: a hanging compiler must not block a session."""
 
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
 """Default flags by prefix; a flag of the build with the same prefix replaces the default."""

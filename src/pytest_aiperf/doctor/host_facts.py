@@ -21,7 +21,7 @@ from pytest_aiperf.model import Gpu
 from pytest_aiperf.profilers import tools
 
 DEADLINE_S: Final = 120.0
-"""Time limit of a command: importing torch from a cold disk takes up to a minute."""
+"""Time limit of a command: a hanging driver must not block the doctor."""
 
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 

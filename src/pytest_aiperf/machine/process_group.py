@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 POLL_S: Final = 0.02
-"""Interval between two checks for the end of the process: short beside any process start."""
+"""Interval between two checks for the end of the process: short beside a build or a capture."""
 
 
 def run_in_group(

@@ -1,1 +1,1 @@
-"""Records on disk: journals, results, expectations and history."""
+"""Records on disk: journals, results and expectations."""

@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple, NoReturn
 from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20
-"""Largest file, hundreds of times the size of a real one."""
+"""Largest file: 1 MiB holds thousands of claims."""
 
 MAX_DEPTH: Final = 20
-"""Deepest nesting; a parser may exhaust its stack beyond."""
+"""Deepest nesting; expectations use five levels."""
 
 MAX_NODES: Final = 100_000
-"""Most values and names in a file."""
+"""Most parser events of a file, so that a small text cannot take long to read."""
 
 MAX_TEXT: Final = 500
 """Longest text, in characters."""

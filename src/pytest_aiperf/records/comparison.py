@@ -1,0 +1,103 @@
+"""Compare two runs claim by claim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pytest_aiperf.model import Interval, Result
+from pytest_aiperf.rules.verdict import SESSIONS_APART, is_hosts
+
+
+class State(StrEnum):
+    """The change of a claim, the worst first."""
+
+    REGRESSED = "regressed"
+    GONE = "gone"
+    STALE = "stale"
+    """The test or the kernels of the claim changed."""
+    MOVED = "moved"
+    """Changed, but the figure depends on the host and the runs may have had different hosts."""
+    IMPROVED = "improved"
+    NEW = "new"
+    SAME = "same"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of a claim between two runs."""
+
+    claim: str
+    key: str
+    state: State
+    ratio: Interval | None = None
+    """The new speedup over the old one."""
+    why: str = ""
+
+
+def changes(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
+    """Compare claims on the same kind of GPU; the worst changes come first."""
+    before, after = ({(r.claim, r.key): r for r in results} for results in (old, new))
+    listed = [_change(before.get(k), after.get(k)) for k in {**before, **after}]
+    order = list(State)
+    return sorted(listed, key=lambda c: (order.index(c.state), c.key, c.claim))
+
+
+def _change(old: Result | None, new: Result | None) -> Change:
+    if new is None or (new.speedup is None and old is not None and old.speedup is not None):
+        assert old is not None
+        why = "" if new is None else f"{new.outcome}: {new.message}".splitlines()[0]
+        return Change(old.claim, old.key, State.GONE, why=why)
+    if old is None or new.speedup is None or old.speedup is None:
+        if new.speedup is None and old is not None:
+            return Change(new.claim, new.key, State.SAME, why="measured in neither run")
+        return Change(new.claim, new.key, State.NEW)
+    ratio = ratio_of(new.speedup, old.speedup)
+    if old.code != new.code:
+        why = "the claim's test or kernels changed"
+        return Change(new.claim, new.key, State.STALE, ratio, why)
+    state = State.SAME
+    if ratio.high < 1 - SESSIONS_APART:
+        state = State.REGRESSED
+    elif ratio.low > 1 + SESSIONS_APART:
+        state = State.IMPROVED
+    if state is not State.SAME and is_hosts(new) and not _is_same_gpu(old, new):
+        return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
+    return Change(new.claim, new.key, state, ratio)
+
+
+def _is_same_gpu(old: Result, new: Result) -> bool:
+    return old.gpu is not None and new.gpu is not None and old.gpu.uuid == new.gpu.uuid != ""
+
+
+def ratio_of(new: Interval, old: Interval) -> Interval:
+    """Divide two speedups of independent runs; relative errors add in quadrature."""
+    if min(new.low, old.low) <= 0 or math.isinf(max(new.high, old.high)):
+        return Interval(0.0, new.value / old.value, math.inf)
+    low = math.hypot(math.log(new.value / new.low), math.log(old.high / old.value))
+    high = math.hypot(math.log(new.high / new.value), math.log(old.value / old.low))
+    value = new.value / old.value
+    return Interval(value * math.exp(-low), value, value * math.exp(high))
+
+
+def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
+    """List differences of software and GPU between two runs: ``torch 2.10.0 -> 2.11.0``."""
+    before, after = (versions(results) for results in (old, new))
+    return [
+        f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def versions(results: Sequence[Result]) -> dict[str, str]:
+    """Return the GPUs and the versions of the software that results ran on, by name."""
+    by_name: dict[str, set[str]] = {}
+    for result in results:
+        for name, version in result.stack.items():
+            by_name.setdefault(name, set()).add(version)
+        if result.gpu is not None:
+            by_name.setdefault("GPU", set()).add(result.gpu.name)
+    return {name: ", ".join(sorted(values)) for name, values in by_name.items()}
