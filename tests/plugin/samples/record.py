@@ -1,8 +1,8 @@
-"""Records the samples beside this file on a machine with a GPU and the profilers.
+"""Record the samples beside this file, on a machine with a GPU and the profilers.
 
 From the repository's root: ``PYTHONPATH=src python tests/plugin/samples/record.py [FOLDER]``. Each
-tool runs this file again with the name of what it is to do. A tool that is missing is told of and
-its samples are left as they are; $NSYS may say where nsys is.
+tool runs this file again with the name of one of its functions. Samples of a missing tool stay as
+they are. $NSYS may be the path of nsys.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ KERNELS = HERE.parents[2] / "kernels"
 
 
 def call() -> Callable[[], object]:
-    """Make the call that is captured: copies and tile turns, each badly and well, and a softmax."""
+    """Make the captured call: slow and fast copies, slow and fast tile rotations, a softmax."""
     import torch
 
     nvcc = Nvcc(roots=[KERNELS], archs=[visible()[0].arch])
-    copy, turn = nvcc("ch07/copy.cu"), nvcc("ch06/bank_conflicts.cu")
+    copy, rotate = nvcc("ch07/copy.cu"), nvcc("ch06/bank_conflicts.cu")
     n = 1 << 22
     host = torch.randn(n).pin_memory()
     a = torch.empty(n, device="cuda")
@@ -43,8 +43,8 @@ def call() -> Callable[[], object]:
         a.copy_(host, non_blocking=True)
         copy["strided"](a, out, n)
         copy["vector"](a, out, n)
-        turn["conflicted"](a, out, n // 1024, 3)
-        turn["padded"](a, out, n // 1024, 3)
+        rotate["conflicted"](a, out, n // 1024, 3)
+        rotate["padded"](a, out, n // 1024, 3)
         return torch.softmax(a.view(-1, 1024), -1)
 
     run()
@@ -53,6 +53,7 @@ def call() -> Callable[[], object]:
 
 
 def ranged() -> None:
+    """Run the call inside the profiled range."""
     import torch
 
     run = call()
@@ -66,7 +67,7 @@ def ranged() -> None:
 def faulty() -> None:
     import torch
 
-    out = torch.empty(1 << 22, device="cuda")  # an allocation of its own, with nothing behind it
+    out = torch.empty(1 << 22, device="cuda")  # large enough for an allocation of its own
     Nvcc(roots=[HERE], archs=[visible()[0].arch])("faulty.cu")["beyond"](out, out.numel())
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
@@ -77,15 +78,15 @@ def torch_cuda(folder: Path) -> None:
 
     run = call()
 
-    def finished() -> None:
+    def run_and_wait() -> None:
         run()
         torch.cuda.synchronize()
 
-    traced(finished, folder / "torch_cuda.json.gz")
+    traced(run_and_wait, folder / "torch_cuda.json.gz")
 
 
 def torch_host(folder: Path) -> None:
-    """Trace what needs no GPU (by itself: ``record.py torch_host FOLDER``)."""
+    """Record the sample that needs no GPU: ``record.py torch_host FOLDER``."""
     import torch
 
     a = torch.randn(64, 64)
@@ -104,7 +105,7 @@ def traced(run: Callable[[], object], to: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         profiler.export_chrome_trace(f"{scratch}/trace.json")
         trace = json.loads(Path(scratch, "trace.json").read_bytes(), strict=False)
-    trace["host_name"] = ""  # nobody's business
+    trace["host_name"] = ""  # private
     to.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
 
 
@@ -121,18 +122,18 @@ def proton(folder: Path) -> None:
 
 
 def blanked(report: bytes) -> bytes:
-    """Zero what nothing reads: the device code of an ncu report, megabytes, and people's paths."""
-    blank, at = bytearray(report), 0
-    while (at := blank.find(b"\x7fELF", at)) >= 0:
-        (headers,) = struct.unpack_from("<Q", blank, at + 0x28)
-        size, count = struct.unpack_from("<HH", blank, at + 0x3A)
+    """Zero the device code of an ncu report, which is megabytes, and blank private paths."""
+    content, at = bytearray(report), 0
+    while (at := content.find(b"\x7fELF", at)) >= 0:
+        (headers,) = struct.unpack_from("<Q", content, at + 0x28)
+        size, count = struct.unpack_from("<HH", content, at + 0x3A)
         end = at + headers + size * count
-        blank[at:end] = bytes(end - at)
-    return re.sub(rb"/(?:root|home|tmp|work)/[ -~]*", lambda m: b" " * len(m[0]), bytes(blank))
+        content[at:end] = bytes(end - at)
+    return re.sub(rb"/(?:root|home|tmp|work)/[ -~]*", lambda m: b" " * len(m[0]), bytes(content))
 
 
 def shrink(database: Path) -> None:
-    """Leave of an nsys export what is read: the machine's environment and processes go."""
+    """Remove what no parser reads from an nsys export, such as the machine's environment."""
     with contextlib.closing(sqlite3.connect(database)) as db:
         tables = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         for (table,) in tables:
@@ -148,37 +149,39 @@ def shrink(database: Path) -> None:
         db.execute("VACUUM")
 
 
-def under(*command: str | Path) -> None:
+def run_tool(*command: str | Path) -> None:
     print("+", *command, flush=True)
     subprocess.run([str(part) for part in command], check=False)
 
 
 def record(folder: Path, scratch: Path) -> None:
-    me = (sys.executable, __file__)
+    this = (sys.executable, __file__)
     if ncu := shutil.which("ncu"):
-        asked = ",".join(ncu_metrics(visible()[0].arch))
+        metrics = ",".join(ncu_metrics(visible()[0].arch))
         scope = ("--nvtx", "--nvtx-include", f"{RANGE}/", "--clock-control", "none")
         sections = [part for section in NCU_SECTIONS for part in ("--section", section)]
-        under(ncu, *scope, *sections, "--metrics", asked, "-o", scratch / "ncu", *me, "ranged")
+        options = (*scope, *sections, "--metrics", metrics, "-o", scratch / "ncu")
+        run_tool(ncu, *options, *this, "ranged")
         report = blanked((scratch / "ncu.ncu-rep").read_bytes())
         (folder / "ncu.ncu-rep.gz").write_bytes(gzip.compress(report, mtime=0))
     if nsys := os.environ.get("NSYS") or shutil.which("nsys"):
         only = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--sample=none")
-        under(nsys, "profile", "--trace=cuda,nvtx", *only, "-o", scratch / "nsys", *me, "ranged")
+        options = ("--trace=cuda,nvtx", *only, "-o", scratch / "nsys")
+        run_tool(nsys, "profile", *options, *this, "ranged")
         database = folder / "nsys.sqlite"
-        made = ("--force-overwrite=true", f"--output={database}", scratch / "nsys.nsys-rep")
-        under(nsys, "export", "--type=sqlite", *made)
+        files = (f"--output={database}", scratch / "nsys.nsys-rep")
+        run_tool(nsys, "export", "--type=sqlite", "--force-overwrite=true", *files)
         shrink(database)
     if sanitizer := shutil.which("compute-sanitizer"):
-        Nvcc(roots=[HERE], archs=[visible()[0].arch], load=False)("faulty.cu")  # before it looks on
+        Nvcc(roots=[HERE], archs=[visible()[0].arch], load=False)("faulty.cu")  # not under the tool
         for what in ("ranged", "faulty"):
             saved = folder / f"{what}.memcheck.xml"
-            under(sanitizer, "--tool", "memcheck", "--xml", "--save", saved, *me, what)
-            # whose folders they are is nobody's business
+            run_tool(sanitizer, "--tool", "memcheck", "--xml", "--save", saved, *this, what)
+            # folders are private
             saved.write_text(re.sub(r"(?:/[\w.+-]+)+/(?=[\w.+-]+</)", "", saved.read_text()))
-    under(*me, "torch_cuda", folder)
-    under(*me, "proton", folder)
-    missing = [tool for tool, there in (("ncu", ncu), ("nsys", nsys)) if not there]
+    run_tool(*this, "torch_cuda", folder)
+    run_tool(*this, "proton", folder)
+    missing = [tool for tool, path in (("ncu", ncu), ("nsys", nsys)) if not path]
     print("not found, samples left as they are:", *missing or ["none"])
 
 
