@@ -36,7 +36,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --editable \
 		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]' \
-		--editable ./selfcheck
+		--editable ./selfcheck --editable ./nightly
 	touch $@
 
 clean:

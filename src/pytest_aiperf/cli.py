@@ -9,7 +9,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -26,7 +25,7 @@ from .machine.gpu_lock import GpuLock
 from .model import Outcome, Result
 from .profilers import capture as profiler
 from .profilers import target, tools
-from .records import expectations, history, journal, shards
+from .records import comparison, expectations, journal, shards
 from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
 from .report import formatting, markdown, page, terminal
 from .session.cuda_machine import CudaMachine, measurable_gpus
@@ -36,14 +35,18 @@ from .text import si
 DONE, FAILED, WRONG = 0, 1, 2
 """Exit statuses."""
 
+DISTRIBUTIONS = {"prove": "selfcheck", "gate": "nightly", "drift": "nightly"}
+"""Commands of other distributions, with the folder of each in a clone of the repository."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; an error of the plugin is one sentence on stderr and exit status 2."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser, commands = _parser()
     try:
-        if words[:1] == ["prove"] and "prove" not in commands:
-            raise UsageError("this command is a package: pip install pytest-aiperf-selfcheck")
+        folder = DISTRIBUTIONS.get(words[0]) if words else None
+        if folder and words[0] not in commands:
+            raise UsageError(f"not installed; install it from a clone: pip install ./{folder}")
         given = parser.parse_args(words)
         return int(given.run(given))
     except AiperfError as error:
@@ -97,15 +100,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write")
     add = _command(subcommands, complete)
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
-    add = _command(subcommands, gate)
-    add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
-    add("--history", metavar="DIR", type=Path, default=Path("history"), help="(default: history)")
-    text = "results of further runs of the flagged claims"
-    add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[], help=text)
-    add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims there")
-    add("--sentinels", metavar="FILE", type=Path, help="ids of sentinel claims, one per line")
-    add = _command(subcommands, drift)
-    add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
     add = _command(subcommands, clean)
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     return parser, subcommands.choices
@@ -252,15 +246,15 @@ def compare(given: argparse.Namespace) -> int:
     Exit status 1 if a claim has regressed.
     """
     old, new = _results_in(given.old), _results_in(given.new)
-    changes = history.changes(old, new)
-    text = [f"differs: {line}" for line in history.stack_changes(old, new)]
+    changes = comparison.changes(old, new)
+    text = [f"differs: {line}" for line in comparison.stack_changes(old, new)]
     for change in changes:
         ratio = f"  {change.ratio}" if change.ratio else ""
         why = f"  ({change.why})" if change.why else ""
         text.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
     count = Counter(change.state.value for change in changes)
     _print([*text, ", ".join(f"{n} {state}" for state, n in count.items()) or "no claims"])
-    return FAILED if count[history.State.REGRESSED] else DONE
+    return FAILED if count[comparison.State.REGRESSED] else DONE
 
 
 def _results_in(path: Path) -> list[Result]:
@@ -327,71 +321,6 @@ def complete(given: argparse.Namespace) -> int:
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
     _print([*text, f"{len(outcomes)} claims: {counts or 'none'}"])
     return FAILED if text else DONE
-
-
-def gate(given: argparse.Namespace) -> int:
-    """Compare a nightly run with the history of its GPU, and add it to the history.
-
-    A claim is flagged if it falls below the band of its own past. Exit status 1 if all further runs
-    (`--again`) confirm a flag, or a shift of many claims at once. A night in which a sentinel claim
-    leaves its band is void: the machine is not well, and nothing is flagged.
-    """
-    results = [r for r in read_results(given.measured) if not r.host]
-    again = [read_results(path) for path in given.again]
-    sentinels = _lines_of(given.sentinels) if given.sentinels else ()
-    keys = sorted({r.key for r in results if r.speedup})
-    if not keys:
-        raise UsageError(f"{given.measured} has no figure of a GPU: there is nothing to compare")
-    text: list[str] = []
-    flagged: set[str] = set()
-    failed = False
-    for key in keys:
-        night = history.night_of([r for r in results if r.key == key], sentinels)
-        path = given.history / f"{key}.jsonl"
-        judged = history.judge(history.read_history(path), night)
-        confirmed = history.confirmed(judged.flags, again)
-        text += _gate_lines(judged, confirmed, again)
-        counts = f"{len(judged.provisional)} provisional, {len(judged.flags)} flagged"
-        text.append(f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed")
-        flagged |= {flag.claim for flag in judged.flags}
-        failed |= bool(confirmed or (judged.shift and again))
-        if again or not judged.flags:  # a night is added once, when its flags are settled
-            history.append(path, replace(night, void=judged.void))
-    if given.flagged:
-        ids = sorted({r.nodeid for r in results if r.claim in flagged})
-        atomic_write(given.flagged, "".join(f"{nodeid}\n" for nodeid in ids))
-    _print(text)
-    return FAILED if failed else DONE
-
-
-def _lines_of(path: Path) -> list[str]:
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-
-
-def _gate_lines(
-    judged: history.Gate, confirmed: Sequence[history.Flag], again: object
-) -> list[str]:
-    text = [f"void: {judged.void}"] if judged.void else []
-    text += [f"shift: {judged.shift}"] if judged.shift else []
-    for flag in judged.flags if not judged.shift else ():
-        state = "confirmed" if flag in confirmed else "not confirmed"
-        text.append(f"{state if again else 'flagged, to be measured again'}: {flag}")
-    return text
-
-
-def drift(given: argparse.Namespace) -> int:
-    """Find lasting changes in a history that no single night shows.
-
-    Change points are found by PELT in the nights of the latest software and driver. Exit status 1
-    if there are any.
-    """
-    nights = history.read_history(given.history)
-    steps = history.change_points(nights) if nights else []
-    _print(f"{claim}: {ratio:.3f}x since {night}" for claim, night, ratio in steps)
-    return FAILED if steps else DONE
 
 
 # housekeeping

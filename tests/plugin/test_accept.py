@@ -217,17 +217,14 @@ def test_commands_of_other_packages_are_found(monkeypatch, capsys):
     assert capsys.readouterr().out == "hello you\n"
 
 
-def test_a_missing_prove_says_what_to_install(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "folder"), [("prove", "selfcheck"), ("gate", "nightly"), ("drift", "nightly")]
+)
+def test_a_command_of_a_missing_distribution_names_what_to_install(
+    command, folder, monkeypatch, capsys
+):
     monkeypatch.setattr(cli, "entry_points", lambda group: [])
-    assert main(["prove", "--quick"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == (
-        "",
-        "prove: this command is a package: pip install pytest-aiperf-selfcheck\n",
-    )
-
-
-def test_a_missing_file_of_sentinels_is_status_2(run, capsys):
-    Path("run.json").write_text(json.dumps(document(result("ch06/a"))))
-    assert main(["gate", "run.json", "--sentinels", "missing.txt"]) == 2
-    assert capsys.readouterr().err.startswith("gate: cannot read missing.txt: ")
+    assert main([command, "--any-option"]) == 2
+    message = f"{command}: not installed; install it from a clone: pip install ./{folder}\n"
+    assert capsys.readouterr() == ("", message)
+    assert (Path(__file__).parents[2] / folder / "pyproject.toml").is_file()

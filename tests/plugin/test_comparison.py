@@ -6,7 +6,7 @@ import math
 import pytest
 
 from pytest_aiperf.model import Interval, Metric, Outcome
-from pytest_aiperf.records.history import State, changes, ratio_of, stack_changes
+from pytest_aiperf.records.comparison import State, changes, ratio_of, stack_changes
 from tests.plugin.records import H200, result, timing
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from aiperf_nightly import history
+from aiperf_nightly.history import Night
 
-from pytest_aiperf.records import history
-from pytest_aiperf.records.history import Night
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import result

@@ -1,15 +1,19 @@
 """The nightly gate: bands, sick machines, fleet-wide shifts, confirmation, and its error rates."""
 
 import dataclasses
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
+from aiperf_nightly import history
+from aiperf_nightly.history import Flag, Gate, Night
 
+from pytest_aiperf.cli import main
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Interval, Outcome
-from pytest_aiperf.records import history
-from pytest_aiperf.records.history import Flag, Gate, Night
+from pytest_aiperf.schema import to_json
 from tests.plugin.records import result
 
 SENTINEL = "ch01/batched_gemm"
@@ -139,6 +143,14 @@ def test_a_torn_line_in_the_middle_is_named(tmp_path):
     path.write_text('{"started": \n' + path.read_text())
     with pytest.raises(UsageError, match=r"h200\.jsonl:1 is torn"):
         history.read_history(path)
+
+
+def test_a_missing_file_of_sentinels_is_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    benchmark = {"name": "ch06/a", "aiperf": to_json(result("ch06/a"))}
+    Path("run.json").write_text(json.dumps({"benchmarks": [benchmark]}))
+    assert main(["gate", "run.json", "--sentinels", "missing.txt"]) == 2
+    assert capsys.readouterr().err.startswith("gate: cannot read missing.txt: ")
 
 
 def test_a_lasting_step_is_found_by_the_weekly_pass():

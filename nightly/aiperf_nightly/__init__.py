@@ -1,0 +1,1 @@
+"""Comparison of nightly runs of pytest-aiperf with the nights before them."""
