@@ -48,7 +48,7 @@ class Against(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What an interval shows, given the noise floor."""
+    """Conclusion from an interval and the noise floor."""
 
     FASTER = "FASTER"
     SLOWER = "SLOWER"
@@ -104,7 +104,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What an ``inputs`` function gets."""
+    """Argument of an ``inputs`` function."""
 
     device: str
     """Where to allocate: "cuda" or "cpu"."""
@@ -230,11 +230,11 @@ class KernelRecord:
     spill_bytes: int
     """Bytes of spill stores and loads per thread."""
     shared_bytes: int
-    """Static shared memory per block."""
+    """Bytes of static shared memory per block."""
 
 
 class EvidenceKind(StrEnum):
-    """What a piece of evidence measures."""
+    """Kind of the figure that evidence is about."""
 
     OPCODE = "opcode"
     REGISTERS = "registers"
@@ -251,7 +251,7 @@ class Evidence:
     """A figure that the optimized arm's mechanism entails, and its bounds."""
 
     kind: EvidenceKind
-    """What is measured."""
+    """Kind of the figure."""
     of: str = ""
     """Name of the opcode or of the ncu metric."""
     kernel: str = ""
@@ -296,7 +296,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one call of an arm did on the GPU."""
+    """GPU activity of one call of an arm."""
 
     launches: int
     """Launches by the host."""
@@ -389,14 +389,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Require:
-    """Bounds that a human sets in expectations.yaml for all GPUs; the tool never writes them."""
+    """Bounds that an author sets in expectations.yaml for all GPUs; the tool never writes them."""
 
     speedup: float | None = None
-    """Least lower end of the speedup."""
+    """Minimum of the lower end of the speedup."""
     library: float | None = None
-    """Least lower end of the speedup over the library."""
+    """Minimum of the lower end of the speedup over the library."""
     share: float | None = None
-    """Least share of the limit."""
+    """Minimum share of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +422,7 @@ class Expectation:
     """Entry of expectations.yaml for a claim on this GPU."""
 
     require: Require = field(default_factory=Require)
-    """Bounds set by a human."""
+    """Bounds set by an author."""
     recorded: Recorded | None = None
     """Recorded figures."""
     key: str | None = None
@@ -452,7 +452,7 @@ class Result:
     seed: int
     """Seed of the inputs and of the order of blocks."""
     message: str = ""
-    """Why it ended so, in one line."""
+    """Reason for the outcome."""
     host: bool = False
     """Whether it is a host claim."""
     against: Against = Against.IDIOMATIC
@@ -500,7 +500,7 @@ class Result:
     seconds: float = 0.0
     """Duration without waiting for locks."""
     attempts: int = 1
-    """Number of the attempt that this is."""
+    """Number of this attempt, counted from 1."""
     quick: bool = False
     """Whether --quick was given."""
     rung_index: int = 0
