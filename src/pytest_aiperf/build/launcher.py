@@ -19,7 +19,6 @@ Convert = Callable[[Any], Any]
 
 Signature = tuple[str, str]
 """The return type and the parameter list of a C function, as in the source."""
-
 _INTEGER_WORDS: Final = {"char", "short", "int", "long", "unsigned", "signed"}
 _QUALIFIERS: Final = {"const", "volatile", "__restrict__", "__restrict", "restrict", "struct"}
 _DTYPES: Final = {

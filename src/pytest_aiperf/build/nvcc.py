@@ -32,17 +32,14 @@ if TYPE_CHECKING:
 
 DEADLINE_S: Final = 300.0
 """Time after which a compilation is killed: a hanging compiler must not block a session."""
-
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
 """Default flags by prefix; a flag of the build with the same prefix replaces the default."""
-
 _ALLOWED: Final = (
     *("-O[0-3]", r"-std=c\+\+(14|17|20)", r"-D[A-Za-z_]\w*(=[\w.+-]*)?", "-lineinfo"),
     *("--use_fast_math", r"-maxrregcount=\d+", "-rdc=true", "-l(cuda|cublas|cublasLt|cudadevrt)"),
     *("--expt-relaxed-constexpr", "--extended-lambda"),
 )
 """Patterns of allowed flags; any other could run programs or read and write arbitrary files."""
-
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
 
@@ -51,16 +48,11 @@ _RECORD: Final = "record.json"
 class Build:
     """A source compiled for one architecture."""
 
-    path: Path
-    """The shared library."""
-    source: Path
-    """The .cu file."""
-    arch: str
-    """The architecture as nvcc names it: "sm_90a"."""
-    kernels: tuple[KernelRecord, ...]
-    """The resources of each kernel, as ptxas reports them."""
-    log: str
-    """The output of the compiler."""
+    path: Path  #: The shared library.
+    source: Path  #: The .cu file.
+    arch: str  #: The architecture as nvcc names it: "sm_90a".
+    kernels: tuple[KernelRecord, ...]  #: The resources of each kernel, as ptxas reports them.
+    log: str  #: The output of the compiler.
 
 
 @functools.cache
@@ -326,16 +318,11 @@ def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
 class Nvcc:
     """The value of the ``nvcc`` fixture: builds a .cu file and returns its launchers."""
 
-    roots: Sequence[Path]
-    """Folders of .cu files, searched in order."""
-    archs: Sequence[str]
-    """Architectures to build for; with ``load``, only that of the GPU in use."""
-    include: Sequence[Path] = ()
-    """Folders of headers."""
-    load: bool = True
-    """Whether launchers can be called; without a GPU they are only built."""
-    used: list[Build] = field(default_factory=list)
-    """The builds so far."""
+    roots: Sequence[Path]  #: Folders of .cu files, searched in order.
+    archs: Sequence[str]  #: Architectures to build for; with ``load``, only that of the GPU in use.
+    include: Sequence[Path] = ()  #: Folders of headers.
+    load: bool = True  #: Whether launchers can be called; without a GPU they are only built.
+    used: list[Build] = field(default_factory=list)  #: The builds so far.
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
         """Build the file ``name`` of the first root that has it, for every architecture."""

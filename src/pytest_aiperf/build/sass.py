@@ -19,12 +19,9 @@ from typing import Final
 from pytest_aiperf.errors import BuildError
 from pytest_aiperf.machine.cache_folder import create_tagged
 
-DEADLINE_S: Final = 120.0
-"""Time limit of one disassembly, which usually takes about a second."""
-
+DEADLINE_S: Final = 120.0  #: Time limit of one disassembly, which usually takes about a second.
 CACHE_FILE: Final = "sass.json"
 """Name of the file beside a binary in the build cache that stores its disassembly."""
-
 _FUNCTION: Final = re.compile(r"\s*Function\s*:\s*(.+?)\s*")
 # an address, an optional predicate (@P0, @!UPT), and the opcode with its modifiers
 _INSTRUCTION: Final = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
@@ -36,14 +33,10 @@ _USAGE: Final = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 class Code:
     """The machine code of one kernel."""
 
-    opcodes: dict[str, int]
-    """Number of instructions by opcode."""
-    registers: int
-    """Registers per thread."""
-    stack: int
-    """Bytes of stack per thread, mostly spilled registers."""
-    shared: int
-    """Bytes of static shared memory per block."""
+    opcodes: dict[str, int]  #: Number of instructions by opcode.
+    registers: int  #: Registers per thread.
+    stack: int  #: Bytes of stack per thread, mostly spilled registers.
+    shared: int  #: Bytes of static shared memory per block.
 
 
 def disassemble(

@@ -22,8 +22,7 @@ from pytest_aiperf.rules.evidence import Compiled
 from . import sass
 from .nvcc import default_cache, display_path
 
-DEADLINE_S: Final = 300.0
-"""Time limit of the process that compiles the Triton kernels of a claim."""
+DEADLINE_S: Final = 300.0  #: Time limit of the process that compiles the Triton kernels of a claim.
 
 Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 """An interpreted kernel with the positional and keyword arguments of its launch."""

@@ -32,10 +32,8 @@ _VARIABLES: Final = (
     *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
 )
 """Environment variables that are packed, with their values if these are plain."""
-
 _PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
 """Values that identify nobody: numbers, and words of the libraries; any other is ``<set>``."""
-
 _CAPTURED: Final = ("torch", "nsys", "ncu")
 _EXAMPLE: Final = '''\
 """A matrix product, for a short capture."""

@@ -20,13 +20,9 @@ from .host_facts import Host
 
 MIN_FREE_BYTES: Final = 2 << 30
 """Free disk space below which the builds and records of a full run may not fit."""
-
 DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"
 """Lists whether GPU counters are restricted to administrators."""
-
-PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"
-"""Above 2, perf needs privileges."""
-
+PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"  #: Above 2, perf needs privileges.
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "clocks_event_reasons.active"),
@@ -47,10 +43,8 @@ class Check:
 
     name: str
     state: State
-    found: str
-    """What is there, without anything that identifies the machine or its user."""
-    todo: str = ""
-    """The remedy."""
+    found: str  #: What is there, without anything that identifies the machine or its user.
+    todo: str = ""  #: The remedy.
     detail: str = ""
     """A path or an error message, which a bundle leaves out: it may contain names."""
 

@@ -20,9 +20,7 @@ from pytest_aiperf.machine import gpu_lock, nvml
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.profilers import tools
 
-DEADLINE_S: Final = 120.0
-"""Time limit of a command: a hanging driver must not block the doctor."""
-
+DEADLINE_S: Final = 120.0  #: Time limit of a command: a hanging driver must not block the doctor.
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 
 # in a process of its own: broken CUDA may hang or crash, and this process never initializes it

@@ -8,7 +8,6 @@ from typing import Final
 
 TAG_FILE: Final = "CACHEDIR.TAG"
 """The name that https://bford.info/cachedir/ gives to the mark of a folder with generated data."""
-
 _TAG: Final = """\
 Signature: 8a477f597d28d172789f06886806bc55
 # Created by pytest-aiperf; `python -m pytest_aiperf clean` removes this folder.

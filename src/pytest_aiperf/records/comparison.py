@@ -16,8 +16,7 @@ class State(StrEnum):
 
     REGRESSED = "regressed"
     GONE = "gone"
-    STALE = "stale"
-    """The test or the kernels of the claim changed."""
+    STALE = "stale"  #: The test or the kernels of the claim changed.
     MOVED = "moved"
     """Changed, but the figure depends on the host and the runs may have had different hosts."""
     IMPROVED = "improved"
@@ -32,8 +31,7 @@ class Change:
     claim: str
     key: str
     state: State
-    ratio: Interval | None = None
-    """The new speedup over the old one."""
+    ratio: Interval | None = None  #: The new speedup over the old one.
     why: str = ""
 
 

@@ -25,18 +25,11 @@ from pytest_aiperf.schema import from_json
 from .results import atomic_write, merge_results, writing
 from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
-MAX_NOISE: Final = 0.02
-"""Largest A/A difference of a session whose results may be accepted."""
-
+MAX_NOISE: Final = 0.02  #: Largest A/A difference of a session whose results may be accepted.
 MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
 """Upper bounds of figures; a share may exceed 1, since it refers to a *measured* limit."""
-
-SCHEMA: Final = 1
-"""Version of the file format; files of other versions are refused."""
-
-STACK: Final = ("torch", "CUDA", "driver")
-"""The software that an entry names, in this order."""
-
+SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
+STACK: Final = ("torch", "CUDA", "driver")  #: The software that an entry names, in this order.
 HEADER: Final = """\
 # What each claim must show. People write `require`; the lower end of the interval must reach it.
 # `pytest --update-expectations` and `python -m pytest_aiperf accept` write the entry of each GPU.
@@ -44,7 +37,6 @@ schema: 1
 claims: {}
 """
 """The content of a new file."""
-
 CLAIMS: Final = f"{ROOT}.claims"
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -57,8 +49,7 @@ _UNQUOTED = re.compile(  # names that every YAML version reads as text
 class ClaimEntry:
     """The entry of one claim."""
 
-    require: Require = field(default_factory=Require)
-    """Written by people."""
+    require: Require = field(default_factory=Require)  #: Written by people.
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
     """Accepted figures by GPU (h200) or architecture (sm90)."""
 
@@ -206,12 +197,10 @@ class Update:
     """A proposed change of the file, not yet written."""
 
     path: Path
-    before: str | None
-    """The text of the file, None without a file."""
+    before: str | None  #: The text of the file, None without a file.
     after: str | None
     accepted: tuple[Result, ...]
-    refused: tuple[tuple[Result, str], ...]
-    """Results with the reason of their refusal."""
+    refused: tuple[tuple[Result, str], ...]  #: Results with the reason of their refusal.
     results: tuple[Result, ...]
     today: date
 

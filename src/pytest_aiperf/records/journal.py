@@ -23,8 +23,7 @@ class Manifest:
 
     run: str
     started: str
-    claims: Mapping[str, str]
-    """The nodeid of each claim, in collection order."""
+    claims: Mapping[str, str]  #: The nodeid of each claim, in collection order.
 
 
 @dataclass(frozen=True, slots=True)

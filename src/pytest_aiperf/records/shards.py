@@ -13,8 +13,7 @@ from pytest_aiperf.model import Outcome, Result
 from . import journal
 from .results import read_results
 
-WHOLE: Final = "whole"
-"""Folder in a shard's run for the manifest of the whole session."""
+WHOLE: Final = "whole"  #: Folder in a shard's run for the manifest of the whole session.
 
 
 def parse(text: str) -> tuple[int, int]:

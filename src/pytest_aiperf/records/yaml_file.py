@@ -10,21 +10,12 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from pytest_aiperf.errors import UsageError
 
-MAX_BYTES: Final = 1 << 20
-"""Largest file: 1 MiB holds thousands of claims."""
-
-MAX_DEPTH: Final = 20
-"""Deepest nesting; expectations use five levels."""
-
+MAX_BYTES: Final = 1 << 20  #: Largest file: 1 MiB holds thousands of claims.
+MAX_DEPTH: Final = 20  #: Deepest nesting; expectations use five levels.
 MAX_NODES: Final = 100_000
 """Most parser events of a file, so that a small text cannot take long to read."""
-
-MAX_TEXT: Final = 500
-"""Longest text, in characters."""
-
-ROOT: Final = "file"
-"""Path of the whole document; the paths of fields follow `schema.from_json`."""
-
+MAX_TEXT: Final = 500  #: Longest text, in characters.
+ROOT: Final = "file"  #: Path of the whole document; the paths of fields follow `schema.from_json`.
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)
 _FORBIDDEN = re.compile(  # also unusual line breaks and the byte order mark: loaders differ there
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
@@ -38,10 +29,8 @@ class Document:
 
     path: Path
     text: str
-    value: Any
-    """The content in dicts, lists, texts and numbers."""
-    nodes: Mapping[str, Any]
-    """The PyYAML node of each path."""
+    value: Any  #: The content in dicts, lists, texts and numbers.
+    nodes: Mapping[str, Any]  #: The PyYAML node of each path.
 
     def refuse(self, message: str) -> NoReturn:
         """Raise UsageError at the place of the field whose path starts the message."""
