@@ -86,15 +86,18 @@ def measure_entry(
         clock = HostDevice() if entry.clock == "host" else fake
     machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
     claim = a_claim(**entry.make(**fixtures))
+    # without the lock, other work could delay the check until a late arm has finished
+    lock = GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock()
+    with lock.exclusive_gpu():
+        ceilings = machine.ceilings(clock, _no_progress())
     context = ClaimContext(
         record=BLANK,
         device=clock,
-        # without the lock, other work could delay the check until a late arm has finished
-        lock=GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock(),
+        lock=lock,
         rule=RULE,
         progress=_no_progress(),
         noise_floor=0.002,
-        ceilings=machine.ceilings(clock, _no_progress()),
+        ceilings=ceilings,
         expectation=Expectation(),
         code="c0de",
     )
