@@ -124,6 +124,16 @@ def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check
     assert "pytest_aiperf complete" in last["run"]
 
 
+def test_jobs_that_run_the_gate_install_it():
+    gate = load(GITHUB / "workflows" / "gpu-nightly.yml")["jobs"]["gate"]
+    read = load(GITHUB / "workflows" / "publish.yml")["jobs"]["read"]
+    assert "make .venv/ready" in [step.get("run") for step in gate["steps"]]
+    assert "--editable ./nightly" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert any(
+        step.get("run", "").endswith("pip install --quiet . ./nightly") for step in read["steps"]
+    )
+
+
 def test_only_results_of_a_night_on_main_are_published():
     read = load(GITHUB / "workflows" / "publish.yml")["jobs"]["read"]
     for condition in ("head_repository.full_name == github.repository", "head_branch =="):
