@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from pytest_aiperf.errors import BuildError
@@ -148,7 +149,7 @@ def _main() -> None:
     cubins = []
     pairs = [(target, job) for target in request["targets"] for job in request["jobs"]]
     for number, (target, job) in enumerate(pairs):
-        driver.set_active(_AbsentDriver(GPUTarget("cuda", target, 32)))
+        driver.set_active(_absent_driver(GPUTarget("cuda", target, 32)))
         kernel = _jit_function(job)
         kernel.device_caches.clear()  # they hold the code for the previous target
         args = [_from_json(value) for value in job["args"]]
@@ -160,20 +161,13 @@ def _main() -> None:
     json.dump(cubins, stdout)
 
 
-class _AbsentDriver:
-    """The part of Triton's driver that compiling needs, for a GPU that is not in this machine."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
+def _absent_driver(target: Any) -> Any:
+    """Return the part of Triton's driver that compiling needs, for a GPU of another machine."""
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+    )
 
 
 def _jit_function(job: Mapping[str, Any]) -> Any:

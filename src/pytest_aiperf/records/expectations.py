@@ -308,8 +308,8 @@ def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
     return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
 
 
-# Editing the text: an entry is one line. A YAML round trip would lose comments inside of braces,
-# re-indent lines that people wrote, and put a new claim below the comment of the next one.
+# Editing the text: an entry is one line. A round trip through ruamel.yaml would also change the
+# spaces and the indentation of other lines, and lose comments inside of braces.
 
 
 def _layout_problem(document: Document, result: Result) -> str | None:
