@@ -25,7 +25,7 @@ FAILED: Final = 1
 def add_command(subcommands: Any) -> None:
     """Add ``prove`` to the subcommands of `python -m pytest_aiperf`; the entry point."""
     description = inspect.getdoc(prove) or ""
-    summary = description.partition("\n")[0]
+    summary = description.partition("\n")[0].rstrip(".")
     parser = subcommands.add_parser("prove", help=summary, description=description)
     parser.set_defaults(run=prove)
     add = parser.add_argument
