@@ -44,7 +44,7 @@ def disassemble(
 ) -> dict[str, Code]:
     """Disassemble a library or a cubin, which must contain ``kernels`` (demangled names).
 
-    Disassemblers are tried in turn: an older one may not know the architecture.
+    Disassemblers are tried in turn: an older one may not support the architecture.
     """
     problem = "there is no cuobjdump"
     for tool in _disassemblers(nvcc):
@@ -67,7 +67,7 @@ def disassemble(
         problem += f" ({stderr[-1]})" if stderr else ""
     raise BuildError(
         f"cannot read the SASS of {binary}: {problem}; install the extra pytest-aiperf[sass], or "
-        "put the cuobjdump of a CUDA toolkit on PATH that knows the architecture"
+        "put the cuobjdump of a CUDA toolkit on PATH that supports the architecture"
     )
 
 

@@ -20,16 +20,16 @@ def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[
 
     Only folders with this plugin's CACHEDIR.TAG are listed, and no link is followed.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, names, _ in os.walk(below):
         for name in sorted({runs, artifacts} & set(names)):
-            found += _tagged(Path(folder, name))
+            paths += _tagged(Path(folder, name))
         names[:] = [n for n in names if n not in {*_SKIPPED, runs, artifacts}]
-    found += _tagged(cache)
+    paths += _tagged(cache)
     ceilings = cache / "ceilings"
     if not cache.is_symlink() and not ceilings.is_symlink():
-        found += sorted(ceilings.glob("*.json"))
-    return found
+        paths += sorted(ceilings.glob("*.json"))
+    return paths
 
 
 def _tagged(folder: Path) -> Iterator[Path]:
@@ -40,15 +40,15 @@ def _tagged(folder: Path) -> Iterator[Path]:
         yield from (child for child in sorted(folder.iterdir()) if is_tagged(child))
 
 
-def remove(found: Sequence[Path], runs: str) -> None:
-    """Remove what was found, and the parents that are empty then, but not those of run folders."""
-    for path in found:
+def remove(paths: Sequence[Path], runs: str) -> None:
+    """Remove paths, then their parents if these are empty; parents of run folders stay."""
+    for path in paths:
         with writing(path):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    parents = {path.parent for path in found if path.name != runs}
+    parents = {path.parent for path in paths if path.name != runs}
     for parent in sorted(parents, key=lambda p: -len(p.parts)):
         if not any(parent.iterdir()):
             parent.rmdir()
