@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from pytest_aiperf.machine.requirements import REQUIREMENTS
 from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
+from pytest_aiperf.records.expectations import Expectations
 from pytest_aiperf.records.results import document, machine_info
 from pytest_aiperf.report.live import Live
 
@@ -57,7 +59,7 @@ class Session:
     """Source of GPUs and devices."""
     gpus: tuple[Gpu, ...]
     """GPUs to measure on; none when only checking, or measuring only the host."""
-    expectations: expectations.Expectations
+    expectations: Expectations
     figures: SharedFigures
     """Noise floor and ceilings that all claims of the session use."""
     run: journal.Run | None = None
@@ -259,30 +261,20 @@ def open_session(
     gpus = tuple(machine.gpus()) if measure == "gpu" else ()
     if measure is not None:
         _check_measurable(config, gpus, measure)
-    session = Session(
-        settings,
-        settings.role,
-        machine,
-        gpus,
-        # read even if it is not needed yet: a bad file must not fail after an hour of measuring
-        expectations.load(settings.expectations) if measure else expectations.Expectations({}),
-        SharedFigures(None),
-    )
+    # read even if it is not needed yet: a bad file must not fail after an hour of measuring
+    expected = expectations.load(settings.expectations) if measure else Expectations({})
+    open_here = partial(Session, settings, settings.role, machine, gpus, expected)
     if settings.rank_job is not None:
         rank = torchrun.Rank(settings.rank_job)
         config.pluginmanager.register(rank, "aiperf-rank")
-        session.send = rank.receive
-        session.figures = SharedFigures(None, settings.rank_job.noise_floor)
-    elif measure and settings.role is not Role.TARGET and not config.option.collectonly:
-        runs, is_worker = settings.root / RUNS, settings.role is Role.WORKER
-        session.run = (
-            journal.Run(runs / settings.run_id)
-            if is_worker
-            else journal.open_run(runs, settings.run_id)
-        )
-        session.figures = SharedFigures(session.run.path)
-        session.live = Live(config.pluginmanager, session.run.path / "live", worker=is_worker)
-    return session
+        return open_here(SharedFigures(None, settings.rank_job.noise_floor), send=rank.receive)
+    if measure is None or settings.role is Role.TARGET or config.option.collectonly:
+        return open_here(SharedFigures(None))
+    runs, is_worker = settings.root / RUNS, settings.role is Role.WORKER
+    run_id = settings.run_id
+    run = journal.Run(runs / run_id) if is_worker else journal.open_run(runs, run_id)
+    live = Live(config.pluginmanager, run.path / "live", worker=is_worker)
+    return open_here(SharedFigures(run.path), run, live)
 
 
 def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) -> None:
