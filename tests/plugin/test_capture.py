@@ -1,4 +1,4 @@
-"""A claim is captured arm by arm; a tool that cannot work is no fault of the claim."""
+"""Each arm of a claim is captured; a tool that cannot work does not fail the claim."""
 
 import json
 import os
@@ -76,14 +76,14 @@ if sys.argv[1:] == ["hang"]:
     sleeps = subprocess.Popen(["sleep", "1000"])
     pathlib.Path(job["stem"]).with_name("started").write_text(str(sleeps.pid))
     time.sleep(1000)
-said = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
-pathlib.Path(job["scratch"], "answer").write_text(json.dumps(said))
+reply = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
+pathlib.Path(job["scratch"], "answer").write_text(json.dumps(reply))
 """
 
 
 @pytest.fixture(autouse=True)
 def fakes(tmp_path, monkeypatch):
-    """Put fake profilers before the real ones; what is found is not remembered from before."""
+    """Put fake profilers before the real ones on PATH, and forget the programs found before."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     for name in ("ncu", "nsys", "compute-sanitizer"):
@@ -99,8 +99,8 @@ def fakes(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def order(tmp_path):
-    """Order a capture whose child does nothing but answer."""
+def make_request(tmp_path):
+    """Return a function that requests a capture whose process only sends its reply."""
 
     def make(spec, *words, deadline=30.0):
         tool, preset = tools.parse(spec)
@@ -112,15 +112,15 @@ def order(tmp_path):
     return make
 
 
-def capture(order, arm="baseline", **sought):
-    return captures.capture(order, arm, captures.ExpectedKernels(**sought))[0]
+def capture(make_request, arm="baseline", **kernels):
+    return captures.capture(make_request, arm, captures.ExpectedKernels(**kernels))[0]
 
 
-def run(order, **words):
-    said = []
+def run(make_request, **words):
+    phases = []
     blank = result(verdict=None, speedup=None, timing=None)
-    done, problem = captures.run(a_claim(**words), order, blank, ["copy_"], said.append)
-    return done, problem, said
+    done, problem = captures.run(a_claim(**words), make_request, blank, ["copy_"], phases.append)
+    return done, problem, phases
 
 
 # the table
@@ -140,13 +140,13 @@ def test_every_command_names_its_artefact(name):
         assert "{stem}" in " ".join(tool.command)
 
 
-def test_a_tool_that_is_too_old_is_told_with_what_to_do(monkeypatch):
+def test_the_error_of_an_old_tool_tells_what_to_do(monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "old")
     with pytest.raises(ToolMissing, match=r"ncu 2019.5 is too old, 2022.3 is needed: install"):
         tools.find("ncu")
 
 
-def test_a_tool_that_is_absent_is_told_with_what_to_do(monkeypatch):
+def test_the_error_of_a_missing_tool_tells_what_to_do(monkeypatch):
     monkeypatch.setattr(tools, "program", lambda _: None)
     with pytest.raises(ToolMissing, match="nsys is not installed: install NVIDIA Nsight Systems"):
         tools.find("nsys")
@@ -165,26 +165,26 @@ def test_a_program_is_looked_for_beside_ncu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("output", "why"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM - The user", "NVreg_RestrictProfilingToAdminUsers=0"),
         ("nsys: error while loading shared libraries: libdw.so.1: cannot", "it needs libdw.so.1"),
         ("Profiling failed because a driver resource was unavailable.", "another tool holds"),
     ],
 )
-def test_a_refusal_is_told_in_one_sentence(said, why):
+def test_a_refusal_becomes_one_sentence(output, why):
     with pytest.raises(ToolMissing, match=re.escape(why)):
-        tools.raise_if_refused(tools.TOOLS["nsys"], said)
+        tools.raise_if_refused(tools.TOOLS["nsys"], output)
     tools.raise_if_refused(tools.TOOLS["nsys"], "all went well")
 
 
 # one child
 
 
-def test_ncu_is_given_what_the_readers_and_the_evidence_need(order, tmp_path):
-    found = capture(order("ncu"), counters=(("l1tex__x.sum", "copy"),), cache="warm")
+def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path):
+    profile = capture(make_request("ncu"), counters=(("l1tex__x.sum", "copy"),), cache="warm")
     words = (tmp_path / "artifacts" / "baseline.log").read_text()
-    for said in (
+    for part in (
         "--clock-control none",
         "--nvtx --nvtx-include aiperf/",
         "--section WarpStateStats",
@@ -192,70 +192,72 @@ def test_ncu_is_given_what_the_readers_and_the_evidence_need(order, tmp_path):
         "l1tex__x.sum ",
         "--cache-control none",
     ):
-        assert said in words
-    assert found.figures["duration"] > 0
+        assert part in words
+    assert profile.figures["duration"] > 0
     assert (tmp_path / "artifacts" / "baseline.ncu-rep").stat().st_size
-    assert Path(found.artefact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
+    assert Path(profile.artefact).samefile(tmp_path / "artifacts" / "baseline.ncu-rep")
 
 
 @pytest.mark.parametrize(("arch", "asked"), [("sm90", False), ("sm100", True), ("sm103", True)])
-def test_ncu_is_asked_for_the_tensor_pipes_of_its_gpu(order, tmp_path, monkeypatch, arch, asked):
+def test_ncu_is_asked_for_the_tensor_pipes_of_its_gpu(
+    make_request, tmp_path, monkeypatch, arch, asked
+):
     monkeypatch.setattr(tools, "visible", lambda: [replace(FAKE_GPU, arch=arch), FAKE_GPU])
-    capture(order("ncu"))
+    capture(make_request("ncu"))
     words = (tmp_path / "artifacts" / "baseline.log").read_text()
     assert ("sm__pipe_tc_cycles_active" in words) is asked
 
 
-def test_nsys_falls_back_where_gpu_metrics_are_not_permitted(order, tmp_path, monkeypatch):
+def test_nsys_falls_back_where_gpu_metrics_are_not_permitted(make_request, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "no metrics")
-    found = capture(order("nsys:deep_dive"))
-    assert found.notes[-1] == "without GPU metrics: not permitted here"
+    profile = capture(make_request("nsys:deep_dive"))
+    assert profile.notes[-1] == "without GPU metrics: not permitted here"
     words = (tmp_path / "artifacts" / "baseline.log").read_text()
     assert "--python-backtrace=cuda" in words
     assert "--capture-range=cudaProfilerApi" in words
 
 
-def test_a_tool_that_is_not_permitted_is_no_fault_of_the_claim(order, monkeypatch):
+def test_a_tool_without_permission_does_not_fail_the_claim(make_request, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "denied")
     with pytest.raises(ToolMissing, match=r"ncu cannot work here: .*ERR_NVGPUCTRPERM"):
-        capture(order("ncu"))
+        capture(make_request("ncu"))
     with pytest.raises(ToolMissing):
-        run(order("ncu"))
+        run(make_request("ncu"))
 
 
-def test_a_capture_of_nothing_is_refused(order, monkeypatch):
+def test_a_capture_of_nothing_is_refused(make_request, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "empty")
     with pytest.raises(CaptureFailed, match=r"captured nothing .*No kernels were profiled"):
-        capture(order("nsys"))
+        capture(make_request("nsys"))
 
 
-def test_a_capture_of_other_kernels_is_refused(order):
+def test_a_capture_of_other_kernels_is_refused(make_request):
     with pytest.raises(CaptureFailed, match="lacks the kernel transpose"):
-        capture(order("ncu"), required=("transpose",))
+        capture(make_request("ncu"), required=("transpose",))
     with pytest.raises(CaptureFailed, match="none of the arm's own kernels"):
-        capture(order("ncu"), built=("transpose", "gather"))
+        capture(make_request("ncu"), built=("transpose", "gather"))
 
 
-def test_an_arm_that_only_copies_runs_no_kernel(order, monkeypatch):
+def test_an_arm_that_only_copies_runs_no_kernel(make_request, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "empty")
-    found = capture(order("ncu"))
-    assert found.figures == {"kernels": 0.0}
-    assert "ran no kernel" in found.notes[0]
-    assert Path(found.artefact).read_text()
-    for sought in ({"required": ("copy_vectors",)}, {"built": ("copy_",)}):
+    profile = capture(make_request("ncu"))
+    assert profile.figures == {"kernels": 0.0}
+    assert "ran no kernel" in profile.notes[0]
+    assert Path(profile.artefact).read_text()
+    for kernels in ({"required": ("copy_vectors",)}, {"built": ("copy_",)}):
         with pytest.raises(CaptureFailed, match=r"ran no kernel, and copy_\w* was expected"):
-            capture(order("ncu"), **sought)
+            capture(make_request("ncu"), **kernels)
 
 
-def test_what_goes_wrong_in_the_child_is_told(order):
+def test_an_error_of_the_target_is_reported(make_request):
     with pytest.raises(CaptureFailed, match="the baseline arm under ncu: out of memory"):
-        capture(order("ncu", "out", "of", "memory"))
+        capture(make_request("ncu", "out", "of", "memory"))
 
 
-def test_a_child_that_hangs_is_ended_with_all_that_it_started(order, tmp_path):
+def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path):
     before = time.monotonic()
     with pytest.raises(CaptureFailed, match="exceeded its deadline of 6 s"):
-        capture(order("ncu", "hang", deadline=6.0))
+        capture(make_request("ncu", "hang", deadline=6.0))
     assert time.monotonic() - before < 60
     started = int((tmp_path / "artifacts" / "started").read_text())
     stat = Path(f"/proc/{started}/stat")
@@ -279,10 +281,10 @@ def test_ids_of_claims_become_names_of_folders():
 # a claim
 
 
-def test_each_arm_is_captured(order):
-    done, problem, said = run(order("nsys"), library=doubling(50))
+def test_each_arm_is_captured(make_request):
+    done, problem, phases = run(make_request("nsys"), library=doubling(50))
     assert problem is None
-    assert said == ["nsys: baseline", "nsys: optimized", "nsys: library"]
+    assert phases == ["nsys: baseline", "nsys: optimized", "nsys: library"]
     assert [p.arm for p in done.profiles] == ["baseline", "optimized", "library"]
     assert (done.outcome, done.verdict, done.work) == (
         Outcome.PASSED,
@@ -292,59 +294,61 @@ def test_each_arm_is_captured(order):
     assert "under a profiler" in expectations.acceptable(done)
 
 
-def test_counters_are_held_to_the_evidence(order):
+def test_counters_are_held_to_the_evidence(make_request):
     same = evidence.counter(DURATION, "copy_vectors", per="baseline", max=1.01)
     less = evidence.counter(DURATION, per="baseline", max=0.5)
-    done, problem, _ = run(order("ncu"), evidence=[less])
+    done, problem, _ = run(make_request("ncu"), evidence=[less])
     assert isinstance(problem, ClaimNotMet)
     assert done.outcome is Outcome.FAILED
     assert "the claim states at most 0.5" in done.message
     assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
 
-    done, problem, _ = run(order("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)])
+    done, problem, _ = run(
+        make_request("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)]
+    )
     assert problem is None
     assert [f.value for f in done.evidence] == [1.0, None]
 
 
-def test_a_counter_that_ncu_does_not_give_is_no_proof(order):
-    done, problem, _ = run(order("ncu"), evidence=[evidence.counter("no__such.sum", min=1)])
+def test_a_counter_that_ncu_does_not_give_is_no_proof(make_request):
+    done, problem, _ = run(make_request("ncu"), evidence=[evidence.counter("no__such.sum", min=1)])
     assert isinstance(problem, CaptureFailed)
     assert (done.outcome, "has no no__such.sum" in done.message) == (Outcome.ERROR, True)
 
 
-def test_the_kernel_that_evidence_names_must_run_in_the_optimized_arm(order):
+def test_the_kernel_that_evidence_names_must_run_in_the_optimized_arm(make_request):
     piece = evidence.counter(DURATION, kernel="transpose", min=1)
-    _, problem, _ = run(order("nsys"), evidence=[piece])
+    _, problem, _ = run(make_request("nsys"), evidence=[piece])
     assert "lacks the kernel transpose: the optimized arm" in str(problem)
 
 
-def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(order):
+def test_evidence_in_compiled_code_may_name_a_kernel_of_another_rung(make_request):
     piece = evidence.opcode("BAR", kernel="sum_tree", min=9)
-    _, problem, _ = run(order("nsys"), evidence=[piece])
+    _, problem, _ = run(make_request("nsys"), evidence=[piece])
     assert problem is None
 
 
 @pytest.mark.parametrize("check", ["memcheck", "initcheck"])
-def test_a_finding_of_the_sanitizer_fails_the_claim(order, monkeypatch, check, tmp_path):
+def test_a_finding_of_the_sanitizer_fails_the_claim(make_request, monkeypatch, check, tmp_path):
     monkeypatch.setenv("FAKE_TOOL", check)
-    done, problem, _ = run(order("sanitizer"))
+    done, problem, _ = run(make_request("sanitizer"))
     assert isinstance(problem, ClaimNotMet)
     assert done.outcome is Outcome.FAILED
     assert re.match(r"baseline: 1 findings .*first: \w+: Invalid __global__ read", done.message)
     assert "with 1" in (tmp_path / "artifacts/baseline.sanitizer" / f"{check}.log").read_text()
 
 
-def test_a_claim_without_findings_passes(order):
-    done, problem, _ = run(order("sanitizer"))
+def test_a_claim_without_findings_passes(make_request):
+    done, problem, _ = run(make_request("sanitizer"))
     assert (done.outcome, problem) == (Outcome.PASSED, None)
     assert done.profiles[0].figures["findings"] == 0
 
 
-def test_an_arm_that_fails_of_what_was_found_is_told_by_the_finding(order, monkeypatch):
+def test_an_arm_that_fails_because_of_a_finding_reports_the_finding(make_request, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "memcheck")
-    order = order("sanitizer", "illegal", "access")
-    order = replace(order, tool=replace(order.tool, steps={"memcheck": ()}))
-    assert "first: memcheck" in run(order)[0].message
+    make_request = make_request("sanitizer", "illegal", "access")
+    make_request = replace(make_request, tool=replace(make_request.tool, steps={"memcheck": ()}))
+    assert "first: memcheck" in run(make_request)[0].message
 
 
 # in the child
@@ -374,13 +378,13 @@ def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
     assert (answer.work, answer.error) == (Work(read=256, written=256), "")
 
 
-def test_a_tool_that_checks_sees_every_call(tmp_path):
+def test_a_checker_sees_every_call(tmp_path):
     calls = []
     perform(tmp_path, "sanitizer", lambda: (lambda: calls.append(1), None))
     assert len(calls) == 1
 
 
-def test_an_error_is_answered(tmp_path):
+def test_an_error_is_in_the_reply(tmp_path):
     with pytest.raises(ZeroDivisionError):
         perform(tmp_path, "ncu", lambda: (lambda: 1 / 0, None))
     assert "ZeroDivisionError: division by zero" in (tmp_path / "answer").read_text()
@@ -390,15 +394,15 @@ def test_a_torch_trace_holds_the_calls_of_the_range(tmp_path):
     torch = pytest.importorskip("torch")
     x = torch.ones(8)
     perform(tmp_path, "torch", lambda: (lambda: torch.add(x, x), None), calls=3)
-    found = parsers.read("torch", tmp_path / "optimized.json", "optimized")
-    assert found.figures["operators"] == 3
-    assert found.figures["graph breaks"] == 0
+    profile = parsers.read("torch", tmp_path / "optimized.json", "optimized")
+    assert profile.figures["operators"] == 3
+    assert profile.figures["graph breaks"] == 0
 
 
-def test_perf_looks_on_between_two_orders_only(tmp_path, monkeypatch):
+def test_perf_samples_between_enable_and_disable_only(tmp_path, monkeypatch):
     for name in ("control", "answered"):
         os.mkfifo(tmp_path / name)
-    heard = []
+    commands = []
 
     def perf():
         with (
@@ -406,24 +410,24 @@ def test_perf_looks_on_between_two_orders_only(tmp_path, monkeypatch):
             os.fdopen(os.open(tmp_path / "answered", os.O_RDWR), "w") as answered,
         ):
             for _ in range(2):
-                heard.append((control.readline(), len(calls)))
+                commands.append((control.readline(), len(calls)))
                 print("ack", file=answered, flush=True)
 
     calls = []
-    took = target.SAMPLING_S / 4  # of a call, by a clock that stands still in between
-    monkeypatch.setattr(target, "time", SimpleNamespace(monotonic=lambda: took * len(calls)))
+    call_s = target.SAMPLING_S / 4  # the fake clock advances with each call
+    monkeypatch.setattr(target, "time", SimpleNamespace(monotonic=lambda: call_s * len(calls)))
     thread = threading.Thread(target=perf, daemon=True)
     thread.start()
     perform(tmp_path, "perf", lambda: (lambda: calls.append(None), None))
     thread.join(60)
-    assert heard == [("enable\n", target.WARM_UP_CALLS), ("disable\n", len(calls))]
+    assert commands == [("enable\n", target.WARM_UP_CALLS), ("disable\n", len(calls))]
     assert len(calls) == target.WARM_UP_CALLS + 4
 
 
 # the report
 
 
-def test_figures_stand_side_by_side_with_their_ratio():
+def test_figures_of_both_arms_are_shown_with_their_ratio():
     def arm(name, seconds, rate):
         return Profile(
             "ncu",
@@ -483,8 +487,8 @@ def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
     record = project.results()["ch07/it"]
     assert [p["arm"] for p in record["profiles"]] == ["baseline", "optimized"]
     assert record["evidence"][0]["value"] > 1
-    said = "latency-bound: no unit is busy; warps wait for device memory: *"
-    assert fnmatch(record["diagnosis"]["optimized"], said)
+    diagnosis = "latency-bound: no unit is busy; warps wait for device memory: *"
+    assert fnmatch(record["diagnosis"]["optimized"], diagnosis)
     assert (record["timing"], record["speedup"]) == (None, None)
     for arm in record["profiles"]:
         assert (project.path / arm["artefact"]).stat().st_size
@@ -505,9 +509,9 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
     }
     answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(captures.ceilings, "cached", lambda gpu: {"copy": 4.28e12})
-    found = captures._diagnosis(profiles, answer, "cold")
-    assert list(found) == ["baseline"]
-    assert "busy with 8.0 times the bytes that work= counts" in found["baseline"]
+    diagnosis = captures._diagnosis(profiles, answer, "cold")
+    assert list(diagnosis) == ["baseline"]
+    assert "busy with 8.0 times the bytes that work= counts" in diagnosis["baseline"]
 
 
 @pytest.mark.parametrize("mode", ["old", "denied"])

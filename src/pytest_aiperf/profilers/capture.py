@@ -173,8 +173,8 @@ def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str)
         seconds = profile.figures.get("duration", 0.0)
         if profile.tool != "ncu" or not seconds:
             continue
-        known = ceilings.cached(reply.gpu) if reply.gpu and reply.work else {}
-        limit = roofline.limit_of(seconds, reply.work, cache, known) if reply.work else None
+        limits = ceilings.cached(reply.gpu) if reply.gpu and reply.work else {}
+        limit = roofline.limit_of(seconds, reply.work, cache, limits) if reply.work else None
         diagnosis[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
     return diagnosis
 

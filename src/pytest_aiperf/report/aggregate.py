@@ -40,7 +40,7 @@ class Summary:
     """How many shares the median is of."""
 
 
-def summarise(results: Sequence[Result]) -> Summary:
+def summarize(results: Sequence[Result]) -> Summary:
     """Count and average results; claims that did not run are counted, never averaged."""
     ended = [r for r in results if r.outcome not in UNTRIED]
     speedups = [  # lost claims count too; ratios of bytes and scores are no speedups

@@ -71,7 +71,7 @@ def page(
         title=title,
         script_hash=base64.b64encode(digest).decode(),
         facts=_facts(results, machine),
-        summary=aggregate.summarise(results),
+        summary=aggregate.summarize(results),
         chapters=list(dict.fromkeys(ladder["chapter"] for ladder in ladders)),
         ladders=ladders,
         rows=rows,

@@ -94,20 +94,20 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
 
 def totals(results: Sequence[Result]) -> str:
     """Summarize in one line; claims that did not run are counted, never averaged."""
-    known = aggregate.summarise(results)
+    summary = aggregate.summarize(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
     counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
-    parts = [f"{known.claims} claim{'' if known.claims == 1 else 's'}{counts and ': '}{counts}"]
-    if known.skipped:
-        why = ", ".join(f"{reason}: {n}" for reason, n in known.skipped.items())
-        parts.append(f"{sum(known.skipped.values())} skipped ({why})")
-    if known.not_run:
-        parts.append(f"{known.not_run} not run")
-    if known.mean is not None:
-        share = f"{known.averaged}/{known.claims}"
-        parts.append(f"geometric mean {known.mean:.2f}x against non-naive baselines ({share})")
-    if known.share is not None:
-        parts.append(f"median share of the limit {known.share:.0%} ({known.shares})")
+    parts = [f"{summary.claims} claim{'' if summary.claims == 1 else 's'}{counts and ': '}{counts}"]
+    if summary.skipped:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in summary.skipped.items())
+        parts.append(f"{sum(summary.skipped.values())} skipped ({reasons})")
+    if summary.not_run:
+        parts.append(f"{summary.not_run} not run")
+    if summary.mean is not None:
+        share = f"{summary.averaged}/{summary.claims}"
+        parts.append(f"geometric mean {summary.mean:.2f}x against non-naive baselines ({share})")
+    if summary.share is not None:
+        parts.append(f"median share of the limit {summary.share:.0%} ({summary.shares})")
     return clean("; ".join(parts))
 
 
