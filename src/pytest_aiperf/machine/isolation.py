@@ -16,11 +16,8 @@ import ctypes
 import faulthandler
 import gc
 import json
-import math
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -29,13 +26,15 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from multiprocessing.connection import wait
 from pathlib import Path
+from socket import socket, socketpair
 from typing import Any, Final, Literal, NoReturn
 
 from pytest_aiperf.errors import UsageError
 
 Message = dict[str, Any]
-Source = int | socket.socket | FileIO
+Work = Callable[["Channel"], None]
 Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
@@ -97,11 +96,7 @@ class ProcessExit:
 
 
 def supervise(
-    work: Callable[[Channel], None],
-    *,
-    deadline_s: float,
-    on_message: Callable[[Message], None],
-    grace_s: float = 2.0,
+    work: Work, *, deadline_s: float, on_message: Callable[[Message], None], grace_s: float = 2.0
 ) -> ProcessExit:
     """Run ``work`` in a process of its own; return when neither it nor a descendant is left.
 
@@ -112,7 +107,7 @@ def supervise(
     has not initialised CUDA.
     """
     _flush()  # or the child, which flushes at its end, would write the same text again
-    control, supervisor_control = socket.socketpair()
+    control, supervisor_control = socketpair()
     inlet, outlet = os.pipe()
     inbox = FileIO(inlet)
     supervisor = -1
@@ -170,9 +165,6 @@ def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) ->
     _prctl(_PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signum)
-
-
-# In the pytest process
 
 
 class _Deadline:
@@ -241,10 +233,7 @@ def _fork() -> int:
 
 
 def _watch(
-    control: socket.socket,
-    inbox: FileIO,
-    on_message: Callable[[Message], None],
-    deadline: _Deadline,
+    control: socket, inbox: FileIO, on_message: Callable[[Message], None], deadline: _Deadline
 ) -> ProcessExit:
     """Pass messages on and send commands to the supervisor until it reports."""
     started = time.monotonic()
@@ -252,7 +241,8 @@ def _watch(
     messages: list[Message] = []
     report: bytes | None = None
     while report is None and not deadline.stuck:
-        ready = _ready([control] if inbox.closed else [control, inbox], deadline.left())
+        sources: list[Any] = [control] if inbox.closed else [control, inbox]
+        ready: Sequence[object] = wait(sources, deadline.left())
         if inbox in ready:  # a batch is all that the pipe holds: no message is lost by a report
             for message in next(batches, []):
                 deadline.update(message["kind"])
@@ -271,28 +261,21 @@ def _watch(
         wait_status, rss_kib = map(int, report.split())
         code = os.waitstatus_to_exitcode(wait_status)
         status = "timeout" if deadline.exceeded else "signalled" if code < 0 else "exited"
-    seconds = time.monotonic() - started
-    return ProcessExit(
-        tuple(messages), status, abs(code), seconds, rss_kib * 1024, deadline.seconds
-    )
+    seconds, peak_rss = time.monotonic() - started, rss_kib * 1024
+    return ProcessExit(tuple(messages), status, abs(code), seconds, peak_rss, deadline.seconds)
 
 
 def _reap(supervisor: int) -> None:
     """Wait for the supervisor; kill it if it cannot finish, and the claim dies with it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
         pidfd = os.pidfd_open(supervisor)
-        if not _ready([pidfd], KILL_TIMEOUT_S):
+        if not wait([pidfd], KILL_TIMEOUT_S):
             os.kill(supervisor, signal.SIGKILL)
         os.close(pidfd)
         os.waitpid(supervisor, 0)
 
 
-# In the supervisor
-
-
-def _run_supervisor(
-    work: Callable[[Channel], None], control: socket.socket, outlet: int, mask: Collection[int]
-) -> NoReturn:
+def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[int]) -> NoReturn:
     try:
         for signum in _BLOCKED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)  # the pytest process decides about Ctrl-C
@@ -307,7 +290,7 @@ def _run_supervisor(
             control.close()
             _run_claim(work, outlet, supervisor)
         pidfd = os.pidfd_open(claim)
-        while pidfd not in _ready([pidfd, control], None):
+        while pidfd not in wait([pidfd, control]):
             if control.recv(1) != _TERMINATE:
                 break  # commanded to kill, or the pytest process is gone
             with contextlib.suppress(ProcessLookupError):
@@ -343,10 +326,7 @@ def _children() -> list[int]:
     return children
 
 
-# In the claim's process
-
-
-def _run_claim(work: Callable[[Channel], None], outlet: int, supervisor: int) -> NoReturn:
+def _run_claim(work: Work, outlet: int, supervisor: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -364,18 +344,6 @@ def _run_claim(work: Callable[[Channel], None], outlet: int, supervisor: int) ->
         _flush()
     finally:
         os._exit(code)
-
-
-# On both sides of a fork
-
-
-def _ready(sources: Sequence[Source], seconds: float | None) -> list[Source]:
-    poll = select.poll()
-    by_fd = {s if isinstance(s, int) else s.fileno(): s for s in sources}
-    for fd in by_fd:
-        poll.register(fd, select.POLLIN)
-    events = poll.poll(None if seconds is None else math.ceil(seconds * 1000))
-    return [by_fd[fd] for fd, _ in events]
 
 
 def _flush() -> None:
