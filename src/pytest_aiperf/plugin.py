@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .session.fixtures import Capture, Compare, Stopwatch
     from .session.session import Session
 
-COMPARE = pytest.StashKey["Compare"]()
-"""The compare fixture of an item that has requested it."""
+COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
 WORKERS_PER_GPU: Final = 8
 """Most xdist workers per GPU with ``-n auto``: while one times, the others build and check."""
 

@@ -9,5 +9,4 @@ import pytest
 if TYPE_CHECKING:
     from .session import Session  # noqa: F401  ruff does not see the string below
 
-SESSION = pytest.StashKey["Session"]()
-"""The session of this process, in pytest's config."""
+SESSION = pytest.StashKey["Session"]()  #: The session of this process, in pytest's config.

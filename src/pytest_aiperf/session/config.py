@@ -24,14 +24,10 @@ class Role(StrEnum):
 
     CONTROLLER = "controller"
     """Started by the user: runs the items itself, or distributes them to workers."""
-    WORKER = "worker"
-    """An xdist worker: runs items that the controller sends."""
-    CLAIM = "claim"
-    """Runs one item on behalf of a controller or worker."""
-    RANK = "rank"
-    """One of the processes that torchrun starts for a claim of several GPUs."""
-    TARGET = "target"
-    """Runs one arm under a profiler."""
+    WORKER = "worker"  #: An xdist worker: runs items that the controller sends.
+    CLAIM = "claim"  #: Runs one item on behalf of a controller or worker.
+    RANK = "rank"  #: One of the processes that torchrun starts for a claim of several GPUs.
+    TARGET = "target"  #: Runs one arm under a profiler.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +38,28 @@ class Settings:
     """Role of the process that read these settings; :class:`Session` has the current one."""
     measure: Literal["gpu", "cpu"] | None
     """Where claims are measured; None in a session that only checks."""
-    quick: bool
-    """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, and only once."""
-    update: bool
-    """Write the results into expectations.yaml at the end."""
-    reproducible: bool
-    """Use fixed seeds and deterministic algorithms."""
-    debug: bool
-    """Run items in this process, so that a debugger works (--pdb)."""
-    seed: int
-    """Seed of the session, from which each claim derives its own."""
-    started: float
-    """Unix time at which the controller started."""
-    run_id: str
-    """Name of the run's folder, the same in all processes of the run."""
+    quick: bool  #: Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, and only once.
+    update: bool  #: Write the results into expectations.yaml at the end.
+    reproducible: bool  #: Use fixed seeds and deterministic algorithms.
+    debug: bool  #: Run items in this process, so that a debugger works (--pdb).
+    seed: int  #: Seed of the session, from which each claim derives its own.
+    started: float  #: Unix time at which the controller started.
+    run_id: str  #: Name of the run's folder, the same in all processes of the run.
     worker: str
     """xdist's name of the worker ("gw0") that this process is or belongs to, or "main"."""
     threads: int | None
     """CPU threads of a worker's claim while other claims share the host; None without workers."""
-    budget_s: float | None
-    """Seconds after which no further claim starts."""
-    deadline_s: float
-    """Seconds that one claim may work."""
-    root: Path
-    """pytest's root folder."""
-    expectations: Path
-    """The expectations file."""
-    results: Path
-    """Folder of the accepted results."""
-    kernels: tuple[Path, ...]
-    """Folders in which nvcc() looks for sources."""
-    profile: str | None = None
-    """TOOL:PRESET of a session that profiles instead of timing."""
-    profile_calls: int = 1
-    """Calls that --profile captures."""
-    shard: tuple[int, int] | None = None
-    """Number of this shard, from 1, and the number of shards."""
-    capture_job: target.CaptureJob | None = None
-    """What to capture, in a profiled process."""
-    rank_job: torchrun.RankJob | None = None
-    """What to run, in a rank."""
+    budget_s: float | None  #: Seconds after which no further claim starts.
+    deadline_s: float  #: Seconds that one claim may work.
+    root: Path  #: pytest's root folder.
+    expectations: Path  #: The expectations file.
+    results: Path  #: Folder of the accepted results.
+    kernels: tuple[Path, ...]  #: Folders in which nvcc() looks for sources.
+    profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
+    profile_calls: int = 1  #: Calls that --profile captures.
+    shard: tuple[int, int] | None = None  #: Number of this shard, from 1, and the number of shards.
+    capture_job: target.CaptureJob | None = None  #: What to capture, in a profiled process.
+    rank_job: torchrun.RankJob | None = None  #: What to run, in a rank.
 
     @property
     def worker_index(self) -> int:

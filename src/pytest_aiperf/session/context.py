@@ -130,8 +130,7 @@ class ItemContext:
         )
 
 
-CONTEXT = pytest.StashKey[ItemContext]()
-"""Context of a test; stays on its item."""
+CONTEXT = pytest.StashKey[ItemContext]()  #: Context of a test; stays on its item.
 
 
 def context_of(item: pytest.Item, session: Session) -> ItemContext:

@@ -33,8 +33,7 @@ from .config import Role, Settings, read_settings
 from .cuda_machine import Machine
 from .figures import SharedFigures
 
-RUNS = ".aiperf"
-"""Folder of runs, in pytest's root folder."""
+RUNS = ".aiperf"  #: Folder of runs, in pytest's root folder.
 NOT_RUN = "not run: "
 """Prefix of skip reasons that come from the session (budget spent), not from the claim."""
 LOST = "its process was lost before it finished"
@@ -53,26 +52,19 @@ class Session:
     """A checking or measuring session, as one process of it sees it."""
 
     settings: Settings
-    role: Role
-    """Role of this process; differs from the settings' role in a claim's process."""
-    machine: Machine
-    """Source of GPUs and devices."""
+    role: Role  #: Role of this process; differs from the settings' role in a claim's process.
+    machine: Machine  #: Source of GPUs and devices.
     gpus: tuple[Gpu, ...]
     """GPUs to measure on; none when only checking, or measuring only the host."""
     expectations: Expectations
-    figures: SharedFigures
-    """Noise floor and ceilings that all claims of the session use."""
-    run: journal.Run | None = None
-    """Folder of the run; None in a process that records nothing."""
-    live: Live | None = None
-    """The line that shows progress; None like ``run``."""
+    figures: SharedFigures  #: Noise floor and ceilings that all claims of the session use.
+    run: journal.Run | None = None  #: Folder of the run; None in a process that records nothing.
+    live: Live | None = None  #: The line that shows progress; None like ``run``.
     send: Send = _send_nothing
     results: dict[str, Result] = field(default_factory=dict)
     """All results by claim, on the controller at the end."""
-    closing: list[str] = field(default_factory=list)
-    """Lines that the terminal shows at the end."""
-    attempt: int = 1
-    """Number of the current attempt at a claim."""
+    closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
+    attempt: int = 1  #: Number of the current attempt at a claim.
 
     # an item
 
