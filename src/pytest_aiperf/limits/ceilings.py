@@ -61,10 +61,7 @@ def cached(gpu: Gpu) -> dict[str, float]:
 
 
 def get_links(
-    gpus: Sequence[Gpu],
-    progress: ProgressLine = lambda _: None,
-    *,
-    fresh: bool = False,
+    gpus: Sequence[Gpu], progress: ProgressLine = lambda _: None, *, fresh: bool = False
 ) -> dict[str, float]:
     """Return the rates between several GPUs, which must be all visible ones."""
 

@@ -64,14 +64,9 @@ class Microbenchmarks:
         benchmarks: dict[str, Callable[[], float]] = {"copy": self._copy}
         if kernels is not None:
             self._kernels = kernels
-            benchmarks |= {
-                "read": self._read,
-                "l2": self._l2,
-                "shared": self._shared,
-                "fp32": self._fp32,
-                "launch": self._launch,
-                "graph_launch": self._graph_launch,
-            }
+            benchmarks |= {"read": self._read, "l2": self._l2, "shared": self._shared}
+            benchmarks |= {"fp32": self._fp32, "launch": self._launch}
+            benchmarks["graph_launch"] = self._graph_launch
         for dtype in ("fp64", "tf32", "bf16", "fp16", "fp8", "int8"):
             if self._arch >= _MIN_ARCH.get(dtype, 0):
                 benchmarks[dtype] = partial(self._product, dtype)
@@ -82,23 +77,27 @@ class Microbenchmarks:
         self.benchmarks: Final[Mapping[str, Callable[[], float]]] = benchmarks
         """Functions that measure a ceiling, by its name; those that this GPU supports."""
 
-    # device memory and caches
-
     def _copy(self) -> float:
         source, target = self._bytes(self._sizes.memory), self._bytes(self._sizes.memory)
         calls = [lambda: target.copy_(source)]
         if "read" in self.benchmarks:
-            calls += [self._move(source, target, v, write=True) for v in (2, 4, 8)]
+            calls += self._passes(source, target, write=True)
         return 2 * self._sizes.memory / min(map(self._best_s, calls))
 
     def _read(self) -> float:
         source, target = self._bytes(self._sizes.memory), self._bytes(16)
-        calls = (self._move(source, target, v, write=False) for v in (2, 4, 8))
+        calls = self._passes(source, target, write=False)
         return self._sizes.memory / min(map(self._best_s, calls))
+
+    def _passes(self, source: Any, target: Any, *, write: bool) -> list[Call]:
+        """Return kernels that read or copy a buffer once, one for each number of vectors."""
+        move = partial(self._kernels["move"], source, target, source.nbytes)
+        # one thread block per chunk, in one step
+        return [partial(move, vectors, write, 0, 1) for vectors in (2, 4, 8)]
 
     def _l2(self) -> float:
         """Read or copy a buffer that stays in the L2, again and again; return the higher rate."""
-        blocks, highest = 8 * self._sms, 0.0
+        move, blocks, highest = self._kernels["move"], 8 * self._sms, 0.0
         for size in self._sizes.l2:
             source, target = self._bytes(size), self._bytes(size)
             for vectors, write in ((4, False), (8, False), (4, True)):
@@ -106,29 +105,14 @@ class Microbenchmarks:
                 step = blocks * _THREADS * vectors * 16
                 steps = math.ceil(self._sizes.memory / step)
                 part = size // 2 if write else size
-                call = self._move(source, target, vectors, write, part, blocks, steps)
+                call = partial(move, source, target, part, vectors, write, blocks, steps)
                 highest = max(highest, (1 + write) * step * steps / self._best_s(call))
         return highest
-
-    def _move(  # noqa: PLR0917  the arguments of the launcher
-        self,
-        source: Any,
-        target: Any,
-        vectors: int,
-        write: bool,
-        size: int = 0,
-        blocks: int = 0,
-        steps: int = 1,
-    ) -> Call:
-        move = self._kernels["move"]
-        return lambda: move(source, target, size or source.nbytes, vectors, write, blocks, steps)
 
     def _shared(self) -> float:
         target, blocks, rounds = self._bytes(16), 2 * self._sms, self._sizes.rounds
         best_s = self._best_s(lambda: self._kernels["shared"](blocks, rounds, target))
         return blocks * rounds * 1024 * 8 * 16 / best_s
-
-    # arithmetic
 
     def _fp32(self) -> float:
         """Run a kernel of FMAs, in bursts as the matrix products do."""
@@ -183,8 +167,6 @@ class Microbenchmarks:
         finally:
             matmul.fp32_precision = before
 
-    # the host and its link
-
     def _launch(self) -> float:
         """Return the host's seconds per launch, from C++: no caller needs less."""
         launch, times, best_s = self._kernels["launch"], self._sizes.launches, math.inf
@@ -212,8 +194,6 @@ class Microbenchmarks:
         mode = Mode.PLAIN if pinned else Mode.WALL
         block = self._device.block([lambda: target.copy_(source, non_blocking=True)], mode)
         return size / min(block.run() for _ in range(_BLOCKS))
-
-    # shared parts
 
     def _bytes(self, size: int) -> Any:
         buffer = self._torch.empty(size, dtype=self._torch.uint8, device=self._device.torch_device)
