@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 _CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
+"""A function's name, which is the first name before a parenthesis that is no attribute."""
 _TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
+"""A type's name."""
 _VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
+"""A variable's name."""
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
+"""The beginning of a namespace or extern "C" block. All patterns are for space-separated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
 def _tokens(text: str) -> Iterator[_Token]:
     """Yield the tokens of a file, without white space and the contents of its strings."""
-    from pygments.lexers import CudaLexer  # late: only reports need it
+    from pygments.lexers import CudaLexer  # late: only claims with CUDA kernels need it
     from pygments.token import Comment, String, Whitespace
 
     line, directive, start = 1, "", 1
