@@ -222,7 +222,7 @@ def jitted(function):
         jitted,
         lambda base: functools.partial(base, 1),
         lambda base: prepared(functools.partial(wrapped(base))),
-        lambda base: [base],
+        lambda base: [base, 1],
     ],
 )
 def test_wrappers_are_taken_off(root, module, wrap):

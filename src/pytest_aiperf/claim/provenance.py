@@ -116,7 +116,10 @@ class _Search:
             self.visit((value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, (tuple, list)):
             for part in value:
-                self.visit(part, strings)
+                if not isinstance(part, (int, float, str)):  # there may be very many
+                    self.visit(part, strings)
+        elif isinstance(value, dict):
+            self.visit([part for key, part in value.items() if key in strings], strings)
         elif isinstance(value, FunctionType):
             self._add_function(value)
         elif not isinstance(value, ModuleType):
