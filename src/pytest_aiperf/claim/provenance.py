@@ -102,7 +102,7 @@ class _Search:
                 yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
 
     def visit(self, value: Any, strings: Collection[str] = ()) -> None:
-        """Add the lines of a callable; of built kernels, those that ``strings`` name."""
+        """Add the lines of a callable; of kernels and dicts, the entries that ``strings`` name."""
         value = _unwrapped(value)
         if isinstance(value, Kernels):
             for name in {*value} & {*strings}:
@@ -112,16 +112,11 @@ class _Search:
         self._seen[id(value)] = value
         if isinstance(value, Launcher):
             self._add_launcher(value.source, value.name)
-        elif isinstance(value, functools.partial):
-            self.visit((value.func, *value.args, *value.keywords.values()))
-        elif isinstance(value, (tuple, list)):
-            for part in value:
-                if not isinstance(part, (int, float, str)):  # there may be very many
-                    self.visit(part, strings)
-        elif isinstance(value, dict):
-            self.visit([part for key, part in value.items() if key in strings], strings)
         elif isinstance(value, FunctionType):
             self._add_function(value)
+        elif isinstance(value, (functools.partial, tuple, list, dict)):
+            for part in _parts(value, strings):
+                self.visit(part, strings)
         elif not isinstance(value, ModuleType):
             self._add_class(value if isinstance(value, type) else type(value))
 
@@ -188,6 +183,17 @@ class _Search:
             library = "site-packages" in real.parts or real.is_relative_to(_PLUGIN)
             self._files[path] = _File.read(real) if project and not library else None
         return self._files[path]
+
+
+def _parts(
+    value: functools.partial[Any] | tuple[Any, ...] | list[Any] | dict[Any, Any],
+    strings: Collection[str],
+) -> list[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return [part for key, part in value.items() if key in strings]
+    return [part for part in value if not isinstance(part, (int, float, str))]  # often very many
 
 
 def _unwrapped(value: Any) -> Any:
