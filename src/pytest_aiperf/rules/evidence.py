@@ -10,64 +10,55 @@ from typing import Final, Literal
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Evidence, EvidenceKind, Finding, KernelRecord, Work
 
+Bound = float | None
 Per = Literal["", "baseline", "work"]
 
 
-def opcode(
-    name: str, kernel: str = "", *, min: float | None = None, max: float | None = None
-) -> Evidence:
+def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
     """Require a SASS instruction: ``opcode("LDG.E.128", kernel="copy_vectors")``.
 
     ``name`` is the opcode's beginning (``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``; ``*``
     matches anything), ``kernel`` a part of the kernels' names. The bounds are counts of
     instructions in the code. Without bounds there must be at least one; ``max=0`` forbids it.
     """
-    if min is None and max is None:
-        min = 1
+    min = 1 if min is None and max is None else min
     return _evidence(EvidenceKind.OPCODE, name, kernel, min=min, max=max)
 
 
-def registers(*, min: float | None = None, max: float | None = None, kernel: str = "") -> Evidence:
+def registers(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidence:
     """Bound the registers per thread of the kernels whose names contain ``kernel``."""
     return _evidence(EvidenceKind.REGISTERS, kernel=kernel, min=min, max=max)
 
 
-def spills(*, min: float | None = None, max: float | None = None, kernel: str = "") -> Evidence:
+def spills(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidence:
     """Bound the bytes of spill stores and loads per thread; without bounds there are none."""
-    if min is None and max is None:
-        max = 0
+    max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.SPILLS, kernel=kernel, min=min, max=max)
 
 
-def launches(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+def launches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound the host's launches per call: kernels, graphs and copies."""
     return _evidence(EvidenceKind.LAUNCHES, min=min, max=max, per=per)
 
 
-def kernels(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+def kernels(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound the kernels that run per call, those inside a graph included."""
     return _evidence(EvidenceKind.KERNELS, min=min, max=max, per=per)
 
 
-def graph_breaks(*, min: float | None = None, max: float | None = None) -> Evidence:
+def graph_breaks(*, min: Bound = None, max: Bound = None) -> Evidence:
     """Bound how often torch.compile falls back to Python in the optimized arm; default none."""
-    if min is None and max is None:
-        max = 0
+    max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.GRAPH_BREAKS, min=min, max=max)
 
 
-def peak_memory(*, min: float | None = None, max: float | None = None, per: Per = "") -> Evidence:
+def peak_memory(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound the peak of the bytes that one call allocates."""
     return _evidence(EvidenceKind.PEAK_MEMORY, min=min, max=max, per=per)
 
 
 def counter(
-    metric: str,
-    kernel: str = "",
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    per: Per = "",
+    metric: str, kernel: str = "", *, min: Bound = None, max: Bound = None, per: Per = ""
 ) -> Evidence:
     """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
 
@@ -78,13 +69,7 @@ def counter(
 
 
 def _evidence(
-    kind: EvidenceKind,
-    of: str = "",
-    kernel: str = "",
-    *,
-    min: float | None,
-    max: float | None,
-    per: Per = "",
+    kind: EvidenceKind, of: str = "", kernel: str = "", *, min: Bound, max: Bound, per: Per = ""
 ) -> Evidence:
     if min is None and max is None:
         raise UsageError(f"evidence.{kind.name.lower()}({of!r}) needs a bound: min= or max=")
@@ -196,7 +181,9 @@ def _of_arm(piece: Evidence, facts: Facts) -> Finding:
             return Finding(piece)  # a ratio of two lower bounds is no bound
         where += ", as far as the CPU can count,"
     if piece.per == "work":
-        value /= _bytes(facts.work)
+        if facts.work is None or not facts.work.bytes:
+            raise UsageError('evidence with per="work" needs work= with bytes')
+        value /= facts.work.bytes
     elif piece.per == "baseline":
         baseline = facts.figures.get("baseline", {}).get(name)
         if baseline is None:
@@ -205,12 +192,6 @@ def _of_arm(piece: Evidence, facts: Facts) -> Finding:
             return Finding(piece, value, held=False, where=f"{_NO_BASELINE}{where}")
         value /= baseline
     return Finding(piece, value, _within(piece, value), where)
-
-
-def _bytes(work: Work | None) -> float:
-    if work is None or not work.bytes:
-        raise UsageError('evidence with per="work" needs work= with bytes')
-    return work.bytes
 
 
 def _within(piece: Evidence, value: float) -> bool:
@@ -225,6 +206,6 @@ def _sentence(finding: Finding) -> str:
         figure += " per byte of work"
     elif piece.per == "baseline" and not finding.where.startswith(_NO_BASELINE):
         figure = f"{finding.value:g} times the baseline's {_NOUNS.get(piece.kind, piece.of)}"
-    bounds = [f"at least {piece.min:g}"] if piece.min is not None else []
-    bounds += [f"at most {piece.max:g}"] if piece.max is not None else []
-    return f"{finding.where} has {figure}; the claim states {' and '.join(bounds)}"
+    bounds = (("at least", piece.min), ("at most", piece.max))
+    stated = " and ".join(f"{side} {bound:g}" for side, bound in bounds if bound is not None)
+    return f"{finding.where} has {figure}; the claim states {stated}"

@@ -28,18 +28,16 @@ _FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes
 _UNITS = {
     "tensor share": ("compute-bound", "the tensor cores", "only fewer operations help"),
     "sm share": (
-        "compute-bound",
-        "the SMs",
+        "compute-bound", "the SMs",
         "save instructions that work= does not count: addresses, conversions, special functions",
     ),
     "dram share": ("memory-bound", "device memory", "only fewer bytes help"),
     "l2 share": ("memory-bound", "the L2", "read it less often: reuse in shared memory"),
     "l1 share": (
-        "memory-bound",
-        "the L1 and shared memory",
+        "memory-bound", "the L1 and shared memory",
         "make fewer and wider accesses, and keep more in registers",
     ),
-}
+}  # fmt: skip
 _STALLS = {
     "long scoreboard": "for device memory: more loads in flight before the first use",
     "short scoreboard": "for shared memory: fewer, wider accesses without bank conflicts",
@@ -102,17 +100,13 @@ def too_fast(limit: Limit, source: str = "measured") -> str | None:
 
 
 def diagnose(
-    limit: Limit | None,
-    trace: Trace | None,
-    seconds: float,
-    counters: Mapping[str, float] | None = None,
+    limit: Limit | None, trace: Trace | None, seconds: float, counters: Mapping[str, float] = {}
 ) -> str:
     """Describe in one line what limits an arm and what would help; empty where nothing is known.
 
     ``seconds`` is the time of one call as the claim counts it, with or without launch gaps;
     ``counters`` are the figures of an ncu profile.
     """
-    counters = counters or {}
     return (
         _overhead(limit, trace, seconds)
         or _wasted(limit, seconds, counters)

@@ -50,29 +50,18 @@ _PROFILER_VARIABLE = re.compile(
 _PROFILER_LIBRARY = re.compile("sanitizer|asan|injection|nsight", re.IGNORECASE)
 
 _FLAGS = (
-    "backends.cuda.matmul.allow_tf32",
-    "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_tf32", "backends.cuda.matmul.fp32_precision",
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "backends.cuda.matmul.allow_fp16_accumulation",
-    "backends.cuda.flash_sdp_enabled",
-    "backends.cuda.mem_efficient_sdp_enabled",
-    "backends.cuda.cudnn_sdp_enabled",
-    "backends.cuda.math_sdp_enabled",
-    "backends.cuda.preferred_blas_library",
-    "backends.cudnn.enabled",
-    "backends.cudnn.benchmark",
-    "backends.cudnn.deterministic",
-    "backends.cudnn.allow_tf32",
-    "backends.cudnn.conv.fp32_precision",
-    "get_float32_matmul_precision",
-    "get_default_dtype",
-    "get_num_threads",
-    "get_num_interop_threads",
-    "is_grad_enabled",
-    "is_inference_mode_enabled",
+    "backends.cuda.matmul.allow_fp16_accumulation", "backends.cuda.preferred_blas_library",
+    "backends.cuda.flash_sdp_enabled", "backends.cuda.mem_efficient_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled", "backends.cuda.math_sdp_enabled",
+    "backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic",
+    "backends.cudnn.allow_tf32", "backends.cudnn.conv.fp32_precision",
+    "get_float32_matmul_precision", "get_default_dtype", "get_num_threads",
+    "get_num_interop_threads", "is_grad_enabled", "is_inference_mode_enabled",
     "are_deterministic_algorithms_enabled",
-)
+)  # fmt: skip
 _FOREIGN = (
     *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
     *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
@@ -97,18 +86,11 @@ watched(stats.comparison)
 
 _PERSISTING_L2 = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 _VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
-)
+)  # fmt: skip
 
 
 def round_problem(before: GpuState, after: GpuState) -> str | None:
@@ -156,8 +138,7 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
 def flags() -> dict[str, str]:
     """Read the global settings that no arm may change; torch's only where torch is loaded."""
     settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch := sys.modules.get("torch"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates some of these names as they are read
             settings |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
@@ -180,8 +161,7 @@ def extras() -> dict[str, int]:
     """Count what warmed-up calls never do: load kernels, compile, ask the driver for memory."""
     counts = {"Triton, which loaded kernels": _triton_loads()[0]}
     if dynamo := sys.modules.get("torch._dynamo.utils"):
-        frames = dynamo.counters["frames"]["total"]
-        counts["torch.compile, which compiled"] = frames
+        counts["torch.compile, which compiled"] = dynamo.counters["frames"]["total"]
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda and cuda.is_initialized():
         grown = cuda.memory_stats().get("num_device_alloc", 0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
 
 SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
-
 SESSIONS_APART = 0.035
 """How far two sessions' intervals of one unchanged claim may lie apart.
 
@@ -37,9 +36,7 @@ def verdict(ratio: Interval, floor: float) -> Verdict:
         return Verdict.FASTER
     if ratio.high < 1 - floor:
         return Verdict.SLOWER
-    if is_parity(ratio):
-        return Verdict.SAME
-    return Verdict.INCONCLUSIVE
+    return Verdict.SAME if is_parity(ratio) else Verdict.INCONCLUSIVE
 
 
 def is_parity(ratio: Interval) -> bool:
@@ -64,7 +61,7 @@ def judge(
     recorded from other code, or on another host (``compare_recorded`` false), are not compared.
     """
     expectation = expectation or Expectation()
-    found = verdict(ratio, floor)
+    reached = verdict(ratio, floor)
     failures: list[str] = []
     notes: list[str] = []
     recorded = expectation.recorded if compare_recorded else None
@@ -81,8 +78,8 @@ def judge(
     required = expectation.require.speedup
     if required is not None and required <= 1:
         allowed.add(Verdict.SAME)  # the file states that parity is the claim
-    if found not in allowed:
-        failures.append(f"{found} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
+    if reached not in allowed:
+        failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
     if required is not None and ratio.low < required:
         failures.append(f"speedup {ratio}: its lower end is below the required {required:g}x")
 
@@ -111,4 +108,4 @@ def judge(
             )
         elif ratio.low > high * (1 + apart):
             notes.append(f"better than the recorded {value:g}x: --update-expectations records it")
-    return Judgement(not failures, "; ".join(failures) or f"{found}: {ratio}", tuple(notes))
+    return Judgement(not failures, "; ".join(failures) or f"{reached}: {ratio}", tuple(notes))
