@@ -6,14 +6,14 @@ import time
 import pytest
 import torch
 
-import pytest_aiperf.claim.correctness
+import pytest_aiperf.correctness.agreement
 import pytest_aiperf.device.device
 
 PATCHED = (  # attributes that dishonest arms replace
     (time, "perf_counter_ns"),
     (time, "monotonic"),
     (pytest_aiperf.device.device, "now"),
-    (pytest_aiperf.claim.correctness, "verify"),
+    (pytest_aiperf.correctness.agreement, "verify"),
     (torch.cuda.Event, "elapsed_time"),
     (torch.cuda, "synchronize"),
     (torch.backends.cudnn, "allow_tf32"),

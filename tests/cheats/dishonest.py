@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import pytest_aiperf.claim.correctness
+import pytest_aiperf.correctness.agreement
 import pytest_aiperf.device.device
 from pytest_aiperf import Score, Work, prepared, static
 from tests.cheats.case import Corpus, State
@@ -900,7 +900,7 @@ def waiting_for_the_device():
 @cheat(SETTINGS + "correctness.verify")
 def the_oracle():
     return flipping(
-        lambda: setattr(pytest_aiperf.claim.correctness, "verify", lambda *_a, **_k: [])
+        lambda: setattr(pytest_aiperf.correctness.agreement, "verify", lambda *_a, **_k: [])
     )
 
 

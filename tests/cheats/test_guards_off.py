@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.claim import bound_claim, correctness, explanation, sampler, tensors
+from pytest_aiperf.claim import bound_claim, explanation, sampler
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.claim import Inputs
+from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
@@ -151,17 +152,17 @@ def any_subclass(name):
 
 GUARDS = {
     # correctness
-    "the reference": Guard({(correctness, "verify"): always([])}, caught("constant")),
+    "the reference": Guard({(agreement, "verify"): always([])}, caught("constant")),
     "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
     "inputs are not changed": Guard({(tensors, "changed"): always(())}, caught("inputs_zeroed")),
     "arms return the same structure": Guard(
-        {(correctness, "signature"): always("")}, caught("another_dtype")
+        {(agreement, "signature"): always("")}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
-        {(correctness, "_refuse_views"): nothing}, caught("a_view_for_a_copy")
+        {(agreement, "_refuse_views"): nothing}, caught("a_view_for_a_copy")
     ),
     "the reference is fp64": Guard(
-        {(correctness, "_check_reference"): always(1.0)},
+        {(agreement, "_check_reference"): always(1.0)},
         caught("a_reference_of_no_more_precision"),
     ),
     "arrays are plain": Guard({(tensors, "_backend"): any_subclass}, caught("a_lazy_array")),
@@ -169,7 +170,7 @@ GUARDS = {
         {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
     "the same seed gives the same inputs": Guard(
-        {(correctness, "infer_effects"): always(correctness.ArgumentEffects())},
+        {(agreement, "infer_effects"): always(agreement.ArgumentEffects())},
         caught("inputs_of_no_seed"),
     ),
     "another seed gives other inputs": Guard(
@@ -177,13 +178,13 @@ GUARDS = {
     ),
     "errors are relative to the baseline's": Guard(
         {
-            (correctness, "MAX_ERROR_RATIO"): 1e9,
-            (correctness, "ERROR_BUDGETS"): dict.fromkeys(correctness.ERROR_BUDGETS, 1e9),
+            (agreement, "MAX_ERROR_RATIO"): 1e9,
+            (agreement, "ERROR_BUDGETS"): dict.fromkeys(agreement.ERROR_BUDGETS, 1e9),
         },
         caught("a_short_series"),
     ),
     "the baseline's error is bounded": Guard(
-        {(correctness, "MAX_BASELINE_ERROR"): 1e9, (correctness, "MAX_BASELINE_BUDGETS"): 1e18},
+        {(agreement, "MAX_BASELINE_ERROR"): 1e9, (agreement, "MAX_BASELINE_BUDGETS"): 1e18},
         caught("a_baseline_that_is_wrong"),
     ),
     # the timed calls do the checked work

@@ -63,7 +63,7 @@ def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
     )
     limit = Limit("copy", 3.1e12, 4.2e12, "B/s", 0.74)
     figures, units = {"dram share": 0.9, "time": 1e-3}, {"dram share": "share", "time": "s"}
-    made = result(
+    record = result(
         claim,
         title="Wide loads.",
         timing=timing(replicates=replicates),
@@ -79,7 +79,7 @@ def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
         ),
         notes=("A note.",),
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(record, **changes)
 
 
 class Tags(HTMLParser):
@@ -135,7 +135,7 @@ def test_every_claim_has_a_section_and_a_hundred_are_small(written):
     assert len(re.findall("<h5>Ladder", text)) == 33
 
 
-def test_nothing_that_a_record_says_becomes_structure(tmp_path):
+def test_no_text_of_a_record_becomes_structure(tmp_path):
     file = tmp_path / "tests" / "ch07" / "test_x.py"
     file.parent.mkdir(parents=True)
     file.write_text(TEST.format(title=HOSTILE))
@@ -170,9 +170,9 @@ def test_nothing_that_a_record_says_becomes_structure(tmp_path):
     assert 'alert("docstring")' in shown
     assert 'alert("code")' in shown
     assert shown.count("alert(1)</script>") >= 8
-    said = markdown.markdown([hostile], tmp_path)
-    assert "<script" not in said
-    assert not re.search(r"^\s*::|##\[", said, re.MULTILINE)
+    text = markdown.markdown([hostile], tmp_path)
+    assert "<script" not in text
+    assert not re.search(r"^\s*::|##\[", text, re.MULTILINE)
 
 
 def test_the_page_asks_for_nothing_from_elsewhere():
@@ -191,7 +191,7 @@ def test_artefacts_are_linked_from_where_the_page_lies(tmp_path):
     assert page._link("//elsewhere.org/x", Path("/")).startswith("./")
 
 
-def test_the_page_says_what_was_measured_and_on_what():
+def test_the_page_shows_what_was_measured_and_on_what():
     results = [
         rich(),
         rich("ch07/lost", outcome=Outcome.FAILED, verdict=Verdict.SLOWER, speedup=0.5),
@@ -200,7 +200,7 @@ def test_the_page_says_what_was_measured_and_on_what():
     ]  # fmt: skip
     commit = {"id": "0123456789abcdef", "dirty": True}
     text = " ".join(" ".join(Tags(page.page(results, {"commit": commit}, "Report")).text).split())
-    for said in (
+    for part in (
         "driver 580.159",
         "CUDA 13.0",
         "torch 2.11.0",
@@ -220,7 +220,7 @@ def test_the_page_says_what_was_measured_and_on_what():
         "artifacts/a b.ncu-rep",
         "99 % interval",
     ):
-        assert said in text, said
+        assert part in text, part
 
 
 def test_ceilings_that_nobody_knows_are_not_drawn():
@@ -234,8 +234,8 @@ def test_a_folder_gets_the_page_and_the_same_as_markdown(tmp_path):
     path = page.write_report([rich(), rich("ch08/x")], {}, tmp_path / "out")
     assert path == tmp_path / "out" / "index.html"
     assert {p.name for p in path.parent.iterdir()} == {"index.html", "report.md"}
-    said = path.with_name("report.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in said if line.startswith("## ")] == ["## ch07", "## ch08"]
+    lines = path.with_name("report.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("## ")] == ["## ch07", "## ch08"]
 
 
 def test_the_command_writes_html_markdown_and_the_readmes_tables(tmp_path, monkeypatch, capsys):
@@ -272,21 +272,21 @@ def test_records_with_gaps_still_make_a_page():
 
 def browser():
     sync = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    found = next(
+    executable = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
-    if found is None:
+    if executable is None:
         pytest.skip("needs Chromium: apt-get install chromium")
-    return sync.sync_playwright(), found
+    return sync.sync_playwright(), executable
 
 
 @pytest.fixture(scope="module")
 def chromium():
-    started, found = browser()
+    started, executable = browser()
     quiet = ("--no-sandbox", "--disable-gpu", "--disable-background-networking",
              "--disable-component-update", "--disable-sync", "--no-first-run")  # fmt: skip
     with started as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=list(quiet))
+        running = playwright.chromium.launch(executable_path=executable, args=list(quiet))
         yield running
         running.close()
 
@@ -297,10 +297,10 @@ def opened(chromium, tmp_path, written):
     path = tmp_path / "report.html"
     path.write_text(written, encoding="utf-8")
     tab = chromium.new_page(viewport={"width": 1280, "height": 900})
-    tab.complaints, tab.asked = [], []
+    tab.complaints, tab.requests = [], []
     tab.on("console", lambda message: tab.complaints.append(message.text))
     tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
-    tab.on("request", lambda request: tab.asked.append(request.url))
+    tab.on("request", lambda request: tab.requests.append(request.url))
     tab.goto(path.as_uri())
     yield tab
     tab.close()
@@ -315,8 +315,8 @@ def names(tab):
 
 def test_a_browser_opens_it_without_a_complaint_or_a_request(opened):
     assert opened.complaints == []
-    assert [url for url in opened.asked if not url.startswith(("file:", "data:"))] == []
-    assert len(opened.asked) == 1 + sum(url.startswith("data:") for url in opened.asked)
+    assert [url for url in opened.requests if not url.startswith(("file:", "data:"))] == []
+    assert len(opened.requests) == 1 + sum(url.startswith("data:") for url in opened.requests)
     assert opened.title() == "Report"
 
 

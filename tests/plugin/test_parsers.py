@@ -1,4 +1,4 @@
-"""What the readers make of the samples (see samples/record.py), and what they refuse."""
+"""The parsers read the samples (see samples/record.py) and refuse empty or broken artefacts."""
 
 import gzip
 import json
@@ -99,18 +99,18 @@ def test_sums_are_added_and_shares_weighted_with_time():
 
 
 @pytest.mark.parametrize(
-    ("said", "plain"),
+    ("name", "normalized"),
     [
         ("void copy<(int)4>(const float *)", "void copy<4>(const float *)"),
         ("turn<(bool)1, (unsigned long)2>(int)", "turn<1, 2>(int)"),
         ("void cast<int>((anonymous namespace)::x)", "void cast<int>((anonymous namespace)::x)"),
     ],
 )
-def test_kernels_are_called_as_compilers_call_them(said, plain):
-    assert ncu.normalize_name(said) == plain
+def test_names_of_kernels_are_those_of_compilers(name, normalized):
+    assert ncu.normalize_name(name) == normalized
 
 
-def test_only_the_chips_with_a_second_tensor_pipe_are_asked_for_it():
+def test_the_second_tensor_pipe_is_collected_on_its_chips_only():
     assert not any("pipe_tc_" in metric for metric in ncu_metrics("sm90"))
     assert any("pipe_tc_" in metric for metric in ncu_metrics("sm100"))
     assert ncu_metrics("sm90", ["extra.sum", "dram__bytes.sum"]).count("dram__bytes.sum") == 1
@@ -142,13 +142,13 @@ def test_ncu_report_is_found_beside_the_binary(tmp_path, monkeypatch, layout):
     for file in (binary, module):
         file.parent.mkdir(parents=True, exist_ok=True)
     binary.touch()
-    module.write_text("def load_report(path): raise LookupError('the found one')")
+    module.write_text("def load_report(path): raise LookupError('this module')")
 
     assert module.parent in python_folders(str(binary))
     # as where the pip package is missing
     monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
-    with pytest.raises(LookupError, match="the found one"):
+    with pytest.raises(LookupError, match="this module"):
         ncu._ncu_report(str(binary)).load_report("")
     monkeypatch.delitem(sys.modules, "ncu_report")
 
@@ -258,8 +258,8 @@ def fake_nsys(tmp_path, body):
 
 
 def test_a_report_of_nsys_is_exported_once(tmp_path):
-    made = exported(tmp_path / "made.sqlite")
-    body = f"to = sys.argv[4].partition('=')[2]\nshutil.copy({str(made)!r}, to)"
+    export = exported(tmp_path / "export.sqlite")
+    body = f"to = sys.argv[4].partition('=')[2]\nshutil.copy({str(export)!r}, to)"
     tool = fake_nsys(tmp_path, body)
     (report := tmp_path / "baseline.nsys-rep").touch()
 
@@ -378,7 +378,7 @@ def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
 
 
 class Frame(list):
-    """As much of a pandas frame as is looked at."""
+    """The part of a pandas frame that the parser uses."""
 
     def to_dict(self, orient):
         assert orient == "records"
@@ -424,7 +424,7 @@ def ranks(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_hta_tells_of_all_ranks(ranks):
+def test_hta_analyzes_all_ranks(ranks):
     profile = read("hta", ranks, "optimized", ["gemm"])
     assert profile.figures == pytest.approx(
         {
@@ -440,7 +440,7 @@ def test_hta_tells_of_all_ranks(ranks):
     assert "rank 1: 60.0 % compute, 30.0 % communication and copies, 10.0 % idle" in profile.notes
 
 
-def test_hta_is_not_asked_about_communication_that_is_not_there(ranks, monkeypatch):
+def test_hta_analyzes_no_overlap_without_communication(ranks, monkeypatch):
     kind = sys.modules["hta.trace_analysis"].TraceAnalysis
     monkeypatch.setattr(kind, "kinds", kind.kinds.__class__(kind.kinds[:1]))
     assert "hidden communication" not in read("hta", ranks, "optimized").figures
@@ -488,8 +488,8 @@ def test_a_tree_of_proton_without_kernels_proves_nothing(tmp_path, text, why):
 
 def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
     path = tmp_path / "baseline.json"
-    told = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21, "version": 1}
-    path.write_text(json.dumps(told))
+    content = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21, "version": 1}
+    path.write_text(json.dumps(content))
     profile = read("memory", path, "baseline", ["kernels are none of its business"])
 
     assert dict(profile.figures) == {
@@ -507,7 +507,7 @@ def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
         ("", "no record of PyTorch's allocator"),
     ],
 )
-def test_memory_that_says_nothing_proves_nothing(tmp_path, text, why):
+def test_an_empty_record_of_memory_is_refused(tmp_path, text, why):
     path = tmp_path / "baseline.json"
     path.write_text(text)
     with pytest.raises(CaptureFailed, match=why):

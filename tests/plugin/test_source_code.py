@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aiperf import prepared
-from pytest_aiperf.build.cuda_source import needed
 from pytest_aiperf.build.launcher import Kernels
-from pytest_aiperf.claim import provenance
 from pytest_aiperf.model import Result, Source
 from pytest_aiperf.report import source_code
 from pytest_aiperf.schema import from_json, to_json
+from pytest_aiperf.sources import provenance
+from pytest_aiperf.sources.cuda_source import needed
 from tests.plugin.records import result
 
 CUDA = """// The header of the file.
@@ -246,10 +246,10 @@ def test_a_function_that_another_one_makes_is_shown_as_its_maker(root, module):
 def test_launchers_are_found_where_functions_call_them(root, module):
     cuda = "kernels/copy.cu"
     assert [*shown(root, module.launcher)] == [cuda]
-    made = shown(root, module.made)
-    assert made[HERE] == "def arm(name):\n    return lambda x, out: built[name](x, out)"
-    assert "struct Narrow" in made[cuda]
-    assert "struct Wide" not in made[cuda]
+    maker = shown(root, module.made)
+    assert maker[HERE] == "def arm(name):\n    return lambda x, out: built[name](x, out)"
+    assert "struct Narrow" in maker[cuda]
+    assert "struct Wide" not in maker[cuda]
     calls = shown(root, module.calls)
     assert calls[HERE] == 'calls=lambda x, out: built["wide"](x, out),'
     assert "struct Wide" in calls[cuda]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pytest_aiperf.claim import source_hash
+from pytest_aiperf.sources import source_hash
 
 PYTHON = '''"""A lesson."""
 

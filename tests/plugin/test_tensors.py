@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.claim import tensors
+from pytest_aiperf.correctness import tensors
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
 

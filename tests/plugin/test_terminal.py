@@ -227,7 +227,7 @@ def test_no_results_are_no_table():
         ({}, ""),
     ],
 )
-def test_the_live_line_says_what_is_known(progress, line):
+def test_the_live_line_shows_the_figures_that_are_there(progress, line):
     assert terminal.live_line(progress) == line
 
 
@@ -296,8 +296,8 @@ def test_markdown_is_the_same_table():
 
 
 def session(**changes):
-    made = {"compare": [], "compare_fail": None, "histogram": False, "verbose": False}
-    return SimpleNamespace(**made | {"benchmarks": [], "quiet": False} | changes)
+    options = {"compare": [], "compare_fail": None, "histogram": False, "verbose": False}
+    return SimpleNamespace(**options | {"benchmarks": [], "quiet": False} | changes)
 
 
 def test_without_pytest_benchmark_nothing_happens():
@@ -331,7 +331,7 @@ def test_only_valid_and_conclusive_results_enter_history():
         ({"benchmarks": ["theirs"]}, False),
     ],
 )
-def test_their_table_is_shown_only_when_asked_for(changes, quiet):
+def test_the_table_of_pytest_benchmark_is_shown_only_on_request(changes, quiet):
     theirs = session(**changes)
     terminal.benchmark_session_add(theirs, [result()])
     assert theirs.quiet is quiet

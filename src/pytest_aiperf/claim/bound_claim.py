@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Error, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
-from . import correctness, tensors
-from .claim import Arm, Claim, Inputs, Progress
-from .tensors import Args, NamedTensor
+from .claim import Arm, Claim, Progress
 
 AGREEMENT_SEEDS = 3
 """Seeds on which the arms must agree with the reference before anything is timed."""
@@ -27,28 +27,21 @@ DECOY_OFFSET = 500_009
 PENDING_SHARE = 1 / 64
 """Outputs of timed calls wait for verification until they fill this share of the GPU's memory:
 the reference takes longer than the calls, and the claim should not hold the GPU meanwhile."""
-ASSUMED_MEMORY_BYTES = 64 << 30
-"""GPU memory to assume where it cannot be read."""
+ASSUMED_MEMORY_BYTES = 64 << 30  #: GPU memory to assume where it cannot be read.
 
 Step = Callable[[], Any]
-Share = Callable[[Step], Any]
-"""Runs one step under the shared lock."""
-Results = Mapping[str, list[NamedTensor]]
-"""Results of all arms for the same inputs."""
+Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
+Results = Mapping[str, list[NamedTensor]]  #: Results of all arms for the same inputs.
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """Outputs of timed calls that the reference has not verified yet."""
 
-    results: Sequence[Results]
-    """Copies, which nothing writes to any more."""
-    seed: int
-    """Seed of the inputs."""
-    values_seed: int | None
-    """Seed whose values were put into the dynamic inputs, if any."""
-    when: str
-    """When the outputs were taken, for the message."""
+    results: Sequence[Results]  #: Copies, which nothing writes to any more.
+    seed: int  #: Seed of the inputs.
+    values_seed: int | None  #: Seed whose values were put into the dynamic inputs, if any.
+    when: str  #: When the outputs were taken, for the message.
 
 
 class BoundClaim:
@@ -68,7 +61,7 @@ class BoundClaim:
         self.seed = seed
         self.full = full
         self.progress = progress
-        self.effects = correctness.ArgumentEffects()
+        self.effects = agreement.ArgumentEffects()
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
         self._settings = validity.flags()
         self._pending: list[_Pending] = []
@@ -174,17 +167,17 @@ class BoundClaim:
 
     def _infer_effects(self) -> None:
         with self.step():
-            self.effects = correctness.infer_effects(
+            self.effects = agreement.infer_effects(
                 partial(self.prepare, "baseline"),
                 partial(self.make_inputs, self.seed),
-                correctness.parameter_names(self.claim.reference),
+                agreement.parameter_names(self.claim.reference),
             )
             self._refuse_constant_inputs()
 
     def _check_seed(self, seed: int) -> Sequence[Error]:
         self.progress("agreeing", seed=seed)
         with self.step():
-            errors = correctness.agree(
+            errors = agreement.agree(
                 {name: partial(self.prepare, name) for name in self.claim.arms},
                 partial(self.make_inputs, seed),
                 self.claim.reference,
@@ -218,7 +211,7 @@ class BoundClaim:
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy a call's outputs."""
-        return correctness.copies(correctness.outputs_of(returned, inputs.args, self.effects))
+        return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
 
     def verify_later(
         self, results: Sequence[Results], seed: int, when: str, values_seed: int | None = None
@@ -251,9 +244,7 @@ class BoundClaim:
                 key = batch.seed, batch.values_seed
                 del inputs
             for results in batch.results:
-                correctness.verify(
-                    results, expected, self.claim.precision, batch.when, located=False
-                )
+                agreement.verify(results, expected, self.claim.precision, batch.when, located=False)
             del self._pending[0]
         self._pending_bytes = 0
 

@@ -1,4 +1,4 @@
-"""One claim, as its author states it, and one set of its inputs."""
+"""One claim, as its author states it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,9 @@ from pytest_aiperf.model import (
     Work,
 )
 
-from . import tensors
-from .tensors import Args
-
 Arm = Callable[..., object] | Prepared
 Progress = Callable[..., None]
 """Callback that reports progress: a phase, and its figures as keywords."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """One set of inputs: what one call of a claim's ``inputs`` returns."""
-
-    args: Args
-    """The arguments of a call, without their ``static`` marks."""
-    dynamic: Sequence[int]
-    """Positions of the arguments that are not static."""
-    seed: int
-    """Seed of the values."""
-
-    def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:
-        """Copy arguments of another set into these, in place: by default the dynamic ones."""
-        for i in self.dynamic if positions is None else positions:
-            tensors.overwrite((self.args[i],), (fresh.args[i],))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +31,13 @@ class Claim:
 
     arms: Mapping[str, Arm]
     """The implementations: "baseline", "optimized" and, if there is one, "library"."""
-    inputs: Callable[[Bench], object]
-    """Builds one set of inputs."""
-    reference: Callable[..., object]
-    """Oracle: computes the result in fp64 or exactly."""
+    inputs: Callable[[Bench], object]  #: Builds one set of inputs.
+    reference: Callable[..., object]  #: Oracle: computes the result in fp64 or exactly.
     work: Callable[..., Work] | None = None
     """Computes the bytes and the operations of one call from its inputs."""
     metrics: tuple[Metric, ...] = (Metric.DEVICE,)
     """Metrics to measure; the claim is judged on the first."""
-    against: Against = Against.IDIOMATIC
-    """Kind of baseline, for reports."""
+    against: Against = Against.IDIOMATIC  #: Kind of baseline, for reports.
     cache: CacheName = "cold"
     """Whether the working set may stay in the L2 between calls ("warm") or not ("cold")."""
     precision: PrecisionName | None = None

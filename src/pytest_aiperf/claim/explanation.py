@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.nvcc import Build, opcode_counts
+from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement
 from pytest_aiperf.model import (
     Evidence,
@@ -31,7 +32,7 @@ from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
 
 from . import triton_launches
 from .bound_claim import BoundClaim
-from .claim import Claim, Inputs
+from .claim import Claim
 from .scores import peak_bytes
 
 _TRACED = (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS)

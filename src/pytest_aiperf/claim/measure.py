@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pytest_aiperf.build.nvcc import Build
+from pytest_aiperf.correctness import agreement
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import (
     AiperfError,
@@ -33,7 +34,7 @@ from pytest_aiperf.model import (
 )
 from pytest_aiperf.rules import evidence, validity, verdict
 
-from . import correctness, explanation
+from . import explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
 from .explanation import Explanation
@@ -56,24 +57,17 @@ class ClaimContext:
 
     record: Result
     """The claim's record so far: its identity, its seed and the versions of its stack."""
-    device: Device
-    """Device on which the arms are timed."""
+    device: Device  #: Device on which the arms are timed.
     lock: GpuLock
     """Lock of the claim's GPUs and of the host; not held when the measurement starts."""
-    rule: StoppingRule
-    """When the measurement of the judged metric stops."""
-    progress: Progress
-    """Reports phases and figures to the live display."""
-    noise_floor: float
-    """The session's :func:`noise_floor`."""
+    rule: StoppingRule  #: When the measurement of the judged metric stops.
+    progress: Progress  #: Reports phases and figures to the live display.
+    noise_floor: float  #: The session's :func:`noise_floor`.
     ceilings: Mapping[str, float]
     """The device's limits by name; needed only by claims with ``work``."""
-    expectation: Expectation
-    """Entry of expectations.yaml for this claim, GPU and code."""
-    code: str
-    """Hash of the claim's source code."""
-    builds: Sequence[Build] = ()
-    """CUDA builds that the claim uses."""
+    expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
+    code: str  #: Hash of the claim's source code.
+    builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.
 
     def share(self, step: Callable[[], T]) -> T:
         """Run a step under the shared lock; where memory runs out, again under the exclusive."""
@@ -265,7 +259,7 @@ def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progres
         arms={"baseline": arm, "optimized": arm}, inputs=inputs, reference=arm, metrics=(metric,)
     )
     bound = BoundClaim(claim, device, seed, full=True, progress=progress)
-    bound.effects = correctness.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
+    bound.effects = agreement.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
     floors: list[float] = []
     while len(floors) < FLOOR_REPEATS:
         timing = measure_metric(bound, metric, replace(rule, max_replicates=rule.min_replicates))

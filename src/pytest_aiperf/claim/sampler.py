@@ -9,23 +9,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.device.device import MAX_BLOCK_S, Block, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
 
-from . import correctness, tensors
 from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim, bind
-from .claim import Inputs
 from .stopping_rule import StoppingRule
-from .tensors import NamedTensor
 
 MAX_REPEATS = 3
 """A disturbed round is repeated this often: at once, then twice after the clocks are stable."""
 CHECKED_CALLS = 5
 """Successive calls that are checked one by one on new inputs: some arms skip every n-th call."""
-SLOW_CALL_S = 0.01
-"""Of calls that are slower than this only two are checked, to save time."""
+SLOW_CALL_S = 0.01  #: Of calls that are slower than this only two are checked, to save time.
 PREBUILT_SHARE = 1 / 32
 """Share of the GPU's memory for inputs that are built before the exclusive lock is taken."""
 WARM_SETS = 3
@@ -39,14 +37,10 @@ class ArmBuffers:
     """One arm's buffers in one replicate."""
 
     name: str
-    padding: object
-    """Allocation of random size in front of the inputs, held as long as they are."""
-    inputs: list[Inputs]
-    """The input sets."""
-    calls: list[Callable[[], object]]
-    """One call per input set."""
-    block: Block = field(init=False)
-    """The timed block, which goes round the calls."""
+    padding: object  #: Allocation of random size in front of the inputs, held as long as they are.
+    inputs: list[Inputs]  #: The input sets.
+    calls: list[Callable[[], object]]  #: One call per input set.
+    block: Block = field(init=False)  #: The timed block, which goes round the calls.
 
 
 class Sampler:
@@ -300,7 +294,7 @@ class Sampler:
                 overwrite(buffers[name], values[i % 2])
                 block = self.device.block([partial(self._call, buffers[name], last)], Mode.WALL)
                 block.run()
-                outputs[name] = correctness.copies(cast("list[NamedTensor]", block.last))
+                outputs[name] = agreement.copies(cast("list[NamedTensor]", block.last))
         when = "on values that were put into the timed inputs"
         bound.verify_later(results[1::2], seed, when)
         bound.verify_later(results[::2], seed, when, values_seed)
@@ -317,12 +311,12 @@ class Sampler:
 
     def _call(self, arm: ArmBuffers, i: int) -> list[NamedTensor]:
         """Call an arm and copy its outputs at once, in the order of the device's stream."""
-        outputs = correctness.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
+        outputs = agreement.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
         if self.device.torch_device == "cpu":
-            return correctness.copies(outputs)
+            return agreement.copies(outputs)
         # outputs that a GPU copies to the host are complete only after a wait
         on_gpu = [(p, x) for p, x in outputs if str(getattr(x, "device", "cpu")) != "cpu"]
-        copies = dict(correctness.copies(on_gpu))
+        copies = dict(agreement.copies(on_gpu))
         return [(path, copies.get(path, value)) for path, value in outputs]
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:

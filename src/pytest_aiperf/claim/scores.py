@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from pytest_aiperf.correctness.tensors import NamedTensor
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
 
 from .bound_claim import BoundClaim, bind
-from .tensors import NamedTensor
 
 
 class ScoreSampler:

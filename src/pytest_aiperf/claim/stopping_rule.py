@@ -9,24 +9,20 @@ from dataclasses import dataclass
 class StoppingRule:
     """Stop at a width of the interval, after a time, or after a number of replicates."""
 
-    target_half_width: float = 0.005
-    """Relative half-width of the interval at which to stop."""
+    target_half_width: float = 0.005  #: Relative half-width of the interval at which to stop.
     min_replicates: int = 6
     """Stopped at a width, a 99 % interval misses the truth in up to 1.9 % of normal noise; with 8
     replicates in 1.7 %."""
-    max_replicates: int = 32
-    """Replicates after which to stop in any case."""
+    max_replicates: int = 32  #: Replicates after which to stop in any case.
     rounds_per_replicate: int = 2
     """A replicate's buffers, graphs and checks cost as much as two rounds, and memory layout, which
     differs between replicates, is half of the noise."""
-    time_budget_s: float = 0.6
-    """Seconds after which to stop."""
+    time_budget_s: float = 0.6  #: Seconds after which to stop.
 
 
 STANDARD = StoppingRule()
 QUICK = StoppingRule(target_half_width=0.01, min_replicates=5, max_replicates=12, time_budget_s=0.4)
 
-WIDE = 0.05
-"""Relative half-width above which an interval is wide."""
+WIDE = 0.05  #: Relative half-width above which an interval is wide.
 EXTRA_REPLICATES = 2
 """Replicates beyond the minimum while the time is over and the interval still wide."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import tensors
+from pytest_aiperf.correctness import tensors
 
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "lift", "set_", "resize_")
 _COPIES = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")  # no kernels on a GPU
@@ -18,10 +18,8 @@ _COPIES = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")  # no k
 class Count:
     """Lower bounds of the launches of a call."""
 
-    launches: int = 0
-    """Launches of kernels, copies and memsets."""
-    kernels: int = 0
-    """Launches of kernels."""
+    launches: int = 0  #: Launches of kernels, copies and memsets.
+    kernels: int = 0  #: Launches of kernels.
     triton: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     """The Triton kernels that it launched, and their arguments."""
 

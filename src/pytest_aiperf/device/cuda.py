@@ -378,8 +378,7 @@ class _DeviceBlock:
             self._work, self._blocking_s, tries=_MAX_TRIES
         )
         if blocking_s:
-            self._blocking_s = blocking_s
-            device.blocking_s = blocking_s
+            self._blocking_s = device.blocking_s = blocking_s
             return seconds
         raise InvalidMeasurement(
             f"the GPU ran idle while {len(self._calls)} calls were enqueued: a call synchronises, "

@@ -41,9 +41,8 @@ class Block(Protocol):
 
     last: object  #: Return value of the last call.
 
-    def run(self) -> float:
-        """Return the seconds of all calls together."""
-
+    # Return the seconds of all calls together.
+    def run(self) -> float: ...
     def run_untimed(self) -> None: ...
 
 
@@ -57,36 +56,26 @@ class Device(Protocol):
     def seed(self, seed: int) -> None: ...
     def synchronize(self) -> None: ...
     def telemetry(self) -> GpuState: ...
-
-    def random_padding(self, rng: random.Random) -> object:
-        """Allocate a random size, which moves later allocations; drop the result to free it."""
-
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:
-        """Make a block of calls that have run before; CannotCapture is possible in graph mode."""
-
-    def estimate_s(self, call: Call) -> float:
-        """Estimate one call's seconds, for the choice of a mode and a call count."""
-
-    def stabilize_clocks(self, call: Call) -> None:
-        """Repeat a call until the device runs at its clocks of sustained work."""
-
-    def warm_up(self, blocks: Sequence[Block]) -> None:
-        """Run each block at least once, until an earlier pause no longer shows."""
-
-    def peak_bytes(self, call: Call) -> int:
-        """Return the peak memory that a call allocates, without what was allocated before."""
-
-    def trace(self, call: Call) -> Trace | None:
-        """Trace one warmed-up call; None on the host."""
-
-    def release(self) -> None:
-        """Free cached memory, so that the next replicate allocates anew."""
-
-    def free_bytes(self) -> int:
-        """Return the device memory that no process has allocated."""
-
-    def noise_probe(self) -> NoiseProbe:
-        """Return inputs and an arm that show this device's noise when compared with itself."""
+    # Allocate a random size, which moves later allocations; drop the result to free it.
+    def random_padding(self, rng: random.Random) -> object: ...
+    # Make a block of calls that have run before; CannotCapture is possible in graph mode.
+    def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
+    # Estimate one call's seconds, for the choice of a mode and a call count.
+    def estimate_s(self, call: Call) -> float: ...
+    # Repeat a call until the device runs at its clocks of sustained work.
+    def stabilize_clocks(self, call: Call) -> None: ...
+    # Run each block at least once, until an earlier pause no longer shows.
+    def warm_up(self, blocks: Sequence[Block]) -> None: ...
+    # Return the peak memory that a call allocates, without what was allocated before.
+    def peak_bytes(self, call: Call) -> int: ...
+    # Trace one warmed-up call; None on the host.
+    def trace(self, call: Call) -> Trace | None: ...
+    # Free cached memory, so that the next replicate allocates anew.
+    def release(self) -> None: ...
+    # Return the device memory that no process has allocated.
+    def free_bytes(self) -> int: ...
+    # Return inputs and an arm that show this device's noise when compared with itself.
+    def noise_probe(self) -> NoiseProbe: ...
 
 
 def choose_mode(metric: Metric, fastest_s: float) -> Mode:

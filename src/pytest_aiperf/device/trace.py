@@ -17,14 +17,10 @@ from pytest_aiperf.rules.stats import covered
 
 MAX_NAMES: Final = 16
 """Kernel names in a trace: those of the longest total time, so that records stay small."""
-
-
 _DIRECTIONS: Final = {
-    "HtoD": "host to device",
-    "DtoH": "device to host",
-    "DtoD": "device to device",
-    "PtoP": "peer to peer",
-}
+    "HtoD": "host to device", "DtoH": "device to host",
+    "DtoD": "device to device", "PtoP": "peer to peer",
+}  # fmt: skip
 """Kinds of copies by the part of their names in a trace."""
 
 
@@ -89,17 +85,13 @@ def events(content: Iterable[Mapping[str, Any]]) -> list[Event]:
     complete = [e for e in content if e.get("ph") == "X" and "cat" in e]
     # as floats, seconds since boot would be too coarse for the length of a kernel
     first = min((float(e["ts"]) for e in complete), default=0.0)
-    return [
-        Event(
-            e["cat"],
-            e.get("name", ""),
-            (start := float(e["ts"]) - first) * 1e-6,
-            (start + float(e.get("dur", 0))) * 1e-6,
-            (e.get("pid"), e.get("tid")),
-            e.get("args", {}),
-        )
-        for e in complete
-    ]
+    parsed = []
+    for e in complete:
+        start = float(e["ts"]) - first
+        end, thread = start + float(e.get("dur", 0)), (e.get("pid"), e.get("tid"))
+        name, args = e.get("name", ""), e.get("args", {})
+        parsed.append(Event(e["cat"], name, start * 1e-6, end * 1e-6, thread, args))
+    return parsed
 
 
 def activities(events: Iterable[Event]) -> list[Activity]:

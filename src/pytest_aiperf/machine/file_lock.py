@@ -18,8 +18,6 @@ def locked(
 
     A process that is forked meanwhile does not hold the lock.
     """
-    # Wait in the kernel instead of polling: it wakes the process at once, and the wait costs no
-    # CPU time beside a claim that is being timed.
     fd = _open(path)
     try:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -27,12 +25,10 @@ def locked(
             fcntl.flock(fd, mode | fcntl.LOCK_NB)
         except BlockingIOError:
             wait()
-            fcntl.flock(fd, mode)
+            fcntl.flock(fd, mode)  # not polling, which would take CPU time from a timed claim
         yield
     finally:
-        fcntl.flock(
-            fd, fcntl.LOCK_UN
-        )  # closing is not enough: forked processes have the handle, too
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forks have the handle, too
         os.close(fd)
 
 

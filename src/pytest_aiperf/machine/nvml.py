@@ -19,9 +19,7 @@ _64_CORES_PER_SM: Final = ("sm60", "sm70", "sm72", "sm75", "sm80")
 """Architectures with 64 FP32 cores per SM; all others have 128."""
 _POLICIES: Final = {"thermal": "PERF_POLICY_THERMAL", "board_limit": "PERF_POLICY_BOARD_LIMIT"}
 """Violation counters that are read, with their NVML fields."""
-_NOT_IN_KEY: Final = re.compile(
-    r"nvidia|tesla|geforce|gpu|sxm\d*|ac|hbm\w*|\d+gb|edition|generation"
-)
+_NOT_IN_KEY: Final = r"nvidia|tesla|geforce|gpu|sxm\d*|ac|hbm\w*|\d+gb|edition|generation"
 """Words of a product name that do not change the speed."""
 
 
@@ -37,7 +35,7 @@ def key(name: str) -> str:
     Laptop) stay.
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
-    return "".join(w for w in words if w and not _NOT_IN_KEY.fullmatch(w)) or "gpu"
+    return "".join(w for w in words if w and not re.fullmatch(_NOT_IN_KEY, w)) or "gpu"
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> list[Gpu]:

@@ -61,18 +61,14 @@ def command(count: int, *arguments: str) -> tuple[str, ...]:
 
 
 def run(
-    job: RankJob,
-    count: int,
-    arguments: Sequence[str],
-    deadline_s: float,
-    environ: Mapping[str, str],
+    job: RankJob, count: int, args: Sequence[str], deadline_s: float, environ: Mapping[str, str]
 ) -> RankExit:
     """Run pytest with these arguments in every rank; return the exit of the claim.
 
     It is rank 0's exit, or that of the rank that failed first. Unless its message is a root cause,
     the output of all ranks is printed.
     """
-    argv, log = command(count, *arguments), Path(job.scratch, "log")
+    argv, log = command(count, *args), Path(job.scratch, "log")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     # torchrun warns where it has to set the threads; gloo may fail to resolve the host's name
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.build.nvcc import Build, Nvcc
-from pytest_aiperf.claim import source_hash
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
@@ -18,6 +17,7 @@ from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id
 from pytest_aiperf.model import Result
 from pytest_aiperf.profilers import capture, tools
 from pytest_aiperf.schema import to_json
+from pytest_aiperf.sources import source_hash
 
 from .config import Role
 from .session import Session, on_cuda

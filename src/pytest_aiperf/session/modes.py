@@ -13,13 +13,14 @@ from typing import NoReturn, Protocol
 
 import pytest
 
-from pytest_aiperf.claim import measure, provenance, source_hash, torch_compile
+from pytest_aiperf.claim import measure, torch_compile
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.errors import AiperfError, ToolMissing
 from pytest_aiperf.machine import torchrun
 from pytest_aiperf.model import Metric, Outcome, Result
 from pytest_aiperf.profilers import capture, target
+from pytest_aiperf.sources import provenance, source_hash
 
 from .config import Role
 from .context import ItemContext

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pytest_aiperf.claim import source_hash
 from pytest_aiperf.claim.claim import Arm, claim_of
 from pytest_aiperf.claim.measure import (
     ClaimContext,
@@ -43,6 +42,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.journal import new_run_id
+from pytest_aiperf.sources import source_hash
 
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures

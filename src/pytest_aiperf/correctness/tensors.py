@@ -7,7 +7,8 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -16,8 +17,21 @@ from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
-NamedTensor = tuple[str, Any]
-"""Path of a leaf and the leaf: an array, or a value of another kind."""
+NamedTensor = tuple[str, Any]  #: Path of a leaf and the leaf: an array, or a value of another kind.
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One set of inputs: what one call of a claim's ``inputs`` returns."""
+
+    args: Args  #: The arguments of a call, without their ``static`` marks.
+    dynamic: Sequence[int]  #: Positions of the arguments that are not static.
+    seed: int  #: Seed of the values.
+
+    def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:
+        """Copy arguments of another set into these, in place: by default the dynamic ones."""
+        for i in self.dynamic if positions is None else positions:
+            overwrite((self.args[i],), (fresh.args[i],))
 
 
 def walk(value: Any, name: str) -> list[NamedTensor]:
@@ -68,14 +82,11 @@ def _holds_fields(value: Any) -> bool:
 class ArrayBackend:
     """Operations whose names differ between torch, numpy and cupy."""
 
-    module: Any
-    """The library."""
+    module: Any  #: The library.
     has: Callable[[Any], bool]
     """Whether a value is a dense array of numbers; no subclass, which could compute when read."""
-    real: Callable[[Any], Any]
-    """View an array without its gradient, and complex numbers as pairs."""
-    copy: Callable[[Any], Any]
-    """Copy an array."""
+    real: Callable[[Any], Any]  #: View an array without its gradient, and complex numbers as pairs.
+    copy: Callable[[Any], Any]  #: Copy an array.
     cast: Callable[[Any, str, Any], Any]
     """Convert an array to a dtype, on the device of the last argument."""
     where: Callable[[Any], tuple[int, tuple[int, ...]]]

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from pytest_aiperf.build import cuda_source
 from pytest_aiperf.build.launcher import Kernels, Launcher
 from pytest_aiperf.model import Prepared, Source
+
+from . import cuda_source
 
 _PLUGIN: Final = Path(__file__).parents[1]
 

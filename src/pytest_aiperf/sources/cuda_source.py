@@ -11,8 +11,7 @@ _CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w
 """A function's name, which is the first name before a parenthesis that is no attribute."""
 _TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
 """A type's name."""
-_VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
-"""A variable's name."""
+_VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")  #: A variable's name.
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
 """The beginning of a namespace or extern "C" block. All patterns are for space-separated tokens."""
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.claim import correctness
 from pytest_aiperf.claim.claim import Inputs
-from pytest_aiperf.claim.correctness import ArgumentEffects
+from pytest_aiperf.correctness import agreement
+from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Prepared, prepared
 
@@ -38,7 +38,7 @@ def preparing(arm):
 
 
 def infer_effects(call, make, names=()):
-    return correctness.infer_effects(preparing(call), as_inputs(make), names)
+    return agreement.infer_effects(preparing(call), as_inputs(make), names)
 
 
 def judge(optimized, baseline=double, *, make=None, reference=None, **words):
@@ -46,7 +46,7 @@ def judge(optimized, baseline=double, *, make=None, reference=None, **words):
     effects = infer_effects(baseline, make, ("a", "out"))
     reference = reference or (lambda a, out: a.double() * 2)
     arms = {"baseline": preparing(baseline), "optimized": preparing(optimized)}
-    return correctness.agree(arms, as_inputs(make), reference, effects, **words)
+    return agreement.agree(arms, as_inputs(make), reference, effects, **words)
 
 
 def wrong(message, error=WrongResult):
@@ -144,9 +144,9 @@ def test_a_call_must_do_something():
 
 
 def test_names_come_from_a_signature():
-    assert correctness.parameter_names(lambda a, out, *rest, key=1: a) == ("a", "out")
-    assert correctness.parameter_names("".join) == ()
-    assert correctness.parameter_names(ArgumentEffects().label) == ("path",)
+    assert agreement.parameter_names(lambda a, out, *rest, key=1: a) == ("a", "out")
+    assert agreement.parameter_names("".join) == ()
+    assert agreement.parameter_names(ArgumentEffects().label) == ("path",)
 
 
 # agreement
@@ -192,7 +192,7 @@ def test_the_baseline_runs_after_the_others_and_the_reference_last():
         return a.double() * 2
 
     arms = {name: preparing(arm(name)) for name in ("baseline", "library", "optimized")}
-    correctness.agree(arms, as_inputs(vector()), reference, ArgumentEffects())
+    agreement.agree(arms, as_inputs(vector()), reference, ArgumentEffects())
     assert ran == ["optimized", "library", "baseline", "reference"]
 
 
@@ -475,11 +475,11 @@ def test_a_prepared_arm_prepares_before_the_poison():
 @pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
 def test_a_result_that_cannot_be_compared_is_named(odd):
     with wrong(f"a result of type {type(odd).__name__}", UsageError):
-        correctness.verify({"baseline": correctness.outputs_of(odd, (), ArgumentEffects())}, odd)
+        agreement.verify({"baseline": agreement.outputs_of(odd, (), ArgumentEffects())}, odd)
 
 
 def test_large_tensors_are_compared_in_chunks(monkeypatch):
-    monkeypatch.setattr(correctness, "HOST_CHUNK", 10)
+    monkeypatch.setattr(agreement, "HOST_CHUNK", 10)
 
     def optimized(a, out):
         double(a, out)
@@ -489,10 +489,10 @@ def test_large_tensors_are_compared_in_chunks(monkeypatch):
     with wrong("out[47] is 100"):
         judge(optimized)
     array = SimpleNamespace(device="cuda:0")
-    assert [correctness._chunk(x) for x in (np.ones(1), torch.ones(1), array)] == [
+    assert [agreement._chunk(x) for x in (np.ones(1), torch.ones(1), array)] == [
         10,
         10,
-        correctness.CHUNK,
+        agreement.CHUNK,
     ]
 
 
@@ -502,12 +502,12 @@ def test_empty_results_agree():
 
 def test_results_are_verified_after_timing():
     a, _ = vector()()
-    good, bad = (correctness.outputs_of(a * f, (), ArgumentEffects()) for f in (2, 3))
+    good, bad = (agreement.outputs_of(a * f, (), ArgumentEffects()) for f in (2, 3))
     truth = a.double() * 2
-    assert correctness.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
-    (error,) = correctness.verify({"baseline": good}, truth, located=False)
+    assert agreement.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
+    (error,) = agreement.verify({"baseline": good}, truth, located=False)
     assert (error.index, error.error) == ((), 0)
     with wrong("the reference: result["):  # what is refused has its place
-        correctness.verify({"baseline": good, "optimized": bad}, truth, located=False)
+        agreement.verify({"baseline": good, "optimized": bad}, truth, located=False)
     with wrong("optimized disagrees with the reference after timing: result["):
-        correctness.verify({"baseline": good, "optimized": bad}, truth, when="after timing")
+        agreement.verify({"baseline": good, "optimized": bad}, truth, when="after timing")

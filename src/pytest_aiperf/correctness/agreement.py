@@ -18,13 +18,11 @@ from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
 from . import tensors
-from .claim import Inputs
-from .tensors import Args, NamedTensor, backend_of, dtype, is_exact, signature
+from .tensors import Args, Inputs, NamedTensor, backend_of, dtype, is_exact, signature
 
 Prepare = Callable[[Inputs], Callable[..., object]]
 """Prepares an arm for one set of inputs and returns the callable."""
-Make = Callable[[], Inputs]
-"""Builds the same inputs anew each time."""
+Make = Callable[[], Inputs]  #: Builds the same inputs anew each time.
 Outputs = Sequence[NamedTensor]
 Element = tuple[tuple[int, ...], Any, Any]
 """Index of an element, its value in a result and its value in the reference."""
@@ -46,8 +44,7 @@ MAX_BASELINE_BUDGETS = 64
 """The baseline may need this many budgets, since nothing else bounds its error."""
 MAX_BASELINE_ERROR = 0.1
 """The baseline's largest error, whatever its budget: a result of zeros has error 0.5."""
-CHUNK = 1 << 23
-"""Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB."""
+CHUNK = 1 << 23  #: Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB.
 HOST_CHUNK = 1 << 15
 """Elements compared at a time on the host: they stay in its caches, and torch uses one thread for
 so few. Many threads would wait for one another where other claims keep the cores busy."""
@@ -57,12 +54,9 @@ so few. Many threads would wait for one another where other claims keep the core
 class ArgumentEffects:
     """What the baseline does to its arguments."""
 
-    mutated: tuple[str, ...] = ()
-    """Paths of the argument tensors that it changes."""
-    write_only: tuple[str, ...] = ()
-    """Those of them that it does not read: they may be poisoned."""
-    names: tuple[str, ...] = ()
-    """The parameters' names, for messages."""
+    mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that it changes.
+    write_only: tuple[str, ...] = ()  #: Those of them that it does not read: they may be poisoned.
+    names: tuple[str, ...] = ()  #: The parameters' names, for messages.
 
     @property
     def updates(self) -> bool:

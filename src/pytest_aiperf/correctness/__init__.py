@@ -1,0 +1,1 @@
+"""What a call returned and changed, and whether it is right."""

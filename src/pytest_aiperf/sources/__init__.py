@@ -1,0 +1,1 @@
+"""Where the code of a claim is, and its hash."""
