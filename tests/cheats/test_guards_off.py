@@ -17,8 +17,8 @@ import torch
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim import bound_claim, explanation, sampler
 from pytest_aiperf.claim.bound_claim import BoundClaim
-from pytest_aiperf.claim.claim import Inputs
 from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.claim.claim import Inputs
 from pytest_aiperf.correctness import agreement
 from pytest_aiperf.correctness.agreement import ArgumentEffects
+from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Prepared, prepared
 
