@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import nvcc
-from .doctor import bundle, host_facts
+from .doctor import bundle
 from .doctor import clean as artifacts
 from .doctor import doctor as diagnosis
 from .errors import AiperfError, InvalidMeasurement, UsageError
@@ -129,13 +129,13 @@ def doctor(given: argparse.Namespace) -> int:
     """
     if given.capture and not given.bundle:
         raise UsageError("--capture adds to an archive: name one with --bundle FILE.tar.gz")
-    host = host_facts.Host()
+    host = diagnosis.Host()
     checks = diagnosis.checks(host)
     _print(checks)
     if given.bundle:
         bundle.write(given.bundle, bundle.contents(host, checks, capture=given.capture))
         sys.stdout.write(f"written: {given.bundle}\n")
-    return FAILED if bundle.is_broken(checks) else DONE
+    return FAILED if any(c.state == diagnosis.State.BROKEN for c in checks) else DONE
 
 
 def ceilings(given: argparse.Namespace) -> int:

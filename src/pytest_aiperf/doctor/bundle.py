@@ -22,8 +22,7 @@ from pytest_aiperf.errors import ToolMissing
 from pytest_aiperf.records.results import dumps, writing
 from pytest_aiperf.schema import to_json
 
-from .doctor import Check, State
-from .host_facts import Host
+from .doctor import Check, Host
 
 _VARIABLES: Final = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -35,18 +34,15 @@ _VARIABLES: Final = (
 _PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
 """Values that identify nobody: numbers, and words of the libraries; any other is ``<set>``."""
 _CAPTURED: Final = ("torch", "nsys", "ncu")
-_EXAMPLE: Final = '''\
-"""A matrix product, for a short capture."""
-
+_EXAMPLE: Final = """\
 import torch
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-a = torch.ones(512, 512, device=device)
+a = torch.ones(512, 512, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def product():
     return a @ a
-'''
+"""
 
 
 def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
@@ -101,7 +97,3 @@ def write(path: Path, files: Mapping[str, str]) -> None:
             entry = tarfile.TarInfo(f"aiperf-doctor/{name}")
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
-
-
-def is_broken(checks: Sequence[Check]) -> bool:
-    return any(check.state == State.BROKEN for check in checks)

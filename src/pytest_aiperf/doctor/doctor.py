@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.build import nvcc
+from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.errors import AiperfError, ToolMissing
+from pytest_aiperf.machine import gpu_lock, nvml
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.rules import validity
 
-from .host_facts import Host
-
-MIN_FREE_BYTES: Final = 2 << 30
-"""Free disk space below which the builds and records of a full run may not fit."""
-DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"
-"""Lists whether GPU counters are restricted to administrators."""
+MIN_FREE_BYTES: Final = 2 << 30  #: Free disk space that the builds and records of a full run need.
+DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"  #: Shows who may read GPU counters.
 PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"  #: Above 2, perf needs privileges.
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "clocks_event_reasons.active"),
 )
+DEADLINE_S: Final = 120.0  #: Time limit of a command: a hanging driver must not block the doctor.
+_KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
+
+# in a process of its own: broken CUDA may hang or crash, and this process never initializes it
+_TORCH: Final = """
+import json, torch
+cuda = torch.cuda.is_available()
+n = torch.cuda.device_count() if cuda else 0
+peers = [torch.cuda.can_device_access_peer(a, b) for a in range(n) for b in range(n) if a != b]
+twice = float((torch.ones(8, device="cuda" if cuda else "cpu") * 2).sum().item())
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
+print(json.dumps({"built": torch.version.cuda or "", "cuda": cuda, "peers": peers, "nccl": nccl,
+                  "archs": torch.cuda.get_arch_list() if cuda else [], "right": twice == 16}))
+"""
 
 
 class State(StrEnum):
@@ -42,15 +62,102 @@ class Check:
     """One line of the report."""
 
     name: str
-    state: State
+    state: State = field(kw_only=True)
     found: str  #: What is there, without anything that identifies the machine or its user.
     todo: str = ""  #: The remedy.
-    detail: str = ""
-    """A path or an error message, which a bundle leaves out: it may contain names."""
+    detail: str = ""  #: A path or an error message; it may contain names, so no bundle has it.
 
     def __str__(self) -> str:
         text = ": ".join(filter(None, (self.found, self.detail, self.todo)))
         return f"{self.state:<7} {self.name:<17} {text}"
+
+
+_ok = partial(Check, state=State.OK)
+_advice = partial(Check, state=State.ADVICE)
+_broken = partial(Check, state=State.BROKEN)
+
+
+class Host:
+    """The machine of this process; tests use one with other facts."""
+
+    environ: Mapping[str, str] = os.environ
+
+    def gpus(self) -> Sequence[Gpu]:
+        return nvml.visible(self.environ)
+
+    def absence(self) -> str:
+        return nvml.absence(self.environ)
+
+    def has_device(self) -> bool:
+        """Whether a kernel driver is loaded, even if the libraries find no GPU."""
+        return Path("/dev/nvidiactl").exists()
+
+    def driver_cuda(self) -> int:
+        """Return the newest CUDA that the driver supports, as 13000; only call with a GPU."""
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+
+    def run(self, *command: str, folder: Path | None = None) -> str | None:
+        """Run a command and return its output; None if it is missing, fails or hangs."""
+        try:
+            return subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    def torch(self) -> dict[str, Any] | None:
+        """Try torch in a process of its own; None if it does not work."""
+        lines = (self.run(sys.executable, "-c", _TORCH) or "").splitlines()
+        return json.loads(lines[-1]) if lines else None
+
+    def read(self, path: str) -> str:
+        try:
+            return Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def version(self, package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return ""
+
+    def tool(self, name: str) -> str:
+        """Return the path of a profiler, "" if it has no program; raise ToolMissing."""
+        return tools.find(name) or ""
+
+    def nvcc(self) -> tuple[str, str]:
+        return nvcc.find_nvcc()
+
+    def compile(self, arch: str, folder: Path) -> Build:
+        source = folder / "doctor.cu"
+        source.write_text(_KERNEL, encoding="utf-8")
+        return nvcc.build(source, arch, cache=folder)
+
+    def disassemble(self, built: Build) -> None:
+        nvcc.opcode_counts(built)
+
+    def cores(self) -> set[int]:
+        return os.sched_getaffinity(0)
+
+    def is_privileged(self) -> bool:
+        """Whether this process has CAP_SYS_ADMIN."""
+        effective = re.search(r"CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"))
+        return bool(effective and int(effective[1], 16) >> 21 & 1)
+
+    def free_bytes(self, folder: Path) -> int | None:
+        """Return the free space of a folder, which need not exist; None if it is not writable."""
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
+
+    def lock_folder(self) -> str:
+        """Create the folder of the GPU locks; AiperfError names a problem with it."""
+        gpu_lock.GpuLock([])
+        return str(gpu_lock.default_folder())
 
 
 def checks(host: Host) -> list[Check]:
@@ -63,23 +170,13 @@ def checks(host: Host) -> list[Check]:
     except AiperfError as error:
         listed.append(_broken("GPU", "cannot be used", detail=str(error)))
     if gpus:
-        listed += [_driver(host, gpus[0]), *_boards(host, gpus)]
+        cuda = host.driver_cuda()
+        newest = f"CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
+        listed += [_ok("driver", f"{gpus[0].driver}, {newest}"), *_boards(host, gpus)]
     listed += [*_compiler(host, gpus), *_libraries(host, gpus), *_profilers(host, gpus)]
     if problem := validity.environment_problem(host.environ):
         listed.append(_broken("environment", "a variable distorts times", detail=problem))
     return [*listed, *_disk(host)]
-
-
-def _ok(name: str, found: str, detail: str = "") -> Check:
-    return Check(name, State.OK, found, detail=detail)
-
-
-def _advice(name: str, found: str, todo: str = "", detail: str = "") -> Check:
-    return Check(name, State.ADVICE, found, todo, detail)
-
-
-def _broken(name: str, found: str, todo: str = "", detail: str = "") -> Check:
-    return Check(name, State.BROKEN, found, todo, detail)
 
 
 def _gpus(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
@@ -92,11 +189,6 @@ def _gpus(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     elif not gpus:
         todo = "pytest checks claims, pytest --cpu measures here"
         yield _advice("GPU", "none", todo, host.absence())
-
-
-def _driver(host: Host, gpu: Gpu) -> Check:
-    cuda = host.driver_cuda()
-    return _ok("driver", f"{gpu.driver}, CUDA up to {cuda // 1000}.{cuda % 1000 // 10}")
 
 
 def _boards(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
@@ -204,22 +296,22 @@ def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
         todo = f"install a newer driver, or an nvcc of CUDA {cuda}"
         yield _broken("nvcc", f"CUDA {release}, newer than the driver's {cuda}", todo)
     else:
-        yield _ok("nvcc", f"CUDA {release}", path)
+        yield _ok("nvcc", f"CUDA {release}", detail=path)
     arch = gpus[0].arch if gpus else "sm90"
-    try:
-        host.compile(arch)
-    except AiperfError as error:
-        todo = "install g++, or name a compiler in NVCC_CCBIN"
-        yield _broken("host compiler", f"no kernel for {arch}", todo, _start(error))
-        return
-    yield _ok("host compiler", f"builds a kernel for {arch}")
-    try:
-        host.disassemble(arch)
-    except AiperfError as error:
-        todo = "install the extra pytest-aiperf[sass]"
-        yield _advice("cuobjdump", f"cannot read a kernel for {arch}", todo, _start(error))
-    else:
-        yield _ok("cuobjdump", f"reads a kernel for {arch}")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            built = host.compile(arch, Path(folder))
+        except AiperfError as error:
+            todo = "install g++, or name a compiler in NVCC_CCBIN"
+            yield _broken("host compiler", f"no kernel for {arch}", todo, _start(error))
+            return
+        yield _ok("host compiler", f"builds a kernel for {arch}")
+        try:
+            host.disassemble(built)
+            yield _ok("cuobjdump", f"reads a kernel for {arch}")
+        except AiperfError as error:
+            todo = "install the extra pytest-aiperf[sass]"
+            yield _advice("cuobjdump", f"cannot read a kernel for {arch}", todo, _start(error))
 
 
 def _start(error: AiperfError) -> str:
@@ -283,16 +375,14 @@ def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
             continue
         try:
             path = host.tool(tool.name)
-            yield _ok(f"profile {tool.name}", "installed", path or "in this Python")
+            yield _ok(f"profile {tool.name}", "installed", detail=path or "in this Python")
         except ToolMissing as error:
             yield _advice(f"profile {tool.name}", "not usable", detail=str(error))
     if gpus:
         admins_only = re.search(r"RmProfilingAdminOnly:\s*(\d)", host.read(DRIVER_PARAMETERS))
         if admins_only and admins_only[1] == "1" and not host.is_privileged():
-            todo = (
-                "load nvidia with NVreg_RestrictProfilingToAdminUsers=0, or give the container "
-                "CAP_SYS_ADMIN"
-            )
+            option = "NVreg_RestrictProfilingToAdminUsers=0"
+            todo = f"load nvidia with {option}, or give the container CAP_SYS_ADMIN"
             yield _advice("GPU counters", "for administrators only (ERR_NVGPUCTRPERM)", todo)
         else:
             yield _ok("GPU counters", "permitted" if admins_only else "no restriction found")
@@ -312,8 +402,8 @@ def _disk(host: Host) -> Iterator[Check]:
             todo = "python -m pytest_aiperf clean removes builds and runs"
             yield _advice(name, f"{free / 2**30:.1f} GiB free", todo, str(folder))
         else:
-            yield _ok(name, f"{free / 2**30:.0f} GiB free", str(folder))
+            yield _ok(name, f"{free / 2**30:.0f} GiB free", detail=str(folder))
     try:
-        yield _ok("locks", "writable", host.lock_folder())
+        yield _ok("locks", "writable", detail=host.lock_folder())
     except AiperfError as error:
         yield _broken("locks", "cannot be used", detail=str(error))
