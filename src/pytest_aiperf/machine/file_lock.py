@@ -25,7 +25,8 @@ def locked(
             fcntl.flock(fd, mode | fcntl.LOCK_NB)
         except BlockingIOError:
             wait()
-            fcntl.flock(fd, mode)  # not polling, which would take CPU time from a timed claim
+            # in the kernel: it wakes the process at once; polling would disturb a claim's timing
+            fcntl.flock(fd, mode)
         yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forks have the handle, too
