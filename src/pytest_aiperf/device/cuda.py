@@ -24,10 +24,8 @@ from pytest_aiperf.rules.validity import watched
 from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled, now, seed_all
 from .trace import trace
 
-_MAX_TRIES: Final = 5
-"""Runs of a block with ever longer blocking kernels, before the block is refused."""
-_MIN_BLOCKING_S: Final = 100e-6
-"""Shortest blocking kernel: the events and the first launch fit into it."""
+_MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
+_MIN_BLOCKING_S: Final = 100e-6  #: Shortest blocking kernel: fits the events and the first launch.
 _MAX_BLOCKING_S: Final = 1.0
 """Longest blocking kernel: each try costs this much, even for a call that always synchronises."""
 _LONG_BLOCKING_S: Final = 0.05

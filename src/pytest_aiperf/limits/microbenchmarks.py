@@ -16,8 +16,7 @@ from pytest_aiperf.model import Gpu, Metric, Mode
 _BLOCKS: Final = 10  #: Timed blocks per call; the best one counts.
 _BURSTS: Final = 8  #: Additional blocks of arithmetic, each after a rest.
 _REST_S: Final = 0.03  #: Pause before a burst, in which the power cap's average falls.
-_MAX_S: Final = 0.6
-"""Time budget of one call, so that all ceilings of a GPU take about ten seconds."""
+_MAX_S: Final = 0.6  #: Time budget per call, so that all ceilings take about ten seconds.
 _THREADS: Final = 256  #: Threads per block in ceilings.cu.
 _MIN_ARCH: Final = {"fp16": 70, "tf32": 80, "bf16": 80, "int8": 80, "fp8": 89}
 """Compute capability (times ten) from which tensor cores support a type."""

@@ -6,8 +6,7 @@ import os
 import sys
 from typing import Any, Final
 
-VARIABLE: Final = "PYTEST_AIPERF_RANKS"
-"""Environment variable that holds a rank's job as JSON; it is set in ranks only."""
+VARIABLE: Final = "PYTEST_AIPERF_RANKS"  #: Environment variable of ranks only: the job as JSON.
 
 
 class RankGroup:

@@ -25,8 +25,7 @@ from .file_lock import is_shared, locked
 WRITER_GRACE_S: Final = 4.0
 """How long an exclusive request lets new shared holders in before it closes the gate."""
 POLL_S: Final = 0.05  #: Polling interval meanwhile.
-VARIABLE: Final = "PYTEST_AIPERF_LOCKS"
-"""Environment variable that names the folder of the lock files."""
+VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
 
 
 class GpuLock:

@@ -37,8 +37,7 @@ Message = dict[str, Any]
 Work = Callable[["Channel"], None]
 Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
-MAX_MESSAGE_BYTES: Final = 16 * 2**20
-"""Longest message that a claim may send; pytest holds it in memory."""
+MAX_MESSAGE_BYTES: Final = 16 * 2**20  #: Longest message of a claim; pytest holds it in memory.
 TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
 """Kinds of messages for the live display only: they are passed on, and not kept."""
 KILL_TIMEOUT_S: Final = 10.0

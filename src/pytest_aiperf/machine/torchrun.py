@@ -22,8 +22,7 @@ from pytest_aiperf.schema import from_json, to_json
 
 from . import distributed, isolation
 
-EXIT_GRACE_S: Final = 20.0
-"""How long a rank may take to leave its process group, once its exit is written."""
+EXIT_GRACE_S: Final = 20.0  #: How long a rank may take to leave its group after writing its exit.
 
 
 @dataclass(frozen=True, slots=True)

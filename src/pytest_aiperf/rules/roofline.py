@@ -17,8 +17,7 @@ MEMORY: Final = ("copy", "read", "l2")
 
 _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
-_OVERHEAD_SHARE = 0.3
-"""An arm that spends this share of its time outside kernels is overhead-bound."""
+_OVERHEAD_SHARE = 0.3  #: An arm with this share of its time outside kernels is overhead-bound.
 _NEAR = 0.8  #: From this share of its ceiling on, only less work helps.
 _FAR = 0.4  #: Below this share of its ceiling, an arm is not limited by it.
 _BUSY = 0.6  #: From this utilisation on, ncu's counter names the unit that limits an arm.

@@ -159,7 +159,7 @@ def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
 
 def extras() -> dict[str, int]:
     """Count what warmed-up calls never do: load kernels, compile, ask the driver for memory."""
-    counts = {"Triton, which loaded kernels": _triton_loads()[0]}
+    counts = {"Triton, which loaded kernels": len(_triton_loads())}
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         counts["torch.compile, which compiled"] = dynamo.counters["frames"]["total"]
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
@@ -176,18 +176,14 @@ def extra_problem(before: Mapping[str, int], after: Mapping[str, int]) -> str | 
 
 
 @functools.cache
-def _triton_loads() -> list[int]:
-    """Return a counter of the kernels that Triton loads from now on."""
-    count = [0]
-
-    def loaded(*_: object, **__: object) -> None:
-        count[0] += 1
-
+def _triton_loads() -> list[None]:
+    """Return a list that grows with each kernel that Triton loads from now on."""
+    loads: list[None] = []
     hooks = getattr(sys.modules.get("triton.knobs"), "runtime", None)
     chain = getattr(hooks, "kernel_load_end_hook", None)
     if chain is not None:
-        chain.add(loaded)
-    return count
+        chain.add(lambda *_, **__: loads.append(None))
+    return loads
 
 
 def _find(name: str) -> object:
