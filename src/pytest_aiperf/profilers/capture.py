@@ -225,16 +225,8 @@ def _capture(
 
     def run_step(step: str) -> CaptureReply:
         stem = artefact / step if step else request.folder / arm
-        job = CaptureJob(
-            tool=tool.name,
-            preset=request.preset,
-            arm=arm,
-            calls=request.calls,
-            seed=request.seed,
-            stem=str(stem),
-            scratch="",
-            before=tuple(before),
-        )
+        calls, seed = request.calls, request.seed
+        job = CaptureJob(tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,))
         reply = _run_target(request, job, [*command, *tool.steps.get(step, ())], fallback.environ)
         # an arm may fail because of what the checker found: then the finding is reported
         if reply.error:

@@ -49,16 +49,12 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
             activities, calls = list(_nsys_activities(db)), list(_nsys_calls(db))
-            ranges = [
-                (start / 1e9, end / 1e9)
-                for start, end in _rows(
-                    db,
-                    "NVTX_EVENTS",
-                    "SELECT start, end FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId"
-                    " WHERE coalesce(text, value) = ? AND end IS NOT NULL",
-                    RANGE,
-                )
-            ]
+            query = (
+                "SELECT start, end FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId"
+                " WHERE coalesce(text, value) = ? AND end IS NOT NULL"
+            )
+            rows = _rows(db, "NVTX_EVENTS", query, RANGE)
+            ranges = [(start / 1e9, end / 1e9) for start, end in rows]
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is no export of an nsys report ({error})") from error
     activities, calls = _within(ranges, activities, calls)
@@ -104,13 +100,9 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
         return
     if binary is None:
         raise CaptureFailed(f"{report} cannot be read without nsys: install Nsight Systems")
-    command = [binary, "export", "--type=sqlite", "--force-overwrite=true"]
-    done = subprocess.run(
-        [*command, f"--output={exported}", str(report)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("--type=sqlite", "--force-overwrite=true", f"--output={exported}")
+    command = [binary, "export", *options, str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not exported.is_file():
         output = " ".join((done.stderr or done.stdout).split())[-200:]
         raise CaptureFailed(

@@ -76,6 +76,8 @@ def _once(*arguments: str, **environ: str) -> tuple[Fallback, ...]:
     return (Fallback(arguments, environ),)
 
 
+_IN_PROCESS: Final = {"minimal": _once(), "deep_dive": _once()}
+"""Presets of profilers that are Python modules: their hooks know what a preset means."""
 _LIBRARIES: Final = "--trace=cuda,nvtx,osrt,cublas,cudnn"
 _NSYS: Final = (_LIBRARIES, "--cudabacktrace=all")
 _UNSAMPLED: Final = ("--sample=none", "--cpuctxsw=none")
@@ -133,28 +135,16 @@ TOOLS: Final = {
             "torch",
             "pip install torch",
             ".json",
-            {"minimal": _once(), "deep_dive": _once()},
+            _IN_PROCESS,
             module="torch",
             hook="torch",
             host=True,
             ranks=True,
         ),
         Tool(
-            "proton",
-            "pip install triton",
-            ".hatchet",
-            {"minimal": _once(), "deep_dive": _once()},
-            module="triton",
-            hook="proton",
+            "proton", "pip install triton", ".hatchet", _IN_PROCESS, module="triton", hook="proton"
         ),
-        Tool(
-            "memory",
-            "pip install torch",
-            ".json",
-            {"minimal": _once(), "deep_dive": _once()},
-            module="torch",
-            hook="memory",
-        ),
+        Tool("memory", "pip install torch", ".json", _IN_PROCESS, module="torch", hook="memory"),
         Tool(
             "sanitizer",
             "install compute-sanitizer, a part of the CUDA toolkit",
