@@ -12,7 +12,7 @@ from pytest_aiperf.device.cuda import CudaDevice
 from pytest_aiperf.limits import ceilings, microbenchmarks
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.rules import validity
-from pytest_aiperf.rules.datasheet import DATASHEET
+from pytest_aiperf.rules.roofline import DATASHEET
 
 NAMES = (*ceilings.DEVICE, *ceilings.HOST)
 KNOWN = {"h200": {"copy": 4.28e12, "h2d": 55e9}}

@@ -3,8 +3,7 @@
 import pytest
 
 from pytest_aiperf.model import Limit, Trace, Work
-from pytest_aiperf.rules.datasheet import DATASHEET
-from pytest_aiperf.rules.roofline import diagnose, limit_of, too_fast, unit_of
+from pytest_aiperf.rules.roofline import DATASHEET, diagnose, limit_of, too_fast, unit_of
 from pytest_aiperf.text import si
 
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 7e12, "fp32": 60e12, "bf16": 790e12}

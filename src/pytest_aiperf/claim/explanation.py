@@ -27,7 +27,6 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.rules import evidence, roofline, stats
-from pytest_aiperf.rules.datasheet import DATASHEET
 from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
 
 from . import triton_launches
@@ -141,9 +140,10 @@ def refuse_impossible_times(
     """Refuse a time that is too short for this GPU, by its datasheet or its measured limits."""
     if timing.metric is not Metric.DEVICE or work is None:
         return
+    peaks = roofline.DATASHEET.get(key, {})
     for arm in timing.replicates[0].rounds[0].seconds:
         seconds = stats.typical(timing.replicates, arm)
-        on_datasheet = roofline.limit_of(seconds, work, timing.cache, DATASHEET.get(key, {}))
+        on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
         for limit, source in ((on_datasheet, "datasheet"), (limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):
                 continue  # data in registers and shared memory need not pass the L2 again

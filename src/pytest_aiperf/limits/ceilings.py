@@ -16,8 +16,7 @@ from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, BuildError, UsageError
 from pytest_aiperf.model import Gpu
 from pytest_aiperf.records.results import atomic_write, dumps, loads
-from pytest_aiperf.rules.datasheet import DATASHEET
-from pytest_aiperf.rules.roofline import unit_of
+from pytest_aiperf.rules.roofline import DATASHEET, unit_of
 from pytest_aiperf.rules.validity import round_problem
 from pytest_aiperf.schema import to_json
 from pytest_aiperf.text import percent, si
