@@ -215,12 +215,12 @@ def only_beside_nvcc(monkeypatch):
 
 
 def test_a_binary_is_disassembled_once(tmp_path):
-    code, file = sass.parse(SASS), tmp_path / "new/sass.json"
-    assert sass.cached(file, lambda: code) == code
-    assert sass.cached(file, lambda: pytest.fail("disassembled again")) == code
-    file.write_text('{"copy": {"LDG.E": 1}}')  # the format of an older version
-    assert sass.cached(file, lambda: code) == sass.cached(file, dict) == code
-    unwritable = Path("/dev/null/x/sass.json")
+    code, entry = sass.parse(SASS), tmp_path / "new"
+    assert sass.cached(entry, lambda: code) == code
+    assert sass.cached(entry, lambda: pytest.fail("disassembled again")) == code
+    (entry / "sass.json").write_text('{"copy": {"LDG.E": 1}}')  # the format of an older version
+    assert sass.cached(entry, lambda: code) == sass.cached(entry, dict) == code
+    unwritable = Path("/dev/null/x")
     assert sass.cached(unwritable, lambda: code) == code
 
 

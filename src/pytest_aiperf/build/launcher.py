@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 import re
 import sys
@@ -40,20 +39,18 @@ def declared(text: str) -> dict[str, Signature]:
 
 
 def _code_only(text: str) -> str:
-    """Replace comments, directives and literals by spaces: their braces and words are no code."""
+    """Blank comments, directives and the contents of literals: their braces are no code."""
     from pygments.lexers.c_cpp import CppLexer  # late: only claims with CUDA kernels need it
     from pygments.token import Comment, String
 
-    def literal(token: tuple[Any, str]) -> bool:
-        kind = token[0]
+    def is_code(kind: Any, value: str) -> bool:
+        if kind in String:
+            return value in ('"', "C")  # the words of extern "C"
         # a bare Comment is code below `#if 0`: its functions count as declared
-        return kind in String or (kind in Comment and kind is not Comment)
+        return kind is Comment or kind not in Comment
 
     tokens = CppLexer(stripnl=False, ensurenl=False).get_tokens(text)
-    runs = (
-        (blank, "".join(v for _, v in run)) for blank, run in itertools.groupby(tokens, literal)
-    )
-    return "".join(run if not blank or run == '"C"' else " " for blank, run in runs)
+    return "".join(value if is_code(kind, value) else " " for kind, value in tokens)
 
 
 def _heads(text: str) -> Iterator[str]:

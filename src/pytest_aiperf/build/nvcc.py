@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_aiperf.errors import AiperfError, BuildError, UsageError
 from pytest_aiperf.machine.cache_folder import create_tagged
@@ -25,13 +25,12 @@ from pytest_aiperf.machine.nvml import nvcc_arch
 from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import KernelRecord
 
-from .sass import CACHE_FILE, cached, demangle, disassemble, find_in_packages
+from .sass import cached, demangle, disassemble, find_in_packages
 
 if TYPE_CHECKING:
     from .launcher import Kernels
 
-DEADLINE_S: Final = 300.0
-"""Time after which a compilation is killed: a hanging compiler must not block a session."""
+DEADLINE_S: Final = 300.0  #: Time limit of a compilation: a hanging one must not block a session.
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
 """Default flags by prefix; a flag of the build with the same prefix replaces the default."""
 _ALLOWED: Final = (
@@ -94,20 +93,19 @@ def build(
     if not source.is_file():
         raise UsageError(f"there is no {display_path(source)} to build")
     target = _target(arch)
-    folders = [Path(folder).absolute() for folder in include]
     cache = cache or default_cache()
     try:
         nvcc = _nvcc(target, flags)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while (log := _log(entry := cache / _key(nvcc, read_sources(source, folders)))) is None:
+        while (log := _log(entry := cache / _key(nvcc, read_sources(source, include)))) is None:
             with _scratch_folder(entry) as scratch:
                 if _log(entry) is not None:
                     continue  # another process or thread was faster
-                includes = [f"-I{folder}" for folder in folders]
-                command = [*nvcc, *includes, "-o", _LIBRARY, str(source)]
+                headers = [f"-I{folder}" for folder in include]
+                command = [*nvcc, *headers, "-o", _LIBRARY, str(source)]
                 name = f"{display_path(source)} for {target}"
                 _compile(command, name, scratch, stop or threading.Event())
-                if entry.name != _key(nvcc, read_sources(source, folders)):
+                if entry.name != _key(nvcc, read_sources(source, include)):
                     continue  # the source was edited meanwhile: the library may match neither text
                 shutil.rmtree(entry, ignore_errors=True)  # an incomplete entry may be in the way
                 scratch.rename(entry)  # atomic: readers see no incomplete entry
@@ -122,10 +120,7 @@ def build(
 def opcode_counts(built: Build) -> dict[str, dict[str, int]]:
     """Count the SASS opcodes of each kernel of a build, by demangled name."""
     functions = [kernel.function for kernel in built.kernels]
-    codes = cached(
-        built.path.with_name(CACHE_FILE),
-        lambda: disassemble(built.path, functions, find_nvcc()[0]),
-    )
+    codes = cached(built.path.parent, lambda: disassemble(built.path, functions, find_nvcc()[0]))
     return {name: code.opcodes for name, code in codes.items()}
 
 
@@ -255,8 +250,7 @@ def display_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-@dataclass(frozen=True, slots=True)
-class BuildRequest:
+class BuildRequest(NamedTuple):
     """One build that a session needs."""
 
     source: Path
@@ -278,16 +272,14 @@ def build_parallel(
 
     stop = threading.Event()
 
-    def attempt(request: BuildRequest) -> Build | AiperfError:
+    def attempt(source: Path, arch: str, flags: Sequence[str]) -> Build | AiperfError:
         try:
-            return build(
-                request.source, request.arch, include=include, flags=request.flags, stop=stop
-            )
+            return build(source, arch, include=include, flags=flags, stop=stop)
         except AiperfError as error:
             return error  # raised later by the claim that needs this build
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        futures = [pool.submit(attempt, request) for request in requests]
+        futures = [pool.submit(attempt, *request) for request in requests]
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 progress(done, len(requests), future.result())
@@ -320,7 +312,7 @@ class Nvcc:
 
     roots: Sequence[Path]  #: Folders of .cu files, searched in order.
     archs: Sequence[str]  #: Architectures to build for; with ``load``, only that of the GPU in use.
-    include: Sequence[Path] = ()  #: Folders of headers.
+    include: Sequence[Path] = ()  #: Folders of headers, as absolute paths.
     load: bool = True  #: Whether launchers can be called; without a GPU they are only built.
     used: list[Build] = field(default_factory=list)  #: The builds so far.
 
@@ -348,8 +340,7 @@ class Nvcc:
     @property
     def sources(self) -> list[Path]:
         """The sources and headers of the builds so far."""
-        folders = [Path(folder).absolute() for folder in self.include]
-        return list({f: None for b in self.used for f in read_sources(b.source, folders)})
+        return list({f: None for b in self.used for f in read_sources(b.source, self.include)})
 
 
 def find_source(name: str, roots: Sequence[Path]) -> Path | None:

@@ -20,8 +20,6 @@ from pytest_aiperf.errors import BuildError
 from pytest_aiperf.machine.cache_folder import create_tagged
 
 DEADLINE_S: Final = 120.0  #: Time limit of one disassembly, which usually takes about a second.
-CACHE_FILE: Final = "sass.json"
-"""Name of the file beside a binary in the build cache that stores its disassembly."""
 _FUNCTION: Final = re.compile(r"\s*Function\s*:\s*(.+?)\s*")
 # an address, an optional predicate (@P0, @!UPT), and the opcode with its modifiers
 _INSTRUCTION: Final = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
@@ -49,12 +47,8 @@ def disassemble(
     problem = "there is no cuobjdump"
     for tool in _disassemblers(nvcc):
         try:
-            done = subprocess.run(
-                [tool, "-sass", "-res-usage", str(binary)],
-                capture_output=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
+            command = [tool, "-sass", "-res-usage", str(binary)]
+            done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{tool}: {error}"
             continue
@@ -71,15 +65,16 @@ def disassemble(
     )
 
 
-def cached(file: Path, disassembly: Callable[[], dict[str, Code]]) -> dict[str, Code]:
-    """Read a disassembly from a file; without a readable one, disassemble and write it."""
+def cached(folder: Path, disassembly: Callable[[], dict[str, Code]]) -> dict[str, Code]:
+    """Read a disassembly from a cache entry; without a readable one, disassemble and write it."""
+    file = folder / "sass.json"
     try:
         return {k: Code(**v) for k, v in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError):
         codes = disassembly()
         temporary = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         with suppress(OSError):  # a full disk costs a second disassembly, not the claim
-            create_tagged(file.parent, 0o700)
+            create_tagged(folder, 0o700)
             text = json.dumps({name: asdict(code) for name, code in codes.items()})
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -119,7 +118,7 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
             return sass.disassemble(Path(file.name))
 
     entry = default_cache() / hashlib.sha256(cubin).hexdigest()[:32]
-    for name, code in sass.cached(entry / sass.CACHE_FILE, disassemble).items():
+    for name, code in sass.cached(entry, disassemble).items():
         resources = (code.registers, code.stack, code.shared)
         yield Compiled(KernelRecord(source, arch, name, *resources), code.opcodes)
 
@@ -174,9 +173,7 @@ def _jit_function(job: Mapping[str, Any]) -> Any:
     try:
         module: Any = importlib.import_module(job["module"])
     except ImportError:  # a test file, which pytest imports by its path
-        spec = importlib.util.spec_from_file_location(job["module"], job["file"])
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(job["module"], job["file"])
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     function = getattr(module, job["name"])
