@@ -149,7 +149,7 @@ class BoundClaim:
             self.refuse_changed_settings()  # a changed setting explains whatever else went wrong
         self.device.synchronize()  # or this work would run on while another claim is timed
 
-    def check_agreement(self, share: Share = lambda step: step()) -> Sequence[Error]:
+    def check_agreement(self, share: Share = lambda step: step()) -> tuple[Error, ...]:
         """Check all arms against the reference on several seeds; return each arm's worst error.
 
         Each seed is one shared step: in between other claims can be timed.

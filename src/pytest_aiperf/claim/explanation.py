@@ -5,26 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.nvcc import Build, opcode_counts
-from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement
 from pytest_aiperf.model import (
     Evidence,
     EvidenceKind,
-    Finding,
     Limit,
     Metric,
     Prepared,
+    Result,
     Timing,
     Trace,
-    Work,
 )
 from pytest_aiperf.rules import evidence, roofline, stats
 from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
@@ -35,17 +33,6 @@ from .claim import Claim
 from .scores import peak_bytes
 
 _TRACED = (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Fields of the record that explaining a claim fills in."""
-
-    limits: Mapping[str, Limit]
-    traces: Mapping[str, Trace]
-    diagnosis: Mapping[str, str]
-    evidence: tuple[Finding, ...]
-    notes: tuple[str, ...]
 
 
 def check(
@@ -90,15 +77,11 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
 
 
 def explain(
-    bound: BoundClaim,
-    timings: Sequence[Timing],
-    work: Work | None,
-    builds: Sequence[Build],
-    ceilings: Mapping[str, float],
-) -> Explanation:
+    bound: BoundClaim, record: Result, builds: Sequence[Build], ceilings: Mapping[str, float]
+) -> Result:
     """Inspect the arms after their timing; nothing may be timed after this."""
-    claim, device = bound.claim, bound.device
-    timing = _first_in_seconds(timings)
+    claim, device, work = bound.claim, bound.device, record.work
+    timing = _first_in_seconds((record.timing, *record.also))
     seconds = {a: stats.typical(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
@@ -117,41 +100,41 @@ def explain(
     complete = bool(code) or device.torch_device != "cpu"
     facts = Facts(code=code, every=complete, figures=inspection.figures, work=work)
     diagnosis = {
-        arm: roofline.diagnose(limits.get(arm), inspection.traces.get(arm), call_s)
+        arm: text
         for arm, call_s in seconds.items()
-        if arm in limits or arm in inspection.traces
+        if (text := roofline.diagnose(limits.get(arm), inspection.traces.get(arm), call_s))
     }
-    return Explanation(
+    return replace(
+        record,
         limits=limits,
         traces=inspection.traces,
-        diagnosis={arm: text for arm, text in diagnosis.items() if text},
+        diagnosis=diagnosis,
         evidence=evidence.hold(claim.evidence, facts),
-        notes=tuple(inspection.notes),
+        notes=(*record.notes, *inspection.notes),
     )
 
 
-def _first_in_seconds(timings: Sequence[Timing]) -> Timing | None:
-    return next((timing for timing in timings if timing.unit == "s"), None)
+def _first_in_seconds(timings: Iterable[Timing | None]) -> Timing | None:
+    return next((timing for timing in timings if timing and timing.unit == "s"), None)
 
 
-def refuse_impossible_times(
-    timing: Timing, work: Work | None, limits: Mapping[str, Limit], key: str
-) -> None:
+def refuse_impossible_times(record: Result) -> None:
     """Refuse a time that is too short for this GPU, by its datasheet or its measured limits."""
-    if timing.metric is not Metric.DEVICE or work is None:
+    timing, work = record.timing, record.work
+    if timing is None or timing.metric is not Metric.DEVICE or work is None:
         return
-    peaks = roofline.DATASHEET.get(key, {})
+    peaks = roofline.DATASHEET.get(record.key, {})
     for arm in timing.replicates[0].rounds[0].seconds:
         seconds = stats.typical(timing.replicates, arm)
         on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
-        for limit, source in ((on_datasheet, "datasheet"), (limits.get(arm), "measured")):
+        for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):
                 continue  # data in registers and shared memory need not pass the L2 again
             if problem := roofline.too_fast(limit, source):
                 raise InvalidMeasurement(f"{arm}: {problem}")
 
 
-def min_share(limits: Mapping[str, Limit], timings: Sequence[Timing]) -> float | None:
+def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> float | None:
     """Return the lower end of the optimized arm's share of its limit."""
     limit, timing = limits.get("optimized"), _first_in_seconds(timings)
     if limit is None or timing is None:
@@ -200,18 +183,13 @@ class _Inspection:
     def _call(self, name: str, inspect: Callable[[Callable[[], object]], Any]) -> Any:
         """Inspect one call of an arm; an error becomes a note, since the claim is measured."""
         bound = self.bound
-        inputs: Inputs | None = None
-        call: Callable[..., object] | None = None
         try:
             inputs = bound.make_inputs(bound.seed)
-            call = bound.prepare(name, inputs)
-            return inspect(partial(call, *inputs.args))
+            return inspect(partial(bound.prepare(name, inputs), *inputs.args))
         except Exception as why:  # noqa: BLE001  the claim is timed and agrees already
             message = str(why).strip().partition("\n")[0]
             self.notes.append(f"{name} was not inspected: {type(why).__name__}: {message}")
             return None
-        finally:
-            del inputs, call
 
 
 def _has(pieces: Sequence[Evidence], *kinds: EvidenceKind) -> bool:

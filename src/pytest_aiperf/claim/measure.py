@@ -6,9 +6,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.correctness import agreement
@@ -21,23 +21,12 @@ from pytest_aiperf.errors import (
     is_out_of_memory,
 )
 from pytest_aiperf.machine.gpu_lock import GpuLock
-from pytest_aiperf.model import (
-    Error,
-    Expectation,
-    Interval,
-    Metric,
-    Outcome,
-    Result,
-    Timing,
-    Verdict,
-    Work,
-)
+from pytest_aiperf.model import Error, Expectation, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, validity, verdict
 
 from . import explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
-from .explanation import Explanation
 from .replicates import Measurement, measure_metric, speedup
 from .stopping_rule import QUICK, StoppingRule
 from .torch_compile import uncompiled
@@ -82,30 +71,6 @@ class ClaimContext:
             return step()
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Fields of the record that measuring a claim fills in."""
-
-    agreement: tuple[Error, ...]
-    work: Work | None
-    timing: Timing
-    also: tuple[Timing, ...]
-    floor: float
-    speedup: Interval
-    library: Interval | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """Fields of the record that judging a claim fills in."""
-
-    expectation: Expectation
-    verdict: Verdict
-    outcome: Outcome
-    message: str
-
-
 def check_claim(
     claim: Claim,
     device: Device | None,
@@ -118,7 +83,7 @@ def check_claim(
 
     Without a ``device`` the arms cannot run here, and only their builds are checked.
     """
-    agreement: Sequence[Error] = ()
+    agreement: tuple[Error, ...] = ()
     if device is None:
         explanation.check(claim, builds, None, archs)
     else:
@@ -126,9 +91,7 @@ def check_claim(
             bound = BoundClaim(claim, device, 1, full=False)
             agreement = bound.check_agreement()
             explanation.check(claim, builds, bound, archs)
-    return replace(
-        record, against=claim.against, outcome=Outcome.PASSED, agreement=tuple(agreement)
-    )
+    return replace(record, against=claim.against, outcome=Outcome.PASSED, agreement=agreement)
 
 
 def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, AiperfError | None]:
@@ -137,32 +100,27 @@ def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, AiperfEr
     bound = BoundClaim(
         claim, context.device, context.record.seed, full=True, progress=context.progress
     )
-    stages: list[_Measured | Explanation | _Judged] = []
-    error: AiperfError | None = None
-    try:
-        refuse_debug_environment()
-        stages.append(measured := _measure(bound, context))
-        stages.append(explained := _explain(bound, measured, context))
-        explanation.refuse_impossible_times(
-            measured.timing, measured.work, explained.limits, context.record.key
-        )
-        stages.append(judged := _judge(measured, explained, context))
-        if judged.outcome is not Outcome.PASSED:
-            error = ClaimNotMet(judged.message)
-    except AiperfError as why:
-        error = why
-    filled: dict[str, Any] = {
-        field.name: getattr(stage, field.name) for stage in stages for field in fields(stage)
-    }
     record = replace(
         context.record,
         against=claim.against,
         code=context.code,
         gpu=context.device.gpu,
         kernels=tuple(kernel for build in context.builds for kernel in build.kernels),
-        seconds=time.monotonic() - context.lock.waited_s - started,
-        **filled,
     )
+    error: AiperfError | None = None
+    try:
+        refuse_debug_environment()
+        record = _measure(bound, record, context)
+        context.progress("explaining")
+        with context.lock.shared():
+            record = explanation.explain(bound, record, context.builds, context.ceilings)
+        explanation.refuse_impossible_times(record)
+        record = _judge(record, context)
+        if record.outcome is not Outcome.PASSED:
+            error = ClaimNotMet(record.message)
+    except AiperfError as why:
+        error = why
+    record = replace(record, seconds=time.monotonic() - context.lock.waited_s - started)
     return failed(record, error) if error else record, error
 
 
@@ -172,7 +130,7 @@ def refuse_debug_environment() -> None:
         raise InvalidMeasurement(problem)
 
 
-def _measure(bound: BoundClaim, context: ClaimContext) -> _Measured:
+def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result:
     """Check agreement, time every metric and verify the timed outputs."""
     work = context.share(bound.compute_work)
     agreement = bound.check_agreement(context.share)
@@ -197,8 +155,9 @@ def _measure(bound: BoundClaim, context: ClaimContext) -> _Measured:
     context.share(bound.verify)
     judged = timings[0]
     is_time = judged.metric in (Metric.DEVICE, Metric.WALL)
-    return _Measured(
-        agreement=tuple(agreement),
+    return replace(
+        record,
+        agreement=agreement,
         work=work,
         timing=judged,
         also=tuple(timings[1:]),
@@ -209,30 +168,22 @@ def _measure(bound: BoundClaim, context: ClaimContext) -> _Measured:
     )
 
 
-def _explain(bound: BoundClaim, measured: _Measured, context: ClaimContext) -> Explanation:
-    context.progress("explaining")
-    timings = (measured.timing, *measured.also)
-    with context.lock.shared():
-        explained = explanation.explain(
-            bound, timings, measured.work, context.builds, context.ceilings
-        )
-    return replace(explained, notes=(*measured.notes, *explained.notes))
-
-
-def _judge(measured: _Measured, explained: Explanation, context: ClaimContext) -> _Judged:
+def _judge(record: Result, context: ClaimContext) -> Result:
     """Judge the speedup and the evidence."""
+    assert record.speedup is not None
     judgement = verdict.judge(
-        measured.speedup,
-        measured.floor,
+        record.speedup,
+        record.floor,
         context.expectation,
-        library=measured.library,
-        share=explanation.min_share(explained.limits, (measured.timing, *measured.also)),
-        compare_recorded=not verdict.is_hosts(replace(context.record, timing=measured.timing)),
+        library=record.library,
+        share=explanation.min_share(record.limits, (record.timing, *record.also)),
+        compare_recorded=not verdict.is_hosts(record),
     )
-    broken = evidence.broken(explained.evidence)
-    return _Judged(
+    broken = evidence.broken(record.evidence)
+    return replace(
+        record,
         expectation=context.expectation,
-        verdict=verdict.verdict(measured.speedup, measured.floor),
+        verdict=verdict.verdict(record.speedup, record.floor),
         outcome=Outcome.PASSED if judgement.holds and not broken else Outcome.FAILED,
         message="; ".join(filter(None, (broken, judgement.why, *judgement.notes))),
     )
