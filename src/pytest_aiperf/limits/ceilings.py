@@ -121,11 +121,9 @@ def _benchmarks_hash() -> str:
 
 
 def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> dict[str, float]:
-    import torch
-
     assert device.gpu is not None
     device.release()
-    sizes = microbenchmarks.Sizes.of(device.gpu, torch.cuda.mem_get_info()[0])
+    sizes = microbenchmarks.Sizes.of(device.gpu, device.free_bytes())
     kernels = _kernels(device.gpu, progress)
     benchmarks = microbenchmarks.Microbenchmarks(device, sizes, kernels).benchmarks
     ceilings = {}

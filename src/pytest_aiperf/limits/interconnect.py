@@ -49,13 +49,6 @@ def bus_bytes(name: str, size: int, count: int) -> float:
     return 2 * part if name == "all_reduce" else part
 
 
-def _start_ranks(arguments: Sequence[str]) -> None:
-    import torch.multiprocessing
-
-    count, folder = arguments
-    torch.multiprocessing.spawn(_rank, (int(count), folder), nprocs=int(count))
-
-
 def _rank(rank: int, count: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
@@ -118,4 +111,6 @@ def _blocks(torch: Any, call: Callable[[], object], devices: Sequence[Any]) -> l
 
 
 if __name__ == "__main__":
-    _start_ranks(sys.argv[1:])
+    import torch.multiprocessing
+
+    torch.multiprocessing.spawn(_rank, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
