@@ -393,8 +393,8 @@ def test_each_refusal_leaves_the_file_alone(kind, outcome, path):
 
 
 def test_a_good_result_is_acceptable():
-    assert acceptable(result()) is None
-    assert acceptable(result(key="2xh200")) is None
+    assert acceptable(result(), Expectation()) is None
+    assert acceptable(result(key="2xh200"), Expectation()) is None
 
 
 def test_a_failed_result_is_judged_by_the_requirements_only():
@@ -432,8 +432,8 @@ def test_a_refused_result_is_named_with_its_gpu_if_it_has_one(path):
 def test_a_faster_arm_without_its_evidence_is_not_acceptable():
     piece = launches(max=0.9, per="baseline")
     proven, unmet = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
-    assert acceptable(result(evidence=(proven,))) is None
-    why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unmet)))
+    assert acceptable(result(evidence=(proven,)), Expectation()) is None
+    why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unmet)), Expectation())
     assert "0.95" in why
     assert "the claim states at most 0.9" in why
 

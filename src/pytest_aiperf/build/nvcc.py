@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -297,12 +297,9 @@ def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
         match node:
             case ast.Call(ast.Name("nvcc"), [ast.Constant(str(name)), *rest], keywords):
                 flags = [*rest, *(keyword.value for keyword in keywords)] or [ast.Tuple([])]
-            case _:
-                continue
-        try:
-            calls[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
-        except (TypeError, ValueError):
-            continue  # the flags are computed: the test builds this file when it runs
+                # computed flags are left out: the test builds this file when it runs
+                with suppress(TypeError, ValueError):
+                    calls[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
     return list(calls)
 
 

@@ -61,13 +61,10 @@ def _change(old: Result | None, new: Result | None) -> Change:
         state = State.REGRESSED
     elif ratio.low > 1 + SESSIONS_APART:
         state = State.IMPROVED
-    if state is not State.SAME and is_hosts(new) and not _is_same_gpu(old, new):
+    is_same_gpu = old.gpu and new.gpu and old.gpu.uuid == new.gpu.uuid != ""
+    if state is not State.SAME and is_hosts(new) and not is_same_gpu:
         return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
     return Change(new.claim, new.key, state, ratio)
-
-
-def _is_same_gpu(old: Result, new: Result) -> bool:
-    return old.gpu is not None and new.gpu is not None and old.gpu.uuid == new.gpu.uuid != ""
 
 
 def ratio_of(new: Interval, old: Interval) -> Interval:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -38,6 +39,8 @@ claims: {}
 """
 """The content of a new file."""
 CLAIMS: Final = f"{ROOT}.claims"
+Noun = TypeVar("Noun", Require, Recorded)
+_json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _UNQUOTED = re.compile(  # names that every YAML version reads as text
@@ -92,9 +95,6 @@ def stack_line(stack: Mapping[str, str]) -> str:
     return ", ".join(" ".join(pair) for pair in first or sorted(stack.items())) or "unknown"
 
 
-Noun = TypeVar("Noun", Require, Recorded)
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
     schema: int
@@ -140,17 +140,13 @@ def _within_bounds(kind: type[Noun], entry: object, where: str) -> Noun:
     return noun
 
 
-# which results are accepted
-
-
-def acceptable(result: Result, expectation: Expectation | None = None) -> str | None:
+def acceptable(result: Result, expectation: Expectation) -> str | None:
     """Return the reason why a result must not be recorded, or None.
 
     The recorded figure does not count here, only the requirements of today: a result that failed
     because its figure changed is acceptable. Parity is accepted only where it was recorded before
     or is required.
     """
-    expectation = expectation or Expectation()
     return next(itertools.chain(_unfit(result), _unmet(result, expectation)), None)
 
 
@@ -300,8 +296,7 @@ def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
         for direction, x in zip(directions, astuple(result.speedup), strict=True)
     )
     stack = stack_line(result.stack)
-    same = old is not None and (old.code, old.stack) == (result.code, stack)
-    runs = old.runs + 1 if old is not None and same else 1
+    runs = old.runs + 1 if old and (old.code, old.stack) == (result.code, stack) else 1
     limit = result.limits.get("optimized")
     in_range = limit is not None and 0 < limit.share <= MAX_VALUES["share"]
     share = float(f"{limit.share:.3g}") if limit is not None and in_range else None
@@ -367,12 +362,8 @@ def _replace(lines: list[str], node: Any, new: str) -> None:
 
 def _flow(entry: Recorded) -> str:
     # texts are quoted as in JSON, because a hash such as 123456789012 would read as a number
-    fields = {n: _json(value) for n, value in asdict(entry).items() if value is not None}
-    return f"{{{', '.join(f'{name}: {text}' for name, text in fields.items())}}}"
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    fields = [f"{name}: {_json(v)}" for name, v in asdict(entry).items() if v is not None]
+    return f"{{{', '.join(fields)}}}"
 
 
 def _name(text: str) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +140,9 @@ def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list
     Claims without a result are NOT_RUN for ``reason``. Results of claims that the manifest does
     not list come last.
     """
+    lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0, message=reason)
     completed = {
-        claim: Result(
-            claim=claim,
-            nodeid=nodeid,
-            title="",
-            outcome=Outcome.NOT_RUN,
-            key="",
-            run=manifest.run,
-            started=manifest.started,
-            seed=0,
-            message=reason,
-        )
+        claim: lost(claim=claim, nodeid=nodeid, run=manifest.run, started=manifest.started)
         for claim, nodeid in manifest.claims.items()
     }
     completed.update((result.claim, result) for result in results)

@@ -224,9 +224,7 @@ def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
 def block_times(result: Result) -> tuple[float, ...]:
     """Return the value per call of each block of the optimized arm, empty without a timing."""
     replicates = result.timing.replicates if result.timing else ()
-    return tuple(
-        s for rep in replicates for r in rep.rounds for s in r.seconds.get("optimized", ())
-    )
+    return tuple(s for r in replicates for b in r.rounds for s in b.seconds.get("optimized", ()))
 
 
 def benchmark(result: Result) -> Any:

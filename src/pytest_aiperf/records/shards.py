@@ -46,16 +46,6 @@ def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, flo
     return {i: seconds.get(i) or median for i in ids}
 
 
-def recorded(path: Path) -> dict[str, float]:
-    """Read the seconds of each test in an accepted run; empty without one."""
-    return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
-
-
-def write_manifest(run: journal.Run, claims: Iterable[tuple[str, str]]) -> None:
-    """Write the claims of the whole session beside the manifest of this shard."""
-    journal.Run(run.path / WHOLE).manifest(claims)
-
-
 def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
     """Return the last result of every claim that the runs below some folders collected, or None.
 

@@ -12,8 +12,7 @@ from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20  #: Largest file: 1 MiB holds thousands of claims.
 MAX_DEPTH: Final = 20  #: Deepest nesting; expectations use five levels.
-MAX_NODES: Final = 100_000
-"""Most parser events of a file, so that a small text cannot take long to read."""
+MAX_NODES: Final = 100_000  #: Most parser events of a file: a small text could take long to read.
 MAX_TEXT: Final = 500  #: Longest text, in characters.
 ROOT: Final = "file"  #: Path of the whole document; the paths of fields follow `schema.from_json`.
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)

@@ -26,7 +26,7 @@ from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
 from pytest_aiperf.records.expectations import Expectations
-from pytest_aiperf.records.results import document, machine_info
+from pytest_aiperf.records.results import document, machine_info, read_results
 from pytest_aiperf.report.live import Live
 
 from .config import Role, Settings, read_settings
@@ -142,7 +142,7 @@ class Session:
         number, count = self.settings.shard
         shard = shards.split([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
         if self.run is not None:
-            shards.write_manifest(self.run, requirements.claims_of(items))
+            journal.Run(self.run.path / shards.WHOLE).manifest(requirements.claims_of(items))
         kept = [i for i in items if i.nodeid in shard]
         return kept, [i for i in items if i.nodeid not in shard]
 
@@ -161,8 +161,9 @@ class Session:
         return sorted(items, key=lambda item: -lengths[item.nodeid])
 
     def _recorded_s(self) -> dict[str, float]:
-        key = self.gpus[0].key if self.gpus else "cpu"
-        return shards.recorded(self.settings.results / f"{key}.json")
+        """Read the seconds of each test in an accepted run; empty without one."""
+        path = self.settings.results / f"{self.gpus[0].key if self.gpus else 'cpu'}.json"
+        return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
 
     # records
 
