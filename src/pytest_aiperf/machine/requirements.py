@@ -13,8 +13,7 @@ from pytest_aiperf.errors import UsageError
 if TYPE_CHECKING:
     from pytest_aiperf.model import Gpu  # costs more than this room, and every pytest run loads it
 
-FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})
-"""Names of the plugin's fixtures."""
+FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plugin's fixtures.
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
 REQUIREMENTS = pytest.StashKey["Requirements"]()  #: Requirements of a collected item, in its stash.
 
