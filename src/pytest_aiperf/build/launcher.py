@@ -13,11 +13,8 @@ from typing import Any, Final
 
 from pytest_aiperf.errors import BuildError, LaunchError, UsageError
 
-Convert = Callable[[Any], Any]
-"""Checks an argument of a call and converts it to a value that ctypes passes."""
-
-Signature = tuple[str, str]
-"""The return type and the parameter list of a C function, as in the source."""
+Convert = Callable[[Any], Any]  #: Checks an argument and converts it to a value for ctypes.
+Signature = tuple[str, str]  #: Return type and parameter list of a C function, as in the source.
 _INTEGER_WORDS: Final = {"char", "short", "int", "long", "unsigned", "signed"}
 _QUALIFIERS: Final = {"const", "volatile", "__restrict__", "__restrict", "restrict", "struct"}
 _DTYPES: Final = {

@@ -47,7 +47,6 @@ def product():
 
 def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
     """Return the text of each file of the bundle, by name."""
-    public = [replace(check, detail="") for check in checks]
     requirements = metadata.requires("pytest-aiperf") or ()
     names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
     packages = {d.name: d.version for d in metadata.distributions() if d.name in names}
@@ -62,9 +61,9 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
             if name in host.environ
         },
     }
-    lines = [{k: v for k, v in to_json(check).items() if k != "detail"} for check in public]
+    lines = [{k: v for k, v in to_json(check).items() if k != "detail"} for check in checks]
     files = {
-        "doctor.txt": "".join(f"{check}\n" for check in public),
+        "doctor.txt": "".join(f"{replace(check, detail='')}\n" for check in checks),
         "doctor.json": dumps(lines, "doctor", indent=1),
         "versions.json": dumps(facts, "versions", indent=1),
     }

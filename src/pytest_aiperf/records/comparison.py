@@ -17,8 +17,7 @@ class State(StrEnum):
     REGRESSED = "regressed"
     GONE = "gone"
     STALE = "stale"  #: The test or the kernels of the claim changed.
-    MOVED = "moved"
-    """Changed, but the figure depends on the host and the runs may have had different hosts."""
+    MOVED = "moved"  #: Changed, but the figure depends on the host, and the hosts may differ.
     IMPROVED = "improved"
     NEW = "new"
     SAME = "same"

@@ -31,21 +31,19 @@ MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
 """Upper bounds of figures; a share may exceed 1, since it refers to a *measured* limit."""
 SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
 STACK: Final = ("torch", "CUDA", "driver")  #: The software that an entry names, in this order.
-HEADER: Final = """\
+NEW_FILE: Final = """\
 # What each claim must show. People write `require`; the lower end of the interval must reach it.
 # `pytest --update-expectations` and `python -m pytest_aiperf accept` write the entry of each GPU.
 schema: 1
 claims: {}
 """
-"""The content of a new file."""
 CLAIMS: Final = f"{ROOT}.claims"
 Noun = TypeVar("Noun", Require, Recorded)
 _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-_UNQUOTED = re.compile(  # names that every YAML version reads as text
-    r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII
-)
+# names that every YAML version reads as text
+_UNQUOTED = re.compile(r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,7 @@ class Expectations:
         entry = self.claims.get(claim, ClaimEntry())
         fallback = "" if key == "cpu" else re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
         for name in (key, fallback):
-            recorded = entry.recorded.get(name)
-            if recorded is not None:
+            if recorded := entry.recorded.get(name):
                 return Expectation(entry.require, recorded, name, recorded.code != code)
         return Expectation(entry.require)
 
@@ -252,7 +249,7 @@ def _one_line(text: str) -> str:
 def propose_update(path: Path, results: Sequence[Result], today: date) -> Update:
     """Compute how results change the file; nothing is written."""
     before = read(path)
-    document = parse(path, HEADER if before is None else before)
+    document = parse(path, NEW_FILE if before is None else before)
     claims = _claims(document)
     expectations = Expectations(claims)
     latest = {(r.claim, r.key): r for r in sorted(results, key=lambda r: r.started)}
