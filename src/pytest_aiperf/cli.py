@@ -32,8 +32,7 @@ from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
 from .text import si
 
-DONE, FAILED, WRONG = 0, 1, 2
-"""Exit statuses."""
+DONE, FAILED, WRONG = 0, 1, 2  #: Exit statuses.
 
 DISTRIBUTIONS = {"prove": "selfcheck", "gate": "nightly", "drift": "nightly"}
 """Commands of other distributions, with the folder of each in a clone of the repository."""

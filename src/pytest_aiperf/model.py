@@ -67,20 +67,16 @@ class Outcome(StrEnum):
     NOT_RUN = "NOT_RUN"
 
 
-ARMS: Final = ("baseline", "optimized", "library")
-"""The implementations that a claim compares."""
+ARMS: Final = ("baseline", "optimized", "library")  #: The implementations that a claim compares.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """The minimal work of one call: turns a time into a rate and a share of a limit."""
 
-    read: float = 0.0
-    """Bytes that a call must read from device memory: each input once."""
-    written: float = 0.0
-    """Bytes that a call must write to device memory: each output once."""
-    flops: float = 0.0
-    """Floating-point operations; a multiply-add counts as two."""
+    read: float = 0.0  #: Bytes that a call must read from device memory: each input once.
+    written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
+    flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
     """Arithmetic of the flops: a ceiling's name such as "fp32", "tf32", "bf16" or "fp8"."""
 
@@ -94,24 +90,18 @@ class Work:
 class Score:
     """A figure that an arm returns and that is not a time."""
 
-    value: float
-    """The figure; more than 0."""
-    unit: str
-    """Unit of the figure."""
-    better: Literal["higher", "lower"] = "higher"
-    """Whether higher or lower values are better."""
+    value: float  #: The figure; more than 0.
+    unit: str  #: Unit of the figure.
+    better: Literal["higher", "lower"] = "higher"  #: Whether higher or lower values are better.
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Argument of an ``inputs`` function."""
 
-    device: str
-    """Where to allocate: "cuda" or "cpu"."""
-    seed: int
-    """Seed of the values; the generators of random, numpy and torch are seeded with it."""
-    full: bool
-    """Whether the claim is measured, at full size."""
+    device: str  #: Where to allocate: "cuda" or "cpu".
+    seed: int  #: Seed of the values; the generators of random, numpy and torch are seeded with it.
+    full: bool  #: Whether the claim is measured, at full size.
 
     def size(self, full: int, *, check: int) -> int:
         """Return ``full`` when the claim is timed and ``check`` when it is only checked."""
@@ -122,34 +112,23 @@ class Bench:
 class Gpu:
     """Properties of a GPU, readable without initialising CUDA."""
 
-    name: str
-    """Product name."""
-    key: str
-    """Short name that keys results and expectations, such as "h200"."""
-    uuid: str
-    """Unique id, as NVML gives it."""
-    arch: str
-    """Compute capability, such as "sm90"."""
-    sms: int
-    """Number of SMs."""
-    l2_bytes: int
-    """Size of the L2 cache."""
-    memory_bytes: int
-    """Size of the device memory."""
-    driver: str
-    """Version of the driver."""
+    name: str  #: Product name.
+    key: str  #: Short name that keys results and expectations, such as "h200".
+    uuid: str  #: Unique id, as NVML gives it.
+    arch: str  #: Compute capability, such as "sm90".
+    sms: int  #: Number of SMs.
+    l2_bytes: int  #: Size of the L2 cache.
+    memory_bytes: int  #: Size of the device memory.
+    driver: str  #: Version of the driver.
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
     """A figure and its confidence interval."""
 
-    low: float
-    """Lower end."""
-    value: float
-    """Estimate."""
-    high: float
-    """Upper end."""
+    low: float  #: Lower end.
+    value: float  #: Estimate.
+    high: float  #: Upper end.
 
     def __str__(self) -> str:
         return f"{self.value:.3f}x [{self.low:.3f}, {self.high:.3f}]"
@@ -159,12 +138,9 @@ class Interval:
 class GpuState:
     """Telemetry of a GPU at one moment; None where it cannot be read."""
 
-    sm_mhz: int | None = None
-    """SM clock."""
-    temperature_c: int | None = None
-    """Temperature of the GPU."""
-    event_reasons: int | None = None
-    """NVML's bit mask of clock event reasons."""
+    sm_mhz: int | None = None  #: SM clock.
+    temperature_c: int | None = None  #: Temperature of the GPU.
+    event_reasons: int | None = None  #: NVML's bit mask of clock event reasons.
     violations: Mapping[str, int] = field(default_factory=dict)
     """Violation counters by name: they grow while the GPU is throttled."""
 
@@ -173,64 +149,45 @@ class GpuState:
 class Round:
     """Blocks of all arms in mirrored order."""
 
-    order: str
-    """Initials of the arms in the order of their blocks, such as "OBBO"."""
+    order: str  #: Initials of the arms in the order of their blocks, such as "OBBO".
     seconds: Mapping[str, tuple[float, ...]]
     """Seconds per call of each arm's blocks; for memory and scores the figure."""
-    sm_mhz: int | None = None
-    """SM clock after the round."""
-    event_reasons: int | None = None
-    """Clock event reasons after the round."""
+    sm_mhz: int | None = None  #: SM clock after the round.
+    event_reasons: int | None = None  #: Clock event reasons after the round.
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """Rounds on fresh allocations and inputs: the unit of inference."""
 
-    seed: int
-    """Seed of the inputs."""
-    rounds: tuple[Round, ...]
-    """The undisturbed rounds."""
-    redone: int = 0
-    """Disturbed rounds that were repeated."""
+    seed: int  #: Seed of the inputs.
+    rounds: tuple[Round, ...]  #: The undisturbed rounds.
+    redone: int = 0  #: Disturbed rounds that were repeated.
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
     """An arm's largest error against the reference."""
 
-    arm: str
-    """Name of the arm."""
-    output: str
-    """Path of the output tensor."""
-    index: tuple[int, ...]
-    """Index of the element."""
-    got: float
-    """The arm's value."""
-    want: float
-    """The reference's value."""
-    error: float
-    """Relative error."""
-    allowed: float
-    """Largest error that is allowed."""
+    arm: str  #: Name of the arm.
+    output: str  #: Path of the output tensor.
+    index: tuple[int, ...]  #: Index of the element.
+    got: float  #: The arm's value.
+    want: float  #: The reference's value.
+    error: float  #: Relative error.
+    allowed: float  #: Largest error that is allowed.
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
     """The compiler's figures of one kernel in one build."""
 
-    source: str
-    """Source file."""
-    arch: str
-    """Architecture of the build."""
-    function: str
-    """Demangled name."""
-    registers: int
-    """Registers per thread."""
-    spill_bytes: int
-    """Bytes of spill stores and loads per thread."""
-    shared_bytes: int
-    """Bytes of static shared memory per block."""
+    source: str  #: Source file.
+    arch: str  #: Architecture of the build.
+    function: str  #: Demangled name.
+    registers: int  #: Registers per thread.
+    spill_bytes: int  #: Bytes of spill stores and loads per thread.
+    shared_bytes: int  #: Bytes of static shared memory per block.
 
 
 class EvidenceKind(StrEnum):
@@ -250,16 +207,11 @@ class EvidenceKind(StrEnum):
 class Evidence:
     """A figure that the optimized arm's mechanism entails, and its bounds."""
 
-    kind: EvidenceKind
-    """Kind of the figure."""
-    of: str = ""
-    """Name of the opcode or of the ncu metric."""
-    kernel: str = ""
-    """Part of the kernels' names; all kernels if empty."""
-    min: float | None = None
-    """Lower bound."""
-    max: float | None = None
-    """Upper bound."""
+    kind: EvidenceKind  #: Kind of the figure.
+    of: str = ""  #: Name of the opcode or of the ncu metric.
+    kernel: str = ""  #: Part of the kernels' names; all kernels if empty.
+    min: float | None = None  #: Lower bound.
+    max: float | None = None  #: Upper bound.
     per: Literal["", "baseline", "work"] = ""
     """Divides the figure by the baseline's, or by the bytes of ``work``."""
 
@@ -268,82 +220,56 @@ class Evidence:
 class Finding:
     """A piece of evidence in one run."""
 
-    evidence: Evidence
-    """The piece."""
-    value: float | None = None
-    """The figure; None if this run could not measure it."""
-    held: bool = True
-    """Whether the figure lies within the bounds."""
-    where: str = ""
-    """Kernel or arm that the figure is about."""
+    evidence: Evidence  #: The piece.
+    value: float | None = None  #: The figure; None if this run could not measure it.
+    held: bool = True  #: Whether the figure lies within the bounds.
+    where: str = ""  #: Kernel or arm that the figure is about.
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """How close an arm comes to the ceiling that bounds it."""
 
-    ceiling: str
-    """Name of the ceiling."""
-    rate: float
-    """The arm's rate."""
-    limit: float
-    """The ceiling."""
-    unit: str
-    """Unit of both."""
-    share: float
-    """Rate divided by the ceiling."""
+    ceiling: str  #: Name of the ceiling.
+    rate: float  #: The arm's rate.
+    limit: float  #: The ceiling.
+    unit: str  #: Unit of both.
+    share: float  #: Rate divided by the ceiling.
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """GPU activity of one call of an arm."""
 
-    launches: int
-    """Launches by the host."""
-    kernels: int
-    """Kernels that ran."""
-    copies: int
-    """Copies and memsets."""
-    busy: float
-    """Seconds in which anything ran."""
-    span: float
-    """Seconds from the first start to the last end."""
-    names: tuple[str, ...] = ()
-    """Names of the kernels, the longest-running first."""
+    launches: int  #: Launches by the host.
+    kernels: int  #: Kernels that ran.
+    copies: int  #: Copies and memsets.
+    busy: float  #: Seconds in which anything ran.
+    span: float  #: Seconds from the first start to the last end.
+    names: tuple[str, ...] = ()  #: Names of the kernels, the longest-running first.
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """One arm under one profiler."""
 
-    tool: str
-    """Name of the profiler."""
-    arm: str
-    """Name of the arm."""
-    artefact: str
-    """Path of the file that the profiler wrote."""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """Figures read from it."""
-    units: Mapping[str, str] = field(default_factory=dict)
-    """Their units."""
-    kernels: tuple[str, ...] = ()
-    """Names of the kernels."""
-    notes: tuple[str, ...] = ()
-    """Remarks."""
+    tool: str  #: Name of the profiler.
+    arm: str  #: Name of the arm.
+    artefact: str  #: Path of the file that the profiler wrote.
+    figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from it.
+    units: Mapping[str, str] = field(default_factory=dict)  #: Their units.
+    kernels: tuple[str, ...] = ()  #: Names of the kernels.
+    notes: tuple[str, ...] = ()  #: Remarks.
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Lines of a file that define an arm, or that it uses."""
 
-    file: str
-    """Path relative to the project's root folder."""
-    first: int
-    """First line, counted from 1."""
-    last: int
-    """Last line."""
-    digest: str
-    """Checksum of the lines, so that a report shows nothing else in their place."""
+    file: str  #: Path relative to the project's root folder.
+    first: int  #: First line, counted from 1.
+    last: int  #: Last line.
+    digest: str  #: Checksum of the lines, so that a report shows nothing else in their place.
 
     @classmethod
     def of(cls, file: str, first: int, last: int, content: Sequence[str]) -> Source:
@@ -365,148 +291,91 @@ def _digest(lines: Sequence[str]) -> str:
 class Timing:
     """All samples of one metric, raw."""
 
-    metric: Metric
-    """Figure that was measured."""
-    mode: Mode
-    """How blocks were timed."""
-    calls: int
-    """Calls per block."""
-    cache: str
-    """State of the L2 cache: "cold" or "warm"."""
-    sets: int
-    """Input sets that the calls rotate through."""
-    replicates: tuple[Replicate, ...]
-    """The samples."""
-    unit: str = "s"
-    """Unit of the samples."""
-    better: Literal["higher", "lower"] = "lower"
-    """Whether higher or lower values are better."""
-    stopped: str = ""
-    """Why sampling stopped: "width", "seconds" or "replicates"."""
-    notes: tuple[str, ...] = ()
-    """Remarks."""
+    metric: Metric  #: Figure that was measured.
+    mode: Mode  #: How blocks were timed.
+    calls: int  #: Calls per block.
+    cache: str  #: State of the L2 cache: "cold" or "warm".
+    sets: int  #: Input sets that the calls rotate through.
+    replicates: tuple[Replicate, ...]  #: The samples.
+    unit: str = "s"  #: Unit of the samples.
+    better: Literal["higher", "lower"] = "lower"  #: Whether higher or lower values are better.
+    stopped: str = ""  #: Why sampling stopped: "width", "seconds" or "replicates".
+    notes: tuple[str, ...] = ()  #: Remarks.
 
 
 @dataclass(frozen=True, slots=True)
 class Require:
     """Bounds that an author sets in expectations.yaml for all GPUs; the tool never writes them."""
 
-    speedup: float | None = None
-    """Minimum of the lower end of the speedup."""
-    library: float | None = None
-    """Minimum of the lower end of the speedup over the library."""
-    share: float | None = None
-    """Minimum share of the limit."""
+    speedup: float | None = None  #: Minimum of the lower end of the speedup.
+    library: float | None = None  #: Minimum of the lower end of the speedup over the library.
+    share: float | None = None  #: Minimum share of the limit.
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """Figures recorded for a claim on one kind of GPU."""
 
-    speedup: tuple[float, float, float]
-    """Low, value and high."""
-    runs: int
-    """Number of runs."""
-    code: str
-    """Hash of the source code."""
-    stack: str
-    """Versions of the software."""
-    recorded: str
-    """Date."""
-    share: float | None = None
-    """Share of the limit."""
+    speedup: tuple[float, float, float]  #: Low, value and high.
+    runs: int  #: Number of runs.
+    code: str  #: Hash of the source code.
+    stack: str  #: Versions of the software.
+    recorded: str  #: Date.
+    share: float | None = None  #: Share of the limit.
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """Entry of expectations.yaml for a claim on this GPU."""
 
-    require: Require = field(default_factory=Require)
-    """Bounds set by an author."""
-    recorded: Recorded | None = None
-    """Recorded figures."""
-    key: str | None = None
-    """GPU or architecture that they are recorded for."""
-    stale: bool = False
-    """Whether the code has changed since."""
+    require: Require = field(default_factory=Require)  #: Bounds set by an author.
+    recorded: Recorded | None = None  #: Recorded figures.
+    key: str | None = None  #: GPU or architecture that they are recorded for.
+    stale: bool = False  #: Whether the code has changed since.
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """One claim's record."""
 
-    claim: str
-    """Id of the claim."""
-    nodeid: str
-    """pytest's id of the test."""
-    title: str
-    """First line of the test file's docstring."""
-    outcome: Outcome
-    """How the claim ended."""
-    key: str
-    """Kind of GPU, or "cpu"."""
-    run: str
-    """Id of the run."""
-    started: str
-    """Time of the start, ISO 8601."""
-    seed: int
-    """Seed of the inputs and of the order of blocks."""
-    message: str = ""
-    """Reason for the outcome."""
-    host: bool = False
-    """Whether it is a host claim."""
-    against: Against = Against.IDIOMATIC
-    """Kind of baseline."""
-    verdict: Verdict | None = None
-    """Verdict on the speedup."""
-    speedup: Interval | None = None
-    """Speedup of the optimized arm over the baseline."""
-    library: Interval | None = None
-    """Speedup of the optimized arm over the library."""
-    floor: float = 0.0
-    """The session's noise floor; 0 if the metric is not a time."""
-    timing: Timing | None = None
-    """Samples of the judged metric."""
-    also: tuple[Timing, ...] = ()
-    """Samples of the other metrics."""
-    work: Work | None = None
-    """Work of one call."""
-    agreement: tuple[Error, ...] = ()
-    """Largest error of each arm."""
-    kernels: tuple[KernelRecord, ...] = ()
-    """Kernels of the CUDA builds."""
-    evidence: tuple[Finding, ...] = ()
-    """Findings of the evidence."""
-    limits: Mapping[str, Limit] = field(default_factory=dict)
-    """Limit of each arm."""
-    traces: Mapping[str, Trace] = field(default_factory=dict)
-    """Trace of one call of each arm."""
-    diagnosis: Mapping[str, str] = field(default_factory=dict)
-    """What bounds each arm, in words."""
-    profiles: tuple[Profile, ...] = ()
-    """Profiles of the arms."""
-    notes: tuple[str, ...] = ()
-    """Remarks."""
+    claim: str  #: Id of the claim.
+    nodeid: str  #: pytest's id of the test.
+    title: str  #: First line of the test file's docstring.
+    outcome: Outcome  #: How the claim ended.
+    key: str  #: Kind of GPU, or "cpu".
+    run: str  #: Id of the run.
+    started: str  #: Time of the start, ISO 8601.
+    seed: int  #: Seed of the inputs and of the order of blocks.
+    message: str = ""  #: Reason for the outcome.
+    host: bool = False  #: Whether it is a host claim.
+    against: Against = Against.IDIOMATIC  #: Kind of baseline.
+    verdict: Verdict | None = None  #: Verdict on the speedup.
+    speedup: Interval | None = None  #: Speedup of the optimized arm over the baseline.
+    library: Interval | None = None  #: Speedup of the optimized arm over the library.
+    floor: float = 0.0  #: The session's noise floor; 0 if the metric is not a time.
+    timing: Timing | None = None  #: Samples of the judged metric.
+    also: tuple[Timing, ...] = ()  #: Samples of the other metrics.
+    work: Work | None = None  #: Work of one call.
+    agreement: tuple[Error, ...] = ()  #: Largest error of each arm.
+    kernels: tuple[KernelRecord, ...] = ()  #: Kernels of the CUDA builds.
+    evidence: tuple[Finding, ...] = ()  #: Findings of the evidence.
+    limits: Mapping[str, Limit] = field(default_factory=dict)  #: Limit of each arm.
+    traces: Mapping[str, Trace] = field(default_factory=dict)  #: Trace of one call of each arm.
+    diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What bounds each arm, in words.
+    profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
+    notes: tuple[str, ...] = ()  #: Remarks.
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     """Lines of source code of each arm."""
-    expectation: Expectation | None = None
-    """Expectation that it was judged by."""
-    code: str = ""
-    """Hash of the source code."""
-    gpu: Gpu | None = None
-    """GPU that it ran on."""
-    stack: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the software."""
-    seconds: float = 0.0
-    """Duration without waiting for locks."""
-    attempts: int = 1
-    """Number of this attempt, counted from 1."""
-    quick: bool = False
-    """Whether --quick was given."""
+    expectation: Expectation | None = None  #: Expectation that it was judged by.
+    code: str = ""  #: Hash of the source code.
+    gpu: Gpu | None = None  #: GPU that it ran on.
+    stack: Mapping[str, str] = field(default_factory=dict)  #: Versions of the software.
+    seconds: float = 0.0  #: Duration without waiting for locks.
+    attempts: int = 1  #: Number of this attempt, counted from 1.
+    quick: bool = False  #: Whether --quick was given.
     rung_index: int = 0
     """Position among the rungs of its ladder, in the order of the test's parameters."""
-    schema: int = SCHEMA
-    """Version of the record."""
+    schema: int = SCHEMA  #: Version of the record.
 
 
 class Prepared:

@@ -9,8 +9,7 @@ from typing import Final
 
 _Scales = Sequence[tuple[float, str]]
 
-_SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
-"""SI prefixes up to one."""
+_SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))  #: SI prefixes up to one.
 
 _LARGE: Final[_Scales] = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
 """SI prefixes from one upwards; GPUs are compared in TFLOP/s, also beyond a thousand."""
