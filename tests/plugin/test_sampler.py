@@ -358,8 +358,8 @@ def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
         Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1
     )
     bound.check_agreement()
-    copies = sampler.correctness.copies
-    monkeypatch.setattr(sampler.correctness, "copies", lambda x: seen.append("copy") or copies(x))
+    copies = sampler.agreement.copies
+    monkeypatch.setattr(sampler.agreement, "copies", lambda x: seen.append("copy") or copies(x))
     monkeypatch.setattr(
         sampler.Sampler, "check_with_new_inputs", lambda *_: None
     )  # it takes without a wait
