@@ -21,29 +21,22 @@ from pytest_aiperf.model import (
 )
 
 Arm = Callable[..., object] | Prepared
-Progress = Callable[..., None]
-"""Callback that reports progress: a phase, and its figures as keywords."""
+Progress = Callable[..., None]  #: Callback for a phase, and its figures as keywords.
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The arguments of one call of the ``compare`` fixture, checked."""
 
-    arms: Mapping[str, Arm]
-    """The implementations: "baseline", "optimized" and, if there is one, "library"."""
+    arms: Mapping[str, Arm]  #: "baseline", "optimized" and, if there is one, "library".
     inputs: Callable[[Bench], object]  #: Builds one set of inputs.
     reference: Callable[..., object]  #: Oracle: computes the result in fp64 or exactly.
-    work: Callable[..., Work] | None = None
-    """Computes the bytes and the operations of one call from its inputs."""
-    metrics: tuple[Metric, ...] = (Metric.DEVICE,)
-    """Metrics to measure; the claim is judged on the first."""
+    work: Callable[..., Work] | None = None  #: Computes the work of one call from its inputs.
+    metrics: tuple[Metric, ...] = (Metric.DEVICE,)  #: Metrics to measure; the first is judged.
     against: Against = Against.IDIOMATIC  #: Kind of baseline, for reports.
-    cache: CacheName = "cold"
-    """Whether the working set may stay in the L2 between calls ("warm") or not ("cold")."""
-    precision: PrecisionName | None = None
-    """Arithmetic of fewer bits that the optimized arm declares."""
-    evidence: tuple[Evidence, ...] = ()
-    """Figures that must hold if the optimized arm works as claimed."""
+    cache: CacheName = "cold"  #: The working set may stay in the L2 between calls if "warm".
+    precision: PrecisionName | None = None  #: Lower precision that the optimized arm declares.
+    evidence: tuple[Evidence, ...] = ()  #: Figures that prove the optimized arm's mechanism.
 
 
 def claim_of(

@@ -44,16 +44,13 @@ FLOOR_REPEATS = 3
 class ClaimContext:
     """Everything that measuring a claim takes from its session."""
 
-    record: Result
-    """The claim's record so far: its identity, its seed and the versions of its stack."""
+    record: Result  #: The record so far: the claim's identity, its seed, versions of the stack.
     device: Device  #: Device on which the arms are timed.
-    lock: GpuLock
-    """Lock of the claim's GPUs and of the host; not held when the measurement starts."""
+    lock: GpuLock  #: Lock of the claim's GPUs and of the host; not held at the start.
     rule: StoppingRule  #: When the measurement of the judged metric stops.
     progress: Progress  #: Reports phases and figures to the live display.
     noise_floor: float  #: The session's :func:`noise_floor`.
-    ceilings: Mapping[str, float]
-    """The device's limits by name; needed only by claims with ``work``."""
+    ceilings: Mapping[str, float]  #: Limits of the device; only claims with ``work`` need them.
     expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
     code: str  #: Hash of the claim's source code.
     builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.

@@ -53,7 +53,7 @@ class Sampler:
         self.metric = metric
         self.notes: list[str] = []
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
-        self._timed: tuple[int, list[ArmBuffers]] | None = None
+        self._timed: tuple[int, dict[str, ArmBuffers]] | None = None
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of others while memory allows.
@@ -95,7 +95,7 @@ class Sampler:
         seconds = [self._estimate_s(b.calls) for b in buffers]
         fast, slow = min(seconds), max(seconds)
         self.mode = choose_mode(self.metric, fast)
-        self.calls = self._count_calls(fast, slow)
+        self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
         first_run_s = self._choose_mode(buffers, fast, slow)
         self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
         self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
@@ -117,9 +117,6 @@ class Sampler:
         sets = validity.rotation(size, gpu.l2_bytes)
         # a set of several times the L2 evicts itself: a block of one call is cold, too
         return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
-
-    def _count_calls(self, fast: float, slow: float) -> int:
-        return max(self.min_calls, calls_per_block(self.mode, fast, slow))
 
     def _build(self, seed: int) -> list[ArmBuffers]:
         bound = self.bound
@@ -178,7 +175,7 @@ class Sampler:
                     raise
                 self.notes.append(f"not timed by {self.mode}: {why}")
                 self.mode = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
-                self.calls = self._count_calls(fast, slow)
+                self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
 
     def _make_blocks(self, buffers: list[ArmBuffers]) -> None:
         for arm in buffers:
@@ -209,7 +206,7 @@ class Sampler:
             rounds.append(round_)
             repeated += repeats
         self._verify_later(buffers, seed)
-        self._timed = seed, buffers
+        self._timed = seed, by_name
         del padding
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
 
@@ -276,8 +273,7 @@ class Sampler:
         self._prebuilt.clear()  # of replicates that were not needed
         if self._timed is None:
             return
-        seed, timed = self._timed
-        buffers = {arm.name: arm for arm in timed}
+        seed, buffers = self._timed
         last = (self.calls - 1) % self.sets
         seed, values_seed = seed + last, seed + NEW_VALUES_OFFSET
         new = bound.make_inputs_with(seed, values_seed)

@@ -20,14 +20,11 @@ class ScoreSampler:
         self.bound = bound
         self.metric = metric
 
-    def prepare(self, seeds: Sequence[int]) -> None:
-        """Prebuild nothing: it would count as an arm's memory."""
-
-    def begin(self) -> None:
-        """Do nothing: clocks do not matter here."""
-
-    def check_with_new_inputs(self) -> None:
-        """Do nothing: no arm is called twice on the same inputs."""
+    # Prebuilt inputs would count as an arm's memory, clocks do not matter, and no arm is called
+    # twice on the same inputs.
+    def prepare(self, seeds: Sequence[int]) -> None: ...
+    def begin(self) -> None: ...
+    def check_with_new_inputs(self) -> None: ...
 
     def replicate(self, seed: int) -> Replicate:
         """Score all arms on inputs of their own, and queue the outputs for verification."""

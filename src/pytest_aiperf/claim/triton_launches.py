@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +36,8 @@ def count(call: Callable[..., object], args: tuple[Any, ...]) -> Count:
     counted = Count()
     with contextlib.ExitStack() as modes:
         if torch := sys.modules.get("torch"):
-            for mode in _torch_modes(torch, args, counted):
+            for mode in (*_torch_modes(torch, args, counted), _counting_interpreter(counted)):
                 modes.enter_context(mode)
-            modes.enter_context(_counting_interpreter(counted))
         call(*args)
     return counted
 
@@ -106,12 +107,9 @@ def _storages(torch: Any, value: Any) -> dict[int, Any]:
     return {s._cdata: s for t in dense for s in [t.untyped_storage()]}  # noqa: SLF001
 
 
-def _tensors(torch: Any, value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(torch, item)
+def _tensors(torch: Any, value: Any) -> list[Any]:
+    leaves = torch.utils._pytree.tree_leaves(value)  # noqa: SLF001
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _computes(func: Any) -> bool:
@@ -123,9 +121,5 @@ def _computes(func: Any) -> bool:
 
 def _in_compiled_code() -> bool:
     """Whether the calling torch function belongs to code that torch.compile compiles on a GPU."""
-    frame: Any = sys._getframe(2)  # noqa: SLF001
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py"):
-            return True
-        frame = frame.f_back
-    return False
+    files = (f.f_code.co_filename for f, _ in traceback.walk_stack(inspect.currentframe()))
+    return any(file.endswith("torch/_dynamo/eval_frame.py") for file in files)

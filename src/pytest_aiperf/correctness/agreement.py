@@ -20,12 +20,10 @@ from pytest_aiperf.rules.validity import watched
 from . import tensors
 from .tensors import Args, Inputs, NamedTensor, backend_of, dtype, is_exact, signature
 
-Prepare = Callable[[Inputs], Callable[..., object]]
-"""Prepares an arm for one set of inputs and returns the callable."""
+Prepare = Callable[[Inputs], Callable[..., object]]  #: Prepares an arm for one set of inputs.
 Make = Callable[[], Inputs]  #: Builds the same inputs anew each time.
 Outputs = Sequence[NamedTensor]
-Element = tuple[tuple[int, ...], Any, Any]
-"""Index of an element, its value in a result and its value in the reference."""
+Element = tuple[tuple[int, ...], Any, Any]  #: Index, value in a result, value in the reference.
 _NOWHERE: Element = ((), 0.0, 0.0)
 
 MAX_ERROR_RATIO = 4
@@ -40,10 +38,8 @@ ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp8": 2 * 2.0**-3,
 }
 """Relative error that results of a precision may always have: a few units in the last place."""
-MAX_BASELINE_BUDGETS = 64
-"""The baseline may need this many budgets, since nothing else bounds its error."""
-MAX_BASELINE_ERROR = 0.1
-"""The baseline's largest error, whatever its budget: a result of zeros has error 0.5."""
+MAX_BASELINE_BUDGETS = 64  #: Budgets that the baseline may need: nothing else bounds its error.
+MAX_BASELINE_ERROR = 0.1  #: The baseline's largest error: a result of zeros has error 0.5.
 CHUNK = 1 << 23  #: Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB.
 HOST_CHUNK = 1 << 15
 """Elements compared at a time on the host: they stay in its caches, and torch uses one thread for
@@ -169,9 +165,8 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     mutated = [(effects.label(p), arrays[p]) for p in effects.mutated if p in arrays]
     views = [tensors.view(array) for _, array in mutated]
     outputs = tensors.walk(returned, "result")
-    return [
-        (p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views
-    ] + mutated
+    outputs = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
+    return outputs + mutated
 
 
 def copies(result: Outputs) -> list[NamedTensor]:
@@ -218,9 +213,8 @@ def agree(
 def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence[bool]]) -> None:
     """Refuse a view of the inputs, or of few elements, where the baseline computes a tensor."""
     for arm, flags in aliases.items():
-        for (path, _), is_view, allowed in zip(
-            results[arm], flags, aliases["baseline"], strict=True
-        ):
+        rows = zip(results[arm], flags, aliases["baseline"], strict=True)
+        for (path, _), is_view, allowed in rows:
             if is_view and not allowed and path.startswith("result"):
                 raise WrongResult(
                     f"{arm} returns {path} as a view of its inputs or of few elements, the "
@@ -255,13 +249,11 @@ def verify(
         if len(results[arm]) != len(base):
             given = f"{_paths(results[arm])}, the baseline's {_paths(base)}"
             raise WrongResult(f"{arm}'s result is {given}")
-    return [
-        error
-        for i, (_, truth) in enumerate(want)
-        for error in _compare(
-            {arm: results[arm][i] for arm in arms}, truth, precision, when, located=located
-        )
-    ]
+    errors: list[Error] = []
+    for i, (_, truth) in enumerate(want):
+        values = {arm: results[arm][i] for arm in arms}
+        errors += _compare(values, truth, precision, when, located=located)
+    return errors
 
 
 def _paths(result: Outputs) -> str:
@@ -307,15 +299,7 @@ def _compare(
                 f"{problem}{when and ' ' + when}: {path}{list(index) or ''} is {shown[0]}, "
                 f"expected {shown[1]} ({why})"
             )
-        yield Error(
-            arm=arm,
-            output=path,
-            index=index,
-            got=float(actual),
-            want=float(expected),
-            error=error,
-            allowed=allowed,
-        )
+        yield Error(arm, path, index, float(actual), float(expected), error, allowed)
 
 
 def _numbers(value: Any) -> Any:

@@ -8,7 +8,6 @@ import math
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -20,7 +19,7 @@ Args = tuple[Any, ...]
 NamedTensor = tuple[str, Any]  #: Path of a leaf and the leaf: an array, or a value of another kind.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
     """One set of inputs: what one call of a claim's ``inputs`` returns."""
 
@@ -87,10 +86,8 @@ class ArrayBackend:
     """Whether a value is a dense array of numbers; no subclass, which could compute when read."""
     real: Callable[[Any], Any]  #: View an array without its gradient, and complex numbers as pairs.
     copy: Callable[[Any], Any]  #: Copy an array.
-    cast: Callable[[Any, str, Any], Any]
-    """Convert an array to a dtype, on the device of the last argument."""
-    where: Callable[[Any], tuple[int, tuple[int, ...]]]
-    """Address of an array, and its strides in bytes."""
+    cast: Callable[[Any, str, Any], Any]  #: Convert to a dtype, on the device of the last argument.
+    where: Callable[[Any], tuple[int, tuple[int, ...]]]  #: Address, and strides in bytes.
 
 
 def _torch(torch: Any) -> ArrayBackend:
@@ -196,11 +193,10 @@ def _span(array: Any) -> tuple[int, int]:
 
 def alike(first: Args, second: Args) -> bool:
     """Whether arguments differ at most in the elements of their arrays."""
-    pairs = list(zip(walk(first, "args"), walk(second, "args"), strict=False))
-    return len(walk(first, "args")) == len(walk(second, "args")) == len(pairs) and all(
-        p == q
-        and (signature(x) == signature(y) if backend_of(x) and backend_of(y) else _equal(x, y))
-        for (p, x), (q, y) in pairs
+    a, b = walk(first, "args"), walk(second, "args")
+    return [path for path, _ in a] == [path for path, _ in b] and all(
+        signature(x) == signature(y) if backend_of(x) and backend_of(y) else _equal(x, y)
+        for (_, x), (_, y) in zip(a, b, strict=True)
     )
 
 
@@ -234,9 +230,8 @@ def poison(args: Args, paths: Collection[str]) -> None:
             flat[1::2] = True
             array[...] = flat.reshape(array.shape)
         elif is_exact(array):
-            as_int_bits(array)[...] = int.from_bytes(
-                b"\xa5" * array.itemsize, "little", signed=True
-            )
+            bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
+            as_int_bits(array)[...] = bits
         else:
             backend_of(array).real(array)[...] = math.nan
 
