@@ -10,8 +10,7 @@ from typing import Final, Literal
 _CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
 """A function's name, which is the first name before a parenthesis that is no attribute."""
 _TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
-"""A type's name."""
-_VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")  #: A variable's name.
+_VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
 """The beginning of a namespace or extern "C" block. All patterns are for space-separated tokens."""
 
@@ -28,8 +27,7 @@ class _Token:
 class _Piece:
     """A function, type, variable or macro at file or namespace level."""
 
-    first: int
-    last: int
+    lines: tuple[int, int]
     defines: frozenset[str]
     uses: frozenset[str]
 
@@ -42,8 +40,8 @@ def needed(text: str, launcher: str) -> list[tuple[int, int]]:
     while names:
         name = names.pop()
         for piece in pieces:
-            if name in piece.defines and (piece.first, piece.last) not in spans:
-                spans.add((piece.first, piece.last))
+            if name in piece.defines and piece.lines not in spans:
+                spans.add(piece.lines)
                 names += piece.uses - seen
                 seen |= piece.uses
     return sorted(spans)
@@ -106,7 +104,7 @@ def _piece(tokens: list[_Token], comment: _Token) -> _Piece:
     start = comment.first if comment.last == first - 1 else first
     code = " ".join(word for t in tokens for word in re.findall(r"\w+|[^\w\s]", t.text))
     names = frozenset(re.findall(r"\b[A-Za-z_]\w*", code))
-    return _Piece(start, last, _defined(code), names)
+    return _Piece((start, last), _defined(code), names)
 
 
 def _defined(code: str) -> frozenset[str]:

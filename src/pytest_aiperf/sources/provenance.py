@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from . import cuda_source
 
 _PLUGIN: Final = Path(__file__).parents[1]
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Code = ast.stmt | ast.expr
 
 
@@ -39,8 +39,8 @@ def locate(arms: Mapping[str, object], root: Path) -> dict[str, tuple[Source, ..
 class _File:
     """A Python file and what its statements define."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
+    def __init__(self, path: Path) -> None:
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self.classes = {n.name: n for n in self.tree.body if isinstance(n, ast.ClassDef)}
         self.assigned: dict[str, ast.stmt] = {}
         self.imported: dict[str, tuple[str, str]] = {}
@@ -52,20 +52,14 @@ class _File:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 self.assigned |= {name: node for t in targets for name in _Used(t).names}
 
-    @classmethod
-    def read(cls, path: Path) -> _File | None:
-        """Parse a file; None if it has disappeared or is being edited."""
-        try:
-            return cls(ast.parse(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, SyntaxError):
-            return None
-
     def definition(self, function: FunctionType) -> _Code | None:
         """Return the outermost function around a function, tests left out, or its lambda."""
         line = function.__code__.co_firstlineno
         starts = {place[::2] for place in function.__code__.co_positions()}
         for node in ast.walk(self.tree):  # outer nodes come first
-            if isinstance(node, _Function) and not node.name.startswith("test"):
+            if isinstance(
+                node, (ast.FunctionDef, ast.AsyncFunctionDef)
+            ) and not node.name.startswith("test"):
                 first, last = _span(node)
                 if first <= line <= last:
                     return node
@@ -129,8 +123,7 @@ class _Search:
 
     def _add_function(self, function: FunctionType) -> None:
         path = Path(function.__code__.co_filename)
-        node = file.definition(function) if (file := self._file(path)) else None
-        if node is not None:
+        if (file := self._file(path)) and (node := file.definition(function)):
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             bound = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
             self._add(path, node, function.__globals__, bound)
@@ -138,8 +131,7 @@ class _Search:
     def _add_class(self, kind: type) -> None:
         module = sys.modules.get(kind.__module__)
         path = Path(getattr(module, "__file__", None) or "")
-        node = file.classes.get(kind.__name__) if (file := self._file(path)) else None
-        if node is not None:
+        if (file := self._file(path)) and (node := file.classes.get(kind.__name__)):
             self._add(path, node, vars(module), {})
 
     def _add(
@@ -165,13 +157,11 @@ class _Search:
         self._named.add((path, name, attributes))
         value = namespace[name]
         module, original = file.imported.get(name, ("", ""))
-        if isinstance(value, ModuleType):
-            for attribute in sorted(attributes):
-                inner = Path(getattr(value, "__file__", None) or "")
-                self._add_name(inner, attribute, vars(value), attributes)
-        elif module in sys.modules:
-            inner = Path(getattr(sys.modules[module], "__file__", None) or "")
-            self._add_name(inner, original, vars(sys.modules[module]), attributes)
+        is_module = isinstance(value, ModuleType)
+        if source := value if is_module else sys.modules.get(module):
+            inner = Path(getattr(source, "__file__", None) or "")
+            for part in sorted(attributes) if is_module else [original]:
+                self._add_name(inner, part, vars(source), attributes)
         elif name in file.assigned:
             self._add(path, file.assigned[name], namespace, {})
         self.visit(value)
@@ -179,17 +169,18 @@ class _Search:
     def _file(self, path: Path) -> _File | None:
         """Read a Python file of the project; None for one of a library or of this plugin."""
         if path not in self._files:
+            self._files[path] = None
             real = path.resolve()
             project = real.suffix == ".py" and real.is_relative_to(self._root)
             library = "site-packages" in real.parts or real.is_relative_to(_PLUGIN)
-            self._files[path] = _File.read(real) if project and not library else None
+            if project and not library:
+                # the file may have disappeared, or is being edited
+                with contextlib.suppress(OSError, ValueError, SyntaxError):
+                    self._files[path] = _File(real)
         return self._files[path]
 
 
-def _parts(
-    value: functools.partial[Any] | tuple[Any, ...] | list[Any] | dict[Any, Any],
-    strings: Collection[str],
-) -> list[Any]:
+def _parts(value: Any, strings: Collection[str]) -> list[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict):
@@ -199,23 +190,18 @@ def _parts(
 
 def _unwrapped(value: Any) -> Any:
     """Return the function that a prepared arm, a bound method or a compiled function wraps."""
-    while True:
-        inner: Any
-        if isinstance(value, Prepared):
-            inner = value.make
-        elif isinstance(value, MethodType):
-            inner = value.__func__
-        else:
-            # not getattr: some objects have an attribute of every name
-            attributes = getattr(value, "__dict__", {})
-            inner = attributes.get("__wrapped__")  # also of torch.compile(function)
-            if type(value).__module__.startswith("triton."):
-                inner = attributes.get("fn")
-            elif type(value).__name__ == "OptimizedModule":  # of torch.compile(module)
-                inner = attributes["_modules"]["_orig_mod"]
-        if inner is None:
-            return value
-        value = inner
+    # not getattr below: some objects have an attribute of every name
+    attributes = getattr(value, "__dict__", {})
+    inner: Any = attributes.get("__wrapped__")  # also of torch.compile(function)
+    if isinstance(value, Prepared):
+        inner = value.make
+    elif isinstance(value, MethodType):
+        inner = value.__func__
+    elif type(value).__module__.startswith("triton."):
+        inner = attributes.get("fn")
+    elif type(value).__name__ == "OptimizedModule":  # of torch.compile(module)
+        inner = attributes["_modules"]["_orig_mod"]
+    return value if inner is None else _unwrapped(inner)
 
 
 def _span(node: _Code) -> tuple[int, int]:

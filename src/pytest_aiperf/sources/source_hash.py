@@ -25,10 +25,9 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
         path = getattr(current, "__file__", None)
         if current is None or not path or current.__name__ in paths:
             continue
-        if current.__name__.partition(".")[0] == package or "site-packages" in path:
+        foreign = current.__name__.partition(".")[0] == package or "site-packages" in path
+        if foreign or not Path(path).is_relative_to(root):
             continue  # a change of the plugin does not change a claim
-        if not Path(path).is_relative_to(root):
-            continue
         paths[current.__name__] = Path(path)
         for value in list(vars(current).values()):
             module = value if isinstance(value, ModuleType) else None
