@@ -28,8 +28,7 @@ from . import ncu, parsers, tools
 from .target import VARIABLE, CaptureJob, CaptureReply
 from .tools import Fallback, Tool
 
-ARTIFACTS: Final = "artifacts"
-"""Folder of the artefacts, in pytest's root folder."""
+ARTIFACTS: Final = "artifacts"  #: Folder of the artefacts, in pytest's root folder.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +36,24 @@ class CaptureRequest:
     """What to capture, and with which tool."""
 
     tool: Tool
-    preset: str
-    """One of the tool's presets."""
-    folder: Path
-    """Where artefacts and logs are written."""
-    target: tuple[str, ...]
-    """Command of the process that is profiled; it runs one arm."""
-    deadline_s: float
-    """Seconds after which the process is killed."""
-    calls: int = 1
-    """Calls inside the profiled range."""
-    seed: int = 1
-    """Seed of the arm's inputs."""
+    preset: str  #: One of the tool's presets.
+    folder: Path  #: Where artefacts and logs are written.
+    target: tuple[str, ...]  #: Command of the process that is profiled; it runs one arm.
+    deadline_s: float  #: Seconds after which the process is killed.
+    calls: int = 1  #: Calls inside the profiled range.
+    seed: int = 1  #: Seed of the arm's inputs.
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedKernels:
     """Kernels that a capture must contain, or it is refused; all are parts of names."""
 
-    required: tuple[str, ...] = ()
-    """Every one of these must have run."""
+    required: tuple[str, ...] = ()  #: Every one of these must have run.
     built: tuple[str, ...] = ()
     """At least one of these must have run: the kernels that the claim builds."""
     counters: tuple[tuple[str, str], ...] = ()
     """ncu metrics that evidence is about, each with part of the name of its kernels."""
-    cache: str = "cold"
-    """"cold", or "warm" to have ncu leave the caches alone."""
+    cache: str = "cold"  #: "cold", or "warm" to have ncu leave the caches alone.
 
 
 def run_folder(root: Path, run: str) -> Path:

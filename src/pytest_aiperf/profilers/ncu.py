@@ -55,8 +55,7 @@ _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
 """Scale and unit of a figure by ncu's unit."""
 _STALL: Final = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 """Metrics of the stall reasons."""
-_TOP_STALLS: Final = 3
-"""Stall reasons that a profile shows."""
+_TOP_STALLS: Final = 3  #: Stall reasons that a profile shows.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ class Kernel:
 
     name: str
     seconds: float
-    values: Mapping[str, float]
-    """Values by metric, in ncu's units."""
+    values: Mapping[str, float]  #: Values by metric, in ncu's units.
 
 
 def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:

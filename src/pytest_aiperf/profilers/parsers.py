@@ -18,8 +18,7 @@ from pytest_aiperf.text import si
 from .ncu import ncu, normalize_name
 from .timeline import RANGE, TOP, Figures, Reading, nsys, torch_trace
 
-_TREE_LINES: Final = 20
-"""Lines of Proton's tree in the notes."""
+_TREE_LINES: Final = 20  #: Lines of Proton's tree in the notes.
 
 
 def read(

@@ -39,14 +39,10 @@ class CaptureJob:
     tool: str
     preset: str
     arm: str
-    calls: int
-    """Calls inside the profiled range."""
-    seed: int
-    """Seed of the inputs."""
-    stem: str
-    """Path of the artefact without its suffix."""
-    scratch: str
-    """Folder for the reply and for perf's control files."""
+    calls: int  #: Calls inside the profiled range.
+    seed: int  #: Seed of the inputs.
+    stem: str  #: Path of the artefact without its suffix.
+    scratch: str  #: Folder for the reply and for perf's control files.
     before: tuple[Profile, ...] = ()
     """Profiles of the test's earlier captures, which are not repeated."""
 
@@ -55,12 +51,9 @@ class CaptureJob:
 class CaptureReply:
     """What the profiled process sends back beside the artefact."""
 
-    work: Work | None = None
-    """Work of one call."""
-    gpu: Gpu | None = None
-    """The GPU that it used."""
-    error: str = ""
-    """First line of the exception that ended it."""
+    work: Work | None = None  #: Work of one call.
+    gpu: Gpu | None = None  #: The GPU that it used.
+    error: str = ""  #: First line of the exception that ended it.
 
 
 def job_from(environ: Mapping[str, str]) -> CaptureJob | None:

@@ -20,11 +20,9 @@ from pytest_aiperf.text import si
 
 RANGE: Final = "aiperf"
 """Name of the NVTX range, or of the record_function, around a captured call."""
-TOP: Final = 5
-"""Kernels and operators that a profile's notes list."""
+TOP: Final = 5  #: Kernels and operators that a profile's notes list.
 
-Figures = dict[str, tuple[float, str]]
-"""Value and unit of each figure by its name."""
+Figures = dict[str, tuple[float, str]]  #: Value and unit of each figure by its name.
 Reading = tuple[Figures, list[str], list[str]]
 """Figures, kernels (the longest-running first) and notes."""
 

@@ -24,12 +24,10 @@ from .timeline import RANGE
 class Fallback:
     """One way to run a preset."""
 
-    arguments: tuple[str, ...] = ()
-    """Arguments of the tool."""
+    arguments: tuple[str, ...] = ()  #: Arguments of the tool.
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the profiled process."""
-    note: str = ""
-    """What this way leaves out, for the report."""
+    note: str = ""  #: What this way leaves out, for the report.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,36 +38,25 @@ class Tool:
     ``{step}`` the name of the step and ``{scratch}`` a folder that exists during the run.
     """
 
-    name: str
-    """Name in ``--profile=NAME``."""
-    install: str
-    """What to do where it is missing."""
-    suffix: str
-    """Suffix of its artefact."""
+    name: str  #: Name in ``--profile=NAME``.
+    install: str  #: What to do where it is missing.
+    suffix: str  #: Suffix of its artefact.
     presets: Mapping[str, tuple[Fallback, ...]]
     """Ways to run each preset: the next one is tried when one fails."""
-    program: str = ""
-    """Program to run, if it is one."""
-    min_version: tuple[int, int] = (0, 0)
-    """Oldest version of the program that works."""
-    module: str = ""
-    """Python module that it needs."""
-    command: tuple[str, ...] = ()
-    """Arguments between the program and the profiled command."""
+    program: str = ""  #: Program to run, if it is one.
+    min_version: tuple[int, int] = (0, 0)  #: Oldest version of the program that works.
+    module: str = ""  #: Python module that it needs.
+    command: tuple[str, ...] = ()  #: Arguments between the program and the profiled command.
     report: tuple[str, ...] = ()
     """Arguments that print the artefact, if the program's own file cannot be read."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Runs of their own, each with further arguments; their artefacts form a folder."""
     hook: Literal["", "torch", "proton", "memory", "perf"] = ""
     """What the profiled process itself does around the calls."""
-    host: bool = False
-    """Whether it can profile claims of the host."""
-    is_checker: bool = False
-    """Whether its findings fail the claim; a checker looks at no time."""
-    no_kernels: str = ""
-    """What it prints when no kernel ran and it leaves no artefact."""
-    ranks: bool = False
-    """Whether it can capture all processes of a claim of several GPUs."""
+    host: bool = False  #: Whether it can profile claims of the host.
+    is_checker: bool = False  #: Whether its findings fail the claim; a checker looks at no time.
+    no_kernels: str = ""  #: What it prints when no kernel ran and it leaves no artefact.
+    ranks: bool = False  #: Whether it can capture all processes of a claim of several GPUs.
 
 
 def _once(*arguments: str, **environ: str) -> tuple[Fallback, ...]:

@@ -12,32 +12,25 @@ from pytest_aiperf.model import Against, Metric, Outcome, Result
 
 JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
 """Outcomes of claims that were measured and judged."""
-UNTRIED: Final = (Outcome.SKIPPED, Outcome.NOT_RUN)
-"""Outcomes of claims that did not run."""
+UNTRIED: Final = (Outcome.SKIPPED, Outcome.NOT_RUN)  #: Outcomes of claims that did not run.
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Counts and means of a list of results."""
 
-    claims: int
-    """Claims that ran: neither skipped nor left out."""
+    claims: int  #: Claims that ran: neither skipped nor left out.
     ends: Mapping[str, int]
     """How many of them have each verdict, or each outcome without a verdict."""
-    failed: int
-    """How many of them did not pass."""
-    skipped: Mapping[str, int]
-    """Skipped claims by reason."""
-    not_run: int
-    """Claims that the session did not reach."""
+    failed: int  #: How many of them did not pass.
+    skipped: Mapping[str, int]  #: Skipped claims by reason.
+    not_run: int  #: Claims that the session did not reach.
     mean: float | None
     """Geometric mean of the speedups against non-naive baselines; None without any."""
-    averaged: int
-    """How many speedups the mean is of."""
+    averaged: int  #: How many speedups the mean is of.
     share: float | None
     """Median share of the limit that the optimized arms reach; None without any."""
-    shares: int
-    """How many shares the median is of."""
+    shares: int  #: How many shares the median is of.
 
 
 def summarize(results: Sequence[Result]) -> Summary:

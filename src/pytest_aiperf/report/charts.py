@@ -12,8 +12,7 @@ from pytest_aiperf.rules import stats
 
 from .aggregate import heights, rung
 
-ROOF_HEIGHT: Final = 340
-"""Height of the roofline chart in pixels."""
+ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
 
 _COMPUTE: Final = "FLOP/s"
 
@@ -85,14 +84,10 @@ class Strip:
     """Positions of a claim's ratios."""
 
     axis: Axis
-    band: Bar
-    """The claim's interval."""
-    replicates: tuple[float, ...]
-    """Ratio of each replicate."""
-    rounds: tuple[tuple[float, int], ...]
-    """Ratio of each round, with the index of its replicate."""
-    one: float | None
-    """Ratio 1; None if it is outside the axis."""
+    band: Bar  #: The claim's interval.
+    replicates: tuple[float, ...]  #: Ratio of each replicate.
+    rounds: tuple[tuple[float, int], ...]  #: Ratio of each round, with the index of its replicate.
+    one: float | None  #: Ratio 1; None if it is outside the axis.
 
 
 def strip(result: Result) -> Strip | None:
@@ -128,12 +123,9 @@ class Step:
     """One rung of a ladder."""
 
     rung: str
-    start: float
-    """Position of the rung before."""
-    end: float
-    """Position of this rung."""
-    height: float
-    """Speedup over the bottom of the ladder."""
+    start: float  #: Position of the rung before.
+    end: float  #: Position of this rung.
+    height: float  #: Speedup over the bottom of the ladder.
     result: Result
 
 
@@ -143,8 +135,7 @@ class Ladder:
 
     axis: Axis
     steps: tuple[Step, ...]
-    bottom: float
-    """Position of the ladder's first baseline."""
+    bottom: float  #: Position of the ladder's first baseline.
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
@@ -167,8 +158,7 @@ class Share:
     """How much of its ceiling each arm of a claim reaches."""
 
     result: Result
-    arms: tuple[tuple[str, float, Limit], ...]
-    """Arm, per cent of its limit, and the limit."""
+    arms: tuple[tuple[str, float, Limit], ...]  #: Arm, per cent of its limit, and the limit.
 
 
 def shares(results: Iterable[Result]) -> list[Share]:
@@ -187,10 +177,8 @@ class Dot:
     x: float
     y: float
     arm: str
-    intensity: float
-    """Floating-point operations per byte."""
-    rate: float
-    """Floating-point operations per second."""
+    intensity: float  #: Floating-point operations per byte.
+    rate: float  #: Floating-point operations per second.
     result: Result
 
 

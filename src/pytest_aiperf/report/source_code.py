@@ -30,10 +30,8 @@ class Code:
     """Lines of a file that belong to one arm."""
 
     text: str
-    language: str
-    """Language for Pygments: "python" or "cuda"."""
-    where: str
-    """Path of the file, relative to the project's root folder."""
+    language: str  #: Language for Pygments: "python" or "cuda".
+    where: str  #: Path of the file, relative to the project's root folder.
 
 
 def explanation(nodeid: str, root: Path) -> tuple[str, ...]:
