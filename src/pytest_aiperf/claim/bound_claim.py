@@ -65,7 +65,6 @@ class BoundClaim:
         self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
         self._settings = validity.flags()
         self._pending: list[_Pending] = []
-        self._pending_bytes = 0
 
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
@@ -221,11 +220,11 @@ class BoundClaim:
         ``values_seed`` is the seed whose values were put into the inputs of ``seed``.
         """
         self._pending.append(_Pending(results, seed, values_seed, when))
-        outputs = (value for each in results for r in each.values() for _, value in r)
-        self._pending_bytes += sum(getattr(value, "nbytes", 0) for value in outputs)
+        arms = (arm for p in self._pending for each in p.results for arm in each.values())
+        pending_bytes = sum(getattr(value, "nbytes", 0) for arm in arms for _, value in arm)
         gpu = self.device.gpu
         memory_bytes = gpu.memory_bytes if gpu and gpu.memory_bytes else ASSUMED_MEMORY_BYTES
-        if self._pending_bytes > PENDING_SHARE * memory_bytes:
+        if pending_bytes > PENDING_SHARE * memory_bytes:
             self.verify()
 
     def verify(self) -> None:
@@ -246,7 +245,6 @@ class BoundClaim:
             for results in batch.results:
                 agreement.verify(results, expected, self.claim.precision, batch.when, located=False)
             del self._pending[0]
-        self._pending_bytes = 0
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

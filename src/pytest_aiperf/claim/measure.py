@@ -13,13 +13,7 @@ from typing import TypeVar
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.correctness import agreement
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import (
-    AiperfError,
-    ClaimNotMet,
-    InvalidMeasurement,
-    WrongResult,
-    is_out_of_memory,
-)
+from pytest_aiperf.errors import AiperfError, ClaimNotMet, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Error, Expectation, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, validity, verdict
@@ -189,7 +183,7 @@ def _judge(record: Result, context: ClaimContext) -> Result:
 def failed(record: Result, error: AiperfError) -> Result:
     """Return the record of a claim that ended with an error."""
     outcome = Outcome.ERROR
-    if isinstance(error, (WrongResult, ClaimNotMet)):
+    if isinstance(error, AssertionError):  # WrongResult or ClaimNotMet
         outcome = Outcome.FAILED
     elif isinstance(error, InvalidMeasurement):
         outcome = Outcome.INVALID
