@@ -5,20 +5,21 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
+from .errors import (
+    AiperfError,
+    BuildError,
+    CannotCapture,
+    CaptureFailed,
+    ClaimNotMet,
+    InvalidMeasurement,
+    LaunchError,
+    ToolMissing,
+    UsageError,
+    WrongResult,
+)
+
 if TYPE_CHECKING:
     from .build.nvcc import Nvcc
-    from .errors import (
-        AiperfError,
-        BuildError,
-        CannotCapture,
-        CaptureFailed,
-        ClaimNotMet,
-        InvalidMeasurement,
-        LaunchError,
-        ToolMissing,
-        UsageError,
-        WrongResult,
-    )
     from .model import (
         Bench,
         Evidence,
@@ -79,7 +80,7 @@ _MODULES = {
     "evidence": "rules.evidence",
     "measure": "session.standalone",
 }
-"""Modules of the names that are neither in ``model`` nor in ``errors``."""
+"""Modules of the late names that are not in ``model``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -88,8 +89,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         return metadata.version("pytest-aiperf")
-    if name in _MODULES:
-        module = import_module(f".{_MODULES[name]}", __name__)
-        return getattr(module, name, module)
-    errors = import_module(".errors", __name__)
-    return getattr(errors if hasattr(errors, name) else import_module(".model", __name__), name)
+    module = import_module(f".{_MODULES.get(name, 'model')}", __name__)
+    return getattr(module, name, module)  # `evidence` is a module

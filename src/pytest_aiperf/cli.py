@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -41,20 +41,23 @@ DISTRIBUTIONS = {"prove": "selfcheck", "gate": "nightly", "drift": "nightly"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; an error of the plugin is one sentence on stderr and exit status 2."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser, commands = _parser()
+    command = words[0] if words else ""
+    parser, problems = _parser(command)
     try:
-        folder = DISTRIBUTIONS.get(words[0]) if words else None
-        if folder and words[0] not in commands:
-            raise UsageError(f"not installed; install it from a clone: pip install ./{folder}")
+        if command in problems:
+            raise UsageError(problems[command])
         given = parser.parse_args(words)
         return int(given.run(given))
     except AiperfError as error:
-        sys.stderr.write(f"{words[0]}: {error}\n")
+        sys.stderr.write(f"{command}: {error}\n")
         return WRONG
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
-    """Return the parser and the names of its commands: this machine, results, CI, housekeeping."""
+def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
+    """Return the parser, and why commands of other distributions cannot run.
+
+    Other distributions are imported only if ``command`` is not one of the commands below.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m pytest_aiperf",
         description="Inspect this machine and work with results. `pytest` measures claims.",
@@ -75,8 +78,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add("function", metavar="FILE.py::FUNCTION", help="a function without parameters")
     add("--calls", metavar="N", type=int, default=1, help="calls to profile (default: %(default)s)")
     add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
-    for entry in entry_points(group="pytest_aiperf.commands"):
-        entry.load()(subcommands)
     add = _command(subcommands, report)
     add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
@@ -101,7 +102,17 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
     add = _command(subcommands, clean)
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
-    return parser, subcommands.choices
+    commands, broken = subcommands.choices, {}
+    if command not in commands:
+        for entry in entry_points(group="pytest_aiperf.commands"):
+            try:
+                entry.load()(subcommands)
+            except Exception as error:  # noqa: BLE001  any failure costs only this command
+                why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                broken[entry.name] = f"{entry.value} cannot be loaded ({why}); install it again"
+    text = "not installed; install it from a clone: pip install ./"
+    absent = {name: f"{text}{at}" for name, at in DISTRIBUTIONS.items() if name not in commands}
+    return parser, absent | broken
 
 
 def _command(
@@ -182,14 +193,9 @@ def capture(given: argparse.Namespace) -> int:
         target.perform(job, device, lock, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
-    request = profiler.CaptureRequest(
-        tool,
-        preset,
-        profiler.run_folder(Path.cwd(), run) / profiler.folder_name(name),
-        (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function),
-        given.deadline,
-        given.calls,
-    )
+    folder = profiler.run_folder(Path.cwd(), run) / profiler.folder_name(name)
+    command = (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function)
+    request = profiler.CaptureRequest(tool, preset, folder, command, given.deadline, given.calls)
     profile, _ = profiler.capture(request, "call")
     sys.stdout.write("".join(f"{line}\n" for line in terminal.profile(name, [profile])))
     return DONE

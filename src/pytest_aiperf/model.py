@@ -283,8 +283,7 @@ class Source:
 
 
 def _digest(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return f"{zlib.crc32(text.encode()):08x}"
+    return format(zlib.crc32("\n".join(lines).encode()), "08x")
 
 
 @dataclass(frozen=True, slots=True)

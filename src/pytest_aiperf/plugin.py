@@ -165,7 +165,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     session = _measuring(config)
     for item in items:
-        _read_requirements(item)
+        # on a test without our fixtures, marks called gpu or host may mean something else
+        marks = item.iter_markers() if requirements.fixtures_of(item) else ()
+        try:
+            item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
+        except UsageError as error:
+            raise pytest.UsageError(f"{item.nodeid}: {error}") from None
     if session is not None:
         _select(session, config, items)
     claims = requirements.claims_of(items)
@@ -174,15 +179,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if session is not None:
         session.write_manifest(claims)  # in the order of files, in which they are shown
         items[:] = session.in_order(items)
-
-
-def _read_requirements(item: pytest.Item) -> None:
-    # on a test without our fixtures, marks called gpu or host may mean something else
-    marks = item.iter_markers() if requirements.fixtures_of(item) else ()
-    try:
-        item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
-    except UsageError as error:
-        raise pytest.UsageError(f"{item.nodeid}: {error}") from None
 
 
 def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:

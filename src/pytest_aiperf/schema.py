@@ -65,8 +65,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         try:
             return kind(value)
         except ValueError:
-            known = ", ".join(kind)
-            raise ValueError(f"{where}: {value!r} is none of {known}") from None
+            raise ValueError(f"{where}: {value!r} is none of {', '.join(kind)}") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -77,9 +76,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _read_dataclass(kind: Any, value: Any, where: str) -> Any:

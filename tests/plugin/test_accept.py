@@ -217,6 +217,29 @@ def test_commands_of_other_packages_are_found(monkeypatch, capsys):
     assert capsys.readouterr().out == "hello you\n"
 
 
+def test_a_command_that_cannot_be_loaded_costs_only_itself(monkeypatch, capsys):
+    def load():
+        loaded.append("broken")
+        raise ModuleNotFoundError("No module named 'gone'")
+
+    loaded = []
+    entries = [
+        SimpleNamespace(name="prove", value="theirs.cli:add", load=load),
+        SimpleNamespace(name="drift", load=lambda: lambda commands: commands.add_parser("drift")),
+    ]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries)
+    assert main(["prove", "--any-option"]) == 2
+    why = "(ModuleNotFoundError: No module named 'gone')"
+    message = f"prove: theirs.cli:add cannot be loaded {why}; install it again\n"
+    assert capsys.readouterr() == ("", message)
+    with pytest.raises(SystemExit, match="0"):
+        main(["drift", "--help"])
+    assert loaded == ["broken"] * 2
+    with pytest.raises(SystemExit, match="0"):
+        main(["clean", "--help"])
+    assert loaded == ["broken"] * 2  # a command of our own imports no other distribution
+
+
 @pytest.mark.parametrize(
     ("command", "folder"), [("prove", "selfcheck"), ("gate", "nightly"), ("drift", "nightly")]
 )
