@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim.bound_claim import BoundClaim
-from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.claim.claim import Claim, no_progress
 from pytest_aiperf.claim.measure import noise_floor as measure_noise_floor
 from pytest_aiperf.claim.replicates import measure_metric, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
@@ -114,10 +114,6 @@ class Comparison:
     def is_alarm(self) -> bool:
         """Whether the verdict is that the arms differ."""
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER)
-
-
-def no_progress(*_phase: object, **_figures: object) -> None:
-    """Report no progress."""
 
 
 def compare(  # noqa: PLR0917  the same order everywhere

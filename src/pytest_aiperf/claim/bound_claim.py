@@ -18,10 +18,9 @@ from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Error, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
-from .claim import Arm, Claim, Progress
+from .claim import Arm, Claim, Progress, no_progress
 
-AGREEMENT_SEEDS = 3
-"""Seeds on which the arms must agree with the reference before anything is timed."""
+AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
 """Added to a seed for the values on which a prepared arm prepares: no other set has such a seed."""
 PENDING_SHARE = 1 / 64
@@ -54,7 +53,7 @@ class BoundClaim:
         seed: int,
         *,
         full: bool,
-        progress: Progress = lambda *_a, **_k: None,
+        progress: Progress = no_progress,
     ) -> None:
         self.claim = claim
         self.device = device

@@ -24,6 +24,10 @@ Arm = Callable[..., object] | Prepared
 Progress = Callable[..., None]  #: Callback for a phase, and its figures as keywords.
 
 
+def no_progress(*_phase: object, **_figures: object) -> None:
+    """Report no progress."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The arguments of one call of the ``compare`` fixture, checked."""

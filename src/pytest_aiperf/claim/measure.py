@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,11 +44,13 @@ class ClaimContext:
     lock: GpuLock  #: Lock of the claim's GPUs and of the host; not held at the start.
     rule: StoppingRule  #: When the measurement of the judged metric stops.
     progress: Progress  #: Reports phases and figures to the live display.
-    noise_floor: float  #: The session's :func:`noise_floor`.
-    ceilings: Mapping[str, float]  #: Limits of the device; only claims with ``work`` need them.
     expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
     code: str  #: Hash of the claim's source code.
     builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.
+    noise_floor: float = math.inf
+    """The session's :func:`noise_floor`; nothing is faster before it is known."""
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    """Limits of the device; only claims with ``work`` need them."""
 
     def share(self, step: Callable[[], T]) -> T:
         """Run a step under the shared lock; where memory runs out, again under the exclusive."""

@@ -21,15 +21,12 @@ from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
 """A disturbed round is repeated this often: at once, then twice after the clocks are stable."""
-CHECKED_CALLS = 5
-"""Successive calls that are checked one by one on new inputs: some arms skip every n-th call."""
+CHECKED_CALLS = 5  #: Successive calls checked on new inputs: some arms skip every n-th call.
 SLOW_CALL_S = 0.01  #: Of calls that are slower than this only two are checked, to save time.
 PREBUILT_SHARE = 1 / 32
 """Share of the GPU's memory for inputs that are built before the exclusive lock is taken."""
-WARM_SETS = 3
-"""Input sets of a GPU claim with a warm cache: successive calls see other data and addresses."""
-NEW_VALUES_OFFSET = 250_031
-"""Added to a seed for the new values in :meth:`Sampler.check_with_new_inputs`."""
+WARM_SETS = 3  #: Input sets of a GPU claim with a warm cache: calls see other data and addresses.
+NEW_VALUES_OFFSET = 250_031  #: Added to a seed for the values of ``check_with_new_inputs``.
 
 
 @dataclass(slots=True)

@@ -24,5 +24,4 @@ STANDARD = StoppingRule()
 QUICK = StoppingRule(target_half_width=0.01, min_replicates=5, max_replicates=12, time_budget_s=0.4)
 
 WIDE = 0.05  #: Relative half-width above which an interval is wide.
-EXTRA_REPLICATES = 2
-"""Replicates beyond the minimum while the time is over and the interval still wide."""
+EXTRA_REPLICATES = 2  #: Replicates beyond the minimum while time is over and the interval wide.
