@@ -43,13 +43,12 @@ def summarize(results: Sequence[Result]) -> Summary:
         if r.timing and r.timing.metric in (Metric.DEVICE, Metric.WALL)
     ]
     shares = [r.limits["optimized"].share for r in ended if "optimized" in r.limits]
+    skips = [r.message for r in results if r.outcome is Outcome.SKIPPED]
     return Summary(
         claims=len(ended),
         ends=dict(Counter(map(end, ended)).most_common()),
         failed=sum(r.outcome is not Outcome.PASSED for r in ended),
-        skipped=dict(
-            Counter(r.message for r in results if r.outcome is Outcome.SKIPPED).most_common()
-        ),
+        skipped=dict(Counter(skips).most_common()),
         not_run=sum(r.outcome is Outcome.NOT_RUN for r in results),
         mean=statistics.geometric_mean(speedups) if speedups else None,
         averaged=len(speedups),
@@ -79,21 +78,3 @@ def ladders(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
     for result in results:
         groups.setdefault((result.key, result.claim.partition("[")[0]), []).append(result)
     return {name: sorted(rungs, key=lambda r: r.rung_index) for name, rungs in groups.items()}
-
-
-def rung(result: Result) -> str:
-    """Return the name of a claim's rung; empty without one."""
-    return result.claim.partition("[")[2].removesuffix("]")
-
-
-def heights(rungs: Sequence[Result]) -> list[float]:
-    """Return each measured rung's speedup over the bottom of the ladder.
-
-    The speedup of a rung that is measured against the previous one is multiplied by that one's.
-    """
-    speedups: list[float] = []
-    for result in rungs:
-        assert result.speedup is not None
-        previous = speedups[-1] if speedups and result.against is Against.PREVIOUS_RUNG else 1.0
-        speedups.append(previous * result.speedup.value)
-    return speedups

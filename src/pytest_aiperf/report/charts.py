@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
-from pytest_aiperf.model import ARMS, Interval, Limit, Result, Timing
+from pytest_aiperf.model import ARMS, Against, Interval, Limit, Result, Timing
 from pytest_aiperf.rules import stats
 
-from .aggregate import heights, rung
-
 ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
-
-_COMPUTE: Final = "FLOP/s"
 
 
 def arms(timing: Timing | None) -> list[str]:
@@ -114,8 +111,7 @@ def strip(result: Result) -> Strip | None:
     axis = Axis(max(low - room, low / 2), high + room, log=high > 3 * low)
     one = axis.at(1.0) if axis.low < 1 < axis.high else None
     dots = tuple((axis.at(ratio), i) for ratio, i in rounds)
-    band = bar(result.speedup, axis)
-    return Strip(axis, band, tuple(axis.at(v) for v in each), dots, one)
+    return Strip(axis, bar(result.speedup, axis), tuple(axis.at(v) for v in each), dots, one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,35 +135,29 @@ class Ladder:
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
-    """Place a ladder's measured rungs; None with less than two."""
-    measured = [r for r in rungs if r.speedup is not None and r.speedup.value > 0]
+    """Place a ladder's measured rungs; None with less than two.
+
+    The speedup of a rung that is measured against the previous one is multiplied by that one's.
+    """
+    measured = [(r, r.speedup.value) for r in rungs if r.speedup and r.speedup.value > 0]
     if len(measured) < 2:
         return None
-    tops = heights(measured)
-    axis = Axis(min(1.0, *tops) * 0.97, max(1.0, *tops) * 1.03)
-    starts = [1.0, *tops]
+    heights = [1.0]
+    for result, speedup in measured:
+        below = heights[-1] if result.against is Against.PREVIOUS_RUNG else 1.0
+        heights.append(below * speedup)
+    axis = Axis(min(heights) * 0.97, max(heights) * 1.03)
     steps = [
-        Step(rung(r), axis.at(start), axis.at(top), top, r)
-        for r, start, top in zip(measured, starts, tops, strict=False)
+        Step(r.claim.partition("[")[2].removesuffix("]"), axis.at(start), axis.at(end), end, r)
+        for (r, _), (start, end) in zip(measured, pairwise(heights), strict=True)
     ]
     return Ladder(axis, tuple(steps), axis.at(1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How much of its ceiling each arm of a claim reaches."""
-
-    result: Result
-    arms: tuple[tuple[str, float, Limit], ...]  #: Arm, per cent of its limit, and the limit.
-
-
-def shares(results: Iterable[Result]) -> list[Share]:
-    """List the claims whose ceiling is known; the chart ends at 105 %."""
-    return [
-        Share(r, tuple((a, min(100 * r.limits[a].share, 105), r.limits[a]) for a in limited))
-        for r in results
-        if (limited := [a for a in ARMS if a in r.limits])
-    ]
+def shares(results: Iterable[Result]) -> list[tuple[Result, list[tuple[str, Limit]]]]:
+    """List the claims whose ceiling is known, with the limit of each arm."""
+    limits = ((r, [(arm, r.limits[arm]) for arm in ARMS if arm in r.limits]) for r in results)
+    return [(result, by_arm) for result, by_arm in limits if by_arm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +176,7 @@ class Dot:
 class Roof:
     """One ceiling on the roofline: a line from (x1, y1) to (x2, y2)."""
 
-    name: str
-    limit: float
-    unit: str
+    limit: Limit
     x1: float
     y1: float
     x2: float
@@ -216,7 +204,7 @@ def roofline(results: Sequence[Result]) -> Roofline | None:
         for arm in arms(r.timing)
         if (seconds := stats.typical(r.timing.replicates, arm)) > 0
     ]
-    flat = [lim for lim in limits.values() if lim.unit == _COMPUTE]
+    flat = [lim for lim in limits.values() if lim.unit == "FLOP/s"]
     slant = [lim for lim in limits.values() if lim.unit == "B/s"]
     if not points or not (flat or slant):
         return None
@@ -238,7 +226,7 @@ def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
     memory = max((lim.limit for lim in slant), default=math.inf)
     start = min(max(x.low, limit.limit / memory), x.high)
     down = _down(y, limit.limit)
-    return Roof(limit.ceiling, limit.limit, limit.unit, x.at(start), down, 100.0, down)
+    return Roof(limit, x.at(start), down, 100.0, down)
 
 
 def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
@@ -247,4 +235,4 @@ def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
     if left >= right:
         return None
     down = [_down(y, limit.limit * i) for i in (left, right)]
-    return Roof(limit.ceiling, limit.limit, limit.unit, x.at(left), down[0], x.at(right), down[1])
+    return Roof(limit, x.at(left), down[0], x.at(right), down[1])

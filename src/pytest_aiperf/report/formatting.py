@@ -7,22 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_aiperf.model import (
-    Against,
-    Evidence,
-    Expectation,
-    Outcome,
-    Result,
-    Round,
-    Timing,
-    Verdict,
-)
+from pytest_aiperf.model import Against, Evidence, Outcome, Result, Round, Timing, Verdict
 from pytest_aiperf.records.results import block_times
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
 from pytest_aiperf.text import percent, si
 
-from .aggregate import JUDGED
+from .aggregate import end
 
 COLUMNS: Final = {
     "claim": "<",
@@ -36,7 +27,6 @@ COLUMNS: Final = {
     "expected": "<",
 }
 """Columns of the table, with the alignment of each."""
-
 RIDGE_FLOP_PER_BYTE: Final = 16.0
 """Arithmetic intensity above which a call's rate is shown in FLOP/s: about the ridge of fp32."""
 
@@ -57,15 +47,16 @@ def cells(result: Result) -> list[str]:
     """Return the columns after the claim's name."""
     timing = result.timing if block_times(result) else None
     per_second, unit = rate(result)
+    limit = result.limits.get("optimized")
     return [
         _figure(timing, "baseline") if timing else "-",
         _figure(timing, "optimized") if timing else "-",
         str(result.speedup or "-"),
         f"{result.library.value:.2f}x" if result.library else "-",
         si(per_second, unit) if per_second else "-",
-        _of_limit(result),
+        f"{percent(limit.share)} {limit.ceiling}" if limit else "-",
         verdict(result),
-        _expected(result.expectation),
+        _expected(result),
     ]
 
 
@@ -83,11 +74,6 @@ def rate(result: Result) -> tuple[float, str]:
     return amount / stats.typical(timing.replicates, "optimized"), unit
 
 
-def _of_limit(result: Result) -> str:
-    limit = result.limits.get("optimized")
-    return f"{percent(limit.share)} {limit.ceiling}" if limit else "-"
-
-
 def reasons(result: Result) -> list[str]:
     """Return the diagnosis of each arm and the state of each piece of evidence, one line each."""
     lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]
@@ -100,28 +86,20 @@ def reasons(result: Result) -> list[str]:
 
 def stated(piece: Evidence) -> str:
     """Write a piece of evidence as the claim states it: kind, metric, kernel and bounds."""
-    bounds = [
-        f"{sign} {bound:.4g}"
-        for sign, bound in ((">=", piece.min), ("<=", piece.max))
-        if bound is not None
-    ]
-    if piece.min is not None and piece.min == piece.max:
-        bounds = [f"= {piece.min:.4g}"]
+    pairs = [("=", piece.min)] if piece.min == piece.max else [(">=", piece.min), ("<=", piece.max)]
+    bounds = [f"{sign} {bound:.4g}" for sign, bound in pairs if bound is not None]
     kernel = f"in {piece.kernel}" if piece.kernel else ""
     per = {"": "", "baseline": "of the baseline", "work": "of the bytes of work"}[piece.per]
     return " ".join(filter(None, (piece.kind.value, piece.of, kernel, " and ".join(bounds), per)))
 
 
 def verdict(result: Result) -> str:
-    if result.outcome not in JUDGED or result.verdict is None:
-        return result.outcome.value
     holds = result.verdict in (Verdict.FASTER, Verdict.SAME)
-    lost = ", lost" if holds and result.outcome is Outcome.FAILED else ""
-    return f"{result.verdict}{lost}"
+    return end(result) + (", lost" if holds and result.outcome is Outcome.FAILED else "")
 
 
-def _expected(expectation: Expectation | None) -> str:
-    if expectation is None:
+def _expected(result: Result) -> str:
+    if (expectation := result.expectation) is None:
         return "-"
     if expectation.recorded:
         return "stale" if expectation.stale else f"{expectation.recorded.speedup[1]:.2f}x"
@@ -141,11 +119,9 @@ def capped(rounds: Sequence[Round]) -> str:
 
 def _remarks(timing: Timing) -> list[str]:
     remarks = list(timing.notes)
-    redone = sum(replicate.redone for replicate in timing.replicates)
-    if redone:
+    if redone := sum(replicate.redone for replicate in timing.replicates):
         remarks.append(f"{redone} {'round' if redone == 1 else 'rounds'} redone")
-    rounds = [r for replicate in timing.replicates for r in replicate.rounds]
-    if rounds_capped := capped(rounds):
+    if rounds_capped := capped([r for replicate in timing.replicates for r in replicate.rounds]):
         remarks.append(f"power cap {rounds_capped}")
     return remarks
 

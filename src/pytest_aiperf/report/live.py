@@ -25,8 +25,6 @@ class Live:
         self._address = str(address)
         self._outgoing = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if worker else None
         self._shown = False
-        if self._outgoing is not None:
-            self._outgoing.setblocking(False)
 
     @property
     def _reporter(self) -> Any:
@@ -56,7 +54,7 @@ class Live:
             self._write(line)
         else:
             with suppress(OSError):  # the controller is busy or has no terminal
-                self._outgoing.sendto(line.encode(), self._address)
+                self._outgoing.sendto(line.encode(), socket.MSG_DONTWAIT, self._address)
 
     def _write(self, line: str) -> None:
         if (reporter := self._reporter) is not None:

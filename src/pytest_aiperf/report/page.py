@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.model import Interval, Result, Timing
+from pytest_aiperf.model import Result, Timing
 from pytest_aiperf.records.comparison import versions
 from pytest_aiperf.records.results import atomic_write
 from pytest_aiperf.rules.stats import typical
@@ -22,10 +22,8 @@ from pytest_aiperf.text import short, si
 from . import aggregate, charts, formatting, markdown, source_code, terminal
 from .formatting import cells
 
-INDEX: Final = "index.html"
 MAX_COLORED: Final = 1 << 20
 """Characters of code that are colored: colors double its size, and a page must open fast."""
-
 HEADS: Final = (
     *("claim", "verdict", "speedup", "99 % interval", "baseline", "optimized", "library"),
     *("rate", "of limit", "expected"),
@@ -64,7 +62,7 @@ def page(
     ladders = [_ladder(rungs, root, folder) for rungs in aggregate.ladders(results).values()]
     ladders.sort(key=lambda ladder: (ladder["chapter"], ladder["name"], ladder["key"]))
     rows = [row for ladder in ladders for row in ladder["rows"]]
-    timed = [row for row in rows if row["result"].speedup is not None]
+    timed = [row for row in rows if row["result"].speedup]
     axis = charts.speedup_axis(results)
     keys = sorted({r.key for r in results})
     return environment.from_string(text).render(
@@ -89,7 +87,7 @@ def page(
 
 def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: Path) -> Path:
     """Write the page and its Markdown version into a folder; return the page's path."""
-    root, path = Path.cwd(), folder / INDEX
+    root, path = Path.cwd(), folder / "index.html"
     atomic_write(path, page(results, machine, "pytest-aiperf report", root=root, folder=folder))
     atomic_write(folder / "report.md", markdown.markdown(results, root))
     return path
@@ -152,8 +150,7 @@ def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]
 def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
     """Collect what the page shows of one claim."""
     baseline, optimized, _, library, rate, limit, verdict, expected = cells(result)
-    timing = result.timing
-    arms = charts.arms(timing)
+    timing, speedup = result.timing, result.speedup
     of_limit = result.limits.get("optimized")
     return {
         "result": result,
@@ -163,16 +160,16 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "verdict": verdict,
         "kind": verdict.partition(",")[0].lower().replace("_", "-"),
         "cells": (
-            (f"{result.speedup.value:.2f}x" if result.speedup else "-", _value(result.speedup)),
-            (_bounds(result.speedup), result.speedup.low if result.speedup else 0.0),
+            (f"{speedup.value:.2f}x", speedup.value) if speedup else ("-", 0.0),
+            (f"{speedup.low:.3f} to {speedup.high:.3f}", speedup.low) if speedup else ("-", 0.0),
             (baseline, _typical(timing, "baseline")),
             (optimized, _typical(timing, "optimized")),
-            (library, _value(result.library)),
+            (library, result.library.value if result.library else 0.0),
             (rate, formatting.rate(result)[0]),
             (limit, of_limit.share if of_limit else 0.0),
         ),
         "expected": expected,
-        "times": [(a, si(_typical(timing, a), timing.unit)) for a in arms if timing],
+        "times": [(a, si(_typical(timing, a), timing.unit)) for a in charts.arms(timing) if timing],
         "rate": rate,
         "how": _how(timing),
         "also": [
@@ -198,14 +195,6 @@ def _anchor(name: str) -> str:
 
 def _typical(timing: Timing | None, arm: str) -> float:
     return typical(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
-
-
-def _value(interval: Interval | None) -> float:
-    return interval.value if interval else 0.0
-
-
-def _bounds(interval: Interval | None) -> str:
-    return f"{interval.low:.3f} to {interval.high:.3f}" if interval else "-"
 
 
 def _how(timing: Timing | None) -> str:
@@ -236,8 +225,7 @@ def _link(artefact: str, folder: Path) -> str:
     """Return a link to a file, relative to the page's folder; empty for another URL."""
     if not artefact or "\0" in artefact or urllib.parse.urlsplit(artefact).scheme:
         return ""
-    path = os.path.relpath(artefact, folder)
-    return urllib.parse.quote(f"./{path}")
+    return urllib.parse.quote(f"./{os.path.relpath(artefact, folder)}")
 
 
 def _highlighter() -> Callable[[source_code.Code], Any]:

@@ -14,10 +14,8 @@ from pytest_aiperf.model import Result, Source
 
 MAX_LINES: Final = 140
 """Lines of one file that are shown of an arm: more cannot be read beside another arm."""
-
 _LANGUAGES: Final = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 """Language of a file by its suffix, as Pygments names it; no other file is shown."""
-
 _COLORED: Final = (
     *("Comment", "Keyword", "Literal", "Operator.Word"),
     *("Name.Function", "Name.Class", "Name.Decorator"),
@@ -46,11 +44,8 @@ def explanation(nodeid: str, root: Path) -> tuple[str, ...]:
 
 def arms(result: Result, root: Path) -> dict[str, tuple[Code, ...]]:
     """Return each arm's code by file; a file whose lines changed since the run is left out."""
-    return {
-        arm: codes
-        for arm, sources in result.sources.items()
-        if (codes := tuple(_codes(sources, root)))
-    }
+    codes = {arm: tuple(_codes(sources, root)) for arm, sources in result.sources.items()}
+    return {arm: files for arm, files in codes.items() if files}
 
 
 def _codes(sources: Sequence[Source], root: Path) -> Iterator[Code]:

@@ -21,17 +21,10 @@ from .aggregate import JUDGED
 from .formatting import COLUMNS, cells, clean, escape, notes, reasons, verdict
 
 PROGRESS: Final = (
-    "{claim}",
-    "{phase}",
-    "{done}/{total}",
-    "replicate {replicate}/{most}",
-    "{ratio:.2f}x",
-    "+-{half_width:.2%}",
-    "{sm_mhz} MHz",
-    "{temperature_c} C",
+    *("{claim}", "{phase}", "{done}/{total}", "replicate {replicate}/{most}"),
+    *("{ratio:.2f}x", "+-{half_width:.2%}", "{sm_mhz} MHz", "{temperature_c} C"),
 )
 """Parts of the live line; a part without its figure is left out."""
-
 MIN_NAME: Final = 24
 """Characters of a claim's name that are always shown, even if the table gets too wide."""
 
@@ -181,11 +174,10 @@ def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
     wants_table = session.compare or session.compare_fail or session.histogram or session.verbose
     if not session.benchmarks and not wants_table:
         session.quiet = True
-    inconclusive = (None, Verdict.INCONCLUSIVE)
     session.benchmarks += [
         benchmark(r)
         for r in results
-        if r.outcome in JUDGED and r.verdict not in inconclusive and block_times(r)
+        if r.outcome in JUDGED and r.verdict not in (None, Verdict.INCONCLUSIVE) and block_times(r)
     ]
 
 
@@ -220,16 +212,13 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
 def figures_by_arm(arms: Sequence[Profile]) -> Iterator[tuple[str, list[str]]]:
     """Yield each figure's name with its value for every arm."""
     for name in dict.fromkeys(name for arm in arms for name in arm.figures):
-        yield (
-            name,
-            [
-                _figure(arm.figures[name], arm.units.get(name, "")) if name in arm.figures else "-"
-                for arm in arms
-            ],
-        )
+        yield name, [_figure(arm, name) for arm in arms]
 
 
-def _figure(value: float, unit: str) -> str:
+def _figure(arm: Profile, name: str) -> str:
+    value, unit = arm.figures.get(name), arm.units.get(name, "")
+    if value is None:
+        return "-"
     if unit == "share":
         return f"{value:.1%}"
     return f"{value:.0f}" if not unit and value.is_integer() else si(value, unit)
