@@ -21,7 +21,7 @@ from pathlib import Path
 from pytest_aiperf.cli import DONE, main
 
 MAX_BYTES = 64 << 20
-"""Largest results file that is read into memory: dozens of times the size of a full run."""
+"""Largest results file that is read: dozens of times the size of a full run's."""
 SENTINELS = str(Path(__file__).with_name("sentinels.txt"))
 
 
@@ -61,7 +61,8 @@ def digest(untrusted: Path, past: Path) -> None:
             if (again := validate(results.with_name(f"again-{i}.json"), f"{number}-{i}.json"))
         ]
         arguments = ["--again", *map(str, repeats)] if repeats else []
-        # a regression has failed the nightly workflow already: here the gate extends the history
+        # its exit status is ignored: the nightly workflow has failed for a regression already,
+        # and here the gate only extends the history
         arguments += ["--history", str(history), "--sentinels", SENTINELS]
         main(["gate", str(night), *arguments])
         main(["report", str(night), "--format=md", "-o", "valid/summary.md"])
@@ -73,7 +74,7 @@ def digest(untrusted: Path, past: Path) -> None:
     with contextlib.redirect_stdout(drifts):
         for file in sorted(history.glob("*.jsonl")):
             main(["drift", str(file)])
-    if drifts.getvalue():  # `merge` refuses names with line breaks: none can end the code block
+    if drifts.getvalue():  # `merge` refuses names with line breaks, which could end the code block
         with summary.open("a", encoding="utf-8") as file:
             file.write(f"Lasting changes in the history:\n\n```text\n{drifts.getvalue()}```\n")
     shutil.rmtree(accepted / ".aiperf", ignore_errors=True)  # the lock that `accept` took

@@ -3,11 +3,11 @@
     python -m examples.kernel_search kernels.ch20.softmax_variants
     python -m examples.kernel_search kernels.ch20.softmax_variants --endpoint https://HOST/v1
 
-A task is a Python module (see `Task`). Candidates come from its own generator, or from a language
-model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with a
-function ``run``. It is rejected if it raises, if its result is wrong on fresh inputs, or if it
-caches results: the inputs are overwritten in place between calls. The others are timed against the
-start with `pytest_aiperf.measure`. Without a GPU candidates are only checked.
+A task is a Python module (see `Task`). Candidates come from the task's generator, or from a
+language model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with a
+function ``run``. It is rejected if it raises, if its result is wrong, or if it caches results:
+inputs are overwritten in place between calls. All other candidates are timed against the task's
+start with `pytest_aiperf.measure`. Without a GPU, candidates are only checked.
 
 Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
 not from malice: run it in a container.
@@ -38,15 +38,15 @@ import triton
 from pytest_aiperf import Bench, measure, prepared
 
 TOLERANCE = 1e-3
-"""Largest error of an element, relative to it and to the RMS of the result: fp32 and TF32 pass."""
+"""Relative tolerance of an element, plus this share of the result's RMS: fp32 and TF32 pass."""
 
 MODEL_TIMEOUT_S = 300
-"""Seconds to wait for an answer of the endpoint: a long answer of a large model takes minutes."""
+"""Seconds to wait for the endpoint's reply: a large model may write for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A candidate with its speedup over the start, or with the reason why it was rejected."""
+    """A candidate with its speedup over the task's start, or with the reason for its rejection."""
 
     name: str
     source: str
@@ -64,7 +64,7 @@ Candidate = tuple[str, str]
 """Name and source code."""
 
 Candidates = Callable[[list[Judged]], Iterator[Candidate]]
-"""Yields candidates; the list holds what became of the previous ones, and grows meanwhile."""
+"""A generator of candidates. Its argument lists the judged candidates and grows as it runs."""
 
 
 class Task(Protocol):
@@ -76,7 +76,7 @@ class Task(Protocol):
     """The task in words, for a language model."""
 
     def candidates(self, history: list[Judged]) -> Iterator[Candidate]:
-        """Yield names and sources; called once, with the growing history."""
+        """Yield candidates. ``history`` grows: it lists the candidates that were judged so far."""
 
     def inputs(self, bench: Bench) -> object:
         """Draw the arguments of ``run``: one tensor or a tuple of them."""
@@ -106,7 +106,7 @@ def default_device() -> str:
 
 
 def check(run: Callable[..., torch.Tensor], task: Task, device: str) -> None:
-    """Compare with the reference at small sizes, twice: other values in the same tensors."""
+    """Compare with the reference at small sizes, then with new values in the same tensors."""
     inputs = _draw(task, device, seed=1)
     for seed in (1, 2):
         for old, new in zip(inputs, _draw(task, device, seed), strict=True):
@@ -159,7 +159,7 @@ def search(
     judge: Callable[[Candidate], Judged],
     progress: Callable[[Judged], object] = lambda _: None,
 ) -> list[Judged]:
-    """Judge up to ``budget`` candidates, which may build on the verdicts of the previous ones."""
+    """Judge up to ``budget`` candidates; their generator sees the verdicts so far."""
     history: list[Judged] = []
     for _, candidate in zip(range(budget), candidates(history), strict=False):
         history.append(judge(candidate))
@@ -170,7 +170,7 @@ def search(
 def fastest(history: Sequence[Judged], start: str) -> Judged:
     """Return the fastest candidate that was not rejected, or the start if none is faster.
 
-    If nothing was timed, this is the last candidate that was not rejected.
+    If candidates are only checked, return the last one that was not rejected.
     """
     accepted = [judged for judged in reversed(history) if not judged.rejected]
     best = max(accepted, key=lambda judged: judged.speedup or 1, default=None)
@@ -178,7 +178,7 @@ def fastest(history: Sequence[Judged], start: str) -> Judged:
 
 
 def ask_model(task: Task, endpoint: str, model: str, key: str) -> Candidates:
-    """Return a generator of a language model's answers; each prompt holds the last verdicts."""
+    """Return a generator that asks a language model; each prompt contains the last verdicts."""
 
     def candidates(history: list[Judged]) -> Iterator[Candidate]:
         for number in count(1):
