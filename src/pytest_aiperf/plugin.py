@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .session.fixtures import Capture, Compare, Stopwatch
     from .session.session import Session
 
+CONTEXT = pytest.StashKey["ItemContext"]()  #: What the fixtures of an item share.
 COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
 WORKERS_PER_GPU: Final = 8
 """Most xdist workers per GPU with ``-n auto``: while one times, the others build and check."""
@@ -177,7 +178,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for claim, first, second in requirements.duplicates(claims):
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
-        session.write_manifest(claims)  # in the order of files, in which they are shown
+        if session.run is not None:
+            session.run.manifest(claims)  # in the order of files, in which they are shown
         items[:] = session.in_order(items)
 
 
@@ -220,9 +222,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 def _context(request: pytest.FixtureRequest) -> ItemContext:
-    from .session.context import context_of
+    from .session.context import ItemContext
 
-    return context_of(request.node, _session(request.config))
+    stash: pytest.Stash = request.node.stash
+    if CONTEXT not in stash:  # the first of the test's fixtures that needs it
+        stash[CONTEXT] = ItemContext(request.node, _session(request.config))
+    return stash[CONTEXT]
 
 
 @pytest.fixture

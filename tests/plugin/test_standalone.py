@@ -9,6 +9,7 @@ import pytest
 
 import pytest_aiperf
 from pytest_aiperf import Outcome, UsageError, Verdict, Work, prepared
+from pytest_aiperf.claim import measure
 from pytest_aiperf.session import standalone
 from tests.fake_gpu import FAKE_GPU, FakeMachine, Noise
 
@@ -94,9 +95,9 @@ def test_an_exception_of_an_arm_is_raised():
 
 def test_noise_floor_and_ceilings_are_measured_once(machine, monkeypatch):
     measured = []
-    noise_floor, ceilings = standalone.noise_floor, machine.ceilings
+    noise_floor, ceilings = measure.noise_floor, machine.ceilings
     monkeypatch.setattr(
-        standalone, "noise_floor", lambda *words: measured.append("floor") or noise_floor(*words)
+        measure, "noise_floor", lambda *words: measured.append("floor") or noise_floor(*words)
     )
     monkeypatch.setattr(
         machine, "ceilings", lambda *words: measured.append("ceilings") or ceilings(*words)

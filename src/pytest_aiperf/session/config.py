@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -61,11 +60,6 @@ class Settings:
     capture_job: target.CaptureJob | None = None  #: What to capture, in a profiled process.
     rank_job: torchrun.RankJob | None = None  #: What to run, in a rank.
 
-    @property
-    def worker_index(self) -> int:
-        """Number of the worker, from 0."""
-        return 0 if self.worker == "main" else int(self.worker.removeprefix("gw"))
-
 
 def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) -> Settings:
     """Read the settings; raise pytest.UsageError for a value that cannot be used."""
@@ -80,6 +74,8 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         role = Role.TARGET
     else:
         role = Role.CONTROLLER if workerinput is None else Role.WORKER
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
     return Settings(
         role=role,
         measure=measure,
@@ -92,7 +88,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         run_id=shared.get("run_id")
         or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
         worker=os.environ["PYTEST_XDIST_WORKER"] if role is Role.WORKER else "main",
-        threads=_threads(os.environ) if measure is not None and role is Role.WORKER else None,
+        threads=threads if measure is not None and role is Role.WORKER else None,
         budget_s=option.budget,
         deadline_s=_deadline_s(config.getini("aiperf_deadline")),
         root=root,
@@ -106,11 +102,6 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         capture_job=capture_job,
         rank_job=rank_job,
     )
-
-
-def _threads(environ: Mapping[str, str]) -> int:
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // int(environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def _deadline_s(text: str) -> float:

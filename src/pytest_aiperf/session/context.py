@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aiperf.build.nvcc import Build, Nvcc
+from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
@@ -32,9 +32,7 @@ class ItemContext:
         self.settings = session.settings
         self.requirements = item.stash[REQUIREMENTS]
         self.gpus = session.gpus_for(item)
-        self.built_only = False
-        """Whether only the builds of the claim were checked."""
-        self._nvcc: Nvcc | None = None
+        self.built_only = False  #: Whether only the builds of the claim were checked.
 
     # parts
 
@@ -63,28 +61,17 @@ class ItemContext:
             threads=self.settings.threads,
         )
 
-    @property
+    @cached_property
     def nvcc(self) -> Nvcc:
         """Builder of the test's kernels; it loads them only where there is a GPU."""
-        if self._nvcc is None:
-            self._nvcc = Nvcc(
-                roots=self.session.roots(self.item),
-                archs=self.session.archs(self.item),
-                include=self.session.include(),
-                load=bool(self.gpus),
-            )
-        return self._nvcc
-
-    @property
-    def builds(self) -> list[Build]:
-        """Builds that the test has asked for so far."""
-        return self._nvcc.used if self._nvcc is not None else []
+        session, item = self.session, self.item
+        return Nvcc(session.roots(item), session.archs(item), session.include(), bool(self.gpus))
 
     def files(self) -> list[Path]:
         """List the source files of the claim: its test, its kernels, their headers."""
-        built = self._nvcc.sources if self._nvcc is not None else []
-        module = getattr(self.item, "module", None)
-        return [self.item.path, *built, *source_hash.files(module, self.item.config.rootpath)]
+        item = self.item
+        imported = source_hash.files(getattr(item, "module", None), item.config.rootpath)
+        return [item.path, *self.nvcc.sources, *imported]
 
     def new_result(self) -> Result:
         return self.session.new_result(self.item)
@@ -128,13 +115,3 @@ class ItemContext:
         return capture.CaptureRequest(
             tool, preset, folder, command, settings.deadline_s, calls, seed
         )
-
-
-CONTEXT = pytest.StashKey[ItemContext]()  #: Context of a test; stays on its item.
-
-
-def context_of(item: pytest.Item, session: Session) -> ItemContext:
-    """Return the context of a test, the same for all of its fixtures."""
-    if CONTEXT not in item.stash:
-        item.stash[CONTEXT] = ItemContext(item, session)
-    return item.stash[CONTEXT]

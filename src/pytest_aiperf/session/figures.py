@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from pytest_aiperf.claim import measure
+from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.machine.gpu_lock import GpuLock
-from pytest_aiperf.model import Gpu
+from pytest_aiperf.errors import AiperfError
+from pytest_aiperf.model import Gpu, Result
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
+
+from .cuda_machine import Machine
 
 
 class SharedFigures:
@@ -45,35 +52,43 @@ class SharedFigures:
             self._write(_ceilings_name(device.gpu), ceilings)
         return ceilings
 
-    def for_claim(
-        self,
-        device: Device,
-        gpus: Sequence[Gpu],
-        lock: GpuLock,
-        noise_floor: Callable[[], float],
-        ceilings: Callable[[], Mapping[str, float]] | None,
-    ) -> tuple[float, Mapping[str, float]]:
-        """Return the noise floor and the ceilings; measure what is unknown, under the lock.
+    def measure_claim(
+        self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
+    ) -> tuple[Result, AiperfError | None]:
+        """Measure a claim against these figures; return its record and the error to raise."""
+        try:
+            measure.refuse_debug_environment()
+            floor, ceilings = self._for_claim(claim, context, gpus, machine)
+        except AiperfError as error:
+            code, gpu = context.code, context.device.gpu
+            record = replace(context.record, against=claim.against, code=code, gpu=gpu)
+            return measure.failed(record, error), error
+        context = replace(context, noise_floor=floor, ceilings=ceilings)
+        return measure.measure_claim(claim, context)
 
-        The callbacks measure. A claim that needs no ceilings passes None for them.
-        """
+    def _for_claim(
+        self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
+    ) -> tuple[float, Mapping[str, float]]:
+        """Return the noise floor and the ceilings; measure what is unknown, under the lock."""
+        device, lock, progress = context.device, context.lock, context.progress
         floor = self.noise_floor(gpus)
-        limits = {} if ceilings is None else self._ceilings(device)
+        limits = self._ceilings(device) if claim.work else {}
         if floor is None or limits is None:
             with lock.exclusive_host() if device.gpu is None else lock.exclusive_gpu():
                 floor = self.noise_floor(gpus)  # another claim may have measured it meanwhile
                 if floor is None:
-                    floor = noise_floor()
+                    seed = context.record.seed
+                    floor = measure.noise_floor(device, seed, context.rule, progress)
                     self.keep_noise_floor(gpus, floor)
-                limits = {} if ceilings is None else self.ceilings(device, ceilings)
+                if claim.work:
+                    limits = self.ceilings(device, partial(machine.ceilings, device, progress))
                 device.release()  # inside the lock: freeing memory would disturb the next claim
-        return floor, limits
+        return floor, limits or {}
 
     def _ceilings(self, device: Device) -> Mapping[str, float] | None:
         if device.gpu is None:
             return {}
-        ceilings: dict[str, float] | None = self._read(_ceilings_name(device.gpu))
-        return ceilings
+        return cast("dict[str, float] | None", self._read(_ceilings_name(device.gpu)))
 
     def _read(self, name: str) -> Any:
         if self._folder is None:

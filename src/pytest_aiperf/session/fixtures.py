@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -26,8 +26,8 @@ from pytest_aiperf.model import (
 )
 from pytest_aiperf.profilers import capture, target
 
+from . import modes
 from .context import ItemContext
-from .modes import mode_for
 
 
 class Stopwatch:
@@ -44,15 +44,13 @@ class Stopwatch:
         """
         host = self._device.gpu is None
         with self._lock.exclusive_host() if host else self._lock.exclusive_gpu():
-            return self._time(lambda: call(*args), Metric.WALL if host else Metric.DEVICE)
-
-    def _time(self, call: Callable[[], object], metric: Metric) -> Interval:
-        estimate_s = self._device.estimate_s(call)
-        mode = choose_mode(metric, estimate_s)
-        calls = calls_per_block(mode, estimate_s, estimate_s)
-        block = self._device.block([call] * calls, mode)
-        block.run()
-        seconds = sorted(block.run() / calls for _ in range(10))
+            bound = partial(call, *args)
+            estimate_s = self._device.estimate_s(bound)
+            mode = choose_mode(Metric.WALL if host else Metric.DEVICE, estimate_s)
+            calls = calls_per_block(mode, estimate_s, estimate_s)
+            block = self._device.block([bound] * calls, mode)
+            block.run()
+            seconds = sorted(block.run() / calls for _ in range(10))
         return Interval(seconds[0], (seconds[4] + seconds[5]) / 2, seconds[-1])
 
 
@@ -129,7 +127,7 @@ class Compare:
             precision=precision,
             evidence=evidence,
         )
-        return mode_for(claim, self._context).run(claim, self._context)
+        return modes.run(claim, self._context)
 
 
 class Capture:
@@ -162,7 +160,9 @@ class Capture:
         if (job := context.settings.capture_job) is not None:
             if number < len(job.before):
                 return job.before[number]
-            self._run_in_range(job, lambda: call(*args))
+            captured = partial(call, *args)
+            target.perform(job, context.device, context.lock, lambda: (captured, None))
+            pytest.exit("captured", returncode=0)
         seed = context.new_result().seed
         request = context.capture_request(f"{tool}:{preset}", calls, seed)
         try:
@@ -174,8 +174,3 @@ class Capture:
             context.progress("reading")
         self._profiles.append(profile)
         return profile
-
-    def _run_in_range(self, job: target.CaptureJob, call: Callable[[], Any]) -> None:
-        context = self._context
-        target.perform(job, context.device, context.lock, lambda: (call, None))
-        pytest.exit("captured", returncode=0)

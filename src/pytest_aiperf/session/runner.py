@@ -71,12 +71,8 @@ class Runner:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        settings = self.settings
-        node.workerinput["aiperf"] = {
-            "run_id": settings.run_id,
-            "seed": settings.seed,
-            "started": settings.started,
-        }
+        shared = ("run_id", "seed", "started")
+        node.workerinput["aiperf"] = {name: getattr(self.settings, name) for name in shared}
         if self.session.live is not None:
             self.session.live.listen()
 

@@ -39,13 +39,6 @@ NOT_RUN = "not run: "
 LOST = "its process was lost before it finished"
 """Reason for a claim without a result that nothing else explains; such a run fails."""
 
-Send = Callable[..., None]
-"""Send a message, a kind and its fields, to the process that supervises this one."""
-
-
-def _send_nothing(kind: str, **fields: object) -> None:
-    """Drop a message: no process supervises this one."""
-
 
 @dataclass(slots=True)
 class Session:
@@ -60,7 +53,8 @@ class Session:
     figures: SharedFigures  #: Noise floor and ceilings that all claims of the session use.
     run: journal.Run | None = None  #: Folder of the run; None in a process that records nothing.
     live: Live | None = None  #: The line that shows progress; None like ``run``.
-    send: Send = _send_nothing
+    send: Callable[..., None] = lambda _kind, **_fields: None
+    """Sends a kind and fields to the process that supervises this one; drops them without one."""
     results: dict[str, Result] = field(default_factory=dict)
     """All results by claim, on the controller at the end."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
@@ -90,15 +84,14 @@ class Session:
         required = item.stash[REQUIREMENTS]
         if self.settings.measure != "gpu" or required.host:
             return ()
-        first, count = self.settings.worker_index, len(self.gpus)
-        return tuple(self.gpus[(first + i) % count] for i in range(required.count))
+        first = int(self.settings.worker.removeprefix("gw").replace("main", "0"))
+        return tuple(self.gpus[(first + i) % len(self.gpus)] for i in range(required.count))
 
     def roots(self, item: pytest.Item) -> tuple[Path, ...]:
         """Return the folders in which nvcc() looks for an item's sources."""
         return (*self.settings.kernels, item.path.parent)
 
     def include(self) -> tuple[Path, ...]:
-        """Return the include folders of all builds."""
         return tuple(k / "include" for k in self.settings.kernels if (k / "include").is_dir())
 
     def archs(self, item: pytest.Item) -> tuple[str, ...]:
@@ -128,11 +121,6 @@ class Session:
             self.live.show({"phase": "building", "done": done, "total": total})
 
     # the order of items
-
-    def write_manifest(self, claims: Sequence[tuple[str, str]]) -> None:
-        """Record which claims will run, as (claim, nodeid): each must end in one outcome."""
-        if self.run is not None:
-            self.run.manifest(claims)
 
     def split_by_shard(
         self, items: Sequence[pytest.Item]
@@ -213,18 +201,14 @@ class Session:
             path = self.run.path / f"worker-{self.settings.worker}"
             path.unlink(missing_ok=True) if pid is None else path.write_text(str(pid))
 
-    def _stop_workers(self) -> None:
-        """Have workers end their claims now: xdist would wait ten seconds and then kill them."""
-        assert self.run is not None
-        for path in self.run.path.glob("worker-*"):
-            with suppress(OSError, ValueError):  # it has just ended
-                os.kill(int(path.read_text()), signal.SIGTERM)
-
     def finish(self, *, interrupted: bool, stopped: bool) -> None:
         """Merge the journals, so that every collected claim has one outcome; write the results."""
         assert self.run is not None
         if interrupted:
-            self._stop_workers()
+            # workers end their claims now: xdist would wait ten seconds and then kill them
+            for path in self.run.path.glob("worker-*"):
+                with suppress(OSError, ValueError):  # it has just ended
+                    os.kill(int(path.read_text()), signal.SIGTERM)
         finished, torn = journal.read_journals(self.run.path)
         reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
         results = journal.complete(journal.read_manifest(self.run.path), finished, reason)

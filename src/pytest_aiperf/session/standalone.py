@@ -7,24 +7,15 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from pytest_aiperf.claim.claim import Arm, claim_of
-from pytest_aiperf.claim.measure import (
-    ClaimContext,
-    failed,
-    measure_claim,
-    noise_floor,
-    refuse_debug_environment,
-)
+from pytest_aiperf.claim.claim import Arm, claim_of, no_progress
+from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import AiperfError, UsageError
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
@@ -121,37 +112,21 @@ def measure(
     )
     machine, gpu, opened = _open_device(device)
     gpus = () if gpu is None else (gpu,)
-    lock = GpuLock([g.uuid for g in gpus])
-    rule = QUICK if quick else STANDARD
     seed = secrets.randbelow(2**30) if seed is None else seed
     code = source_hash.identity(_source_files(optimized, baseline))
     record = _record(optimized, gpus, seed, quick=quick)
-    try:
-        refuse_debug_environment()
-        floor, ceilings = _figures().for_claim(
-            opened,
-            gpus,
-            lock,
-            partial(noise_floor, opened, seed, rule, _no_progress),
-            partial(machine.ceilings, opened, _no_progress) if work else None,
-        )
-    except AiperfError as error:
-        record = replace(record, against=claim.against, code=code, gpu=opened.gpu)
-        return failed(record, error)
     context = ClaimContext(
         record=record,
         device=opened,
-        lock=lock,
-        rule=rule,
-        progress=_no_progress,
-        noise_floor=floor,
-        ceilings=ceilings,
+        lock=GpuLock([g.uuid for g in gpus]),
+        rule=QUICK if quick else STANDARD,
+        progress=no_progress,
         expectation=Expectation(),
         code=code,
     )
-    result, problem = measure_claim(claim, context)
-    if isinstance(problem, UsageError):
-        raise problem
+    result, error = _figures().measure_claim(claim, context, gpus, machine)
+    if isinstance(error, UsageError):
+        raise error
     return result
 
 
@@ -170,8 +145,7 @@ def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | No
     if kind not in ("cuda", "cpu", None):
         raise UsageError(f"measure(device={kind!r}): use 'cuda' or 'cpu'")
     gpu = gpus[0] if gpus else None
-    lock = GpuLock([g.uuid for g in gpus[:1]])
-    with lock.shared():
+    with GpuLock([g.uuid for g in gpus[:1]]).shared():
         return machine, gpu, machine.open_device(gpu)
 
 
@@ -195,14 +169,9 @@ def _record(optimized: Arm, gpus: Sequence[Gpu], seed: int, *, quick: bool) -> R
 
 def _source_files(*arms: Arm) -> list[Path]:
     """List the files below the current folder that define the arms; a notebook cell has none."""
-    modules = {getattr(_function(arm), "__module__", None) for arm in arms}
-    loaded: list[ModuleType | None] = [sys.modules.get(str(name)) for name in modules]
-    return [path for module in loaded for path in source_hash.files(module, Path.cwd())]
+    names = {str(getattr(_function(arm), "__module__", None)) for arm in arms}
+    return [p for name in names for p in source_hash.files(sys.modules.get(name), Path.cwd())]
 
 
 def _function(arm: Arm) -> Any:
     return arm.make if isinstance(arm, Prepared) else arm
-
-
-def _no_progress(*_: object, **__: object) -> None:
-    """Show nothing: the caller waits for the result."""
