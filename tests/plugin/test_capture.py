@@ -202,7 +202,7 @@ def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path
 def test_ncu_is_asked_for_the_tensor_pipes_of_its_gpu(
     make_request, tmp_path, monkeypatch, arch, asked
 ):
-    monkeypatch.setattr(tools, "visible", lambda: [replace(FAKE_GPU, arch=arch), FAKE_GPU])
+    monkeypatch.setattr(captures, "visible", lambda: [replace(FAKE_GPU, arch=arch), FAKE_GPU])
     capture(make_request("ncu"))
     words = (tmp_path / "artifacts" / "baseline.log").read_text()
     assert ("sm__pipe_tc_cycles_active" in words) is asked

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.errors import AiperfError, CaptureFailed, ClaimNotMet, ToolMissing
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.machine.cache_folder import create_tagged
+from pytest_aiperf.machine.nvml import visible
 from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import Evidence, EvidenceKind, Finding, Outcome, Profile, Result, Work
 from pytest_aiperf.rules import evidence, roofline
@@ -84,19 +86,18 @@ def run(
     """
     started = time.monotonic()
     result = replace(record, against=claim.against)
-    error: AiperfError | None = None
+    error: AiperfError | None
     try:
         result = _capture_arms(claim, request, result, built, progress)
+        message = _first_finding(result.profiles) or evidence.broken(result.evidence)
+        outcome = Outcome.FAILED if message else Outcome.PASSED
+        result = replace(result, outcome=outcome, message=message)
+        error = ClaimNotMet(message) if message else None
     except ToolMissing:
         raise
     except AiperfError as failure:
         result = replace(result, outcome=Outcome.ERROR, message=str(failure))
         error = failure
-    else:
-        message = _first_finding(result.profiles) or evidence.broken(result.evidence)
-        outcome = Outcome.FAILED if message else Outcome.PASSED
-        result = replace(result, outcome=outcome, message=message)
-        error = ClaimNotMet(message) if message else None
     return replace(result, seconds=time.monotonic() - started), error
 
 
@@ -187,14 +188,11 @@ def capture(
     before: Sequence[Profile] = (),
 ) -> tuple[Profile, CaptureReply]:
     """Profile one arm and read the artefact; try the preset's fallbacks, raise the last error."""
-    fallbacks = request.tool.presets[request.preset]
+    *fallbacks, last = request.tool.presets[request.preset]
     for fallback in fallbacks:
-        try:
+        with suppress(CaptureFailed, ToolMissing):
             return _capture(request, fallback, arm, kernels, before)
-        except (CaptureFailed, ToolMissing):
-            if fallback is fallbacks[-1]:
-                raise
-    raise AssertionError(fallbacks)
+    return _capture(request, last, arm, kernels, before)
 
 
 def _capture(
@@ -210,7 +208,9 @@ def _capture(
     if binary:
         command = [binary, *tool.command, *fallback.arguments]
         if tool.name == "ncu":
-            command += tools.ncu_arguments(tuple(metric for metric, _ in kernels.counters))
+            arch = next((gpu.arch for gpu in visible()), "")  # the process uses the first GPU
+            metrics = ncu.ncu_metrics(arch, [metric for metric, _ in kernels.counters])
+            command += ("--metrics", ",".join(metrics))
             command += ("--cache-control", "none") if kernels.cache == "warm" else ()
     artefact = request.folder / (f"{arm}.{tool.name}" if tool.steps else f"{arm}{tool.suffix}")
 
@@ -269,12 +269,9 @@ def _run_target(
             env={**inherited, VARIABLE: serialized, **environ},
         )
         ending = _ending(status, request.deadline_s)
-        reply_file = Path(scratch, "answer")
-        reply = (
-            from_json(CaptureReply, json.loads(reply_file.read_text()))
-            if reply_file.exists()
-            else CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
-        )
+        reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
+        if (reply_file := Path(scratch, "answer")).exists():
+            reply = from_json(CaptureReply, json.loads(reply_file.read_text()))
         if tool.report:
             with artefact.open("wb") as out:
                 report = [front[0], *(word.format_map(names) for word in tool.report)]

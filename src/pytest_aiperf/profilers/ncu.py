@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -53,8 +54,10 @@ _RATIOS: Final = ("sectors per load", "sectors per store")
 """Figures that divide their first metric by their second."""
 _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
 """Scale and unit of a figure by ncu's unit."""
-_STALL: Final = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-"""Metrics of the stall reasons."""
+_STALL: Final = re.compile(
+    r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)_per_issue_active\.ratio"
+)
+"""Metrics of the stall reasons; a selected warp did not stall."""
 _TOP_STALLS: Final = 3  #: Stall reasons that a profile shows.
 
 
@@ -106,15 +109,11 @@ def ncu(
             figures[name] = figure
     if (second := _figure("tensor share", (_TC_PIPE,), kernels)) is not None:
         figures["tensor share"] = max(second, figures.get("tensor share", second))
-    stalls = {
-        metric: value
-        for metric in {m for kernel in kernels for m in kernel.values if _STALL.match(m)}
-        # a selected warp did not stall
-        if (value := aggregate(metric, kernels)) is not None and "stalled_selected_" not in metric
-    }
-    for metric in sorted(stalls, key=lambda metric: (-stalls[metric], metric))[:_TOP_STALLS]:
+    reasons = {m for kernel in kernels for m in kernel.values if _STALL.match(m)}
+    stalls = [(aggregate(metric, kernels) or 0.0, metric) for metric in sorted(reasons)]
+    for warps, metric in sorted(stalls, key=lambda stall: -stall[0])[:_TOP_STALLS]:
         reason = _STALL.sub(r"\1", metric).replace("_", " ")
-        figures[f"stall {reason}"] = (stalls[metric], "warps per issue")
+        figures[f"stall {reason}"] = (warps, "warps per issue")
     for metric, part in counters:
         value = aggregate(metric, [kernel for kernel in kernels if part in kernel.name])
         if value is not None:
@@ -133,8 +132,7 @@ def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
         return math.fsum(values)
     if metric.startswith("launch__"):
         return max(values)
-    weights = [k.seconds for k in counted]
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+    return statistics.fmean(values, weights=[k.seconds for k in counted])
 
 
 def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple[float, str] | None:

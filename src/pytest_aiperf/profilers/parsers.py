@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import statistics
 import xml.etree.ElementTree as ET
@@ -16,7 +15,7 @@ from pytest_aiperf.model import Profile
 from pytest_aiperf.text import si
 
 from .ncu import ncu, normalize_name
-from .timeline import RANGE, TOP, Figures, Reading, nsys, torch_trace
+from .timeline import RANGE, TOP, Figures, Reading, load_json, nsys, torch_trace
 
 _TREE_LINES: Final = 20  #: Lines of Proton's tree in the notes.
 
@@ -39,13 +38,9 @@ def read(
     parsers: dict[str, Callable[[Path], Reading]] = {
         "ncu": functools.partial(ncu, counters=counters, binary=binary),
         "nsys": functools.partial(nsys, binary=binary),
-        "torch": torch_trace,
-        "hta": hta,
-        "proton": proton,
-        "memory": memory,
-        "sanitizer": sanitizer,
-        "perf": perf,
-    }
+        "torch": torch_trace, "hta": hta, "proton": proton,
+        "memory": memory, "sanitizer": sanitizer, "perf": perf,
+    }  # fmt: skip
     figures, kernels, notes = parsers[tool](artefact)
     kernels = list(map(normalize_name, kernels))
     missing = [part for part in required if not any(part in kernel for kernel in kernels)]
@@ -54,15 +49,9 @@ def read(
             f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
             f"{', '.join(kernels[:TOP]) or 'no kernels'}"
         )
-    return Profile(
-        tool=tool,
-        arm=arm,
-        artefact=str(artefact),
-        figures={name: float(value) for name, (value, _) in figures.items()},
-        units={name: unit for name, (_, unit) in figures.items()},
-        kernels=tuple(kernels),
-        notes=tuple(notes),
-    )
+    values = {name: float(value) for name, (value, _) in figures.items()}
+    units = {name: unit for name, (_, unit) in figures.items()}
+    return Profile(tool, arm, str(artefact), values, units, tuple(kernels), tuple(notes))
 
 
 def hta(folder: Path) -> Reading:
@@ -114,7 +103,7 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float:
 
 def proton(artefact: Path) -> Reading:
     """Read Proton's tree, below the scope "aiperf" if it has one."""
-    tree = _json(artefact, "hatchet tree of Proton")
+    tree = load_json(artefact, "hatchet tree of Proton")
     roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
     try:
         nodes = [(depth, node) for root in roots for depth, node in _walk(root)]
@@ -154,7 +143,7 @@ def memory(artefact: Path) -> Reading:
     ``peak`` and ``allocated`` are bytes during and after the call, ``allocations`` is their number
     in the call, ``reserved`` the bytes that the allocator held.
     """
-    content = _json(artefact, "record of PyTorch's allocator")
+    content = load_json(artefact, "record of PyTorch's allocator")
     units = {"peak": "B", "allocated": "B", "allocations": "", "reserved": "B"}
     try:
         figures: Figures = {name: (float(content[name]), unit) for name, unit in units.items()}
@@ -174,15 +163,10 @@ def sanitizer(artefact: Path) -> Reading:
     files = sorted(artefact.glob("*.xml")) if artefact.is_dir() else [artefact]
     if not files:
         raise CaptureFailed(f"{artefact} has no file of compute-sanitizer: see its output")
-    figures: Figures = {"findings": (0, "")}
-    notes = []
-    for file in files:
-        tool = re.split(r"[._-]", file.stem)[-1]
-        records = list(_records(file))
-        figures[f"{tool} findings"] = (len(records), "")
-        figures["findings"] = (figures["findings"][0] + len(records), "")
-        if records:
-            notes.append(f"{tool}: {_sentence(records[0])}")
+    by_tool = [(re.split(r"[._-]", file.stem)[-1], list(_records(file))) for file in files]
+    figures: Figures = {"findings": (sum(len(records) for _, records in by_tool), "")}
+    figures |= {f"{tool} findings": (len(records), "") for tool, records in by_tool}
+    notes = [f"{tool}: {_sentence(records[0])}" for tool, records in by_tool if records]
     return figures, [], notes
 
 
@@ -239,10 +223,3 @@ def perf(artefact: Path) -> Reading:
         scale = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[sampled[2]]
         figures["samples"] = (float(sampled[1]) * scale, "")
     return figures, [], [f"{share} % {symbol}" for share, symbol in rows[:TOP]]
-
-
-def _json(artefact: Path, what: str) -> Any:
-    try:
-        return json.loads(artefact.read_text())
-    except (OSError, ValueError) as error:
-        raise CaptureFailed(f"{artefact} is no {what} ({error})") from error

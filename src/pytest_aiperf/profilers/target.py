@@ -116,10 +116,8 @@ def perform(
             calls = device.block([call] * job.calls, Mode.WALL)
             for _ in range(0 if tool.is_checker else WARM_UP_CALLS):
                 warm_up.run()
-        with (
-            lock.shared() if shares else exclusive(),
-            _HOOKS[tool.hook](job, device, warm_up.run),
-        ):
+        hook = _HOOKS[tool.hook](job, device, warm_up.run)
+        with lock.shared() if shares else exclusive(), hook:
             if cold and tool.hook != "memory":
                 _flush_l2(device)
             with _range(tool, device):
@@ -151,31 +149,25 @@ def _range(tool: Tool, device: Device) -> Iterator[None]:
     """Mark the calls for the tool."""
     with ExitStack() as marks:
         if tool.hook == "torch":
-            import torch
+            from torch.autograd.profiler import record_function
 
-            marks.enter_context(torch.autograd.profiler.record_function(RANGE))
+            marks.enter_context(record_function(RANGE))
         elif tool.hook == "proton":
             from triton import profiler
 
             marks.enter_context(profiler.scope(RANGE))
-        if device.torch_device == "cuda":
-            marks.enter_context(_cuda_range())
-        yield
-
-
-@contextmanager
-def _cuda_range() -> Iterator[None]:
-    import torch
-
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.synchronize()
-    runtime.cudaProfilerStart()
-    try:
-        with _nvtx(torch):
+        if device.torch_device != "cuda":
             yield
-            torch.cuda.synchronize()
-    finally:
-        runtime.cudaProfilerStop()
+            return
+        import torch
+
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.synchronize()
+        runtime.cudaProfilerStart()
+        marks.callback(runtime.cudaProfilerStop)
+        marks.enter_context(_nvtx(torch))
+        yield
+        torch.cuda.synchronize()
 
 
 def _nvtx(torch: Any) -> AbstractContextManager[object]:
@@ -265,9 +257,6 @@ def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
 
 
 _HOOKS: Final[Mapping[str, Hook]] = {
-    "": lambda *_: nullcontext(),
-    "torch": _torch,
-    "proton": _proton,
-    "memory": _memory,
+    "": lambda *_: nullcontext(), "torch": _torch, "proton": _proton, "memory": _memory,
     "perf": _perf,
-}
+}  # fmt: skip

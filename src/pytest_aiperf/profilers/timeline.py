@@ -7,7 +7,7 @@ import json
 import sqlite3
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -30,11 +30,8 @@ ApiCall = tuple[float, float, int]
 """Start and end of a call of the CUDA API in seconds, and its correlation id."""
 
 _COPIES: Final = {
-    1: "host to device",
-    2: "device to host",
-    8: "device to device",
-    10: "peer to peer",
-}
+    1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
+}  # fmt: skip
 """Kinds of copies by CUPTI's number."""
 
 
@@ -46,12 +43,11 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
         _export(artefact, exported, binary)
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            activities, calls = list(_nsys_activities(db)), list(_nsys_calls(db))
-            query = (
-                "SELECT start, end FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId"
-                " WHERE coalesce(text, value) = ? AND end IS NOT NULL"
-            )
-            rows = _rows(db, "NVTX_EVENTS", query, RANGE)
+            activities = list(_nsys_activities(db))
+            rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", "start, end, correlationId")
+            calls = [(start / 1e9, end / 1e9, correlation) for start, end, correlation in rows]
+            named = "LEFT JOIN StringIds ON id = textId WHERE coalesce(text, value) = ?"
+            rows = _rows(db, "NVTX_EVENTS", "start, end", f"{named} AND end IS NOT NULL", RANGE)
             ranges = [(start / 1e9, end / 1e9) for start, end in rows]
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is no export of an nsys report ({error})") from error
@@ -66,7 +62,9 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
 
 def torch_trace(artefact: Path) -> Reading:
     """Read a Chrome trace of torch.profiler, with its operators and graph breaks."""
-    content = _load(artefact)
+    content = load_json(artefact, "trace of torch.profiler")
+    if not isinstance(content, dict):
+        raise CaptureFailed(f"{artefact} is no trace of torch.profiler: it has no events")
     events = trace.events(content.get("traceEvents", ()))
     ranges = [
         (e.start, e.end) for e in events if e.category == "user_annotation" and e.name == RANGE
@@ -108,9 +106,12 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
         )
 
 
-def _rows(db: sqlite3.Connection, table: str, query: str, *values: object) -> list[Any]:
+def _rows(
+    db: sqlite3.Connection, table: str, columns: str, clauses: str = "", *values: object
+) -> list[Any]:
     """Query a table; nsys leaves out tables that would be empty."""
     exists = db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+    query = f"SELECT {columns} FROM {table} {clauses}"  # noqa: S608  constants
     return db.execute(query, values).fetchall() if exists else []
 
 
@@ -121,32 +122,23 @@ def _nsys_activities(db: sqlite3.Connection) -> Iterator[Activity]:
         ("MEMSET", "'memset', bytes", "''"),
         ("GRAPH_TRACE", "'graph', 0", "''"),
     ):
-        table = f"CUPTI_ACTIVITY_KIND_{kind}"
-        query = f"SELECT {columns}, {name}, start, end, correlationId FROM {table}"  # noqa: S608  constants
-        for copy_kind, size, kernel, start, end, correlation in _rows(db, table, query):
+        fields = f"{columns}, {name}, start, end, correlationId"
+        rows = _rows(db, f"CUPTI_ACTIVITY_KIND_{kind}", fields)
+        for copy_kind, size, kernel, start, end, correlation in rows:
             what = _COPIES.get(copy_kind, "other copy") if kind == "MEMCPY" else copy_kind
             yield Activity(what, kernel or "", start / 1e9, end / 1e9, correlation, size)
 
 
-def _nsys_calls(db: sqlite3.Connection) -> Iterator[ApiCall]:
-    table = "CUPTI_ACTIVITY_KIND_RUNTIME"
-    query = f"SELECT start, end, correlationId FROM {table}"  # noqa: S608  a constant
-    for start, end, correlation in _rows(db, table, query):
-        yield start / 1e9, end / 1e9, correlation
-
-
-def _load(artefact: Path) -> Mapping[str, Any]:
+def load_json(artefact: Path, what: str) -> Any:
+    """Read JSON that may be compressed; ``what`` names the kind of artefact for the error."""
     try:
         content = artefact.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         # names of kernels may contain characters that strict JSON escapes
-        loaded = json.loads(content, strict=False)
+        return json.loads(content, strict=False)
     except (OSError, EOFError, ValueError) as error:
-        raise CaptureFailed(f"{artefact} is no trace of torch.profiler ({error})") from error
-    if not isinstance(loaded, dict):
-        raise CaptureFailed(f"{artefact} is no trace of torch.profiler: it has no events")
-    return loaded
+        raise CaptureFailed(f"{artefact} is no {what} ({error})") from error
 
 
 def _is_inside(ranges: Collection[tuple[float, float]], moment: float) -> bool:

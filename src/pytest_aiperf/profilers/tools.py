@@ -14,9 +14,8 @@ from typing import Final, Literal
 
 from pytest_aiperf.build.sass import find_in_packages
 from pytest_aiperf.errors import ToolMissing, UsageError
-from pytest_aiperf.machine.nvml import visible
 
-from .ncu import NCU_SECTIONS, ncu_metrics
+from .ncu import NCU_SECTIONS
 from .timeline import RANGE
 
 
@@ -70,129 +69,121 @@ _NSYS: Final = (_LIBRARIES, "--cudabacktrace=all")
 _UNSAMPLED: Final = ("--sample=none", "--cpuctxsw=none")
 _PYTHON: Final = ("--sample=process-tree", "--python-sampling=true", "--python-backtrace=cuda")
 
-TOOLS: Final = {
-    tool.name: tool
-    for tool in (
-        Tool(
-            "nsys",
-            "install NVIDIA Nsight Systems (it also comes with Nsight Compute)",
-            ".nsys-rep",
-            {
-                "minimal": _once("--trace=cuda,nvtx", *_UNSAMPLED),
-                "deep_dive": (
-                    Fallback((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
-                    Fallback((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
-                    Fallback(
-                        (_LIBRARIES, *_UNSAMPLED),
-                        note="without GPU metrics, CPU samples and backtraces: not permitted here",
-                    ),
+_TOOLS: Final = (
+    Tool(
+        "nsys",
+        "install NVIDIA Nsight Systems (it also comes with Nsight Compute)",
+        ".nsys-rep",
+        {
+            "minimal": _once("--trace=cuda,nvtx", *_UNSAMPLED),
+            "deep_dive": (
+                Fallback((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
+                Fallback((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
+                Fallback(
+                    (_LIBRARIES, *_UNSAMPLED),
+                    note="without GPU metrics, CPU samples and backtraces: not permitted here",
                 ),
-            },
-            program="nsys",
-            min_version=(2023, 1),
-            command=(
-                "profile",
-                "--capture-range=cudaProfilerApi",
-                "--capture-range-end=stop",
-                "--cuda-graph-trace=node",
-                "--force-overwrite=true",
-                "--output={stem}",
             ),
-            ranks=True,
+        },
+        program="nsys",
+        min_version=(2023, 1),
+        command=(
+            *("profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
+            *("--cuda-graph-trace=node", "--force-overwrite=true", "--output={stem}"),
         ),
-        Tool(
-            "ncu",
-            "install NVIDIA Nsight Compute",
-            ".ncu-rep",
-            {
-                "minimal": _once(*(w for s in NCU_SECTIONS for w in ("--section", s))),
-                "deep_dive": _once("--set", "full", "--import-source", "yes"),
-                "roofline": _once("--set", "roofline"),
-            },
-            program="ncu",
-            min_version=(2022, 3),
-            command=(
-                *("--clock-control", "none"),
-                *("--nvtx", "--nvtx-include", f"{RANGE}/"),
-                *("--force-overwrite", "--export", "{stem}"),
-            ),
-            no_kernels="No kernels were profiled",
+        ranks=True,
+    ),
+    Tool(
+        "ncu",
+        "install NVIDIA Nsight Compute",
+        ".ncu-rep",
+        {
+            "minimal": _once(*(w for s in NCU_SECTIONS for w in ("--section", s))),
+            "deep_dive": _once("--set", "full", "--import-source", "yes"),
+            "roofline": _once("--set", "roofline"),
+        },
+        program="ncu",
+        min_version=(2022, 3),
+        command=(
+            *("--clock-control", "none"),
+            *("--nvtx", "--nvtx-include", f"{RANGE}/"),
+            *("--force-overwrite", "--export", "{stem}"),
         ),
-        Tool(
-            "torch",
-            "pip install torch",
-            ".json",
-            _IN_PROCESS,
-            module="torch",
-            hook="torch",
-            host=True,
-            ranks=True,
+        no_kernels="No kernels were profiled",
+    ),
+    Tool(
+        "torch",
+        "pip install torch",
+        ".json",
+        _IN_PROCESS,
+        module="torch",
+        hook="torch",
+        host=True,
+        ranks=True,
+    ),
+    Tool("proton", "pip install triton", ".hatchet", _IN_PROCESS, module="triton", hook="proton"),
+    Tool("memory", "pip install torch", ".json", _IN_PROCESS, module="torch", hook="memory"),
+    Tool(
+        "sanitizer",
+        "install compute-sanitizer, a part of the CUDA toolkit",
+        ".xml",
+        {
+            "minimal": (
+                # one allocation per tensor: in a shared one, an access beyond a tensor hits
+                # its neighbour, and reused memory counts as initialized
+                Fallback((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+                Fallback(
+                    note="with torch's caching allocator, which hides accesses beyond a tensor "
+                    "(without it this arm does not run: it captures a graph, say)"
+                ),
+            )
+        },
+        program="compute-sanitizer",
+        min_version=(2022, 1),
+        command=(
+            *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
+            *("--destroy-on-device-error", "kernel"),  # go on after the first finding
         ),
-        Tool(
-            "proton", "pip install triton", ".hatchet", _IN_PROCESS, module="triton", hook="proton"
+        steps={
+            # libraries try calls that the driver may refuse; a failed launch raises anyway
+            "memcheck": ("--report-api-errors", "no"),
+            "racecheck": (),
+            "initcheck": (),
+            "synccheck": (),
+        },
+        is_checker=True,
+    ),
+    Tool(
+        "hta",
+        "pip install HolisticTraceAnalysis",
+        ".json",
+        {"minimal": _once()},
+        module="hta",
+        steps={"0": ()},  # the rank: HTA reads a folder of traces
+        hook="torch",
+        ranks=True,
+    ),
+    Tool(
+        "perf",
+        "install your distribution's linux-perf (linux-tools)",
+        ".txt",
+        {
+            "minimal": _once("--call-graph", "fp", PYTHONPERFSUPPORT="1"),
+            "deep_dive": _once("--call-graph", "dwarf", PYTHONPERFSUPPORT="1"),
+        },
+        program="perf",
+        min_version=(5, 10),
+        command=(
+            *("record", "--freq", "999", "--delay", "-1"),
+            *("--control", "fifo:{scratch}/control,{scratch}/answered"),
+            *("--output", "{stem}.perf"),
         ),
-        Tool("memory", "pip install torch", ".json", _IN_PROCESS, module="torch", hook="memory"),
-        Tool(
-            "sanitizer",
-            "install compute-sanitizer, a part of the CUDA toolkit",
-            ".xml",
-            {
-                "minimal": (
-                    # one allocation per tensor: in a shared one, an access beyond a tensor hits
-                    # its neighbour, and reused memory counts as initialized
-                    Fallback((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-                    Fallback(
-                        note="with torch's caching allocator, which hides accesses beyond a tensor "
-                        "(without it this arm does not run: it captures a graph, say)"
-                    ),
-                )
-            },
-            program="compute-sanitizer",
-            min_version=(2022, 1),
-            command=(
-                *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
-                *("--destroy-on-device-error", "kernel"),  # go on after the first finding
-            ),
-            steps={
-                # libraries try calls that the driver may refuse; a failed launch raises anyway
-                "memcheck": ("--report-api-errors", "no"),
-                "racecheck": (),
-                "initcheck": (),
-                "synccheck": (),
-            },
-            is_checker=True,
-        ),
-        Tool(
-            "hta",
-            "pip install HolisticTraceAnalysis",
-            ".json",
-            {"minimal": _once()},
-            module="hta",
-            steps={"0": ()},  # the rank: HTA reads a folder of traces
-            hook="torch",
-            ranks=True,
-        ),
-        Tool(
-            "perf",
-            "install your distribution's linux-perf (linux-tools)",
-            ".txt",
-            {
-                "minimal": _once("--call-graph", "fp", PYTHONPERFSUPPORT="1"),
-                "deep_dive": _once("--call-graph", "dwarf", PYTHONPERFSUPPORT="1"),
-            },
-            program="perf",
-            min_version=(5, 10),
-            command=(
-                *("record", "--freq", "999", "--delay", "-1"),
-                *("--control", "fifo:{scratch}/control,{scratch}/answered"),
-                *("--output", "{stem}.perf"),
-            ),
-            report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
-            hook="perf",
-            host=True,
-        ),
-    )
-}
+        report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
+        hook="perf",
+        host=True,
+    ),
+)
+TOOLS: Final = {tool.name: tool for tool in _TOOLS}
 
 _REFUSALS: Final = {
     r"ERR_NVGPUCTRPERM|[Ii]nsufficient privilege": (
@@ -280,9 +271,3 @@ def program(name: str) -> str | None:
                 for file in sorted(home.glob(f"{nsight}/{layout}/{name}"), reverse=True):
                     return str(file)
     return None
-
-
-def ncu_arguments(counters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments by which ncu collects its usual metrics and these counters."""
-    arch = next((gpu.arch for gpu in visible()), "")  # the profiled process uses the first GPU
-    return ("--metrics", ",".join(ncu_metrics(arch, counters)))
