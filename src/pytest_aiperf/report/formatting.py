@@ -16,16 +16,9 @@ from pytest_aiperf.text import percent, si
 from .aggregate import end
 
 COLUMNS: Final = {
-    "claim": "<",
-    "baseline": ">",
-    "optimized": ">",
-    "ratio [99 % interval]": ">",
-    "library": ">",
-    "rate": ">",
-    "of limit": ">",
-    "verdict": "<",
-    "expected": "<",
-}
+    "claim": "<", "baseline": ">", "optimized": ">", "ratio [99 % interval]": ">",
+    "library": ">", "rate": ">", "of limit": ">", "verdict": "<", "expected": "<",
+}  # fmt: skip
 """Columns of the table, with the alignment of each."""
 RIDGE_FLOP_PER_BYTE: Final = 16.0
 """Arithmetic intensity above which a call's rate is shown in FLOP/s: about the ridge of fp32."""
