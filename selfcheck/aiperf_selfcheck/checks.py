@@ -22,20 +22,20 @@ from . import other_timers
 from .ground_truth import SHORT, Comparison, HeatedDevice, Workbench, calibrate_slowdown, compare
 
 SPINS_S: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
-"""Durations of the spin kernels: each mode is fitted over the range in which claims use it."""
+"""Durations of the spin kernels: from the shortest calls of claims to the longest."""
 
 SLOWDOWNS: Final = (0.005, 0.01, 0.02, 0.05)
-"""Shares by which ``power`` slows one arm: from the target half-width to ten times that."""
+"""Shares by which ``power`` slows one arm: 1 to 10 times the half-width at which claims stop."""
 
 _DEVICE_MODES: Final = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)
-"""Modes that measure device time."""
+"""Modes that measure time on the GPU; the remaining mode, wall, measures time on the host."""
 
 _PLAIN_FROM_S: Final = 1e-3
-"""Shortest spin for which plain mode is fitted: launches show in shorter calls, and claims time
-those in another mode."""
+"""Shortest spin for which plain mode is fitted. The times of shorter calls include launch gaps,
+and claims time such calls in another mode."""
 
 _DRIFT_KINDS: Final = ("gemm", "copy")
-"""Kinds that ``drift`` compares: one heats the GPU, one is bound by its memory."""
+"""Kinds of arms that ``drift`` compares: one bound by arithmetic, one by memory."""
 
 Figures = dict[str, Any]
 """Figures of one part, as its record stores them."""
@@ -46,17 +46,17 @@ class Scale:
     """Sample sizes of the parts."""
 
     runs: int
-    """Timed blocks per figure."""
+    """Timed blocks per figure, of which the median counts."""
     aa: int
-    """Comparisons of identical arms, all kinds together."""
+    """Comparisons of identical arms in ``aa``, over all kinds."""
     power: int
-    """Comparisons per slowdown."""
+    """Comparisons per slowdown in ``power``."""
     drift: int
-    """Comparisons per kind, heated and rested each."""
+    """Comparisons per kind on a heated GPU, and as many on a rested one."""
     repeat: int
-    """Processes that measure the same claim."""
+    """Processes of ``repeat`` that measure the same claim."""
     cases: int
-    """Cases that every timer judges."""
+    """Cases of ``rivals`` that every timer judges."""
 
 
 FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, cases=len(other_timers.CASES))
@@ -69,13 +69,15 @@ QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, cases=4)
 def spin(workbench: Workbench, scale: Scale) -> Figures:
     """Fit each mode's block times to the true times of kernels that spin for 2 µs to 100 ms.
 
-    The kernels of a reference block, run right before the timed block, read the GPU's global timer
-    at their start and at their end. The kernels of the timed block write nothing, because a kernel
-    ends only after its writes. The global timer does not follow the SM clock. Its step is 32 ns on
-    an H200 (1 µs on some GPUs), which the sum over a block's calls averages out. CUDA events may
-    come from the same oscillator, so ``host_clock`` compares the timer with the host's clock: one
-    spin of 100 ms minus one of 20 ms, which cancels the launch.
-    A kernel's start and end lie outside its two timer reads; they are in the constant per call.
+    The true times come from a reference block that runs right before each timed block. Its kernels
+    read the GPU's global timer at their start and at their end. The kernels of the timed block
+    write nothing, because a kernel ends only after its writes. A kernel starts before its first
+    timer read and ends after its second: the fit's constant per call contains the difference.
+
+    The global timer does not follow the SM clock. Its step is 32 ns on an H200 (1 µs on some GPUs),
+    which averages out over a block's calls. CUDA events may use the same oscillator, so
+    ``host_clock`` compares the timer with the host's clock: the time of a 100 ms spin minus that of
+    a 20 ms spin, in which the launch cancels.
     """
     fits: Figures = {}
     for mode in _DEVICE_MODES:
@@ -103,7 +105,7 @@ def _is_used(mode: Mode, seconds: float) -> bool:
 def _time_spins(
     workbench: Workbench, mode: Mode, seconds: float, runs: int
 ) -> tuple[float, int, float]:
-    """Return a block's true seconds, its calls, and its seconds as the device measures them."""
+    """Return the true seconds of a block, its number of calls, and its measured seconds."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
     block, reference = (
         workbench.device.block([partial(kernel, seconds)] * calls, mode)
@@ -115,7 +117,7 @@ def _time_spins(
     true_s, excess_s = [], []
     for _ in range(runs):
         reference.run()
-        # by the mean, because a block whose blocking kernel was too short runs again
+        # a mean, because a block runs again if its blocking kernel was too short
         true_s.append(workbench.mean_spin_s() * calls)
         excess_s.append(block.run() - true_s[-1])
     truth = statistics.median(true_s)
@@ -125,10 +127,10 @@ def _time_spins(
 def fit(
     truths: Sequence[float], calls: Sequence[int], measured: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Fit blocks' seconds as slope * truth + constant per call + constant per block.
+    """Fit the measured seconds of blocks: slope * true seconds + per_call * calls + per_block.
 
-    Least squares of the relative errors, so that the longest blocks do not dominate. If all blocks
-    have the same number of calls, the constant per block is 0 and that per call contains both.
+    The fit minimizes squared relative errors, so that the longest blocks do not dominate. If all
+    blocks have the same number of calls, per_block is 0 and per_call contains both constants.
     """
     import numpy as np
 
@@ -154,12 +156,12 @@ def floor(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def flush(workbench: Workbench, scale: Scale) -> Figures:
-    """Show that rotated inputs are cold: time the same read in three ways.
+    """Check that rotated inputs are cold: time the same read in three ways.
 
-    ``rotated`` goes round several buffers, as claims do. ``flushed`` reads one buffer after a read
-    of eight times the L2, whose own time is subtracted. ``warm`` reads one buffer again and again.
-    Only warm reads can be faster than device memory. The time of an empty kernel is subtracted
-    from each before its rate is computed.
+    ``rotated`` rotates over several buffers, as claims do. ``flushed`` reads one buffer after a
+    read of eight times the size of the L2; the time of that read is subtracted. ``warm`` reads one
+    buffer repeatedly. Only a warm read can be faster than device memory. To compute a rate, the
+    time of an empty kernel is subtracted.
     """
     assert workbench.device.gpu is not None
     l2 = workbench.device.gpu.l2_bytes or 32 << 20
@@ -194,7 +196,7 @@ def flush(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def modes(workbench: Workbench, scale: Scale) -> Figures:
-    """Time one copy in each mode, one block of each mode per round."""
+    """Time one copy in each mode; blocks of the modes alternate."""
     inputs, arm = workbench.kinds["copy"]
     workbench.device.seed(workbench.seed())
     args = inputs(Bench(workbench.device.torch_device, 0, full=True))
@@ -219,8 +221,8 @@ def modes(workbench: Workbench, scale: Scale) -> Figures:
 def aa(workbench: Workbench, scale: Scale) -> Figures:
     """Compare identical arms, each time with new allocations; repeat each false alarm.
 
-    As a claim that fails is measured again, so is a pair that differs; ``confirmed`` counts those
-    that differ again in the same direction.
+    A failed claim is measured again before it counts, so a false alarm is, too. ``confirmed``
+    counts the false alarms that recur with the same verdict.
     """
     noise_floor = workbench.noise_floor()
     comparisons: dict[str, list[Comparison]] = {name: [] for name in workbench.kinds}
@@ -236,7 +238,7 @@ def aa(workbench: Workbench, scale: Scale) -> Figures:
                 confirmed += again.verdict is comparison.verdict
             comparisons[name].append(comparison)
             _progress(workbench, "aa", i, scale.aa)
-    except Exception as why:  # noqa: BLE001  keep minutes of comparisons, whatever went wrong
+    except Exception as why:  # noqa: BLE001  on any error, keep the comparisons made so far
         workbench.progress(traceback.format_exc())
         error = f"{type(why).__name__}: {why}"
     return {
@@ -272,10 +274,7 @@ def _pooled(deviations: Iterable[float]) -> float | None:
 
 
 def power(workbench: Workbench, scale: Scale) -> Figures:
-    """Count how often a known slowdown is detected: both arms spin, one of them longer.
-
-    Which arm is slower is random.
-    """
+    """Count how often a known slowdown of one arm, chosen at random, is detected."""
     noise_floor = workbench.noise_floor()
     slowdowns = {n: calibrate_slowdown(workbench, kind) for n, kind in workbench.kinds.items()}
     figures: Figures = {}
@@ -304,10 +303,10 @@ def power(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def drift(workbench: Workbench, scale: Scale) -> Figures:
-    """Compare identical arms while the GPU is heated before random blocks, and after a rest.
+    """Compare identical arms on a GPU that is heated before random blocks, and on a rested GPU.
 
-    ``ours`` counts the verdicts of the harness. ``sequential`` is the ratio of two medians: 20
-    blocks of one arm, then 20 of the other, judged by a threshold of 2 %.
+    ``ours`` counts verdicts of the harness. ``sequential`` judges a ratio of two medians by a
+    threshold of 2 %: 20 blocks of one arm, then 20 of the other.
     """
     noise_floor = workbench.noise_floor()
     figures: Figures = {}
@@ -372,7 +371,7 @@ def _sequential_ratio(
 
 
 def one(workbench: Workbench, _: Scale) -> Figures:
-    """Measure one real claim: torch's softmax against a softmax of separate operations."""
+    """Measure the workbench's real claim."""
     inputs, *arms = workbench.claim
     comparison = compare(
         workbench.device, inputs, (arms[0], arms[1]), 0.0, STANDARD, workbench.seed()
@@ -383,7 +382,7 @@ def one(workbench: Workbench, _: Scale) -> Figures:
 
 
 def repeat(workbench: Workbench, scale: Scale) -> Figures:
-    """Measure that claim in several new processes."""
+    """Measure the claim of ``one`` in several new processes."""
     ratios = []
     for i in range(1, scale.repeat + 1):
         ratios.append(workbench.measure_in_new_process())
@@ -403,7 +402,7 @@ def head_to_head(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def _cycle(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
-    """Cycle through names; number the items from 1 to ``count``."""
+    """Yield ``count`` names in turn, numbered from 1."""
     listed = list(names)
     return ((listed[i % len(listed)], i + 1) for i in range(count))
 
@@ -425,4 +424,4 @@ PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
     "repeat": repeat,
     "one": one,
 }
-"""The parts in the order of the record; each process of ``repeat`` runs ``one``."""
+"""The parts in the order of the record. By default, ``one`` runs in the processes of ``repeat``."""

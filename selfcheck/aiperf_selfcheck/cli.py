@@ -19,7 +19,7 @@ OK: Final = 0
 """Exit status if every part ran and met its bounds."""
 
 FAILED: Final = 1
-"""Exit status if a part failed, missed a bound or was interrupted."""
+"""Exit status if a part failed or missed a bound, or if the run was interrupted."""
 
 
 def add_command(subcommands: Any) -> None:
@@ -29,10 +29,10 @@ def add_command(subcommands: Any) -> None:
     parser = subcommands.add_parser("prove", help=summary, description=description)
     parser.set_defaults(run=prove)
     add = parser.add_argument
-    add("record", metavar="RECORD.json", type=Path, nargs="?", help="record to show by --readme")
-    add("--only", metavar="PART,...", help=f"parts to run, of {', '.join(record.ALL)}")
+    add("record", metavar="RECORD.json", type=Path, nargs="?", help="record to show with --readme")
+    add("--only", metavar="PART,...", help=f"parts to run, out of {', '.join(record.ALL)}")
     add("--quick", action="store_true", help="smaller samples: about 90 seconds")
-    add("--json", metavar="FILE", type=Path, help="write each part to this record as it ends")
+    add("--json", metavar="FILE", type=Path, help="write each part's figures to this record")
     add("--readme", metavar="FILE", type=Path, help="write the tables of RECORD.json into FILE")
 
 
@@ -40,10 +40,10 @@ def prove(arguments: argparse.Namespace) -> int:
     """Check the harness on this machine's first GPU, against known answers.
 
     Measures kernels that spin for a known time, an empty kernel, cold and warm reads, identical
-    arms, arms slowed by 0.5 to 5 %, a GPU that is heated between blocks, one claim in several
-    processes, and the same comparisons by other timers. Takes about 8 minutes. The exit status is 1
-    if a part fails or misses its bound. `--readme` measures nothing: it replaces the text between
-    `<!-- proof -->` and `<!-- /proof -->`.
+    arms, arms slowed by 0.5 to 5 %, arms on a GPU that is heated between blocks, and one claim in
+    several processes. Other timers judge some of these comparisons, too. Takes about 8 minutes. The
+    exit status is 1 if a part fails or misses its bound. `--readme` measures nothing: it replaces
+    the text between `<!-- proof -->` and `<!-- /proof -->`.
     """
     if (arguments.readme is None) != (arguments.record is None):
         raise UsageError("--readme FILE needs a record: prove --readme README.md RECORD.json")

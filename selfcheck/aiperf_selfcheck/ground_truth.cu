@@ -1,5 +1,4 @@
-// Kernels with a known cost, to check the timing against: a spin of known length, an empty kernel
-// and a read of known size.
+// Kernels of known cost: a spin of known length, an empty kernel and a read of known size.
 
 #include <cuda_runtime.h>
 
@@ -12,7 +11,7 @@ __device__ void wait(long long cycles) {
     }
 }
 
-// Spins for this many cycles of the SM clock. Writes nothing: a kernel ends only after its writes.
+// Spins for `cycles` of the SM clock. Writes nothing, because a kernel ends only after its writes.
 __global__ void spin_for(long long cycles) { wait(cycles); }
 
 extern "C" cudaError_t spin(long long cycles, cudaStream_t stream) {
@@ -20,8 +19,8 @@ extern "C" cudaError_t spin(long long cycles, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-// Spins and measures itself with the GPU's global timer, which does not follow the SM clock.
-// totals[0] accumulates nanoseconds, totals[1] counts kernels.
+// Spins for `cycles` of the SM clock and measures the time with the GPU's global timer, whose rate is
+// fixed. totals[0] accumulates nanoseconds, totals[1] counts kernels.
 __global__ void spin_and_measure(long long cycles, unsigned long long* totals) {
     unsigned long long start, end;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(THREADS) read_once(const uint4* in, unsigned* 
     unsigned sum = 0;
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) sum ^= loaded[k].x ^ loaded[k].y ^ loaded[k].z ^ loaded[k].w;
-    if (sum == 0x2545f491) *out = sum;  // almost never true; without it the loads are dead code
+    if (sum == 0x2545f491) *out = sum;  // almost never true; keeps the loads from being removed
 }
 
 // Reads `bytes`, rounded down to whole blocks of 16 KiB.

@@ -30,16 +30,16 @@ from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import verdict
 
 SHORT: Final = replace(STANDARD, max_replicates=12, time_budget_s=0.4)
-"""Stopping rule where hundreds of comparisons are made: about half a second for each."""
+"""Stopping rule of parts with hundreds of comparisons: each takes about half a second."""
 
 MIN_SPIN_S: Final = 1e-6
-"""Both arms of a slowdown spin at least this long, so that both pay for an extra kernel."""
+"""Shortest spin. The faster arm of a slowdown spins, too: both arms launch the extra kernel."""
 
 _HEAT_MATRIX_SIDE: Final = 8192
 """Rows and columns of the matrices that heat the GPU: a product takes 1.6 ms on an H200."""
 
 _HEAT_PRODUCTS: Final = 12
-"""Matrix products per heating: 20 ms on an H200, whose power cap acts within that time."""
+"""Matrix products per heating: 20 ms on an H200, time enough for its power cap to lower clocks."""
 
 _KERNELS: Final = Path(__file__).with_name("ground_truth.cu")
 
@@ -50,26 +50,26 @@ Arms = tuple[Arm, Arm]
 
 @dataclass(slots=True)
 class Workbench:
-    """A device and the calls whose duration is known or can be controlled on it."""
+    """A device, and calls with a known or adjustable duration on it."""
 
     device: Device
-    """The device under check."""
+    """The device whose timing is checked."""
     kinds: Mapping[str, NoiseProbe]
-    """Inputs and arm of each kind of comparison, by name."""
+    """Inputs and arm of each kind of work that comparisons use, by name."""
     claim: tuple[Callable[[Bench], object], Arm, Arm]
     """One real claim: inputs, baseline and optimized arm."""
     spin: Callable[[float], object]
     """Occupy the device for about this many seconds."""
     timed_spin: Callable[[float], object]
-    """The same, adding the seconds on the GPU's global timer to a running total."""
+    """As ``spin``, but add its duration on the GPU's global timer to a running total."""
     mean_spin_s: Callable[[], float]
-    """Mean seconds per ``timed_spin`` since the last call, on the GPU's global timer."""
+    """Return the mean seconds per ``timed_spin`` in the running total, and reset the total."""
     empty: Call
     """Launch a kernel that does nothing."""
     sweep: Callable[[int], Call]
-    """Make a call that reads this many bytes."""
+    """Make a call that reads the given number of bytes."""
     read_limit: Callable[[], float]
-    """Bytes per second that device memory can deliver."""
+    """Return the read ceiling of device memory in bytes per second."""
     heat: Call
     """Slow the device down for a while."""
     measure_in_new_process: Callable[[], float]
@@ -125,7 +125,7 @@ def compare(  # noqa: PLR0917  the same order everywhere
     seed: int,
     cache: CacheName = "cold",
 ) -> Comparison:
-    """Compare two arms as a claim does, from new allocations and seeds."""
+    """Compare two arms as a claim does, with new allocations."""
     started = time.monotonic()
     baseline, optimized = arms
     claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
@@ -155,10 +155,10 @@ def deviations(timing: Timing) -> tuple[float, float]:
 
 
 def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:
-    """Return a function that makes two arms of a kind, the first slower by the given share.
+    """Return a function that makes two arms from ``kind``, the first slower by a given share.
 
-    Both arms spin before they work. The effect of a spin on a call is measured once, under the
-    conditions of a claim and with a spin so long that noise is negligible, then scaled down.
+    Both arms spin before they call the kind's arm. The slowdown by one long spin, next to which
+    noise is negligible, is measured as a claim would be. The spin for a share is scaled from it.
     """
     inputs, arm = kind
 
@@ -176,7 +176,7 @@ def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[floa
     del call
     fast = with_spin(MIN_SPIN_S)
     slow = with_spin(MIN_SPIN_S + extra_s)
-    # the noise floor decides only the verdict, and only the ratio is used
+    # 0.0: the noise floor only affects the verdict, which is not used
     comparison = compare(workbench.device, inputs, (slow, fast), 0.0, STANDARD, workbench.seed())
     if comparison.ratio is None or comparison.ratio.value < 1.05:
         raise InvalidMeasurement(
@@ -191,6 +191,7 @@ class HeatedDevice:
 
     def __init__(self, device: Device, heat: Call, rng: random.Random) -> None:
         self._device, self._heat, self._random = device, heat, rng
+        # for each block: the log seconds of its runs without heating, and of those after heating
         self._log_seconds: list[tuple[list[float], list[float]]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -198,7 +199,7 @@ class HeatedDevice:
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:
         block = self._device.block(calls, mode)
-        if mode is Mode.WALL:  # not timed here: these blocks only warm up
+        if mode is Mode.WALL:  # only used for warming up: its time counts nowhere
             return block
         self._log_seconds.append(([], []))
         return _HeatedBlock(block, self._heat_at_random, self._log_seconds[-1])
@@ -210,7 +211,7 @@ class HeatedDevice:
         return is_heated
 
     def effect(self) -> float:
-        """Return by which share blocks took longer after heating than without."""
+        """Return the share by which blocks took longer with heating than without."""
         means = [[statistics.fmean(run) for run in both] for both in self._log_seconds if all(both)]
         return math.expm1(statistics.fmean(hot - cold for cold, hot in means)) if means else 0.0
 
@@ -241,7 +242,7 @@ class _HeatedBlock:
 
 
 def kinds() -> dict[str, NoiseProbe]:
-    """Return arms bound by memory, by arithmetic, by both, and by launch overhead."""
+    """Return inputs and arms that are bound by memory, arithmetic, both, or launch overhead."""
     import torch
 
     def copy_inputs(bench: Bench) -> tuple[Any, ...]:
@@ -268,12 +269,12 @@ def kinds() -> dict[str, NoiseProbe]:
 
 
 def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
-    """Make the workbench of a real GPU, from this package's kernels and torch's."""
+    """Make the workbench of a real GPU with the kernels of ground_truth.cu and of torch."""
     import torch
 
     assert device.gpu is not None
     kernels = nvcc.Nvcc([_KERNELS.parent], [device.gpu.arch])(_KERNELS.name)
-    # looked up once: a lookup takes the host longer than a launch
+    # look kernels up once: a lookup takes longer than a launch
     names = ("empty", "sweep", "spin", "timed_spin")
     empty, sweep_bytes, launch_spin, launch_timed_spin = (kernels[name] for name in names)
     totals = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
@@ -289,7 +290,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
         device.block([lambda: launch_timed_spin(cycles, totals)], Mode.WALL).run()
         return cycles / mean_spin_s()
 
-    measure_clock_hz(10_000_000)  # wakes the GPU from its idle clocks
+    measure_clock_hz(10_000_000)  # raises the clocks of an idle GPU
     clock_hz = measure_clock_hz(100_000_000)
 
     def spin(seconds: float) -> None:
@@ -311,7 +312,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
     )
     product = torch.empty_like(a)
     products = [lambda: torch.mm(a, b, out=product)] * _HEAT_PRODUCTS
-    device.block(products[:1], Mode.WALL).run()  # allocates cuBLAS's workspace before any round
+    device.block(products[:1], Mode.WALL).run()  # allocates cuBLAS's workspace before timing
 
     def read_limit() -> float:
         limits = ceilings.get(device, ("read",), progress)

@@ -1,4 +1,4 @@
-"""The same comparisons with a known answer, judged by the harness and by other timers."""
+"""Comparisons with a known answer, judged by the harness and by other timers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from pytest_aiperf.model import Bench, CacheName, Verdict
 from .ground_truth import Arm, Arms, HeatedDevice, Workbench, calibrate_slowdown, compare
 
 THRESHOLD: Final = 1.02
-"""Ratio from which on the arms of another timer count as different. Other timers give no interval,
-and 2 % is what is commonly called noise."""
+"""A ratio above this, measured by another timer, counts as a difference. Other timers give no
+interval, and differences up to 2 % are commonly taken for noise."""
 
 _EVENT_PAIRS: Final = 100
-"""Calls timed by ``events``, whose median is reported."""
+"""Number of calls that ``events`` times, each between two CUDA events."""
 
 _EVENT_WARM_UPS: Final = 10
-"""Calls that ``events`` makes before them."""
+"""Number of untimed calls that ``events`` makes first."""
 
 _WALL_BUDGET_S: Final = 0.25
-"""Time that ``wall`` spends per arm; pytest-benchmark's default is 1 s."""
+"""Time that ``wall`` spends per arm, to save time; pytest-benchmark's default is 1 s."""
 
 Timer = Callable[[Call], float]
-"""Another timer: seconds per call."""
+"""Returns the seconds per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A comparison with a known answer, as every timer gets it."""
+    """A comparison with a known answer, which every timer judges."""
 
     kind: str | float
     """Name of one of the workbench's kinds, or the seconds of a kernel that only spins."""
@@ -44,7 +44,7 @@ class Case:
     host_overhead_s: float = 0.0
     """Seconds that each call of the optimized arm occupies the host."""
     condition: str = ""
-    """``heated``: the GPU is heated at random. ``cold``: the GPU rests before."""
+    """``heated``: the GPU is heated at random. ``cold``: the GPU rests before the comparison."""
 
     def __str__(self) -> str:
         name = self.kind if isinstance(self.kind, str) else f"spin {self.kind * 1e6:g} us"
@@ -53,7 +53,7 @@ class Case:
 
 
 CASES: Final = (
-    # alternately identical and different, so that the first few are a fair sample
+    # identical and different arms alternate, so that the first few cases are a fair sample
     Case(5e-6), Case(5e-6, 0.05),
     Case("copy", condition="heated"), Case("copy", 0.03, condition="heated"),
     Case(5e-6, host_overhead_s=20e-6), Case(5e-6, 0.05, host_overhead_s=20e-6),
@@ -65,7 +65,7 @@ CASES: Final = (
     Case(1e-3, condition="heated"), Case(1e-3, 0.03, condition="heated"),
     Case("copy", condition="cold"), Case("copy", 0.03, condition="cold"),
 )  # fmt: skip
-"""Ten cases of identical arms and ten with a difference."""
+"""Ten cases with identical arms and ten with different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Judgement:
 def score(judgements: Sequence[Judgement]) -> dict[str, float | int | None]:
     """Count false alarms and detected differences, and average the errors of the ratios.
 
-    A verdict in the wrong direction is a false alarm, whatever the truth. ``bias`` is the mean
-    relative error of the ratios, ``error`` the mean of its absolute value, ``worst`` the largest.
+    A verdict in the wrong direction is a false alarm, too. ``bias`` is the mean relative error of
+    the ratios, ``error`` the mean and ``worst`` the maximum of its absolute value.
     """
     alarms = sum(j.verdict in (Verdict.FASTER, Verdict.SLOWER) for j in judgements)
     detected = sum(j.truth > 1 and j.verdict is Verdict.FASTER for j in judgements)
@@ -104,7 +104,7 @@ def score(judgements: Sequence[Judgement]) -> dict[str, float | int | None]:
 
 
 def by_threshold(ratio: float) -> Verdict:
-    """Judge a ratio that has no interval."""
+    """Judge a ratio without an interval."""
     if ratio > THRESHOLD:
         return Verdict.FASTER
     return Verdict.SLOWER if ratio < 1 / THRESHOLD else Verdict.SAME
@@ -113,7 +113,7 @@ def by_threshold(ratio: float) -> Verdict:
 def head_to_head(
     workbench: Workbench, cases: Sequence[Case], timers: Mapping[str, Timer]
 ) -> dict[str, Any]:
-    """Let the harness (``ours``) and the timers judge each case, each time in a random order."""
+    """Let the harness (``ours``) and the timers judge each case, in a new random order per case."""
     noise_floor = workbench.noise_floor()
     slowdowns: dict[str, Callable[[float], Arms]] = {}
     judgements: dict[str, list[Judgement]] = {name: [] for name in ("ours", *timers)}
@@ -183,7 +183,7 @@ def _judge_by_harness(
     device: Any = workbench.device
     if case.condition == "heated":
         device = HeatedDevice(device, workbench.heat, workbench.random)
-    # a spin kernel reads nothing, so its inputs need no rotation
+    # "warm" for spin kernels: they read nothing, so inputs need not rotate
     cache: CacheName = "cold" if isinstance(case.kind, str) else "warm"
     comparison = compare(device, kind[0], arms, noise_floor, STANDARD, workbench.seed(), cache)
     return comparison.verdict, comparison.ratio.value if comparison.ratio else None
@@ -201,7 +201,7 @@ def _judge_by_timer(
     seconds = []
     for arm in arms:
         call: Call = partial(arm, *args)
-        call()  # loads libraries
+        call()  # untimed: loads libraries
         workbench.device.synchronize()
         if case.condition == "heated" and workbench.random.random() < 0.5:
             workbench.heat()
@@ -211,11 +211,11 @@ def _judge_by_timer(
 
 
 def on_gpu(workbench: Workbench) -> dict[str, Timer]:
-    """Return the other timers on a real GPU, as people use them.
+    """Return the other timers, used on a real GPU as is common.
 
     ``do_bench`` is the median of Triton's function of that name. ``events`` is the median of 100
-    pairs of CUDA events. ``wall`` is the minimum that pytest-benchmark reports for a function that
-    synchronizes: one call per round, because its timer resolves that, and a shorter time budget.
+    calls, each between two CUDA events. ``wall`` is the minimum wall time of a call that
+    synchronizes, which is what pytest-benchmark reports when a round is one call.
     """
     import torch
 

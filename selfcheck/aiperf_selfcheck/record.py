@@ -30,7 +30,7 @@ ALL: Final = tuple(name for name in PARTS if name != "one")
 """Parts that run by default."""
 
 _LOCKS_ITSELF: Final = "repeat"
-"""Part whose processes acquire the GPU lock, so that the caller must not hold it."""
+"""Part that measures in new processes, which acquire the GPU lock: the caller must not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Row:
     check: str
     """What is checked."""
     measured: str
-    """The figures."""
+    """The measured figures."""
     bound: str = ""
-    """The bound of the figures; empty if they have none."""
+    """The bound on the figures; empty if there is none."""
     is_met: bool | None = None
-    """Whether the figures meet the bound; None if they have none."""
+    """Whether the figures meet the bound; None if there is none."""
 
 
 def parts_named(names: str | None) -> tuple[str, ...]:
-    """Split the comma-separated names of ``--only``; without any, return all parts."""
+    """Split the comma-separated part names of ``--only``; None selects all parts."""
     if names is None:
         return ALL
     parts = tuple(name.strip() for name in names.split(","))
@@ -66,9 +66,9 @@ def run(
     *,
     quick: bool = False,
 ) -> None:
-    """Run parts, each under the exclusive lock, and store the figures of each as it ends.
+    """Run each part under the exclusive lock, and store its figures as soon as it ends.
 
-    If a part raises, its error is stored as ``failed``, and the other parts go on.
+    If a part raises, its error is stored as ``failed``, and the remaining parts still run.
     """
     workbench: Workbench | None = None
     for name in names:
@@ -82,7 +82,7 @@ def run(
             with nullcontext() if name == _LOCKS_ITSELF else lock_scope():
                 figures = PARTS[name](workbench, QUICK if quick else FULL)
                 workbench.device.release()
-        except Exception as why:  # noqa: BLE001  whatever went wrong, the other parts go on
+        except Exception as why:  # noqa: BLE001  a part may fail in any way; the others still run
             progress(traceback.format_exc())
             figures = {"failed": f"{type(why).__name__}: {str(why).partition(chr(10))[0]}"}
         date = datetime.now(UTC).date().isoformat()
@@ -92,10 +92,10 @@ def run(
 
 
 class Record:
-    """Figures of the parts on one GPU, written to a file after each part if one is named."""
+    """Figures of the parts on one GPU. If a file is named, it is rewritten after each part."""
 
     def __init__(self, gpu: Gpu, path: Path | None) -> None:
-        """Keep the file's other parts if GPU model, driver and torch are the same."""
+        """Keep the parts in an existing file if its GPU model, driver and torch are the same."""
         self._path = path
         self.content: dict[str, Any] = {
             "schema": SCHEMA,
@@ -110,7 +110,7 @@ class Record:
                 self.content["parts"] = earlier["parts"]
 
     def store(self, name: str, figures: Figures) -> Figures:
-        """Replace a part's figures; return them as they are written."""
+        """Replace a part's figures; return them rounded, as in the file."""
         rounded: Figures = _rounded(figures)
         parts = {**self.content["parts"], name: rounded}
         self.content["parts"] = {name: parts[name] for name in PARTS if name in parts}
@@ -143,7 +143,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rows(parts: Mapping[str, Figures]) -> list[Row]:
-    """Return each check with its figures and its bound."""
+    """Return the rows of the table of checks."""
     table = []
     for name, figures in parts.items():
         if "failed" in figures:
@@ -254,7 +254,7 @@ _ROWS: Final[Mapping[str, Callable[[Figures], Iterator[Row]]]] = {
 
 
 def tables(parts: Mapping[str, Figures], escape_cell: Callable[[str], str] = str) -> str:
-    """Return parts as Markdown tables; ``escape_cell`` escapes the text of a cell."""
+    """Return the parts' figures as Markdown tables; ``escape_cell`` escapes the text of a cell."""
     met = {None: "", True: "yes", False: "NO"}
     checks = [(r.check, r.measured, r.bound, met[r.is_met]) for r in rows(parts)]
     sections = [_table(("check", "measured", "bound", "met"), checks, escape_cell)]
@@ -282,7 +282,7 @@ def tables(parts: Mapping[str, Figures], escape_cell: Callable[[str], str] = str
 
 
 def lines(parts: Mapping[str, Figures]) -> list[str]:
-    """Return parts as lines for a terminal; none without parts."""
+    """Return the tables as lines for a terminal; no lines if no part has ended."""
     return tables(parts).splitlines() if parts else []
 
 
@@ -299,7 +299,7 @@ def _table(
 
 
 def section(record: Mapping[str, Any]) -> str:
-    """Return the section of a README that shows a record."""
+    """Return a record as Markdown: its machine and date, then its tables."""
     gpu, parts = record["gpu"], record["parts"]
     dates = sorted({f["date"] for f in parts.values()})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "no parts"
