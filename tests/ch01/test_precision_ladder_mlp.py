@@ -4,8 +4,8 @@ A GPU multiplies fp32 matrices on its fp32 units, one multiply-add per lane and 
 multiply whole tiles at once, but only narrower numbers: tf32 keeps 10 bits of an operand's
 fraction, fp16 also 10 at half the bytes (and twice the rate), bf16 only 7 with the range of fp32.
 All three accumulate in fp32, so the error comes from rounding the operands: about 0.1 % of a
-typical result in tf32 and fp16, eight times as much in bf16. `precision` declares it, and each rung
-is checked against it: fewer bits are a trade, not a better kernel.
+typical result in tf32 and fp16, eight times as much in bf16. `precision` declares this error, and
+each rung is checked against it: fewer bits trade accuracy for speed.
 
 The two layers of this MLP do about a thousand operations per byte, so all rungs are compute-bound.
 Weights are converted once, when a model is loaded, and activations in every call; tf32 needs no
