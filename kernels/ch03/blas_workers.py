@@ -33,9 +33,10 @@ def matrix_power(matrix):
 
 @cache
 def worker_pool(threads):
-    """Start the workers once. A BLAS library reads its thread count when it is loaded."""
+    """Start the workers, once per thread count: a BLAS library reads it when it is loaded."""
     variables = dict.fromkeys(_VARIABLES, str(threads))
-    # OpenBLAS's idle threads spin for about 30 ms by default, on cores that the other arm needs
+    # by default idle OpenBLAS threads spin for 2**26 cycles (about 30 ms), on cores that the other
+    # arm needs; 2**4 cycles is the minimum
     variables["OPENBLAS_THREAD_TIMEOUT"] = "4"
     with mock.patch.dict(os.environ, variables):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)

@@ -76,6 +76,6 @@ def test_pinned_prefetch_stream(compare: Compare) -> None:
         optimized=prepared(prefetching),
         inputs=pinned_batches,
         reference=in_fp64,
-        # both arms launch the same work: a condition, not a proof of overlap
+        # checks that both arms launch the same work; it does not prove that the work overlaps
         evidence=[evidence.launches(max=1, per="baseline")],
     )

@@ -7,10 +7,10 @@ while on the cores that it needs. The optimized arm divides the cores among the 
 core for the process that hands out the work, so that every thread has its own core. A worker gets
 at least one thread.
 
-Each worker multiplies a small matrix by itself eight times in a process that was started before.
-Most single products run nearly undisturbed and some are delayed badly; eight in a row average over
-that. The thread count is read when the library is loaded, hence the environment variables. In both
-arms OpenBLAS's idle threads sleep at once; otherwise those of one arm would spin while the other is
+Each worker, a process that already runs, multiplies a small matrix by itself eight times. Most
+single products run nearly undisturbed and some are delayed badly; eight in a row average over that.
+The thread count is read when the library is loaded, hence the environment variables. In both arms
+OpenBLAS's idle threads sleep at once; otherwise those of one arm would spin while the other is
 timed. Large products suffer less, since their threads synchronise less often. A single worker
 should use all cores.
 """
@@ -28,7 +28,7 @@ def matrices(bench: Bench) -> np.ndarray:
     n = bench.size(256, check=64)
     rng = np.random.default_rng(bench.seed)
     normal = rng.standard_normal((WORKERS, n, n), np.float32)
-    return normal / np.float32(n**0.5)  # powers keep the magnitude of the entries
+    return normal / np.float32(n**0.5)  # so that powers have entries of equal magnitude
 
 
 @pytest.mark.host
