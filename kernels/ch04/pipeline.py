@@ -1,17 +1,18 @@
-"""Pipeline schedules, executed on a virtual clock that honours nothing but dependencies.
+"""Pipeline schedules, and a simulation that executes them on a virtual clock.
 
 A schedule is a list of steps (kind, chunk, micro-batch) for every rank. `run` executes each rank's
-steps in order, each as soon as the rank is free and the step's inputs exist. A forward takes 1 unit
-per chunk of a rank, a backward 2; sending takes no time. Chunk c is placed on rank c % ranks: with
-two chunks per rank, every micro-batch passes over all ranks twice.
+steps in order, each as soon as the rank is free and the step's inputs exist. A forward through all
+chunks of a rank takes 1 unit, a backward 2; sending takes no time. Chunk c is placed on rank
+c % ranks: with two chunks per rank, every micro-batch passes over all ranks twice.
 
 gpipe        All forwards, then all backwards: the activations of all micro-batches are live at
              once.
 one_f_one_b  Rank r runs ranks - r forwards, then alternates one backward with one forward (1F1B).
-             The bubble is the same, but rank r never holds more than ranks - r micro-batches.
-interleaved  one_f_one_b over two chunks per rank, in groups of as many micro-batches as ranks. The
-             pipeline fills and drains in half the time, for twice the messages and more live
-             activations.
+             The bubble is as long as gpipe's, but rank r never holds more than ranks - r
+             micro-batches.
+interleaved  one_f_one_b over two chunks per rank, with micro-batches in groups of `ranks`. The
+             pipeline fills and drains in half the time, but needs twice the messages and keeps
+             more activations live.
 """
 
 import numpy as np
@@ -62,8 +63,8 @@ def run(schedule, weights, batches):
 
     ``weights`` (layers, width, width) are split evenly over the chunks, ``batches`` (micro-batches,
     rows, width) are the inputs. The network is y = x W per layer, the loss the sum of the last y.
-    The unit of the makespan is one forward through all layers of a rank. The peak is that of the
-    fullest rank; a micro-batch counts in full while it is live in all layers of the rank.
+    The unit of the makespan is one forward through all layers of a rank. The peak is the largest of
+    all ranks; a micro-batch that is live in one of a rank's two chunks counts one half.
     """
     ranks, chunks = len(schedule), 1 + max(step[1] for steps in schedule for step in steps)
     layers = weights.reshape(chunks, -1, *weights.shape[1:])

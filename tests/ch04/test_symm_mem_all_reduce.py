@@ -10,8 +10,8 @@ input may be overwritten, NCCL needs no copy. Wall time also includes the host's
 where one-shot gains more.
 
 One-shot moves (ranks - 1) times the tensor into each rank; a ring moves 2 (ranks - 1) / ranks of
-it, in dependent steps. With 2 ranks the bytes are equal, with 8 one-shot moves 4 times as many, and
-from some megabytes on the ring wins.
+it, in dependent steps. With 2 ranks the bytes are equal. With 8 ranks one-shot moves 4 times as
+many, and the ring wins for tensors above some megabytes.
 """
 
 import pytest
