@@ -1,4 +1,4 @@
-// Evaluates a polynomial of each of n floats: how many elements each thread works on at once.
+// Evaluates a polynomial of each of n floats, with one, two, four or eight elements per thread.
 //
 // One element is a dependent chain: load, eight FMAs (Horner's scheme), store. While a thread waits
 // for its chain, only other chains can use the SM: those of other warps (occupancy) or of other
