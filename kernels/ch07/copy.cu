@@ -1,8 +1,8 @@
 // Copies n floats: how close a kernel comes to device-memory bandwidth.
 //
-// Two things decide. Device memory transfers sectors of 32 bytes, whether a warp uses all of a
-// sector or 4 bytes of it. And only other requests hide its latency: bandwidth = bytes in flight /
-// latency. Full bandwidth takes some tens of kilobytes in flight per SM.
+// Two things decide that. Device memory transfers sectors of 32 bytes, whether a warp uses all of a
+// sector or 4 bytes of it. And bandwidth = bytes in flight / latency: full bandwidth takes tens of
+// kilobytes in flight per SM.
 //
 //   strided            Neighbouring lanes are 32 floats apart, as in a walk down the columns of a
 //                      matrix. Each lane uses 4 bytes of its own sector. Walking one column

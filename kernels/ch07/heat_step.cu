@@ -31,7 +31,7 @@ constexpr int PITCH = LEFT + WIDTH + 8;        // points per row in shared memor
 constexpr int ROWS = HALO + HEIGHT + HALO;     // rows of the box in shared memory
 constexpr int COLUMNS = HALO + WIDTH + HALO;   // points that the stencil needs per row
 constexpr int VECTOR = 8;                      // points in 16 bytes
-constexpr int PAIRS = WIDTH / 2, GROUPS = 4;   // a thread computes a column pair of 8 rows
+constexpr int PAIRS = WIDTH / 2, GROUPS = 4;   // a thread computes 8 rows of a column pair
 constexpr int THREADS = PAIRS * GROUPS;
 
 __device__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(THREADS) heat_async_words(const __half* in, __
     for (int i = threadIdx.x; i < COLUMNS / 2 * ROWS; i += THREADS) {
         const int row = i / (COLUMNS / 2), column = i % (COLUMNS / 2) * 2;
         const int x = left + column, y = top + row;
-        const bool inside = x >= 0 && x < n && y >= 0 && y < n;  // n is even: both points or none
+        const bool inside = x >= 0 && x < n && y >= 0 && y < n;  // x, n even: both elements or none
         const __half* from = inside ? in + size_t(y) * n + x : in;
         const uint32_t to = shared + sizeof(__half) * (row * PITCH + LEFT - HALO + column);
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < PITCH / VECTOR * ROWS; i += THREADS) {
         const int row = i / (PITCH / VECTOR), column = i % (PITCH / VECTOR) * VECTOR;
         const int x = left + column, y = top + row;
-        const bool inside = x >= 0 && x < n && y >= 0 && y < n;  // 8 divides x and n: all or none
+        const bool inside = x >= 0 && x < n && y >= 0 && y < n;  // 8 divides x and n: all 8 or none
         const __half* from = inside ? in + size_t(y) * n + x : in;
         const uint32_t to = shared + sizeof(__half) * (row * PITCH + column);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(THREADS)
     const auto mbarrier = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(mbarrier) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // visible to the TMA
+        // make the initialised mbarrier visible to the TMA
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mbarrier),
                      "r"(uint32_t(sizeof(tile)))
                      : "memory");

@@ -1,4 +1,4 @@
-// Sums n floats: from a tree in shared memory to device-memory read bandwidth.
+// Sums n floats: a tree in shared memory, and two steps towards device-memory read bandwidth.
 //
 //   tree         Each thread of a block loads one element into shared memory. Nine steps halve the
 //                number of summands, with a barrier before each. The same kernel then sums the

@@ -39,7 +39,7 @@ def test_coalesced_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes),
         reference=lambda a, out, n: a,
         evidence=[
-            evidence.counter(SECTORS, max=0.13, per="baseline"),  # 4 sectors of 32 per warp
+            evidence.counter(SECTORS, max=0.13, per="baseline"),  # 4 sectors per warp, not 32
             evidence.counter("dram__bytes.sum", max=1.05, per="work"),
         ],
     )

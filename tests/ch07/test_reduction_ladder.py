@@ -2,8 +2,8 @@
 
 The textbook tree needs nine barriers for 512 elements, with half of the threads idle after the
 first step and 4 bytes in flight per thread. Shuffles exchange values between lanes without shared
-memory and leave one barrier. The remaining cost recurs for every element that is read. A
-grid-stride loop removes it: only as many blocks as are resident loop over the array, with four
+memory and leave one barrier, but each thread still reads one element and takes part in a reduction
+for it. In a grid-stride loop, only as many blocks as are resident loop over the array, with four
 16-byte loads in flight per thread, and the threads combine their sums once at the end.
 
 Each rung is measured against the one before it; torch.sum is the library arm. The limit is one read
