@@ -1,9 +1,9 @@
-// Scale n floats with one, two, four or as many blocks of 256 threads per SM as fit.
+// Scale n floats with one, two, four or the maximum number of blocks of 256 threads per SM.
 //
 // A thread loads 16 bytes, multiplies, stores, and continues with its next 16 bytes. It waits for
 // memory most of the time, and the SM stays busy only while other warps are resident. Registers,
 // threads and shared memory per block limit how many blocks are resident. Here blocks reserve
-// shared memory that they never use, like a kernel that reserves for its largest case. Kernel,
+// shared memory that they never use, like a kernel that reserves for its largest input. Kernel,
 // block size and bytes moved are the same in every rung:
 //
 //   eighth   One block reserves all shared memory of an SM: 8 of 64 warps, 12.5 % occupancy.

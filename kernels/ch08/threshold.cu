@@ -1,9 +1,9 @@
 // Apply an expensive function to the elements above a threshold and copy the others.
 //
 // The function is Lambert's W, the root w of w * exp(w) = x, computed by 24 bisection steps: about
-// 200 instructions, chosen to be expensive (Newton's method needs a few steps). A warp executes a
-// branch when any of its 32 lanes takes it, with the other lanes masked off. With 7 % of the
-// elements above the threshold, 9 of 10 warps have at least one such lane.
+// 200 instructions. Bisection is chosen because it is expensive; Newton's method would need few
+// steps. A warp executes a branch when any of its 32 lanes takes it, with the other lanes masked
+// off. With 7 % of the elements above the threshold, 9 of 10 warps have at least one such lane.
 //
 //   branch     if (x > threshold) per element: 9 of 10 warps execute the function.
 //   compacted  Stream compaction in shared memory. A block loads a tile of 2048 elements and

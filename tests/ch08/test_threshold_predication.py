@@ -44,7 +44,7 @@ def test_threshold_predication(compare: Compare, nvcc: Nvcc) -> None:
         work=lambda a, out, threshold, n: Work(read=a.nbytes, written=a.nbytes),
         reference=by_newton,
         evidence=[
-            evidence.opcode("BRA", kernel="apply_branch", min=2),  # one BRA ends every kernel
+            evidence.opcode("BRA", kernel="apply_branch", min=2),  # every kernel ends with one BRA
             evidence.opcode("ATOMS", kernel="apply_compacted"),
             evidence.counter(ACTIVE_LANES, kernel="apply_compacted", min=20),
         ],
