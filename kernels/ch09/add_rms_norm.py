@@ -29,7 +29,7 @@ def two(x, residual, weight):
 
 
 @triton.jit
-def _add_rms_norm(  # noqa: PLR0917  launched by keyword where it matters
+def _add_rms_norm(  # noqa: PLR0917  a Triton launch passes arguments by position
     x, residual, weight, norm, total, width, epsilon, ROW: tl.constexpr
 ):
     column = tl.arange(0, ROW)

@@ -22,7 +22,7 @@ constexpr int WARPS = 8;  // per block, one row each
 __device__ int warp_sum(int value) {
     for (int offset = 16; offset > 0; offset /= 2)
         value += __shfl_down_sync(~0u, value, offset);
-    return value;  // in lane 0
+    return value;  // valid in lane 0
 }
 
 __device__ int dot4(int a, int b, int sum) {
