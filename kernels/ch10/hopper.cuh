@@ -45,7 +45,7 @@ __device__ TileOrigin grouped_tile_origin(int index, int m, int n) {
 }
 
 // Store mma accumulator fragments of 16 x 8: a lane holds two adjacent elements of row lane / 4 and
-// two of the row 8 below.
+// the two that lie 8 rows below them.
 template <int COUNT>
 __device__ void store_fragments(const float (&acc)[COUNT], bf16* out, int n, int row, int column) {
     const int lane = threadIdx.x % 32;
@@ -65,7 +65,8 @@ __device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
                  :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ inline void fence_mbarrier_init() {  // makes the init visible to TMA; then __syncthreads
+// Make initialised mbarriers visible to TMA. A __syncthreads must follow, for the other threads.
+__device__ inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -139,13 +140,14 @@ constexpr __host__ __device__ uint64_t wgmma_descriptor(uint32_t address) {
     return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// The address at which the tensor cores read byte `byte` of row `row` by such a descriptor.
+// The address at which the tensor cores read byte `byte` of row `row` of a tile at `start`.
 constexpr uint32_t descriptor_address(uint32_t start, int row, int byte) {
     const uint32_t address = start + row / 8 * 1024 + row % 8 * ROW_BYTES + byte;
     return address ^ (address >> 7 & 7) << 4;  // XOR with row % 8
 }
 
-// Whether that is where the copies write it, for all four k slices of 16 in a tile.
+// Whether the tensor cores read every chunk of a tile where the copies write it, in all four k
+// slices of 16.
 constexpr bool layouts_agree(uint32_t tile, int rows) {
     for (int k = 0; k < 4; ++k)
         for (int row = 0; row < rows; ++row)

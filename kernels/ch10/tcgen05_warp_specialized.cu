@@ -46,7 +46,7 @@ __device__ void commit(uint64_t* barrier) {
                  :: "r"(shared_address(barrier)) : "memory");
 }
 
-// Four k slices of 16, 32 bytes apart.
+// Multiply a stage: four k slices of 16, 32 bytes apart. `empty` tracks when it may be refilled.
 __device__ void mma_stage(uint32_t acc, uint32_t stage, bool add, uint64_t* empty) {
     for (int k = 0; k < 4; ++k)
         mma(acc, matrix_descriptor(stage + 32 * k), matrix_descriptor(stage + A_BYTES + 32 * k),
@@ -61,13 +61,13 @@ __device__ void load_stage(uint32_t stage, const CUtensorMap* a, const CUtensorM
     tma_load_2d(stage + A_BYTES, b, step * TILE_K, origin.column, full);
 }
 
-__device__ void tmem_alloc(uint32_t* address, int columns) {  // by one warp
+__device__ void tmem_alloc(uint32_t* address, int columns) {  // called by one warp
     asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;"
                  :: "r"(shared_address(address)), "r"(columns) : "memory");
     asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
 }
 
-__device__ void tmem_dealloc(uint32_t address, int columns) {  // by the same warp
+__device__ void tmem_dealloc(uint32_t address, int columns) {  // called by the same warp
     asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;"
                  :: "r"(address), "r"(columns) : "memory");
 }

@@ -40,7 +40,8 @@ def stream_k(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
             last = min(slices, first + end - position)
             segments.append((tile, first, last))
             position += last - first
-        schedule.append(segments)  # a tile of another worker comes first: its owner waits for it
+        # the end of another worker's tile, if there is one, comes first: that worker waits for it
+        schedule.append(segments)
     return schedule
 
 

@@ -45,14 +45,14 @@ __device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, in
             copy_tile(a + size_t(origin.row) * k + step * TILE_K, k, stage);
             copy_tile(b + size_t(origin.column) * k + step * TILE_K, k, stage + TILE_BYTES);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");  // empty groups keep the count
+        asm volatile("cp.async.commit_group;" ::: "memory");  // even if empty: groups are counted
     };
     Mma mma;
     for (int step = 0; step < STAGES - 1; ++step) copy(step);
     for (int step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
         if (Mma::ASYNC_PROXY) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();  // this stage is full, and the one read last is free
+        __syncthreads();  // this stage is full, and the previous one is free
         copy(step + STAGES - 1);
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         mma.k_tile(stage, stage + TILE_BYTES);
@@ -128,7 +128,7 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
     __shared__ uint64_t full[STAGES];
     const uint32_t tiles = swizzle_aligned(memory);
     const TileOrigin origin = grouped_tile_origin<TILE_MN, TILE_MN>(blockIdx.x, m, n);
-    const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // of the warpgroup
+    const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // row: of the warpgroup
     auto load = [&](int step) {
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         uint64_t* barrier = &full[step % STAGES];
@@ -147,8 +147,8 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
         wait(&full[step % STAGES], step / STAGES % 2);
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         wgmma_k_tile(acc, stage + row * ROW_BYTES, stage + TILE_BYTES, 1);
-        wgmma_wait<1>();  // the previous product is complete,
-        __syncthreads();  // in both warpgroups: its stage may be overwritten
+        wgmma_wait<1>();  // this warpgroup's previous product is complete
+        __syncthreads();  // the other's as well, so its stage may be overwritten
         const int next = step - 1 + STAGES;
         if (threadIdx.x == 0 && step > 0 && next < steps) load(next);
     }
@@ -171,7 +171,7 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
     const int warpgroup = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         for (auto& barrier : full) mbarrier_init(&barrier, 1);
-        for (auto& barrier : empty) mbarrier_init(&barrier, 8);  // consumer warps
+        for (auto& barrier : empty) mbarrier_init(&barrier, 8);  // one arrival per consumer warp
         fence_mbarrier_init();
     }
     __syncthreads();

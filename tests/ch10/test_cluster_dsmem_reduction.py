@@ -21,7 +21,7 @@ from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
 IN_CLUSTER = [
     evidence.opcode("UCGABAR_ARV", kernel="norm_cluster"),
-    evidence.counter("dram__bytes_read.sum", max=0.55, per="work"),  # half of the work is read
+    evidence.counter("dram__bytes_read.sum", max=0.55, per="work"),  # half of the work is reads
 ]
 EVIDENCE = {
     "one_block": [
