@@ -25,7 +25,8 @@ from pytest_aiperf import Bench, Compare
 RECORDINGS, CHANNELS = 6, 16
 
 
-@lru_cache(maxsize=4)  # compression takes longer than both arms; bytes are immutable
+# compression takes longer than both arms; the result can be shared, because bytes are immutable
+@lru_cache(maxsize=4)
 def compressed_walks(seed: int, samples: int) -> tuple[bytes, ...]:
     steps = np.random.default_rng(seed).integers(-2, 3, (RECORDINGS, CHANNELS, samples))
     return tuple(zlib.compress(walk.cumsum(1).astype(np.int16), 1) for walk in steps)
