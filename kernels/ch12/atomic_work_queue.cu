@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(THREADS)
 walk_queue(const int* table, const int* lengths, int* out, int items) {
     extern __shared__ int shared[];
     __shared__ int shared_ticket;
-    int ticket = 0;  // in thread 0: first of the next items
+    int ticket = 0;  // in thread 0: the first item of the next chunk
     if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
     load_table(table, shared);
     while (true) {
@@ -55,7 +55,7 @@ walk_queue(const int* table, const int* lengths, int* out, int items) {
         __syncthreads();  // all threads have read the ticket
         if (first >= items) return;
         for (int item = first; item < end - 1; ++item) walk(shared, lengths[item], item, out);
-        // not before the last item: items that a busy block has taken are lost to idle blocks
+        // only at the last item: idle blocks cannot get items that a busy block has reserved
         if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
         walk(shared, lengths[end - 1], end - 1, out);
     }

@@ -3,7 +3,7 @@
 // x solves x + sin(x) / 2 = b per element with small damped steps from 0, until the largest
 // residual is at most `tolerance`: hundreds of steps of a few microseconds, whose number depends on
 // the data. One kernel performs one step. Its last block to finish reduces the blocks' results to a
-// flag (another step is needed) and publishes it in one of three ways:
+// flag (whether another step is needed) and publishes it in one of three ways:
 //
 //   host_poll    To device memory. The host copies the flag back, waits, and launches the next
 //                step: each step pays for a launch, a copy and a host wake-up.
@@ -72,8 +72,8 @@ extern "C" cudaError_t mapped_flag(const float* b, float* x, int n, float tolera
     return cudaSuccess;
 }
 
-// Build and instantiate the graph: x = 0, then a WHILE node whose body is a step. Its handle is
-// written to host memory.
+// Build and instantiate the graph: x = 0, then a WHILE node whose body is a step. The handle of the
+// executable graph is written to *handle, in host memory.
 extern "C" cudaError_t build_graph(const float* b, float* x, int n, float tolerance,
                                    int64_t* handle, cudaStream_t) {
     cudaGraph_t graph;

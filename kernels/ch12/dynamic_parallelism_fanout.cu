@@ -60,7 +60,8 @@ __global__ void expand(const int* first, const int* children, int* depths, int* 
             first, children, depths, next, nodes, launch_count, level + 1);
 }
 
-// Node 0 is the root. `frontier` holds two levels of up to `capacity` nodes each.
+// Node 0 is the root. The `frontier` of the functions below holds two levels of up to `capacity`
+// nodes each.
 __global__ void init_root(int* depths, int* nodes) {
     depths[0] = nodes[0] = 0;
     level_counts[0] = 1;
@@ -106,8 +107,8 @@ expand_all(const int* first, const int* children, int* depths, int* frontier, in
             append_children(first, children, depths, __ldcg(frontier + parity * capacity + i),
                             level, frontier + (1 - parity) * capacity, &level_counts[1 - parity]);
         grid.sync();
-        if (grid.thread_rank() == 0) level_counts[parity] = 0;  // all have read it
-        grid.sync();  // the next level counts its children here
+        if (grid.thread_rank() == 0) level_counts[parity] = 0;  // all blocks have read it
+        grid.sync();  // the next level adds its children to this count
     }
 }
 

@@ -7,8 +7,8 @@ keeps the loop on the GPU: the last block of a step sets the condition of a WHIL
 graph, and the host launches once for hundreds of steps.
 
 The claim is judged on wall time, because the kernels are the same. The gain is small where a step
-takes longer than a launch and a wake-up, or where the host needs to check only every so many steps,
-which is the stronger host loop. The body of a conditional node may contain kernels and copies, but
+takes longer than a launch and a wake-up, or where the host may check only once in several steps,
+which makes the host loop faster. The body of a conditional node may contain kernels and copies, but
 nothing that needs the host.
 """
 
@@ -20,7 +20,7 @@ from pytest_aiperf import Bench, Compare, Nvcc, evidence, prepared
 TOLERANCE = 0.4
 EVIDENCE = {
     "mapped_flag": evidence.launches(max=0.55, per="baseline"),
-    # one launch for hundreds of steps; a trace counts the body's kernels as another one
+    # one launch for hundreds of steps; a trace counts the body's kernels as one more launch
     "while_node": evidence.launches(max=0.01, per="baseline"),
 }
 

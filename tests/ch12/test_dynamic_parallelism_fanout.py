@@ -4,7 +4,7 @@ The size of a level is known only when the level above is finished. The host loo
 back, waits, and launches a grid of that size: 20 short levels cost 20 round trips. With dynamic
 parallelism ("device_launch") the last block of a level launches the next grid, which starts when
 this one has finished (a tail launch). A persistent cooperative grid ("persistent") launches nothing
-more and uses grid barriers after each level; it suits problems that a fixed grid size fits.
+more and uses grid barriers after each level; it suits trees for which one grid size is good enough.
 
 The claim is judged on wall time. A device-side launch is not free, so levels that run longer than
 a host round trip gain little. Launches nest at most 24 deep, and the code must be relocatable
