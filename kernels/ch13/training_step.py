@@ -42,10 +42,10 @@ def _capture(call, *args):
     return graph, outputs
 
 
-def forward_backward(x, target, weights, momentum):  # noqa: ARG001  the update is not captured
+def forward_backward(x, target, weights, momentum):  # noqa: ARG001  momentum: not captured
     graph, (loss, grads) = _capture(loss_and_gradients, x, target, weights)
 
-    def step(x, target, weights, momentum):  # noqa: ARG001  the graph replays their addresses
+    def step(x, target, weights, momentum):  # noqa: ARG001  x, target: read by the graph
         graph.replay()
         update(weights, momentum, grads)
         return loss

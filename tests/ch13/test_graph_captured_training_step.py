@@ -6,10 +6,10 @@ kernel than the GPU takes to run it. "forward_backward" captures the passes and 
 optimizer eagerly; foreach SGD has only a few launches, so the rest of the gain is small.
 "whole_step" captures the whole step and leaves one launch.
 
-The claim is judged on wall time; loss, weights and momentum must be the same. A graph replays
-addresses: batches are copied into the same tensors, shapes must not change, and nothing may depend
-on a value on the CPU (a printed loss, a comparison with the gradient norm, a learning rate that is
-no tensor). A graph gains nothing where kernels take longer than their launches.
+The claim is judged on wall time; loss, weights and momentum must be the same. A graph is bound to
+the addresses of its capture: batches are copied into the same tensors, shapes must not change, and
+nothing may depend on a value on the CPU (a printed loss, a comparison with the gradient norm, a
+learning rate that is not a tensor). It gains nothing where kernels take longer than their launches.
 """
 
 import pytest
