@@ -1,6 +1,6 @@
 """a @ b in Triton: one tiled kernel and three schedules.
 
-default     64 x 64 tiles in row-major order: what a first kernel looks like.
+default     64 x 64 tiles in row-major order, as in a typical first kernel.
 larger      128 x 256 tiles. A tile loads K * (TM + TN) values for K * TM * TN multiplications, so
             the traffic between L2 and the SMs falls to 3/8.
 autotuned   Triton times five schedules at the first call for a shape and keeps the fastest. All

@@ -2,8 +2,8 @@
 
 LAMB clips a gradient whose norm is too large, and scales its step by the ratio of two norms unless
 one is zero. An `if` on a tensor needs its value in Python: torch.compile breaks the graph there,
-the CPU waits for the GPU, and the code behind the `if` becomes another graph; nothing fuses across
-a break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
+the CPU waits for the GPU, and the code after the `if` becomes another graph; nothing fuses across a
+break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
 The claim is judged on wall time: the update of one layer takes microseconds, and each break costs

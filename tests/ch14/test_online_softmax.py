@@ -11,8 +11,8 @@ copy bandwidth: torch.softmax reaches 45 % of it on an H200, and 2.2x is the lim
 whenever the running max grows, and reads the row a second time from the L2 cache. "resident" is
 compiled for this width, loads a whole row at once, and keeps it in registers.
 
-The library arm is torch.compile of the separate operations, which also fuses them. "resident" ends
-where a row exceeds the registers of a block; "online" loses its cache hits where the rows in flight
+The library arm is torch.compile of the separate operations, which also fuses them. "resident" needs
+rows that fit in the registers of a block; "online" loses its cache hits where the rows in flight
 exceed the L2 cache.
 """
 
