@@ -1,6 +1,6 @@
 """A small transformer decoder for serving claims: blocks of attention and an MLP, without biases.
 
-There is no positional encoding: the causal mask gives all the order that these claims need.
+There is no positional encoding: the causal mask suffices for these claims.
 """
 
 import gc

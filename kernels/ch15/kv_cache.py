@@ -1,8 +1,8 @@
-"""Decode given tokens one after the other behind prompts, with three kinds of KV cache.
+"""Decode given tokens one by one after their prompts, without a KV cache and with two kinds of it.
 
 recompute  No cache: prompt and new tokens run through the model for each new token.
 concat     ``torch.cat`` appends the keys and values of each new token to those of all earlier
-           tokens. They are made contiguous first, because `cat` is slow on strided views.
+           tokens. The new ones are made contiguous first, because `cat` is slow on strided views.
 slab       Keys and values are written in place into arrays of the final length.
 
 Each function prefills its cache from the prompts and returns the function that decodes. Decoding

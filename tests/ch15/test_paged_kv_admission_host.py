@@ -2,10 +2,10 @@
 
 The final length of a sequence is unknown. Reserving the longest possible length for each is simple
 and leaves most of the pool empty: here a sequence may reach 1024 tokens and reaches about 140.
-Weights bound decoding, so tokens per second grow with the sequences per step, and unused memory is
-lost throughput. Blocks of doubling size ("buddy") waste up to half of each block and copy a
-sequence when it moves. Pages of 16 tokens ("paged") need no contiguous space, waste less than one
-page per sequence, and never copy.
+Decoding is bound by reading the weights, so tokens per second grow with the sequences per step, and
+unused memory is lost throughput. Blocks of doubling size ("buddy") waste up to half of each block
+and copy a sequence when it moves. Pages of 16 tokens ("paged") need no contiguous space, waste less
+than one page per sequence, and never copy.
 
 The score is the mean number of sequences that get a token in a step, over a trace that both arms
 serve to its end. Overcommitting has a price: when the pool is full, the youngest sequence is
