@@ -1,11 +1,11 @@
-"""Prefix caches with room for a fixed number of tokens that evict the least recently used.
+"""Prefix caches with room for a fixed number of tokens; each evicts the least recently used entry.
 
 exact    finds a prompt only if the whole prompt was served before.
-blocks   keeps every full block of 16 tokens under a hash of itself and all tokens before it.
+blocks   keeps every full block of 16 tokens under a hash of its own and all earlier tokens.
 radix    keeps a radix tree of token runs. A prompt that diverges within a run splits it; eviction
          drops leaves.
 
-``match(prompt)`` returns the kv of the longest cached prefix; ``insert(prompt, kv)`` adds the rest.
+``match(prompt)`` returns the kv of the longest cached prefix; ``insert(prompt, kv)`` adds a prompt.
 The ``kv`` of a token stands for its keys and values: one number computed from the token and all
 tokens before it.
 """
@@ -33,7 +33,7 @@ def prefill(prompt, cached):
 def serve(tokens, lengths, cache):
     """Serve prompts one after the other; prompt i is the first ``lengths[i]`` tokens of row i.
 
-    Return the sum of each prompt's kv, and how many of them were found in the cache.
+    Return the sum of each prompt's kv, and the number of tokens whose kv came from the cache.
     """
     sums, reused = [], 0
     for row, length in zip(tokens.tolist(), lengths, strict=True):
@@ -89,7 +89,7 @@ class Blocks:
         return np.concatenate([np.empty(0, int), *hits])
 
     def insert(self, prompt, kv):
-        # last block first: a block is useless without those before it, so these are evicted later
+        # last block first, so that the earlier blocks, which it needs, are evicted after it
         for at, prefix_hash in reversed(list(self._hashes(prompt))):
             self.blocks[prefix_hash] = kv[at : at + BLOCK]
             self.blocks.move_to_end(prefix_hash)

@@ -3,9 +3,9 @@
 eager       operation by operation.
 recapture   the whole pass as a CUDA graph. A graph fits one length, so each prompt is captured
             anew, into the memory pool of the previous graph.
-piecewise   one graph per piece between two attentions. These layers treat each token alone, so they
-            may run on padding: each piece is captured for a few token counts (buckets), and a
-            prompt uses the smallest bucket that fits. Attention needs the exact length and is
+piecewise   one graph per piece between two attentions. The pieces treat each token independently,
+            so they may run on padding: each piece is captured for a few token counts (buckets), and
+            a prompt uses the smallest bucket that fits. Attention needs the exact length and is
             launched eagerly.
 
 Each writes the last hidden state of each prompt.

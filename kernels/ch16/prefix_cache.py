@@ -15,7 +15,9 @@ Tokens = tuple[int, ...]
 
 
 def prefill(prompt: Tokens, embedding, layers, past=()):
-    """Run the tokens after the cached runs in ``past``; return the last hidden state and their kv.
+    """Run the tokens after the cached runs in ``past``.
+
+    Return the last hidden state and the kv of these tokens.
 
     ``layers`` holds the query, key, value and output matrices of each layer. Attention reads the
     cached runs in place: joining them would copy the whole prompt's kv for each request.
@@ -39,7 +41,7 @@ def prefill(prompt: Tokens, embedding, layers, past=()):
 
 
 def serve(prompts, embedding, layers, cache):
-    """Return the last hidden state of each prompt. Its last token is never cached, so it runs."""
+    """Return the last hidden state of each prompt; its last token is never taken from the cache."""
     hidden_states = []
     for prompt in map(tuple, prompts.tolist()):
         hidden, kv = prefill(prompt, embedding, layers, cache.match(prompt[:-1]))
@@ -77,11 +79,11 @@ class RadixCache:
         self.root = Node((), np.empty(0))
 
     def match(self, prompt: Tokens):
-        """Return the kv of each run of the longest prefix shared with an earlier prompt."""
+        """Return the cached kv of the longest shared prefix: one array per node on its path."""
         return [node.kv[:shared] for node, shared in self._path(prompt)]
 
     def insert(self, prompt: Tokens, kv):
-        """Add the tokens that ``match`` did not find: ``kv`` belongs to the end of the prompt."""
+        """Add the end of the prompt that ``match`` did not find; ``kv`` belongs to that end."""
         node = self.root
         for child, shared in self._path(prompt):
             node = child

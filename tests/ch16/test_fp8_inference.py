@@ -26,7 +26,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype]
 
 def gated_mlp(bench: Bench, tokens: int) -> Inputs:
     width, inner = bench.size(4096, check=64), bench.size(16384, check=128)
-    # fp16 for both in the check: Triton's interpreter computes bf16 and rounds to fp8 wrongly
+    # fp16 replaces bf16 and fp8 in the check: Triton's interpreter gets both wrong
     dtype, weight_dtype = torch.bfloat16, torch.float8_e4m3fn
     if not bench.full:
         dtype = weight_dtype = torch.float16
