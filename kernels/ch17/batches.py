@@ -4,6 +4,8 @@ padded     batches in order of arrival, each padded to its longest sequence.
 bucketed   the same, with sequences sorted by length.
 packed     all sequences concatenated into one row of tokens; variable-length attention gets the
            offset at which each begins.
+
+``lengths`` are the lengths of the sequences, on the host; ``limits`` are the same on the GPU.
 """
 
 import torch

@@ -3,8 +3,8 @@
 A batch is a rectangle: every sequence is padded to the longest one, and the padding runs through
 all layers. Real lengths vary widely; in order of arrival nearly every batch of 32 has a long
 sequence, and about three quarters of the tokens are padding. "bucketed" sorts by length first, so
-that the sequences of a batch fit each other. "packed" concatenates all sequences: every layer but
-attention treats tokens alone, and variable-length attention gets the boundaries.
+that the sequences of a batch have similar lengths. "packed" concatenates all sequences: every layer
+but attention treats tokens alone, and variable-length attention gets the boundaries.
 
 For these layers the limit is the ratio of padded to real tokens: 3.6x to 4x here for "packed", and
 about three quarters of that for "bucketed", whose batches still contain padding. Attention gains
