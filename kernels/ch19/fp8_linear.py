@@ -2,8 +2,8 @@
 
 Each tensor has one scale, which maps its largest magnitude to the largest E4M3 number. cuBLASLt's
 FP8 GEMM takes both operands with k contiguous (A times B transposed), so the backward pass
-transposes those FP8 copies that it needs in the other orientation. The copies are saved for the
-backward pass in place of bf16 tensors, at half the bytes.
+transposes the FP8 tensors that it needs in the other orientation. The forward pass saves the FP8
+operands instead of the bf16 ones, at half the bytes.
 """
 
 import torch

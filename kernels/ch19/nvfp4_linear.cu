@@ -20,7 +20,7 @@
 
 constexpr int TILE = 128;                         // rows of x and of w per tile of the result
 constexpr int STAGE_K = 256;                      // numbers along k per stage: 128 bytes per row
-constexpr int STAGES = 4;                         // of the shared-memory pipeline
+constexpr int STAGES = 4;                         // stages of the shared-memory pipeline
 constexpr int TILE_BYTES = TILE * ROW_BYTES;      // 128 x 256 numbers
 constexpr int SCALE_BYTES = TILE * STAGE_K / 16;  // 4 blocks of 512
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
@@ -42,7 +42,8 @@ constexpr __host__ __device__ uint64_t scale_descriptor(uint32_t address) {
     return uint64_t((address & 0x3FFFF) >> 4) | 1ull << 16 | uint64_t(128 >> 4) << 32 | 1ull << 46;
 }
 
-// E2M1 operands (1 from bits 7 and 10), n / 8 from bit 17, E4M3 scales (bit 23: 0), m / 16 from 24.
+// E2M1 operands (1 in the fields at bits 7 and 10), n / 8 at bit 17, E4M3 scales (bit 23 is 0),
+// m / 16 at bit 24.
 constexpr uint32_t INSTRUCTION_DESCRIPTOR =
     1u << 7 | 1u << 10 | (TILE / 8) << 17 | (TILE / 16) << 24;
 
@@ -96,7 +97,7 @@ __device__ void mma_block_scaled(uint32_t accumulator, uint32_t x, uint32_t w, u
                  : "memory");
 }
 
-// Makes the barrier track the MMAs issued so far: it completes when they are done.
+// Arrive on the barrier when all MMAs issued so far are complete.
 __device__ void commit(uint64_t* barrier) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
                  :: "r"(shared_address(barrier)) : "memory");
@@ -177,7 +178,7 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
             const uint32_t scale_columns = accumulator + TILE + stage * 32;
             wait(&full[stage], step / STAGES % 2);
             fence_after_thread_sync();
-            for (int block = 0; block < 8; ++block)  // 4 of x, then 4 of w
+            for (int block = 0; block < 8; ++block)  // 4 blocks of x, then 4 of w
                 copy_scales_to_tmem(scale_columns + block * 4,
                                     operands + 2 * TILE_BYTES + block * 512);
             for (int i = 0; i < 4; ++i)
@@ -199,7 +200,7 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
                      :: "r"(accumulator), "r"(TMEM_COLUMNS) : "memory");
 }
 
-// `numbers` and `scales` are scratch for x in NVFP4; `scale` is the matrix scale of w.
+// `numbers` and `scales` are scratch for x in NVFP4. `scale` is the matrix scale of w; x's is 1.
 extern "C" cudaError_t nvfp4_linear(const bf16* x, const uint8_t* w, const uint8_t* w_scales,
                                     uint8_t* numbers, uint8_t* scales, bf16* out, int m, int n,
                                     int k, float scale, cudaStream_t stream) {

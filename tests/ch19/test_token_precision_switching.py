@@ -21,7 +21,7 @@ CANDIDATES = 4
 
 
 def last_hidden(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw hidden states between two known tokens each, with margins from 1 down to 0.001."""
+    """Draw hidden states, each close to two known tokens, with margins from 1 down to 0.001."""
     count, width = bench.size(32768, check=1000), bench.size(4096, check=256)
     batch = bench.size(128, check=16)
     weight = torch.nn.functional.normalize(torch.randn(count, width, device=bench.device))
