@@ -111,7 +111,7 @@ def _library():
 
 
 def arm(variant):
-    """Make a function that writes ``a @ b`` into ``out``, all float32 and square."""
+    """Return a function that writes ``a @ b`` into ``out``; all are square float32 matrices."""
     function = getattr(_library(), variant.name)
 
     def run(a, b, out):

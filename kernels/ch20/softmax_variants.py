@@ -98,7 +98,7 @@ START = variant()[1]
 
 
 def candidates(history):
-    """Yield names and sources: a coordinate search that varies one parameter of the best at a time.
+    """Yield names and sources of a coordinate search around the best variant so far.
 
     The first two are wrong and must be rejected: one overflows, one caches its results by address.
     """

@@ -2,7 +2,7 @@
 
 eager     PyTorch's defaults: bf16 products, fp32 master weights, foreach AdamW.
 fused     AdamW in one kernel.
-compiled  Also the forward and backward pass compiled.
+compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 
 The step updates weights and both moments in place and returns the loss. Each of the three is a
@@ -27,7 +27,7 @@ class _PerLayer(Decoder):
 
 
 def loss_of(x, target, weights, layers, dtype):
-    """Return the loss of a batch; ``weights`` are as `flat` orders them."""
+    """Return the loss of a batch; ``weights`` are in the order of `flat`."""
     tables, rest = weights[:2], weights[2:]
     kinds = [[w.to(dtype) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
     model = _PerLayer(*(table.to(dtype) for table in tables), *kinds)

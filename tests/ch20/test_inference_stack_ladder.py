@@ -7,11 +7,11 @@ tokens and position must live on the GPU, and keys and values are written in pla
 slabs. It is judged against the batched service, the usual first version.
 
 Slabs without a graph are not a rung: they copy fewer bytes, but an in-place write is a launch just
-as a copy is, and launches are what a step waits for.
+as a copy is, and a step waits for its launches.
 
 The claim is judged on wall time, prefill included. The gains multiply, because each rung removes
 what the previous one left: repeated work, then launches and copies. The model is small, so launches
-dominate; in larger models the kernels hide them, a graph gains little, and bytes are what counts
+dominate; in larger models the kernels hide them, a graph gains little, and the bytes moved decide
 (labs/decode_ladder). Every token has a clear successor, so rounding changes no decision.
 """
 

@@ -1,8 +1,8 @@
 """A search that judges every candidate finds a faster softmax kernel than the one it started from.
 
-The start is a softmax as one writes it first: three passes over a row, with Triton's defaults. The
-search varies one parameter at a time (passes, warps, tile) and keeps what is faster. Long rows make
-passes expensive: the rows in flight exceed the L2 cache, so each pass reads memory again. The best
+The start is a typical first softmax: three passes over a row, with Triton's defaults. The search
+varies one parameter at a time (passes, warps, tile) and keeps what is faster. Long rows make passes
+expensive: the rows in flight exceed the L2 cache, so each pass reads memory again. The best
 candidate keeps a row in registers and moves half the bytes. torch.compile is the library arm.
 
 A search is as good as its judge, because it finds whatever the judge lets through. Each candidate
@@ -20,14 +20,15 @@ from examples.kernel_search import default_device, fastest, judge, load, search
 from kernels.ch20 import softmax_variants
 from pytest_aiperf import Compare, Work, evidence
 
-# A profiler runs this test again in a child, where nothing can be timed: it inherits the result.
+# A profiler runs this test again in a child process, which cannot time candidates: it inherits the
+# result of the search.
 FOUND = "KERNEL_SEARCH_FOUND"
 
 
 def searched(device: str) -> str:
     if FOUND in os.environ:
         return os.environ[FOUND]
-    # on the CPU candidates are only checked: the two wrong ones and each other body
+    # on the CPU candidates are only checked: the two wrong ones, 2 passes and 1 pass
     budget = 9 if device == "cuda" else 4
     history = search(
         softmax_variants.candidates,

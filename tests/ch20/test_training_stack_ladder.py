@@ -30,7 +30,7 @@ def batch(bench: Bench) -> State:
     shape = 2, bench.size(8, check=2), bench.size(256, check=16)
     x, target = torch.randint(tokens, shape, device=bench.device)
     model = random_decoder(layers, width, tokens, device=bench.device)
-    model.lm_head.mul_(width**-0.5)  # confident predictions would leave only rounding errors
+    model.lm_head.mul_(width**-0.5)  # logits of about 1: predictions are not saturated
     means = Decoder(*(0.1 * torch.randn_like(w) for w in model))
     squares = Decoder(*(torch.rand_like(w) + 0.1 for w in model))
     return x, target, model, means, squares
