@@ -7,8 +7,8 @@ fused   Triton kernels: five per layer instead of sixteen. A matrix-vector produ
         reading the matrix, so norm, activation function and residual are computed in it for free.
 int8    The same kernels with one byte per weight and one scale per row (weight-only quantization).
 
-The tokens are given instead of chosen, so no near-tie can be decided differently. The result is
-the last hidden state at each token. ``past`` holds the keys and values of the previous tokens
+The tokens are given instead of chosen, so rounding cannot select another token. The result is the
+last hidden state at each token. ``past`` holds the keys and values of the previous tokens
 (layers x 2 x heads x tokens x HEAD_DIM).
 """
 
@@ -68,9 +68,9 @@ class Replay:
         self.replay = captured(self.step, past.device)
 
     def load_weights(self):
-        """Convert the weights to the format of the rung."""
+        """Convert the weights to the rung's format; here, keep them as they are."""
 
-    def __call__(self, model, past, tokens):  # noqa: ARG002  loaded once, as a server does
+    def __call__(self, model, past, tokens):  # noqa: ARG002  model, past: loaded once
         self.position.fill_(self.start)
         for i in range(len(tokens)):
             self.token.copy_(tokens[i : i + 1])
@@ -176,7 +176,7 @@ class Fused(Replay):
 
     @staticmethod
     def product(matrix, x, residual=None, *, norm=False, gelu=False):
-        """Multiply ``matrix`` (weights and scale) by x, or by norm(x); then GELU or residual."""
+        """Multiply ``matrix`` (weights, scale) by x or norm(x); apply GELU; add residual."""
         weight, scale = matrix
         rows, columns = weight.shape
         out, tile = x.new_empty(rows), min(columns, 1024)

@@ -1,4 +1,4 @@
-// Inclusive prefix sum of n ints: how many times must the data pass through memory?
+// Inclusive prefix sum of n ints, with four passes of the data through memory or with two.
 //
 //   three_kernels  Scan-then-propagate: scan each tile of 4096 and store its sum; scan the sums;
 //                  then add the sum of all previous tiles to each tile. Two reads and two writes.
