@@ -1,1 +1,1 @@
-"""Comparison of nightly runs of pytest-aiperf with the nights before them."""
+"""Comparison of nightly runs of pytest-aiperf with earlier nights."""

@@ -17,7 +17,7 @@ from pytest_aiperf.report import formatting
 from . import history
 
 OK: Final = 0
-"""Exit status if nothing has changed."""
+"""Exit status if no drop is confirmed and no lasting change is found."""
 
 FAILED: Final = 1
 """Exit status if `gate` confirmed a drop or `drift` found a lasting change."""
@@ -27,11 +27,11 @@ def add_gate(subcommands: Any) -> None:
     """Add ``gate`` to the subcommands of `python -m pytest_aiperf`; an entry point."""
     add = _add_command(subcommands, gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
-    add("--history", metavar="DIR", type=Path, default=Path("history"), help="(default: history)")
+    add("--history", metavar="DIR", type=Path, default=Path("history"), help="default: history")
     text = "results of further runs of the flagged claims"
     add("--again", metavar="RESULTS.json", type=Path, nargs="*", default=[], help=text)
-    add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims there")
-    add("--sentinels", metavar="FILE", type=Path, help="ids of sentinel claims, one per line")
+    add("--flagged", metavar="FILE", type=Path, help="write the test ids of flagged claims to FILE")
+    add("--sentinels", metavar="FILE", type=Path, help="file of sentinel claim ids, one per line")
 
 
 def add_drift(subcommands: Any) -> None:
@@ -43,7 +43,7 @@ def add_drift(subcommands: Any) -> None:
 def _add_command(
     subcommands: Any, run: Callable[[argparse.Namespace], int]
 ) -> Callable[..., argparse.Action]:
-    """Add the command of a function with its docstring as help; return its ``add_argument``."""
+    """Add a subcommand that calls ``run``, with its docstring as help; return ``add_argument``."""
     description = inspect.getdoc(run) or ""
     summary = description.partition("\n")[0].rstrip(".")
     parser = subcommands.add_parser(run.__name__, help=summary, description=description)
@@ -55,9 +55,10 @@ def _add_command(
 def gate(arguments: argparse.Namespace) -> int:
     """Compare a nightly run with the history of its GPU, and add it to the history.
 
-    A claim is flagged if it falls below the band of its own past. Exit status 1 if all further runs
-    (`--again`) confirm a flag, or a shift of many claims at once. A night in which a sentinel claim
-    leaves its band is void: the machine is not well, and nothing is flagged.
+    A claim is flagged if its speedup falls below the band of its past speedups. The exit status is
+    1 if all further runs (`--again`) confirm a flag, or if many claims dropped at once. A night in
+    which a sentinel claim leaves its band is void: the machine is not healthy, and nothing is
+    flagged.
     """
     results = [r for r in read_results(arguments.measured) if not r.host]
     again = [read_results(path) for path in arguments.again]
@@ -65,7 +66,7 @@ def gate(arguments: argparse.Namespace) -> int:
     keys = sorted({r.key for r in results if r.speedup})
     if not keys:
         raise UsageError(
-            f"{arguments.measured} has no figure of a GPU: there is nothing to compare"
+            f"{arguments.measured} has no speedup on a GPU: there is nothing to compare"
         )
     text: list[str] = []
     flagged: set[str] = set()
@@ -80,7 +81,8 @@ def gate(arguments: argparse.Namespace) -> int:
         text.append(f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed")
         flagged |= {flag.claim for flag in judgement.flags}
         is_failed |= bool(confirmed or (judgement.shift and again))
-        if again or not judgement.flags:  # a night is added once, when its flags are settled
+        # add a night only once: flagged claims are measured again first
+        if again or not judgement.flags:
             history.append(path, replace(night, void=judgement.void))
     if arguments.flagged:
         ids = sorted({r.nodeid for r in results if r.claim in flagged})
@@ -106,10 +108,10 @@ def _lines(judgement: history.Gate, confirmed: Sequence[history.Flag], again: ob
 
 
 def drift(arguments: argparse.Namespace) -> int:
-    """Find lasting changes in a history that no single night shows.
+    """Find lasting changes that are too small to show in a single night.
 
-    Change points are found by PELT in the nights of the latest software and driver. Exit status 1
-    if there are any.
+    PELT looks for change points in the nights of the latest epoch: one GPU model, driver and
+    software stack. The exit status is 1 if it finds any.
     """
     nights = history.read_history(arguments.history)
     steps = history.change_points(nights) if nights else []
@@ -118,5 +120,5 @@ def drift(arguments: argparse.Namespace) -> int:
 
 
 def _print(lines: Iterable[object]) -> None:
-    """Print lines without the control characters that a record may hold."""
+    """Print lines without control characters, which a record may contain."""
     sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in lines))

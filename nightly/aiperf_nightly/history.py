@@ -1,4 +1,4 @@
-"""Judgement of a nightly run by the nights before it."""
+"""The history of nightly runs: bands of speedups, flagged claims, lasting changes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART
 from pytest_aiperf.schema import from_json, to_json
 
 MAX_NIGHTS: Final = 30
-"""Number of latest valid nights in a band: a month."""
+"""Number of valid nights from which a band is computed: the latest month."""
 
 MIN_NIGHTS: Final = 8
-"""Fewer nights give a provisional band, in which nothing fails: their spread is too uncertain."""
+"""Minimum number of nights for a band: with fewer, their spread is too uncertain."""
 
 SIGMAS: Final = 4.0
-"""Standard deviations below the median at which a claim is flagged; SESSIONS_APART at least."""
+"""Width of a band in standard deviations, if that is more than SESSIONS_APART."""
 
 MAX_SENTINEL_CHANGE: Final = 0.10
-"""Change of a sentinel that voids a night if it also leaves the sentinel's band."""
+"""A night is void if a sentinel's time leaves its band and changes by more than this share."""
 
 SHIFT_MIN_FLAGS: Final = 5
-"""Fewest flags that count as one shift of the whole machine."""
+"""Minimum number of flagged claims that counts as a shift of the whole machine."""
 
 SHIFT_MIN_SHARE: Final = 0.2
-"""Smallest share of flagged claims that counts as one shift of the whole machine."""
+"""Minimum share of the claims with a band that must be flagged as well."""
 
 MIN_STEP: Final = 0.01
-"""Smallest lasting change of a log speedup that `drift` lists; 0.01 is about 1 %."""
+"""A lasting change of a log speedup is listed by `drift` if it exceeds this: about 1 %."""
 
 MAD_TO_SIGMA: Final = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class Night:
     """A nightly run on one kind of GPU: one line of the history."""
 
     started: str
-    """Start of its first result, as an ISO 8601 time."""
+    """Time at which the first claim started, in ISO 8601."""
     run: str
     """Id of the run."""
     key: str
     """Kind of GPU, such as h200 or 2xh200."""
     epoch: str
-    """GPU and software; only nights of the same epoch are compared."""
+    """GPU model and software versions; only nights of the same epoch are compared."""
     claims: Mapping[str, float]
-    """Speedup by claim."""
+    """Claim id to speedup."""
     sentinels: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per call by sentinel claim."""
+    """Id of a sentinel claim to its seconds per call."""
     void: str = ""
-    """Why the night does not count, "" if it does."""
+    """Why the night does not count; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,11 @@ class Flag:
 
     claim: str
     median: float
-    """Of the past nights."""
+    """Median speedup of the past nights."""
     least: float
     """Lower end of the band."""
     value: float
+    """Speedup of this night."""
 
     def __str__(self) -> str:
         drop = 1 - self.value / self.median
@@ -82,13 +83,14 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The comparison of a night with its history."""
+    """The outcome of comparing a night with its history."""
 
     void: str = ""
-    """Why the night does not count."""
+    """Why the night does not count; empty if it does."""
     shift: str = ""
-    """Description of a change of many claims at once."""
+    """Description of a drop of many claims at once; empty if there is none."""
     flags: tuple[Flag, ...] = ()
+    """Claims that fell below their bands."""
     provisional: tuple[str, ...] = ()
     """Claims with too few nights for a band."""
 
@@ -101,7 +103,7 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
     keys = {r.key for r in results if not r.host}
     if len(keys) != 1:
         raise UsageError(
-            f"a night is of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}"
+            f"a night needs results of one kind of GPU, not of {', '.join(sorted(keys)) or 'none'}"
         )
     valid = [r for r in results if r.speedup is not None and _is_valid(r) and not r.host]
     first = min((r for r in results if not r.host), key=lambda r: r.started)
@@ -127,9 +129,10 @@ def _is_valid(result: Result) -> bool:
 
 
 def band(past: Sequence[float]) -> tuple[float, float]:
-    """Return the median of past speedups, and the lower end of their band.
+    """Return the median of past figures, and the lower end of their band.
 
-    The spread is the median absolute deviation, which one outlier does not move.
+    The standard deviation is estimated from the median absolute deviation, because one outlier
+    does not change that.
     """
     logs = [math.log(value) for value in past]
     median = statistics.median(logs)
@@ -161,7 +164,7 @@ def judge(history: Sequence[Night], tonight: Night) -> Gate:
 
 
 def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
-    """Describe a sentinel that is missing or out of its band, "" if all are fine."""
+    """Describe a sentinel that is missing or outside its band; return "" if there is none."""
     for claim in {claim for night in past for claim in night.sentinels}:
         seconds = [n.sentinels[claim] for n in past if claim in n.sentinels]
         if len(seconds) < MIN_NIGHTS:
@@ -176,18 +179,18 @@ def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
 
 
 def confirmed(flags: Iterable[Flag], again: Sequence[Sequence[Result]]) -> list[Flag]:
-    """Return the flags that every further run shows too; a claim must be in all of them."""
+    """Return the flags whose claim has a figure below its band in every further run."""
     runs = [{r.claim: r.speedup.value for r in run if r.speedup and _is_valid(r)} for run in again]
     return [f for f in flags if runs and all(r.get(f.claim, math.inf) < f.least for r in runs)]
 
 
 def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
-    """Find lasting steps in the last epoch, as (claim, start of the first night after it, ratio).
+    """Find lasting steps in the latest epoch: (claim, start of the first night after it, ratio).
 
     The library ruptures applies PELT (Killick, Fearnhead and Eckley 2012) to the log speedups of a
-    claim. The penalty per step is 3 variances times log n.
+    claim. The penalty per step is 3 variances times log n for n nights.
     """
-    # both load slowly, and `python -m pytest_aiperf` imports this module for every command
+    # imported here, because both load slowly and only `drift` needs them
     import numpy as np
     import ruptures
 
@@ -198,7 +201,7 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
         if len(nights) < 2 * MIN_NIGHTS:
             continue
         logs = [math.log(n.claims[claim]) for n in nights]
-        # the noise of differences: a step does not increase the noise that it is compared with
+        # estimated from differences between successive nights, which a single step hardly affects
         differences = [abs(b - a) for a, b in itertools.pairwise(logs)]
         sigma = max(MAD_TO_SIGMA * statistics.median(differences) / math.sqrt(2), 1e-4)
         search = ruptures.Pelt(model="l2", min_size=3, jump=1)
@@ -212,7 +215,7 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
 
 
 def read_history(path: Path) -> list[Night]:
-    """Read the nights of a history file; a last line that a crash left incomplete is skipped."""
+    """Read the nights of a history file; skip an incomplete last line, which a crash may leave."""
     if not path.exists():
         return []
     nights = []
@@ -222,14 +225,14 @@ def read_history(path: Path) -> list[Night]:
             nights.append(from_json(Night, loads(line, f"{path.name}:{number}")))
         except (json.JSONDecodeError, RecursionError):
             if number < len(lines):
-                raise UsageError(f"{path}:{number} is torn; remove that line") from None
+                raise UsageError(f"{path}:{number} is incomplete; remove that line") from None
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from error
     return nights
 
 
 def append(path: Path, night: Night) -> None:
-    """Append a night; it is on disk when this returns."""
+    """Append a night, and return when it is on disk."""
     line = dumps(to_json(night), path.name) + "\n"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
