@@ -262,12 +262,9 @@ def _run_target(
         serialized = json.dumps(to_json(replace(job, scratch=scratch)))
         for fifo in ("control", "answered") if tool.hook == "perf" else ():
             os.mkfifo(f"{scratch}/{fifo}")
-        status = run_in_group(
-            [*(word.format_map(names) for word in front), *request.target],
-            log,
-            request.deadline_s,
-            env={**inherited, VARIABLE: serialized, **environ},
-        )
+        command = [*(word.format_map(names) for word in front), *request.target]
+        env = {**inherited, VARIABLE: serialized, **environ}
+        status = run_in_group(command, log, request.deadline_s, env=env)
         ending = _ending(status, request.deadline_s)
         reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
         if (reply_file := Path(scratch, "answer")).exists():

@@ -181,12 +181,10 @@ def _rows(
             # a metric that could not be collected is NaN, which JSON lacks
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values[metric] = float(value)
-        seconds = values.get(NCU_METRICS["duration"][0], 0.0) * 1e-9
+        [time] = NCU_METRICS["duration"]
+        seconds = values.get(time, 0.0) * 1e-9
         if not seconds:
-            sys.exit(
-                f"it lacks the duration of {action.name()}: capture it with "
-                f"--metrics {NCU_METRICS['duration'][0]}"
-            )
+            sys.exit(f"it lacks the duration of {action.name()}: capture it with --metrics {time}")
         yield normalize_name(action.name(action.NameBase_DEMANGLED)), seconds, values
 
 
