@@ -1,10 +1,10 @@
-"""A machine in virtual time, with the noise and the faults of a real one.
+"""A fake machine that runs in virtual time, with the noise and the faults of a real GPU.
 
 ``pytest -p tests.fake_gpu`` measures on it. The environment variable PYTEST_AIPERF_FAKE describes
-the machine as a JSON object; every member is optional:
+the machine as a JSON object, in which every member is optional:
 ``{"gpus": 2, "noise": "default", "seed": 1, "faults": [{"block": 3, "kind": "throttle"}]}``.
 ``gpus`` is a count or a list of objects with fields of Gpu. ``noise`` is ``"none"``, ``"default"``
-or an object with fields of Noise; missing fields take their defaults.
+or an object with fields of Noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAKE_GPU: Final = Gpu(
     uuid="fake-0",
     arch="sm90",
     sms=132,
-    l2_bytes=0,  # unknown, so that small inputs need not be rotated 256 times to be called cold
+    l2_bytes=0,  # unknown, or else the small inputs of tests would need many input sets to be cold
     memory_bytes=141 << 30,
     driver="0",
 )
@@ -52,39 +52,39 @@ _THERMAL = 0x20
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Deviations of the measured from the true time; fractions of a time unless in seconds.
+    """How measured times deviate from true times; fractions of a time unless in seconds.
 
-    ``white`` and ``layout`` are fitted to identical copies and additions on an H200, the noisiest
-    arms of results/proof-h200.json: log ratios deviate by 0.41 % between replicates and by 0.44 %
-    between the rounds of one replicate.
+    ``white`` and ``layout`` are fitted to the noisiest arms of results/proof-h200.json, identical
+    copies and additions on an H200. Their log ratios have a standard deviation of 0.41 % between
+    replicates and of 0.44 % between the rounds of one replicate.
     """
 
     white: float = 0.002
-    """Standard deviation of a block."""
+    """Standard deviation of the independent noise of each block."""
     tail: float = 0.25
-    """Largest delay of a late call."""
+    """Largest delay of a late call, as a fraction of its time."""
     tail_chance: float = 0.01
     """Probability that a call is late."""
     drift: float = 0.006
-    """Standard deviation of the clock's drift."""
+    """Standard deviation of the slowdown as the SM clock drifts."""
     drift_s: float = 0.020
     """Correlation time of the drift."""
     ramp: float = 0.03
-    """Slowdown of the first work after a start."""
+    """Slowdown of the first work, before clocks have ramped up."""
     ramp_s: float = 0.030
-    """Time constant with which the ramp decays."""
+    """Time constant with which the slowdown of the ramp decays."""
     throttle: float = 0.06
     """Slowdown while throttled."""
     throttle_s: float = 0.050
-    """Duration of a throttle."""
+    """Duration of one period of throttling."""
     throttle_per_s: float = 0.02
-    """Throttles per second of work."""
+    """Periods of throttling per second of work."""
     layout: float = 0.002
-    """Standard deviation of the effect of a block's addresses; redrawn at each padding."""
+    """Standard deviation of the effect of a block's addresses, redrawn with each random padding."""
     jump: float = 0.03
-    """Step between two states of the device."""
+    """Slowdown in the slower of the device's two states."""
     jump_chance: float = 0.0005
-    """Probability per block that the state changes."""
+    """Probability per block that the device changes its state."""
 
     @classmethod
     def none(cls) -> Noise:
@@ -93,16 +93,18 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault that begins at the ``block``-th block of a device, counted from 0."""
+    """A fault that the tests inject into a device."""
 
     block: int
+    """Number of the block at which the fault begins, counted from 0 per device."""
     kind: Literal["throttle", "hang", "raise"]
+    """Whether the block is throttled, never returns, or raises."""
     blocks: int = 1
     """Number of blocks that a throttle lasts."""
     reasons: int = _THERMAL
-    """Clock event reasons that a throttle shows."""
+    """Clock event reasons that the device reports while throttled."""
     error: str = "CUDA error: an illegal memory access was encountered"
-    """Message of a raised error."""
+    """Message of the error that is raised."""
 
 
 @dataclass(slots=True)
@@ -110,24 +112,29 @@ class _Ledger:
     """Time and memory that the calls of the running block use."""
 
     calls: list[float] | None = None
+    """Seconds of each call so far; None outside a block."""
     kernels: int = 0
+    """Kernels launched so far, one per :func:`spend`."""
     mode: Mode | None = None
+    """Mode of the running block; None outside a block."""
     held: int = 0
+    """Bytes that are allocated."""
     peak: int = 0
+    """Largest ``held`` so far."""
 
 
 _ledger = _Ledger()
 
 
 def spend(seconds: float) -> None:
-    """Use this much device time; outside a block nothing happens."""
+    """Add device time to the current call; outside a block this has no effect."""
     if _ledger.calls:
         _ledger.calls[-1] += seconds
         _ledger.kernels += 1
 
 
 def synchronise() -> None:
-    """Wait for the device, which a captured or an enqueued call must not do."""
+    """Synchronise with the device, which fails in a call that is captured or queued as backlog."""
     if _ledger.mode is Mode.GRAPH:
         raise CannotCapture("the call synchronises")
     if _ledger.mode is Mode.BACKLOG:
@@ -147,7 +154,7 @@ class Allocation:
 
 
 class FakeMachine:
-    """A machine of fake GPUs; each opened device draws its own noise from the same seed."""
+    """A machine of fake GPUs. Each opened device has noise of its own, derived from ``seed``."""
 
     def __init__(
         self,
@@ -174,7 +181,7 @@ class FakeMachine:
 
 
 class FakeDevice:
-    """A device that times calls by what they :func:`spend` and adds noise.
+    """A device on which a call takes the time that it passes to :func:`spend`, plus noise.
 
     ``now`` is the virtual time in seconds.
     """
@@ -206,7 +213,8 @@ class FakeDevice:
 
     def seed(self, seed: int) -> None:
         seed_all(seed)
-        # mixed in, not set: claims forked from one parent differ, and no noise comes a second time
+        # mixed into the generator's state: setting it would repeat the noise when a seed recurs,
+        # and leaving it unchanged would give claims forked from one process the same noise
         self._random.seed(self._random.getrandbits(64) ^ seed)
 
     def random_padding(self, rng: random.Random) -> object:
@@ -215,7 +223,7 @@ class FakeDevice:
 
     def block(self, calls: Sequence[Call], mode: Mode) -> FakeBlock:
         if mode is Mode.GRAPH:
-            self._execute(calls, mode)  # the capture; a replay may do anything
+            self._execute(calls, mode)  # the capture, in which a synchronising call is refused
             mode = Mode.PLAIN
         return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
 
@@ -271,7 +279,7 @@ class FakeDevice:
         return inputs, negate
 
     def run(self, calls: Sequence[Call], mode: Mode, layout: float) -> tuple[float, object]:
-        """Run the calls of the next block with the faults that are due in it."""
+        """Run one block, with the faults that are scheduled for it."""
         number, self._blocks = self._blocks, self._blocks + 1
         self._reasons = 0
         for fault in self._faults:
@@ -298,7 +306,7 @@ class FakeDevice:
         return seconds, last
 
     def _read(self, seconds: Sequence[float], layout: float = 0.0) -> float:
-        """Let the true ``seconds`` of the calls pass and return the measured time."""
+        """Advance virtual time by the true ``seconds`` of the calls; return the measured time."""
         noise, draw = self._noise, self._random
         truth = sum(seconds)
         if noise.throttle_per_s and draw.random() < noise.throttle_per_s * truth:
@@ -332,7 +340,7 @@ class FakeDevice:
 
 @dataclass(slots=True)
 class FakeBlock:
-    """A block whose layout effect is the same in every run."""
+    """A block of calls; the effect of its addresses is the same in every run."""
 
     device: FakeDevice
     calls: Sequence[Call]
@@ -357,7 +365,7 @@ class _Description:
 
 
 def machine(text: str) -> FakeMachine:
-    """Return the machine that a JSON text describes."""
+    """Return the machine that the JSON in ``text`` describes."""
     try:
         described = from_json(_Description, json.loads(text), VARIABLE)
         objects = [{}] * described.gpus if type(described.gpus) is int else described.gpus
@@ -374,7 +382,7 @@ def machine(text: str) -> FakeMachine:
 
 
 def pytest_aiperf_machine() -> FakeMachine:
-    """Have the plugin measure on the fake machine."""
+    """Return the fake machine; this hook makes the plugin measure on it."""
     return machine(os.environ.get(VARIABLE, "{}"))
 
 
