@@ -179,7 +179,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
         if session.run is not None:
-            session.run.manifest(claims)  # in the order of files, in which they are shown
+            session.run.write_manifest(claims)  # in the order of files, in which they are shown
         items[:] = session.in_order(items)
 
 

@@ -130,7 +130,7 @@ class Session:
         number, count = self.settings.shard
         shard = shards.split([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
         if self.run is not None:
-            journal.Run(self.run.path / shards.WHOLE).manifest(requirements.claims_of(items))
+            journal.Run(self.run.path / shards.WHOLE).write_manifest(requirements.claims_of(items))
         kept = [i for i in items if i.nodeid in shard]
         return kept, [i for i in items if i.nodeid not in shard]
 
