@@ -67,7 +67,7 @@ def test_precision_ladder_mlp(compare: Compare, rung: str) -> None:
         work=lambda x, up, down: Work(flops=4 * x.shape[0] * up.numel(), dtype=rung),
         reference=lambda x, up, down: mlp(x, up.double(), down.double(), torch.float64),
         precision=rung,
-        # the products no longer run on the fp32 units, the activation function still does
+        # the products no longer run on the fp32 units; the activation function still does
         evidence=[
             evidence.counter(
                 "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum", max=0.05, per="baseline"
