@@ -57,7 +57,7 @@ def in_fp64(x, shard_weights):
     shards = [torch.empty_like(shard_weights) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, shard_weights)
     x = x.double()
-    for weight in torch.cat(shards, 1):  # the full weight: no shards from here on
+    for weight in torch.cat(shards, 1):  # full weights: every rank runs the whole network
         x = torch.tanh(weight.double() @ x)
     return x
 
