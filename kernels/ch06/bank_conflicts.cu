@@ -48,7 +48,7 @@ template <typename Layout>
 __global__ void rotate(const float* in, float* out, int rotations) {
     __shared__ float tile[Layout::WORDS];
     const int column = threadIdx.x;
-    const int row = threadIdx.y;  // the first of ROWS rows, WARPS apart
+    const int row = threadIdx.y;  // the first of this thread's ROWS rows, which are WARPS apart
     const size_t corner = size_t(blockIdx.x) * SIDE * SIDE;
 
     float values[ROWS];

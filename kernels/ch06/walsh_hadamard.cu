@@ -37,7 +37,7 @@ __device__ __forceinline__ void transform(const float* in, float* out, int colum
 #pragma unroll
     for (int span = 1; span < SIZE; span *= 2) {
 #pragma unroll
-        for (int pair = 0; pair < SIZE / 2; ++pair) {  // compile-time indices keep x in registers
+        for (int pair = 0; pair < SIZE / 2; ++pair) {  // unrolled: x stays in registers
             const int i = pair / span * 2 * span + pair % span;
             const float a = x[i], b = x[i + span];
             x[i] = a + b;

@@ -47,7 +47,7 @@ def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
             evidence.opcode("STL", kernel="wht_full_occupancy", min=100),
             evidence.opcode("STL", kernel=f"wht_{rung}", max=0),
             evidence.spills(kernel=f"wht_{rung}"),
-            # 512 threads fit even without a bound ("matched" guarantees it)
+            # so 512 threads per SM fit even without a bound; "matched" guarantees that
             evidence.registers(max=128, kernel="wht_unbounded"),
         ],
     )
