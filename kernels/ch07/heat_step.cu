@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();  // the mbarrier is initialised before any thread waits on it
     uint32_t done = 0;
-    while (!done)  // try_wait blocks for a limited time
+    while (!done)  // try_wait may time out: repeat it
         asm volatile(
             "{\n"
             ".reg .pred complete;\n"

@@ -33,7 +33,7 @@ def test_transpose_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         baseline=transpose["conflicted"],
         optimized=transpose[rung],
         library=lambda a, out, n: out.copy_(a.T),
-        against="idiomatic",  # both rungs are compared with "conflicted"
+        against="idiomatic",  # both rungs are compared with "conflicted", not with each other
         inputs=matrix,
         work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes),
         reference=lambda a, out, n: a.T,
