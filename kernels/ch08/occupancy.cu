@@ -18,7 +18,7 @@
 
 constexpr int THREADS = 256;
 
-template <int BLOCKS>  // per SM; a kernel per rung, because the carveout is set per kernel
+template <int BLOCKS>  // per SM; one kernel per rung, because the carveout is set per kernel
 __global__ void __launch_bounds__(THREADS) scale(const float4* in, float4* out, float factor,
                                                  size_t n) {
     const size_t threads = size_t(gridDim.x) * THREADS;
