@@ -38,7 +38,7 @@ def _add_rms_norm(  # noqa: PLR0917  a Triton launch passes arguments by positio
     a = tl.load(x + offsets, mask=mask, other=0)
     rounded = a + tl.load(residual + offsets, mask=mask, other=0)
     tl.store(total + offsets, rounded, mask=mask)
-    wide = rounded.to(tl.float32)  # the mean uses the rounded sum, as the next layer reads it
+    wide = rounded.to(tl.float32)  # the norm uses the rounded sum, which the next layer reads
     scale = 1 / tl.sqrt(tl.sum(wide * wide, 0) / width + epsilon)
     wide = wide * scale * tl.load(weight + column, mask=mask, other=0).to(tl.float32)
     tl.store(norm + offsets, wide.to(norm.dtype.element_ty), mask=mask)
