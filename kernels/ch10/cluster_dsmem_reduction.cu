@@ -72,7 +72,7 @@ norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
     __syncthreads();
     scale = shared_scale;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += 1024)  // neither x nor out is used again
+    for (int i = threadIdx.x; i < vectors; i += 1024)  // streaming: x and out are not used again
         __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 

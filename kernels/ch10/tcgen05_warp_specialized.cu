@@ -216,7 +216,7 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
 template <typename Kernel>
 cudaError_t launch(Kernel kernel, const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                    int blocks, int threads, int stages, cudaStream_t stream) {
-    if (m % TILE_M || n % TILE_N || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles
+    if (m % TILE_M || n % TILE_N || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles only
     CUtensorMap maps[2];
     if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, TILE_M)) return error;
     if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, TILE_N)) return error;

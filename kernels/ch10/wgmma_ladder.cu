@@ -128,7 +128,7 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
     __shared__ uint64_t full[STAGES];
     const uint32_t tiles = swizzle_aligned(memory);
     const TileOrigin origin = grouped_tile_origin<TILE_MN, TILE_MN>(blockIdx.x, m, n);
-    const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // row: of the warpgroup
+    const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // row: the warpgroup's first
     auto load = [&](int step) {
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         uint64_t* barrier = &full[step % STAGES];
