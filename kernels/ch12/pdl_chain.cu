@@ -36,7 +36,7 @@ __device__ void copy_async(const void* source, void* destination, int bytes) {
 template <bool OVERLAPPED>
 __device__ void layer(const __nv_bfloat16* weights, const float* in, float* out) {
     extern __shared__ float4 memory[];
-    auto* rows = reinterpret_cast<uint2*>(memory);  // 4 weights each
+    auto* rows = reinterpret_cast<uint2*>(memory);  // 4 weights per uint2
     float4* state = memory + WEIGHT_BYTES / 16;
     if (OVERLAPPED) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     copy_async(weights + size_t(blockIdx.x) * ROWS * WIDTH, rows, WEIGHT_BYTES);
