@@ -78,5 +78,5 @@ def test_activation_checkpointing(compare: Compare, rung: str) -> None:
         work=lambda x, up, down: Work(flops=12 * x.shape[0] * up.numel(), dtype="bf16"),
         reference=in_fp64,
         metric=("memory", "device"),
-        cache="warm",  # a step streams many times the L2 capacity
+        cache="warm",  # makes no difference: a step streams many times the L2 capacity
     )
