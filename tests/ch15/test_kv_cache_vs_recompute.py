@@ -33,7 +33,7 @@ def prompts_and_tokens(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tenso
     """Make a model, a batch of prompts, and the next two tokens of each."""
     batch, prompt = bench.size(64, check=3), bench.size(512, check=10)
     width, vocabulary = bench.size(2048, check=128), 1000
-    layers = bench.size(1, check=2)  # each layer has the same gain
+    layers = bench.size(1, check=2)  # one is enough: each layer has the same gain
     model = random_decoder(layers, width, vocabulary, device=bench.device, dtype=torch.bfloat16)
     ids = torch.randint(vocabulary, (batch, prompt + 2), device=bench.device)
     return static(model), static(ids[:, :-2].clone()), ids[:, -2:].clone()
