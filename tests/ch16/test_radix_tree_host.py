@@ -1,4 +1,4 @@
-"""A prefix cache reuses more tokens than a cache of whole prompts, in blocks or as a radix tree.
+"""A prefix cache, in blocks or as a radix tree, reuses more tokens than a cache of whole prompts.
 
 The keys and values of a token depend only on the tokens before it, so prompts with a common prefix
 can share them. The requests here are turns of chats: one of four system prompts, followed by the
