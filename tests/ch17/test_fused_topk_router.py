@@ -4,7 +4,7 @@ A router selects the 4 largest of 128 expert probabilities per token and scales 
 In PyTorch that is a softmax, which reads and writes all logits; a general top-k, which passes over
 each row several times because it serves any k; a sum; and a division. Here k is small: a row fits
 in the registers of a warp, and 4 argmax reductions find the experts one after the other. Of the 560
-bytes per token, 512 are the read of the logits.
+bytes moved per token, 512 are the logits.
 
 The softmax over all experts is unnecessary: renormalization cancels its denominator. The read is
 the limit, and the kernel stays far below read bandwidth, because the reductions over value and
