@@ -8,7 +8,7 @@ operands instead of the bf16 ones, at half the bytes.
 
 import torch
 
-E4M3_MAX = 448  # largest float8_e4m3fn
+E4M3_MAX = 448  # largest finite value of float8_e4m3fn
 
 
 def quantize(x):

@@ -26,7 +26,7 @@ def e2m1_codes(values):
     numbers = torch.tensor(E2M1_VALUES, device=values.device)
     midpoints = (numbers[1:] + numbers[:-1]) / 2
     magnitude = values.float().abs()
-    lower = torch.searchsorted(midpoints, magnitude)  # the lower neighbor on a tie
+    lower = torch.searchsorted(midpoints, magnitude)  # on a tie, the lower neighbor
     upper = torch.searchsorted(midpoints, magnitude, right=True)
     code = torch.where(lower % 2 == 0, lower, upper)
     return (code + 8 * torch.signbit(values)).to(torch.uint8)

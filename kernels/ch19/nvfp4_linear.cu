@@ -22,10 +22,10 @@ constexpr int TILE = 128;                         // rows of x and of w per tile
 constexpr int STAGE_K = 256;                      // numbers along k per stage: 128 bytes per row
 constexpr int STAGES = 4;                         // stages of the shared-memory pipeline
 constexpr int TILE_BYTES = TILE * ROW_BYTES;      // 128 x 256 numbers
-constexpr int SCALE_BYTES = TILE * STAGE_K / 16;  // 4 blocks of 512
+constexpr int SCALE_BYTES = TILE * STAGE_K / 16;  // 4 blocks of 512 bytes
 constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES);
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + SWIZZLE_ALIGN;
-constexpr int TMEM_COLUMNS = 256;                 // 128 of accumulators, 2 * 16 of scales per stage
+constexpr int TMEM_COLUMNS = 256;                 // 128 for accumulators, 32 per stage for scales
 
 static_assert(TILE + STAGES * 2 * 16 <= TMEM_COLUMNS);
 static_assert(STAGE_BYTES % SWIZZLE_ALIGN == 0, "each stage starts at a swizzle boundary");
@@ -204,7 +204,7 @@ linear(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMa
 extern "C" cudaError_t nvfp4_linear(const bf16* x, const uint8_t* w, const uint8_t* w_scales,
                                     uint8_t* numbers, uint8_t* scales, bf16* out, int m, int n,
                                     int k, float scale, cudaStream_t stream) {
-    if (m % TILE || n % TILE || k % STAGE_K) return cudaErrorInvalidValue;  // no partial tiles
+    if (m % TILE || n % TILE || k % STAGE_K) return cudaErrorInvalidValue;  // whole tiles only
     CUtensorMap maps[2];
     if (cudaError_t error = make_tensor_map(&maps[0], numbers, m, k / 2, TILE, true)) return error;
     if (cudaError_t error = make_tensor_map(&maps[1], w, n, k / 2, TILE, true)) return error;

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-E4M3_MAX = 448  # largest float8_e4m3fn
+E4M3_MAX = 448  # largest finite value of float8_e4m3fn
 MIN_MAGNITUDE = 1e-12  # keeps the scale of a row of zeros above 0
 
 
