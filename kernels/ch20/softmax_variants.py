@@ -107,7 +107,7 @@ def candidates(history):
     best = {"passes": 3, "tile": 1024, "warps": 4}
     for knob, values in {"passes": (2, 1), "warps": (8, 16, 32), "tile": (4096, 8192)}.items():
         if knob == "tile" and best["passes"] == 1:
-            continue  # the tile is the row
+            continue  # with one pass the tile is always the row
         speedups = {best[knob]: max([1, *(judged.speedup or 0 for judged in history)])}
         for value in values:
             yield variant(**best | {knob: value})

@@ -32,7 +32,7 @@ def loss_of(x, target, weights, layers, dtype):
     kinds = [[w.to(dtype) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
     model = _PerLayer(*(table.to(dtype) for table in tables), *kinds)
     logits = norm(forward(model, x)).flatten(0, 1) @ model.lm_head.T
-    # summed over a sequence, not averaged: gradients of a convenient magnitude
+    # summed over each sequence, not averaged, so that the gradients do not become tiny
     return cross_entropy(logits.to(weights[0].dtype), target.flatten(), reduction="sum") / len(x)
 
 
