@@ -4,11 +4,11 @@ Decoding one sequence takes a matrix-vector product per matrix. It is bound by r
 about 70 microseconds per token here, but eager PyTorch also launches some 160 small kernels per
 token, one by one from Python. "graph" replays all of them with one launch; their number and
 duration remain. "fused" has five kernels per layer instead of the graph's sixteen: norm, activation
-function and residual are computed in the matrix-vector products, and the attention kernel writes
-to the KV cache itself. "int8" halves the bytes of the weights (weight-only quantization, its error
-is declared). It adds little to "fused", because reading the weights is only a small part of a
-token's time at this width. The rest is sixty kernels that depend on each other, and attention: its
-16 programs, one per head, loop over the sequence and leave most of the 132 SMs idle
+function and residual are computed in the matrix-vector products, and the attention kernel writes to
+the KV cache itself. "int8" halves the bytes of the weights (weight-only quantization; `precision`
+declares its error). It adds little to "fused", because reading the weights is only a small part of
+a token's time at this width. The rest is sixty kernels that depend on each other, and attention:
+its 16 programs, one per head, loop over the sequence and leave most of the 132 SMs idle
 (ch18/split_kv_decode shows the remedy).
 
 Each rung is judged against eager PyTorch, on wall time for 8 tokens. The limit is the time to read

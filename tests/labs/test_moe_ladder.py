@@ -2,10 +2,10 @@
 
 Each token is routed to two of 32 experts, so sorting the tokens by expert leaves 32 GEMMs of
 different heights. The loop runs them one after the other, each too small to fill the GPU, and the
-CPU waits for the router to learn the heights. "grouped" computes all of them in one kernel, which
-reads the group offsets on the GPU. "fused" merges the steps between the GEMMs: gate and activation,
-and the weighted sum of a token's two results. "graph" launches everything at once. The loop could
-not be captured, because it needs the heights on the CPU.
+CPU waits for the router's result to get the heights. "grouped" computes all of them in one kernel,
+which reads the group offsets on the GPU. "fused" merges the steps between the GEMMs: gate and
+activation, and the weighted sum of a token's two results. "graph" launches everything at once. The
+loop could not be captured, because it needs the heights on the CPU.
 
 Each rung is judged against the loop, on wall time. With many tokens per expert the loop's GEMMs
 fill the GPU as well, and only the wait is saved; with few, the limit is reading the experts'

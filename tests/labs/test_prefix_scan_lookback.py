@@ -7,8 +7,9 @@ published its inclusive prefix. Meanwhile the values stay in registers: read onc
 
 Counted in bytes the limit is 2x; against reduce-then-scan, which moves the data three times, it
 would be 1.5x. torch.cumsum, the library arm, is CUB's look-back scan and as fast as this kernel.
-Tiles are numbered in the order in which they start; otherwise a tile could wait for another that
-cannot start before it ends. Where the data fit in the L2 cache, the extra passes cost little.
+Tiles are numbered in the order in which they start; otherwise a running tile could wait for one
+that gets no SM until the first has ended. Where the data fit in the L2 cache, the extra passes cost
+little.
 """
 
 import pytest
