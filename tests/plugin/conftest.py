@@ -63,7 +63,7 @@ class Project:
         self.path = pytester.path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
-        # set by the outer pytest run
+        # set by the outer pytest run; must not reach the inner one
         for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
@@ -97,7 +97,7 @@ class Project:
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # processes that a shell starts in the background ignore SIGINT and pass that on
+            # a shell's background processes ignore SIGINT, and child processes inherit that
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 

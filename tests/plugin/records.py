@@ -1,4 +1,4 @@
-"""A result that can be accepted; a test names only the fields that differ."""
+"""An acceptable result, of which a test replaces only the fields that matter to it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def result(claim="ch07/copy[vector]", **changes):
     record = Result(
         claim=claim,
         nodeid=f"tests/{folder}/test_x.py::test_{name}",
-        title="é::\n",  # must break no file and no line
+        title="é::\n",  # files and lines of a report must survive it
         outcome=Outcome.PASSED,
         key="h200",
         run="run",
         started="2025-03-04T05:06:07+00:00",
         seed=7,
         verdict=Verdict.FASTER,
-        speedup=Interval(2.00012, 2.01049, 2.0222),  # shows rounding
+        speedup=Interval(2.00012, 2.01049, 2.0222),  # many digits, to show rounding
         library=Interval(1.0, 1.01, 1.02),
         floor=0.004,
         timing=timing(),

@@ -29,7 +29,7 @@ def document(*results):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Write a results file and accept it; give back status, stdout and stderr."""
+    """Write a results file and accept it; return the exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(content, *options):
@@ -237,7 +237,7 @@ def test_a_command_that_cannot_be_loaded_costs_only_itself(monkeypatch, capsys):
     assert loaded == ["broken"] * 2
     with pytest.raises(SystemExit, match="0"):
         main(["clean", "--help"])
-    assert loaded == ["broken"] * 2  # a command of our own imports no other distribution
+    assert loaded == ["broken"] * 2  # built-in commands load no other distribution
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_integers_that_inputs_set_are_not_poisoned():
 
 
 def test_numpy_does_not_show_unset_integers(monkeypatch):
-    monkeypatch.setattr(np, "empty_like", np.zeros_like)  # as freed memory may well be
+    monkeypatch.setattr(np, "empty_like", np.zeros_like)  # freed memory may contain zeros
 
     def call(a, counters):
         counters[...] = a
@@ -161,7 +161,7 @@ def test_equal_work_agrees():
 
 
 def test_a_kernel_that_does_nothing_fails_over_the_right_answer():
-    out = torch.zeros(64)  # the same buffer again and again, full of right answers
+    out = torch.zeros(64)  # the same buffer for every call: it holds the right result
 
     def make():
         return vector()()[0], out
@@ -410,7 +410,7 @@ def test_numpy_arms_and_a_torch_reference():
     def reference(a, out):
         return torch.from_numpy(a).double() * 2
 
-    for _ in range(3):  # numpy hands out small arrays again as they were, right answers included
+    for _ in range(3):  # numpy reuses the memory of small arrays, which may hold right results
         assert infer_effects(baseline, make).write_only == ("args[1]",)
     assert judge(baseline, make=make, baseline=baseline, reference=reference)
     with wrong("out[0] is nan"):
@@ -465,7 +465,7 @@ def test_gradients_are_part_of_the_result():
 def test_a_prepared_arm_prepares_before_the_poison():
     def make(a, out):
         double(a, out)
-        return lambda a, out: None  # did its work while preparing
+        return lambda a, out: None  # the work was done while preparing
 
     with wrong("out[0] is nan"):
         judge(prepared(make))
@@ -507,7 +507,7 @@ def test_results_are_verified_after_timing():
     assert agreement.verify({"optimized": good, "baseline": good}, truth)[0].arm == "baseline"
     (error,) = agreement.verify({"baseline": good}, truth, located=False)
     assert (error.index, error.error) == ((), 0)
-    with wrong("the reference: result["):  # what is refused has its place
+    with wrong("the reference: result["):  # an error is located even with located=False
         agreement.verify({"baseline": good, "optimized": bad}, truth, located=False)
     with wrong("optimized disagrees with the reference after timing: result["):
         agreement.verify({"baseline": good, "optimized": bad}, truth, when="after timing")

@@ -83,7 +83,7 @@ pathlib.Path(job["scratch"], "answer").write_text(json.dumps(reply))
 
 @pytest.fixture(autouse=True)
 def fakes(tmp_path, monkeypatch):
-    """Put fake profilers before the real ones on PATH, and forget the programs found before."""
+    """Put fake profilers before the real ones on PATH, and clear the caches of found programs."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     for name in ("ncu", "nsys", "compute-sanitizer"):
@@ -100,7 +100,7 @@ def fakes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make_request(tmp_path):
-    """Return a function that requests a capture whose process only sends its reply."""
+    """Return a function that requests the capture of a process which only writes its reply."""
 
     def make(spec, *words, deadline=30.0):
         tool, preset = tools.parse(spec)
@@ -123,7 +123,7 @@ def run(make_request, **words):
     return done, problem, phases
 
 
-# the table
+# tools and presets
 
 
 def test_a_tool_and_its_preset_are_chosen_by_name():
@@ -178,7 +178,7 @@ def test_a_refusal_becomes_one_sentence(output, why):
     tools.raise_if_refused(tools.TOOLS["nsys"], "all went well")
 
 
-# one child
+# one capture
 
 
 def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path):
@@ -261,7 +261,7 @@ def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path)
     assert time.monotonic() - before < 60
     started = int((tmp_path / "artifacts" / "started").read_text())
     stat = Path(f"/proc/{started}/stat")
-    patience = time.monotonic() + 60  # SIGKILL is sent, and dying takes its time
+    patience = time.monotonic() + 60  # a killed process may take a while to end
     while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         if time.monotonic() > patience:
             break
@@ -351,7 +351,7 @@ def test_an_arm_that_fails_because_of_a_finding_reports_the_finding(make_request
     assert "first: memcheck" in run(make_request)[0].message
 
 
-# in the child
+# in the profiled process
 
 
 def perform(tmp_path, tool, make=None, calls=1, **claim):
@@ -505,7 +505,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
     figures = {"duration": 1e-3, "dram share": 0.91, "dram bytes": 4e9}
     profiles = {
         "baseline": Profile("ncu", "baseline", "", figures),
-        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is no kernel
+        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is not a kernel
     }
     answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(captures.ceilings, "cached", lambda gpu: {"copy": 4.28e12})

@@ -61,7 +61,7 @@ class Steady:
 
 @pytest.fixture
 def kernels():
-    """Replace ceilings.cu: record each launch, after the launcher has converted its arguments."""
+    """Replace the kernels of ceilings.cu: convert each launch's arguments and record them."""
     real = Kernels("ceilings.cu", SOURCE.read_text(), None)
 
     class Launched(dict):
@@ -216,7 +216,7 @@ def test_the_kernels_build_without_spills(tmp_path):
 
 @pytest.fixture
 def get(tmp_path, monkeypatch):
-    """Request ceilings; ``get.measured`` are the names that had to be measured."""
+    """Return a function that requests ceilings and lists those it measured in ``get.measured``."""
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
 
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(get, tmp_path):
     (tmp_path / "ceilings").write_text("in the way")
     lines = []
     assert get(progress=lines.append) == {"copy": 1e12, "bf16": 1e12}
-    assert "measured anew the next time: cannot write" in lines[0]
+    assert "the ceilings are not kept: cannot write" in lines[0]
 
 
 # errors while measuring
@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(get, tmp_path):
 
 @pytest.fixture
 def benchmarks(monkeypatch):
-    """Replace the micro-benchmarks, and have no nvcc."""
+    """Replace the micro-benchmarks; nvcc is missing."""
     made_up = {}
     monkeypatch.setattr(
         microbenchmarks, "Microbenchmarks", lambda *_: SimpleNamespace(benchmarks=made_up)
@@ -326,7 +326,7 @@ def test_a_ceiling_that_cannot_be_measured_costs_only_itself(benchmarks):
     device, lines = Steady(), []
     assert ceilings._measure(device, lines.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
     assert lines == [
-        "only what libraries reach is measured: no nvcc: get one",
+        "only library calls are measured: no nvcc: get one",
         "measuring this GPU's ceilings: copy",
         "measuring this GPU's ceilings: fp8",
         "fp8 is not measured: out of memory",

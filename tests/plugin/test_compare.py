@@ -57,7 +57,7 @@ def a_context(**changes):
 
 @pytest.fixture(autouse=True)
 def not_interpreted(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
 
 
 def test_seconds_of_a_record_leave_out_the_wait_for_locks():
@@ -67,7 +67,7 @@ def test_seconds_of_a_record_leave_out_the_wait_for_locks():
             return super().__getattr__(name)
 
     result, _ = measure_claim(a_claim(), a_context(lock=Crowded()))
-    assert result.seconds < 0  # the reported wait took no time here
+    assert result.seconds < 0  # the lock reports a wait that is longer than the whole test
 
 
 def test_inputs_that_flip_a_global_switch_are_found(monkeypatch):
@@ -124,8 +124,8 @@ def test_a_claim_that_holds():
 def test_it_prepares_under_the_shared_lock_and_times_under_the_exclusive():
     context = a_context()
     measure_claim(a_claim(metric=("device", "wall")), context)
-    # the work, the effects and each seed; each metric is prepared, timed and checked with new
-    # inputs; then the outputs are verified and the claim is explained
+    # one step for the work, one for the effects and one per seed; per metric three: prepare, time
+    # and check with new inputs; at the end, verify the outputs and explain the claim
     locks = ["shared"] * (2 + AGREEMENT_SEEDS)
     for timed in ("exclusive_gpu", "exclusive_host"):
         locks += ["shared", timed, "shared"]
@@ -157,7 +157,7 @@ def test_a_step_without_memory_runs_again_under_the_exclusive_lock():
 
     context = a_context()
     result, _ = measure_claim(a_claim(optimized=crowded), context)
-    # the first seed found no memory; then come the other seeds, the buffers, the timing and so on
+    # the first seed runs out of memory; the other seeds and all later steps run as usual
     others = ["shared"] * (AGREEMENT_SEEDS - 1)
     timed = ["shared", "exclusive_gpu", *["shared"] * 3]
     assert context.lock.log == [*["shared"] * 3, "exclusive_gpu", *others, *timed]

@@ -25,9 +25,9 @@ def without(name, **more):
     ("speedup", "half", "state"),
     [
         (2.0, 0.002, State.SAME),
-        (1.95, 0.002, State.SAME),  # within what sessions differ by
+        (1.95, 0.002, State.SAME),  # sessions may differ by 3.5 %
         (1.90, 0.002, State.REGRESSED),
-        (1.90, 0.08, State.SAME),  # too wide to say
+        (1.90, 0.08, State.SAME),  # the interval is too wide for a verdict
         (2.10, 0.002, State.IMPROVED),
     ],
 )

@@ -195,7 +195,7 @@ def test_spins_are_calibrated(cuda):
 @pytest.mark.parametrize("mode", [Mode.GRAPH, Mode.BACKLOG])
 def test_launch_gaps_do_not_count(cuda, mode):
     device = CudaDevice(GPU)
-    block = device.block([lambda: cuda.launch(1e-6)] * 50, mode)  # a launch costs five times that
+    block = device.block([lambda: cuda.launch(1e-6)] * 50, mode)  # launches take 5 us each
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
     assert block.run() == pytest.approx(50e-6, rel=1e-6)
 
@@ -254,7 +254,7 @@ def test_a_blocking_kernel_that_is_too_short_is_made_longer(cuda):
     assert 1 < len(cuda.spins) - spins <= 5
     spins = len(cuda.spins)
     assert block.run() == pytest.approx(100e-6, rel=1e-6)
-    assert len(cuda.spins) - spins == 1  # it is remembered
+    assert len(cuda.spins) - spins == 1  # the longer spin is kept for the next run
 
 
 def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
@@ -309,7 +309,7 @@ def test_a_call_that_fails_while_captured_ends_the_capture(cuda):
         device.block([call], Mode.GRAPH)
     assert isinstance(caught.value.__cause__, KeyError)
     assert cuda.capturing is None
-    assert cuda.undone == []  # torch ended this capture in order: nothing to reset
+    assert cuda.undone == []  # torch has ended this capture itself: nothing to reset
 
 
 def test_work_on_a_stream_that_is_not_captured_is_no_graph(cuda):
@@ -338,7 +338,7 @@ def test_an_estimate_leaves_launch_gaps_out_if_it_can(cuda):
     assert device.estimate_s(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
     assert len(seen) == 1
     assert device.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
-    assert len(seen) == 1 + 1 + 10  # too short for one: the events themselves cost some of it
+    assert len(seen) == 1 + 1 + 10  # repeated, because events take time next to a short call
 
     def synchronising():
         cuda.launch(2e-3)
@@ -361,8 +361,8 @@ def test_the_peak_does_not_count_earlier_allocations(cuda):
     ("clocks", "seconds"),
     [
         ([1980] * 99, 0.063),
-        ([*range(1000, 1980, 40), *[1980] * 99], 0.41),  # it rises for 25 readings of 16 ms
-        (None, 1.0),  # it is never stable
+        ([*range(1000, 1980, 40), *[1980] * 99], 0.41),  # rises for 25 readings, 16 ms apart
+        (None, 1.0),  # never stable
     ],
 )
 def test_stabilizing_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
@@ -371,7 +371,7 @@ def test_stabilizing_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds
     begun = cuda.host
 
     def call():
-        assert not gc.isenabled()  # a graph that is collected would spoil one being captured
+        assert not gc.isenabled()  # destroying a graph would invalidate a capture in progress
         cuda.launch(1e-3)
 
     device.stabilize_clocks(call)
@@ -391,7 +391,7 @@ def test_warming_up_keeps_the_gpu_busy_for_a_while(cuda):
     assert ran[:3] == ["short", "other", "short"]
     ran.clear()
     device.warm_up([block("long", 0.1), block("other", 0.1)])
-    assert ran == ["long", "other"]  # once at least
+    assert ran == ["long", "other"]  # each block runs at least once
 
 
 def test_free_memory_is_the_drivers(cuda):
@@ -436,7 +436,7 @@ def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch
     assert freed == [77]
     block.run()
     assert len(entered) == 2
-    assert len(allocators) == 1  # only captured memory must be the graph's
+    assert len(allocators) == 1  # torch's allocator is used during capture only
 
 
 def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
@@ -465,11 +465,11 @@ def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
         device.random_padding(random.Random(seed))
 
     replicate(1)
-    assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # whoever begins has this seed
+    assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # for generators made later
     states[0], pool.total_bytes = "made", lambda: 512
     replicate(2)
     assert (seeds, len(pads)) == ([2], 2)
-    pool.total_bytes = lambda: 0  # all of it is free between replicates
+    pool.total_bytes = lambda: 0  # the pool was emptied between replicates
     replicate(3)
     assert (seeds, len(pads)) == ([2, 3], 4)
 

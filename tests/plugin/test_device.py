@@ -12,7 +12,7 @@ from pytest_aiperf.device import device as device_module
 from pytest_aiperf.device.device import HostDevice, calls_per_block, choose_mode
 from pytest_aiperf.model import Bench, Metric, Mode
 
-# ---- choosing
+# ---- timing mode and calls per block
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_the_mode_follows_from_the_fastest_arm(metric, fastest, mode):
 @pytest.mark.parametrize(
     ("mode", "fast", "slow", "calls"),
     [
-        (Mode.GRAPH, 10e-6, 12e-6, 50),  # half a millisecond
-        (Mode.GRAPH, 0.1e-6, 0.2e-6, 1_000),  # at most
+        (Mode.GRAPH, 10e-6, 12e-6, 50),  # a block of half a millisecond
+        (Mode.GRAPH, 0.1e-6, 0.2e-6, 1_000),  # the maximum
         (Mode.GRAPH, 10e-6, 5e-3, 4),  # the slower arm's block stays within 20 ms
         (Mode.GRAPH, 10e-6, 1.0, 1),
         (Mode.GRAPH, 0.0, 0.0, 1_000),
@@ -43,7 +43,7 @@ def test_the_mode_follows_from_the_fastest_arm(metric, fastest, mode):
         (Mode.BACKLOG, 1e-6, 1e-6, 200),  # a launch queue holds no more
         (Mode.PLAIN, 6e-3, 7e-3, 1),
         (Mode.PLAIN, 1e-3, 6e-3, 3),
-        (Mode.WALL, 100e-6, 200e-6, 20),  # two milliseconds
+        (Mode.WALL, 100e-6, 200e-6, 20),  # a block of two milliseconds
         (Mode.WALL, 1.0, 2.0, 1),
     ],
 )
@@ -56,7 +56,7 @@ def test_the_call_count_suits_both_arms(mode, fast, slow, calls):
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """A host clock that only calls move."""
+    """Replace the host's timer with one that only calls advance."""
     now = SimpleNamespace(ns=0)
     monkeypatch.setattr(device_module, "now", lambda: now.ns)
     return now

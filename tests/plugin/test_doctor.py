@@ -30,7 +30,7 @@ PCI = "/sys/bus/pci/devices/0000:19:00.0"
 
 
 class Machine(doctor.Host):
-    """A healthy machine with one H200; tests change single facts."""
+    """A healthy machine with one H200; each test changes a few facts about it."""
 
     def __init__(self, **changes):
         self.environ = {"HOME": "/home/someone"}

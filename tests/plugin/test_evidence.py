@@ -53,7 +53,7 @@ FIGURES = {
 }
 SM100 = "void copy<4>(float*) (k.cu, sm_100a)"
 ARM = "the optimized arm"
-FACTS = Facts(CODE, every=True, figures=FIGURES, work=Work(read=40, written=40))
+FACTS = Facts(CODE, complete=True, figures=FIGURES, work=Work(read=40, written=40))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
     with pytest.raises(UsageError, match=f"evidence of LDG: no kernel of this claim .*{kernels}"):
         hold([evidence.opcode("LDG", "copy<8>")], FACTS)
     with pytest.raises(UsageError, match=r"evidence of spills: no kernel of k\.cu for sm_100a has"):
-        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if excludes it on sm_100a
-    # no error for a kernel that may be compiled only on a GPU
+        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if removes it on sm_100a
+    # no error without a GPU: such a kernel may be compiled on a GPU only
     (finding,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
     assert finding.value is None
 
@@ -218,7 +218,7 @@ def test_a_binary_is_disassembled_once(tmp_path):
     code, entry = sass.parse(SASS), tmp_path / "new"
     assert sass.cached(entry, lambda: code) == code
     assert sass.cached(entry, lambda: pytest.fail("disassembled again")) == code
-    (entry / "sass.json").write_text('{"copy": {"LDG.E": 1}}')  # the format of an older version
+    (entry / "sass.json").write_text('{"copy": {"LDG.E": 1}}')  # an older format: read again
     assert sass.cached(entry, lambda: code) == sass.cached(entry, dict) == code
     unwritable = Path("/dev/null/x")
     assert sass.cached(unwritable, lambda: code) == code
@@ -233,7 +233,7 @@ def test_an_error_of_the_disassembler_is_reported(tmp_path, only_beside_nvcc):
     with pytest.raises(BuildError, match=r"unknown arch.*pytest-aiperf\[sass\]"):
         sass.disassemble(Path("x.so"), nvcc=str(failing))
     assert sass.disassemble(Path("x.so"), ["void copy<4>(float*)"], str(working))
-    with pytest.raises(BuildError, match="prints no code of void other"):
+    with pytest.raises(BuildError, match="prints no code for void other"):
         sass.disassemble(Path("x.so"), ["void other"], str(working))
 
 

@@ -1,4 +1,4 @@
-"""expectations.yaml is read strictly, and an update touches only what was measured."""
+"""expectations.yaml is read strictly, and an update changes only measured figures."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ TRAPS = {
     ),
     "require list": (require("[1.5]"), 4, "a mapping is needed, not [1.5]"),
     "require empty": (require(""), 4, "the value is missing"),
-    "order": (entry(speedup="[1.3, 1.2, 1.1]"), 4, "rising"),
+    "order": (entry(speedup="[1.3, 1.2, 1.1]"), 4, "must ascend"),
     "two limits": (entry(speedup="[1.1, 1.2]"), 4, "3 values are needed, not 2"),
     "one figure": (entry(speedup="1.2"), 4, "a list is needed"),
     "zero limit": (entry(speedup="[0, 1.2, 1.3]"), 4, "above 0"),
@@ -223,7 +223,7 @@ TRAPS = {
     "claim control": ('schema: 1\nclaims:\n  "a/b[\\x07]": {}\n', 3, "printable"),
     "claim number": ("schema: 1\nclaims:\n  12: {}\n", 3, "quote it"),
     "complex key": ("schema: 1\nclaims:\n  ? [a]\n  : {}\n", 3, "a name"),
-    "gpu": ("schema: 1\nclaims:\n  a/b:\n    H 200: {}\n", 4, "is no GPU such as h200"),
+    "gpu": ("schema: 1\nclaims:\n  a/b:\n    H 200: {}\n", 4, "is not a GPU such as h200"),
     "requires": ("schema: 1\nclaims:\n  a/b:\n    requires: {speedup: 1}\n", 4, "missing"),
     "byte order mark": ("\ufeffschema: 1\nclaims: {}\n", 1, "is not allowed"),
     "block text": ("schema: 1\nclaims:\n  a/b: |\n    x\n", 3, "block text"),
@@ -347,7 +347,7 @@ def test_stack_line():
     assert stack_line({}) == "unknown"
 
 
-# deciding
+# which results are accepted
 
 
 REFUSALS = {

@@ -16,13 +16,13 @@ from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.test_compare import BLANK, a_context
 
-WORK = Work(read=2e08, written=2e08)  # in 100 us 4 TB/s, in 200 us 2 TB/s
+WORK = Work(read=2e08, written=2e08)  # 4 TB/s at 100 us, 2 TB/s at 200 us
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 9e12}
 
 
 @pytest.fixture(autouse=True)
 def not_interpreted(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the run that tests us
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
 
 
 def explained(**words):
@@ -180,7 +180,7 @@ def test_limits_come_from_the_first_metric_in_seconds():
 
 
 def test_prepared_arms_are_not_counted():
-    """The CPU cannot count what a graph replays, and preparing is no part of the call."""
+    """On the CPU, the kernels that a graph would replay cannot be counted."""
     arm = prepared(lambda x: lambda x: x * 1 * 2)
     words = {"inputs": lambda bench: torch.randn(4), "reference": lambda x: x + x}
     words |= {"baseline": lambda x: x + x, "evidence": [evidence.launches(max=1)]}

@@ -46,7 +46,7 @@ def test_without_noise_time_is_what_was_spent(mode):
     assert block.run() == pytest.approx(3e-3)
     assert device.now == pytest.approx(3e-3)
     assert device.estimate_s(arm(1e-3)) == pytest.approx(1e-3)
-    spend(1.0)  # outside a block: counts for nothing
+    spend(1.0)  # outside a block: no effect
     assert device.now == pytest.approx(4e-3)
 
 

@@ -41,7 +41,7 @@ class Claim:
                     os.write(events, b"+")
                     if forks and os.fork() == 0:
                         arm_parent_death()
-                        time.sleep(300)  # outlives the scope, with a copy of every handle
+                        time.sleep(300)  # outlives the scope, with copies of its file descriptors
                     os.read(commands, 1)
                 os.write(events, b"-")
                 os.read(commands, 1)
@@ -239,14 +239,14 @@ def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
 
 
 def test_a_lock_that_is_not_suspended_is_not_resumed(claim, tmp_path):
-    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # or it would wait forever
+    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # fail instead of waiting forever
 
     def fault():
         raise RuntimeError
 
     with lock.shared():
         other = claim("exclusive_gpu")
-        assert other.waits  # and holds the gate, which a second lock would have to pass
+        assert other.waits  # and holds the gate, at which a resumed lock would wait
         with pytest.raises(RuntimeError):
             lock.suspend(fault)
         lock.resume()
@@ -268,7 +268,7 @@ def test_resuming_waits_for_a_writer(claim, tmp_path):
         timer.start()
         lock.resume()
         timer.join()
-    assert calls == [f"waiting for GPU {A}, which another claim has", "on"]
+    assert calls == [f"waiting for GPU {A}, which another claim holds", "on"]
     assert 0.1 < lock.waited_s < 60
 
 
@@ -323,7 +323,7 @@ def test_the_message_names_the_resource(claim, tmp_path):
         raise InterruptedError(message)
 
     refuses = GpuLock([A], tmp_path / "locks", on_wait=wait)
-    sentence = f"waiting for GPU {A}, which another claim has"
+    sentence = f"waiting for GPU {A}, which another claim holds"
     with pytest.raises(InterruptedError, match=sentence), refuses.exclusive_gpu():
         pass
     holder.release()
@@ -394,7 +394,7 @@ def test_sharing_the_host_limits_the_threads(tmp_path):
     def threads():
         return {pool["num_threads"] for pool in threadpool_info()}
 
-    np.linalg.norm(np.ones(2))  # its BLAS is loaded
+    np.linalg.norm(np.ones(2))  # loads its BLAS
     lock = GpuLock([A], tmp_path / "locks", threads=1)
     with threadpool_limits(2):
         with lock.shared():

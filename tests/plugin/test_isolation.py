@@ -1,6 +1,6 @@
-"""Whatever a claim does, it costs that claim only, and no process is left behind.
+"""A claim that goes wrong affects no other claim and leaves no process behind.
 
-Once a run; ``--hypothesis-profile=long`` does each 20 times.
+Each fault is injected once per run, or 20 times with ``--hypothesis-profile=long``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if settings.get_current_profile_name() == "long":
 
 
 def gone(*pids: int, within: float = 60) -> bool:
-    """Wait until none of the processes runs; a zombie does not run."""
+    """Wait until none of the processes runs, except as a zombie; return whether that happened."""
     end = time.monotonic() + within
     while any(map(runs, pids)):
         if time.monotonic() > end:
@@ -53,7 +53,7 @@ def sleeper() -> int:
 
 
 def daemon() -> int:
-    """A process that leaves the claim's group and session, and whose parent ends."""
+    """Start a process that leaves the claim's group and session, and whose parent ends."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
@@ -69,7 +69,7 @@ def run(work, *, deadline_s=30.0, on_message=lambda _: None, grace_s=0.2) -> Pro
     try:
         return supervise(work, deadline_s=deadline_s, on_message=on_message, grace_s=grace_s)
     finally:
-        with pytest.raises(ChildProcessError):  # reaped: no child is left, nor a zombie
+        with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
             os.waitpid(-1, os.WNOHANG)
 
 
@@ -201,13 +201,13 @@ def test_the_deadline_is_what_is_left_of_the_time_at_work(monkeypatch):
         now = 1000.0
         deadline.update("working")
         now = 1030.0
-        deadline.update("working")  # is not a second start
+        deadline.update("working")  # repeated: does not restart the clock
         deadline.update("result")
         left = [deadline.left()]
         now = 1041.0
         left.append(deadline.left())
         orders = [deadline.next_command()]
-        deadline.update("waiting")  # too late
+        deadline.update("waiting")  # after the deadline: ignored
         left.append(deadline.left())
         orders += [deadline.next_command(), deadline.next_command()]
     assert left == [10.0, 0.0, 2.0]
@@ -263,7 +263,7 @@ def test_what_a_claim_leaves_behind_is_killed(start):
 
 def test_processes_that_replace_each_other_do_not_escape():
     def relay():
-        end = time.monotonic() + 120  # should this test fail
+        end = time.monotonic() + 120  # stops the relay if this test fails
         while time.monotonic() < end:
             if os.fork():
                 os._exit(0)
@@ -300,7 +300,7 @@ def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
             if (pid := os.fork()) == 0:
                 if fails:
                     raise ValueError("in the fork")
-                return  # into _run_claim, as the claim itself does
+                return  # to _run_claim, as the claim itself does
             os.waitpid(pid, 0)
         if (pid := os.fork()) == 0:
             try:
@@ -336,7 +336,7 @@ def test_what_is_no_message_fails_the_claim(monkeypatch, text):
     monkeypatch.setattr(isolation, "MAX_MESSAGE_BYTES", 2**17)
 
     def work(channel):
-        with contextlib.suppress(BrokenPipeError):  # the reader is gone
+        with contextlib.suppress(BrokenPipeError):  # the reader closes its end
             os.write(channel._fd, text)
 
     ended = run(work)
@@ -440,7 +440,7 @@ def test_a_killed_parent_leaves_nothing(signum):
         assert all(map(runs, pids))
         parent.send_signal(signum)
         assert gone(*pids)
-        assert parent.stdout.read() == b""  # the reader of its output sees the end
+        assert parent.stdout.read() == b""  # no process keeps its stdout open
 
 
 def test_arm_parent_death():
@@ -462,13 +462,13 @@ def test_arm_parent_death():
 def test_arm_parent_death_when_the_parent_is_dead_already():
     pid = os.fork()
     if pid == 0:
-        isolation.arm_parent_death(signal.SIGTERM, parent=os.getpid())  # which is not its parent
+        isolation.arm_parent_death(signal.SIGTERM, parent=os.getpid())  # not its actual parent
         time.sleep(300)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
-# In words
+# Descriptions of exits
 
 
 @pytest.mark.parametrize(
