@@ -51,7 +51,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The build cache, also the default one."""
+    """The folder of the build cache, which is also the default one."""
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -262,7 +262,7 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(
     fake_nvcc(f"sleep 60 & : > {tmp_path}/child.$!; wait")
     calls = []
 
-    def monotonic():  # the deadline comes as soon as there is a child to kill
+    def monotonic():  # the deadline passes as soon as the compiler has a child process
         calls.append(None)
         return 1000.0 if len(calls) > 1 and any(tmp_path.glob("child.*")) else 0.0
 
@@ -408,11 +408,11 @@ def test_flags_are_a_list(source, cache):
 
 @pytest.mark.parametrize("arch", ["hopper", "sm_90a,code=x", "compute_90", "sm90 ", ""])
 def test_an_unknown_architecture_is_refused(arch, source):
-    with pytest.raises(UsageError, match="is no architecture"):
+    with pytest.raises(UsageError, match="is not an architecture"):
         build(source, arch)
 
 
-# the fixture's value
+# the value of the fixture `nvcc`
 
 
 def test_nvcc_finds_builds_and_records_a_source(source, cache, fake_nvcc, tmp_path):

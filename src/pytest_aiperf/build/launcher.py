@@ -25,7 +25,7 @@ _DTYPES: Final = {
 
 
 def declared(text: str) -> dict[str, Signature]:
-    """Read the ``extern "C"`` host functions of a CUDA source; macros are not expanded."""
+    """Find the ``extern "C"`` host functions of a CUDA source; macros are not expanded."""
     signatures = {}
     for head in _heads(_code_only(text)):
         function = re.search(r"([\w:]+[\s*]+)(\w+)\s*\(([^()]*)\)\s*(?:noexcept\s*)?$", head)
@@ -36,14 +36,14 @@ def declared(text: str) -> dict[str, Signature]:
 
 
 def _code_only(text: str) -> str:
-    """Blank comments, directives and the contents of literals: their braces are no code."""
+    """Blank comments, directives and the contents of literals: their braces are not code."""
     from pygments.lexers.c_cpp import CppLexer  # late: only claims with CUDA kernels need it
     from pygments.token import Comment, String
 
     def is_code(kind: Any, value: str) -> bool:
         if kind in String:
-            return value in ('"', "C")  # the words of extern "C"
-        # a bare Comment is code below `#if 0`: its functions count as declared
+            return value in ('"', "C")  # the "C" of extern "C" stays
+        # pygments marks code below `#if 0` as a bare Comment: its functions count as declared
         return kind is Comment or kind not in Comment
 
     tokens = CppLexer(stripnl=False, ensurenl=False).get_tokens(text)
@@ -51,13 +51,13 @@ def _code_only(text: str) -> str:
 
 
 def _heads(text: str) -> Iterator[str]:
-    """Yield the text before the body of each extern "C" function, alone or in a block."""
+    """Yield the text before the body of each function declared extern "C", singly or in a block."""
     c_blocks: list[bool] = []  # for each open brace: whether it opens an extern "C" block
     start = 0
     for mark in re.finditer(r'extern\s*"C"\s*\{|[{};]', text):
         head, start = text[start : mark.start()], mark.end()
         if mark[0] == "}":
-            c_blocks = c_blocks[:-1]  # may be empty: #if and #else may open one brace twice
+            c_blocks = c_blocks[:-1]  # not pop(): #if and #else may both close the same brace
         elif mark[0] != ";":
             if mark[0] == "{" and ('"C"' in head or (c_blocks and all(c_blocks))):
                 yield head
@@ -65,7 +65,7 @@ def _heads(text: str) -> Iterator[str]:
 
 
 def _parameter(text: str) -> tuple[str, str]:
-    """Split a parameter into its type, without qualifiers, and its name, "" without one."""
+    """Split a parameter into its type without qualifiers and its name, which may be ""."""
     text = re.sub(r"\[[^\]]*\]", "*", text.partition("=")[0]).replace("std::", "")
     tokens = [t for t in re.findall(r"[\w:]+|[*&]", text) if t not in _QUALIFIERS]
     words = [t for t in tokens if t not in "*&"]
@@ -75,7 +75,7 @@ def _parameter(text: str) -> tuple[str, str]:
 
 
 def _dtype(ctype: str) -> str | None:
-    """Return the torch and numpy name of a C number type, or None."""
+    """Return the dtype name, in torch and numpy, of a C number type; None if there is none."""
     words = ctype.split()
     if words and set(words) <= _INTEGER_WORDS:
         sizes = {"char": 8, "short": 16, "long": 64}
@@ -88,7 +88,7 @@ def _dtype(ctype: str) -> str | None:
 
 def _pointee_dtypes(ctype: str) -> frozenset[str]:
     """Return the tensor dtypes that a pointer to ``ctype`` accepts; empty means any."""
-    dtype = _dtype(ctype) or _dtype(re.sub(r"[1234]$", "", ctype))  # float4 holds float
+    dtype = _dtype(ctype) or _dtype(re.sub(r"[1234]$", "", ctype))  # a float4 holds floats
     # torch supports few operations on unsigned types, so signed tensors are accepted too
     return frozenset({dtype, dtype.removeprefix("u")} if dtype else ())
 
@@ -152,7 +152,7 @@ class Launcher:
 
 
 def _converter(where: str, ctype: str) -> tuple[Convert, Any]:
-    """Return the conversion of a parameter's arguments, and its ctypes type."""
+    """Return the function that converts a parameter's arguments, and its ctypes type."""
     if ctype.endswith("*"):
         return _pointer(where, _pointee_dtypes(ctype[:-1])), ctypes.c_void_p
     dtype = _dtype(ctype) or ""
@@ -170,7 +170,7 @@ def _converter(where: str, ctype: str) -> tuple[Convert, Any]:
 
 
 def _pointer(where: str, dtypes: frozenset[str]) -> Convert:
-    accepted: set[object] = set()  # dtype objects: hashing one is cheaper than its name
+    accepted: set[object] = set()  # dtype objects: they hash faster than their names
 
     def convert(value: Any) -> Any:
         if hasattr(value, "data_ptr"):
@@ -214,7 +214,7 @@ def _number(where: str, exact: type, low: float, high: float) -> Convert:
 def _current_stream() -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        # 0.2 us instead of 4 us per call; Triton's launcher uses it too, but it is private
+        # a private function, but it takes 0.2 us instead of 4 us; Triton's launcher calls it too
         if raw := getattr(torch._C, "_cuda_getCurrentRawStream", None):  # noqa: SLF001
             return raw(torch.cuda.current_device())
         return torch.cuda.current_stream().cuda_stream

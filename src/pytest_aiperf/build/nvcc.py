@@ -30,7 +30,7 @@ from .sass import cached, demangle, disassemble, find_in_packages
 if TYPE_CHECKING:
     from .launcher import Kernels
 
-DEADLINE_S: Final = 300.0  #: Time limit of a compilation: a hanging one must not block a session.
+DEADLINE_S: Final = 300.0  #: Time limit of a compilation: a hung nvcc must not block a session.
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
 """Default flags by prefix; a flag of the build with the same prefix replaces the default."""
 _ALLOWED: Final = (
@@ -38,7 +38,7 @@ _ALLOWED: Final = (
     *("--use_fast_math", r"-maxrregcount=\d+", "-rdc=true", "-l(cuda|cublas|cublasLt|cudadevrt)"),
     *("--expt-relaxed-constexpr", "--extended-lambda"),
 )
-"""Patterns of allowed flags; any other could run programs or read and write arbitrary files."""
+"""Patterns of allowed flags; others could run programs, or read and write arbitrary files."""
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
 
@@ -65,7 +65,7 @@ def find_nvcc() -> tuple[str, str]:
     path = os.pathsep.join([*homes, os.environ.get("PATH", os.defpath)])
     nvcc = shutil.which(cudacxx or "nvcc", path=path)
     if nvcc is None and cudacxx:
-        raise BuildError(f"CUDACXX is {cudacxx!r}, which is no executable: unset or correct it")
+        raise BuildError(f"CUDACXX is {cudacxx!r}, which is not an executable: unset or correct it")
     nvcc = nvcc or find_in_packages("nvcc")
     if nvcc is None:
         raise BuildError(
@@ -134,8 +134,8 @@ def default_cache() -> Path:
 def read_sources(source: Path, include: Sequence[Path] = ()) -> dict[Path, bytes]:
     """Read a source and, recursively, the headers that it may include, in a fixed order.
 
-    Headers that lie neither beside their includer nor in ``include`` belong to the compiler and
-    are left out.
+    Headers that lie neither beside the including file nor in ``include`` belong to the compiler
+    and are left out.
     """
     contents: dict[Path, bytes] = {}
     queue = [source]
@@ -152,12 +152,12 @@ def read_sources(source: Path, include: Sequence[Path] = ()) -> dict[Path, bytes
 
 def _target(arch: str) -> str:
     if not re.fullmatch(r"sm\d{2,3}|sm_\d{2,3}[af]?", arch):
-        raise UsageError(f"{arch!r} is no architecture: use sm90, sm100 or nvcc's own sm_100f")
+        raise UsageError(f"{arch!r} is not an architecture: use sm90, sm100 or nvcc's own sm_100f")
     return arch if "_" in arch else nvcc_arch(arch)
 
 
 def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
-    """Return the compiler and its options, without the files."""
+    """Return the path of nvcc and its options, without file names."""
     if isinstance(flags, str):
         raise UsageError(f"flags= takes a list: [{flags!r}]")
     for flag in flags:
@@ -165,7 +165,7 @@ def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
             raise UsageError(f"nvcc flag {flag!r} is not allowed (allowed: {', '.join(_ALLOWED)})")
     nvcc, _ = find_nvcc()
     defaults = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in flags)]
-    # the nvcc of a toolkit finds its libraries, that of a pip package does not
+    # unlike the nvcc of a toolkit, that of a pip package does not find its libraries
     pip = [f"-L{Path(nvcc).parents[1] / 'lib'}"] if "site-packages" in Path(nvcc).parts else []
     return [
         *(nvcc, "-shared", "-Xcompiler", "-fPIC", "-cudart=static", "--ptxas-options=-v"),
@@ -174,7 +174,7 @@ def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
 
 
 def _key(nvcc: Sequence[str], files: Mapping[Path, bytes]) -> str:
-    """Hash everything that determines the library; the folders of the files do not."""
+    """Hash all that determines the library: nvcc, its flags and the contents of ``files``."""
     names = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # nvcc reads flags from these
     environment = [os.environ.get(name, "") for name in names]
     digest = hashlib.sha256(json.dumps([nvcc, find_nvcc()[1], environment]).encode())
@@ -209,7 +209,7 @@ def _scratch_folder(entry: Path) -> Iterator[Path]:
 
 def _compile(command: Sequence[str], name: str, folder: Path, stop: threading.Event) -> None:
     """Run nvcc; write the library and its record to ``folder``, or raise BuildError."""
-    # a killed nvcc leaves its temporary files in the folder, which is removed
+    # a killed nvcc leaves temporary files, which are removed with the folder
     environment = {**os.environ, "TMPDIR": str(folder)}
     output = folder / "log"
     status = run_in_group(command, output, DEADLINE_S, cwd=folder, env=environment, stop=stop)
@@ -264,9 +264,9 @@ def build_parallel(
     include: Sequence[Path] = (),
     progress: Callable[[int, int, Build | AiperfError], None] = lambda *_: None,
 ) -> list[Build | AiperfError]:
-    """Build in one thread per core; return each build, or the error that prevented it, in order.
+    """Build in one thread per core; return, in order, each build or the error that prevented it.
 
-    The calling thread calls ``progress(done, total, latest)`` after each.
+    The calling thread calls ``progress(done, total, latest)`` after each build.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -291,13 +291,16 @@ def build_parallel(
 
 
 def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """List the ``nvcc("...")`` calls of a test module with literal arguments, as (file, flags)."""
+    """List the ``nvcc("...")`` calls of a test module that have literal arguments.
+
+    Each is a pair of file name and flags.
+    """
     calls: dict[tuple[str, tuple[str, ...]], None] = {}
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(ast.Name("nvcc"), [ast.Constant(str(name)), *rest], keywords):
                 flags = [*rest, *(keyword.value for keyword in keywords)] or [ast.Tuple([])]
-                # computed flags are left out: the test builds this file when it runs
+                # a call with computed flags is left out: the test builds when it runs
                 with suppress(TypeError, ValueError):
                     calls[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
     return list(calls)
@@ -310,7 +313,7 @@ class Nvcc:
     roots: Sequence[Path]  #: Folders of .cu files, searched in order.
     archs: Sequence[str]  #: Architectures to build for; with ``load``, only that of the GPU in use.
     include: Sequence[Path] = ()  #: Folders of headers, as absolute paths.
-    load: bool = True  #: Whether launchers can be called; without a GPU they are only built.
+    load: bool = True  #: Whether to load the library for calls; False without a GPU: only build.
     used: list[Build] = field(default_factory=list)  #: The builds so far.
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:

@@ -57,11 +57,11 @@ def disassemble(
         if codes and not missing and all(code.opcodes for code in codes.values()):
             return codes
         stderr = done.stderr.decode(errors="replace").strip().splitlines()
-        problem = f"{tool} prints no code" + (f" of {missing[0]}" if missing else "")
+        problem = f"{tool} prints no code" + (f" for {missing[0]}" if missing else "")
         problem += f" ({stderr[-1]})" if stderr else ""
     raise BuildError(
         f"cannot read the SASS of {binary}: {problem}; install the extra pytest-aiperf[sass], or "
-        "put the cuobjdump of a CUDA toolkit on PATH that supports the architecture"
+        "put on PATH the cuobjdump of a CUDA toolkit that supports the architecture"
     )
 
 
@@ -73,7 +73,7 @@ def cached(folder: Path, disassembly: Callable[[], dict[str, Code]]) -> dict[str
     except (OSError, ValueError, TypeError):
         codes = disassembly()
         temporary = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-        with suppress(OSError):  # a full disk costs a second disassembly, not the claim
+        with suppress(OSError):  # on a full disk the claim goes on without a cache
             create_tagged(folder, 0o700)
             text = json.dumps({name: asdict(code) for name, code in codes.items()})
             temporary.write_text(text, encoding="utf-8")
@@ -85,7 +85,7 @@ def parse(text: str) -> dict[str, Code]:
     """Count the opcodes of each function in the output of ``cuobjdump -sass -res-usage``."""
     opcodes: dict[str, Counter[str]] = {}
     usage: dict[str, tuple[int, int, int]] = {}
-    function = usage_of = ""
+    function = resource_function = ""
     for line in text.splitlines():
         if header := _FUNCTION.fullmatch(line):
             function = header[1]
@@ -93,9 +93,9 @@ def parse(text: str) -> dict[str, Code]:
         elif function and (instruction := _INSTRUCTION.match(line)):
             opcodes[function][instruction[1]] += 1
         elif header := _USAGE_HEADER.fullmatch(line):
-            usage_of = header[1]
+            resource_function = header[1]
         elif figures := _USAGE.search(line):
-            usage[usage_of] = (int(figures[1]), int(figures[2]), int(figures[3]))
+            usage[resource_function] = (int(figures[1]), int(figures[2]), int(figures[3]))
     return {n: Code(dict(count), *usage.get(n, (0, 0, 0))) for n, count in opcodes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Machine code of the Triton kernels of a claim, with a GPU or without one."""
+"""Collect the machine code of a claim's Triton kernels, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 
 
 def launched_kernels(call: Callable[[], object]) -> list[Compiled]:
-    """Call once more, after a call on a GPU, and return the Triton kernels that it launches.
+    """Call ``call`` again on the GPU, and return the Triton kernels that it launches.
 
-    Triton's hook does not see the replay of a CUDA graph. Without any launch seen, all kernels
-    are returned that Triton compiled in this process.
+    An earlier call must have compiled them. Triton's hook does not see the replay of a CUDA graph:
+    if it sees no launch, return all kernels that Triton compiled in this process.
     """
     kernels = list(_compiled_kernels()) if "triton.knobs" in sys.modules else []
     if not kernels:
@@ -75,7 +75,7 @@ def _compiled_kernels() -> Iterator[tuple[str, Any]]:
 def compile_for_targets(launches: Sequence[Launch], archs: Sequence[str]) -> list[Compiled]:
     """Compile interpreted kernels for absent GPUs, specialized for the arguments of each launch.
 
-    A process of its own compiles: in this one the interpreter replaces Triton's language.
+    A separate process compiles, because in this one the interpreter replaces Triton's language.
     """
     jobs: dict[str, dict[str, Any]] = {}
     for kernel, args, kwargs in launches:
@@ -124,7 +124,7 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
 
 
 def _to_json(value: Any) -> Any:
-    """Describe an argument in JSON: a tensor by its dtype, since allocators align alike."""
+    """Describe an argument in JSON; a tensor by its dtype alone, since allocators align all."""
     if hasattr(value, "data_ptr"):
         return {"dtype": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):  # a tensor descriptor
@@ -141,7 +141,7 @@ def _main() -> None:
     """Compile the jobs on standard input; write cubins and list them on standard output."""
     request = json.load(sys.stdin)
     stdout = sys.stdout
-    sys.stdout = sys.stderr  # for the output of imported modules
+    sys.stdout = sys.stderr  # imported modules may print; stdout is for the reply only
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -161,7 +161,7 @@ def _main() -> None:
 
 
 def _absent_driver(target: Any) -> Any:
-    """Return the part of Triton's driver that compiling needs, for a GPU of another machine."""
+    """Imitate the part of Triton's driver that compiling needs, for a GPU that is not present."""
     return SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
