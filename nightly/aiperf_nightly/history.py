@@ -117,7 +117,7 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
         epoch=", ".join(parts),
         claims={r.claim: r.speedup.value for r in valid if r.speedup},
         sentinels={
-            r.claim: stats.typical(r.timing.replicates, "optimized")
+            r.claim: stats.median_call_s(r.timing.replicates, "optimized")
             for r in valid
             if r.claim in sentinels and r.timing
         },

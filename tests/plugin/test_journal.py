@@ -31,7 +31,7 @@ def test_run_ids_sort_by_start_and_differ_by_process():
 
 
 def test_a_run_from_collection_to_results(run):
-    run.manifest([("a/one", "t::one"), ("a/two", "t::two")])
+    run.write_manifest([("a/one", "t::one"), ("a/two", "t::two")])
     manifest = journal.read_manifest(run.path)
     assert manifest.claims == {"a/one": "t::one", "a/two": "t::two"}
     run.journal("main").append(result("a/one"))
@@ -49,9 +49,9 @@ def test_a_run_from_collection_to_results(run):
 
 def test_the_first_manifest_stays(run):
     assert not run.collected
-    run.manifest([("ch/x", "a.py::x")])
+    run.write_manifest([("ch/x", "a.py::x")])
     assert run.collected
-    run.manifest([])
+    run.write_manifest([])
     assert journal.read_manifest(run.path).claims == {"ch/x": "a.py::x"}
 
 
@@ -68,8 +68,8 @@ def test_a_journal_cut_at_any_byte_keeps_every_complete_line(run):
     for cut in range(len(lines[0]), len(whole) + 1):
         writer.path.write_bytes(whole[:cut])
         into = cut - len(lines[0])
-        kept = len(lines[1]) - 1 <= into  # a line without its newline is whole
-        torn = into > 1 and not kept  # its first byte is a newline
+        kept = len(lines[1]) - 1 <= into  # a line that lacks only its newline is kept
+        torn = into > 1 and not kept  # each line begins with a newline, which is no part of it
         assert journal.read_journals(run.path) == (results[: 1 + kept], torn)
 
 
@@ -188,7 +188,9 @@ def test_a_failed_fsync_is_an_error(run, monkeypatch):
 
 
 def test_a_figure_that_json_cannot_hold_is_named_with_its_claim(run):
-    with pytest.raises(ValueError, match=r"^ch07/copy\[vector\]\.floor: nan is no finite figure"):
+    with pytest.raises(
+        ValueError, match=r"^ch07/copy\[vector\]\.floor: nan is not a finite number"
+    ):
         run.journal("main").append(result(floor=float("nan")))
 
 

@@ -1,4 +1,4 @@
-"""Results files are strict, whole, and pytest-benchmark's."""
+"""Results files are strict, complete, and in the format of pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -102,9 +102,13 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "place"),
     [
-        ('"seed": 7', '"seed": NaN', r"r\.benchmarks\[0\]\.aiperf\.seed: nan is no finite figure"),
-        ('"seed": 7', '"seed": -Infinity', r"\.seed: -inf is no finite"),
-        ('"floor": 0.004', '"floor": 1e999', r"\.floor: inf is no finite"),
+        (
+            '"seed": 7',
+            '"seed": NaN',
+            r"r\.benchmarks\[0\]\.aiperf\.seed: nan is not a finite number",
+        ),
+        ('"seed": 7', '"seed": -Infinity', r"\.seed: -inf is not a finite"),
+        ('"floor": 0.004', '"floor": 1e999', r"\.floor: inf is not a finite"),
         ('"seed": 7', '"seed": 7, "seed": 8', r"benchmarks\[0\]\.aiperf\.seed occurs twice"),
         ('"seed": 7', '"seed": true', r"benchmarks\[0\]\.aiperf\.seed: int is needed"),
         ('"seed": 7', '"seed": ' + "9" * 5000, "limit"),

@@ -68,10 +68,10 @@ def test_half_width_is_relative():
 def test_overlapping_spans_count_once():
     assert stats.covered([]) == 0
     assert stats.covered([(4, 6), (0, 2), (1, 3), (1, 2), (-2, -1)]) == 6
-    start = (1 << 57) + 1  # an address that no float can represent
+    start = (1 << 57) + 1  # an integer that no float represents exactly
     assert stats.covered([(start, start + 3), (start + 2, start + 4)]) == 4
 
 
-def test_typical_is_the_median_over_all_blocks():
+def test_the_median_call_is_the_median_over_all_blocks():
     replicates = [rounds(((2.0, 2.2), (1.0, 1.0))), rounds(((2.1, 9.0), (1.0, 1.0)))]
-    assert stats.typical(replicates, "baseline") == pytest.approx(2.15)
+    assert stats.median_call_s(replicates, "baseline") == pytest.approx(2.15)

@@ -1,4 +1,4 @@
-"""Explains a timed claim: its evidence, each arm's share of the limit, and what bounds it."""
+"""Explains a timed claim: its evidence, and each arm's roofline limit and bottleneck."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def check(
 ) -> None:
     """Check the evidence that needs no GPU: compiled code, and launches counted on the CPU.
 
-    Without ``bound`` the arms cannot run here. Triton kernels are compiled for ``archs``.
+    Without ``bound`` the arms cannot run here, and only the code of ``builds`` is checked. Triton
+    kernels are compiled for ``archs``.
     """
     if not claim.evidence:
         return
@@ -56,15 +57,15 @@ def check(
             try:
                 code += triton_build.compile_for_targets(counted.triton, archs)
                 complete = True
-            except BuildError:  # checked where there is a GPU
+            except BuildError:  # this evidence is checked on a machine with a GPU instead
                 complete = False
-    facts = Facts(code=code, every=complete, figures={"optimized": figures}, at_least=True)
+    facts = Facts(code=code, complete=complete, figures={"optimized": figures}, at_least=True)
     if broken := evidence.broken(evidence.hold(claim.evidence, facts)):
         raise ClaimNotMet(broken)
 
 
 def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[Compiled]:
-    """Return the kernels of builds, disassembled where evidence is about opcodes."""
+    """Return the kernels of builds; disassemble them if evidence is about opcodes."""
     if not _has(pieces, EvidenceKind.OPCODE):
         return [Compiled(kernel) for build in builds for kernel in build.kernels]
     with ThreadPoolExecutor() as pool:
@@ -79,10 +80,10 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
 def explain(
     bound: BoundClaim, record: Result, builds: Sequence[Build], ceilings: Mapping[str, float]
 ) -> Result:
-    """Inspect the arms after their timing; nothing may be timed after this."""
+    """Inspect the arms after their timing. Time nothing afterwards: CUPTI slows launches down."""
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
-    seconds = {a: stats.typical(timing.replicates, a) for a in claim.arms} if timing else {}
+    seconds = {a: stats.median_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
         for arm, call_s in seconds.items()
@@ -96,9 +97,9 @@ def explain(
     code: list[Compiled] = []
     if _has(claim.evidence, *STATIC):
         code = [*compiled_code(claim.evidence, builds), *inspection.triton_kernels()]
-    # on a GPU no other run will find more kernels
+    # on a GPU every kernel of the claim is built by now: a name that matches none is an error
     complete = bool(code) or device.torch_device != "cpu"
-    facts = Facts(code=code, every=complete, figures=inspection.figures, work=work)
+    facts = Facts(code=code, complete=complete, figures=inspection.figures, work=work)
     diagnosis = {
         arm: text
         for arm, call_s in seconds.items()
@@ -119,23 +120,23 @@ def _first_in_seconds(timings: Iterable[Timing | None]) -> Timing | None:
 
 
 def refuse_impossible_times(record: Result) -> None:
-    """Refuse a time that is too short for this GPU, by its datasheet or its measured limits."""
+    """Raise InvalidMeasurement if a time beats the GPU's datasheet or its measured ceilings."""
     timing, work = record.timing, record.work
     if timing is None or timing.metric is not Metric.DEVICE or work is None:
         return
     peaks = roofline.DATASHEET.get(record.key, {})
     for arm in timing.replicates[0].rounds[0].seconds:
-        seconds = stats.typical(timing.replicates, arm)
+        seconds = stats.median_call_s(timing.replicates, arm)
         on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
         for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):
-                continue  # data in registers and shared memory need not pass the L2 again
+                continue  # warm data may stay in registers or shared memory and bypass the L2
             if problem := roofline.too_fast(limit, source):
                 raise InvalidMeasurement(f"{arm}: {problem}")
 
 
 def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> float | None:
-    """Return the lower end of the optimized arm's share of its limit."""
+    """Return the lower confidence bound of the optimized arm's share of its limit."""
     limit, timing = limits.get("optimized"), _first_in_seconds(timings)
     if limit is None or timing is None:
         return None
@@ -148,7 +149,7 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 
 
 class _Inspection:
-    """Figures of single calls of the arms, each on inputs of its own."""
+    """Inspects calls of the arms outside the timing; each inspection has new inputs."""
 
     def __init__(self, bound: BoundClaim) -> None:
         self.bound = bound
@@ -157,7 +158,7 @@ class _Inspection:
         self.notes: list[str] = []
 
     def trace(self) -> None:
-        """Trace a call of each arm."""
+        """Trace one call of each arm."""
         for name in self.figures:
             if (trace := self._call(name, self.bound.device.trace)) is not None:
                 self.traces[name] = trace
@@ -165,13 +166,13 @@ class _Inspection:
                 self.figures[name][EvidenceKind.KERNELS] = trace.kernels
 
     def measure(self, pieces: Sequence[Evidence]) -> None:
-        """Measure the peak memory and count the graph breaks that evidence is about."""
+        """Measure peak memory and count graph breaks if evidence is about them."""
         if _has(pieces, EvidenceKind.PEAK_MEMORY):
             for name in ("baseline", "optimized"):
                 peak = self._call(name, partial(peak_bytes, self.bound.device))
                 if peak is not None:
                     self.figures[name][EvidenceKind.PEAK_MEMORY] = peak
-        if _has(pieces, EvidenceKind.GRAPH_BREAKS):  # last, since torch forgets its compiled code
+        if _has(pieces, EvidenceKind.GRAPH_BREAKS):  # last: this discards torch's compiled code
             self.figures["optimized"] |= self._call("optimized", _graph_breaks) or {}
 
     def triton_kernels(self) -> list[Compiled]:
@@ -181,7 +182,7 @@ class _Inspection:
         return triton_build.launched_kernels(lambda: self._call("optimized", lambda call: call()))
 
     def _call(self, name: str, inspect: Callable[[Callable[[], object]], Any]) -> Any:
-        """Inspect one call of an arm; an error becomes a note, since the claim is measured."""
+        """Inspect an arm's call; an error becomes a note, because the claim is already measured."""
         bound = self.bound
         try:
             inputs = bound.make_inputs(bound.seed)

@@ -29,17 +29,18 @@ from .torch_compile import uncompiled
 T = TypeVar("T")
 
 QUIET_FLOOR = 0.1
-"""A noise floor above this is measured again: one stalled block must not raise the floor that all
-claims of the session are held to."""
+"""A noise floor above this is measured again, because one stalled block must not raise the floor
+for all claims of the session."""
 FLOOR_REPEATS = 3
-"""A noisy floor is the median of this many, so that a host that is always noisy gets a high one."""
+"""Measurements of a noisy floor. Their median counts: one stall does not raise it, but a host that
+is always noisy gets a high floor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimContext:
-    """Everything that measuring a claim takes from its session."""
+    """Everything that the measurement of a claim needs from its session."""
 
-    record: Result  #: The record so far: the claim's identity, its seed, versions of the stack.
+    record: Result  #: The record so far: the claim's id, its seed and the software versions.
     device: Device  #: Device on which the arms are timed.
     lock: GpuLock  #: Lock of the claim's GPUs and of the host; not held at the start.
     rule: StoppingRule  #: When the measurement of the judged metric stops.
@@ -48,12 +49,12 @@ class ClaimContext:
     code: str  #: Hash of the claim's source code.
     builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.
     noise_floor: float = math.inf
-    """The session's :func:`noise_floor`; nothing is faster before it is known."""
+    """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
     ceilings: Mapping[str, float] = field(default_factory=dict)
-    """Limits of the device; only claims with ``work`` need them."""
+    """The device's roofline ceilings by name; only claims with ``work`` need them."""
 
     def share(self, step: Callable[[], T]) -> T:
-        """Run a step under the shared lock; where memory runs out, again under the exclusive."""
+        """Run a step under the shared lock; if memory runs out, again under the exclusive lock."""
         try:
             with self.lock.shared():
                 return step()
@@ -131,7 +132,7 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in bound.claim.metrics:
-        # the metrics after the first are only shown
+        # only the first metric is judged: for the others, a quick measurement suffices
         measurement = Measurement(bound, metric, QUICK if timings else context.rule)
         context.share(measurement.prepare)
         lock = context.lock
@@ -140,10 +141,10 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
-                    bound.verify()  # a wrong result explains more than a disturbed round
+                    bound.verify()  # a wrong result, if any, explains more than a disturbed round
                     raise
                 notes.append(f"{metric} is not shown: {why}")
-            context.device.release()  # under the lock: freeing memory would disturb the next claim
+            context.device.release()  # still locked: freeing memory later disturbs the next claim
         context.share(measurement.check_with_new_inputs)
     context.progress("verifying")
     context.share(bound.verify)
@@ -171,7 +172,7 @@ def _judge(record: Result, context: ClaimContext) -> Result:
         context.expectation,
         library=record.library,
         share=explanation.min_share(record.limits, (record.timing, *record.also)),
-        compare_recorded=not verdict.is_hosts(record),
+        compare_recorded=not verdict.depends_on_host(record),
     )
     broken = evidence.broken(record.evidence)
     return replace(

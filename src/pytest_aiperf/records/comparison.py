@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pytest_aiperf.model import Interval, Result
-from pytest_aiperf.rules.verdict import SESSIONS_APART, is_hosts
+from pytest_aiperf.rules.verdict import SESSIONS_APART, depends_on_host
 
 
 class State(StrEnum):
@@ -30,7 +30,7 @@ class Change:
     claim: str
     key: str
     state: State
-    ratio: Interval | None = None  #: The new speedup over the old one.
+    ratio: Interval | None = None  #: The new speedup divided by the old one.
     why: str = ""
 
 
@@ -61,7 +61,7 @@ def _change(old: Result | None, new: Result | None) -> Change:
     elif ratio.low > 1 + SESSIONS_APART:
         state = State.IMPROVED
     is_same_gpu = old.gpu and new.gpu and old.gpu.uuid == new.gpu.uuid != ""
-    if state is not State.SAME and is_hosts(new) and not is_same_gpu:
+    if state is not State.SAME and depends_on_host(new) and not is_same_gpu:
         return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
     return Change(new.claim, new.key, state, ratio)
 

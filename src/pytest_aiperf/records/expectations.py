@@ -30,7 +30,7 @@ MAX_NOISE: Final = 0.02  #: Largest A/A difference of a session whose results ma
 MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
 """Upper bounds of figures; a share may exceed 1, since it refers to a *measured* limit."""
 SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
-STACK: Final = ("torch", "CUDA", "driver")  #: The software that an entry names, in this order.
+STACK: Final = ("torch", "CUDA", "driver")  #: Software whose versions an entry records, in order.
 NEW_FILE: Final = """\
 # What each claim must show. People write `require`; the lower end of the interval must reach it.
 # `pytest --update-expectations` and `python -m pytest_aiperf accept` write the entry of each GPU.
@@ -38,7 +38,7 @@ schema: 1
 claims: {}
 """
 CLAIMS: Final = f"{ROOT}.claims"
-Noun = TypeVar("Noun", Require, Recorded)
+Section = TypeVar("Section", Require, Recorded)
 _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -57,14 +57,14 @@ class ClaimEntry:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The content of the file; empty without a file."""
+    """The content of expectations.yaml; empty if there is no file."""
 
     claims: Mapping[str, ClaimEntry] = field(default_factory=dict)
 
     def lookup(self, claim: str, key: str, arch: str, code: str) -> Expectation:
         """Return the expectation of a claim on a GPU.
 
-        A GPU without an entry takes that of its architecture: h200 sm90, 2xh200 2xsm90.
+        A GPU without an entry falls back to its architecture: h200 to sm90, 2xh200 to 2xsm90.
         """
         entry = self.claims.get(claim, ClaimEntry())
         fallback = "" if key == "cpu" else re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
@@ -86,7 +86,10 @@ def is_claim_id(name: str) -> bool:
 
 
 def stack_line(stack: Mapping[str, str]) -> str:
-    """Format the software under a measurement; when it changes, the count of runs restarts."""
+    """Format software versions: "torch 2.9.0, CUDA 13.0, driver 580.65".
+
+    An entry whose line differs starts its count of runs again.
+    """
     versions = {name.lower(): version for name, version in stack.items()}
     first = [(name, versions[name.lower()]) for name in STACK if name.lower() in versions]
     return ", ".join(" ".join(pair) for pair in first or sorted(stack.items())) or "unknown"
@@ -100,7 +103,8 @@ class _File:
 
 def _claims(document: Document) -> dict[str, ClaimEntry]:
     schema = document.value.get("schema") if isinstance(document.value, dict) else None
-    if isinstance(schema, int) and schema != SCHEMA:  # checked first: the rest may differ too
+    # checked first: the rest of another version's file may differ too
+    if isinstance(schema, int) and schema != SCHEMA:
         newer = f"written by a newer pytest-aiperf (schema {schema}); upgrade pytest-aiperf"
         document.refuse(f"{ROOT}.schema: {newer if schema > SCHEMA else f'must be {SCHEMA}'}")
     try:
@@ -121,28 +125,27 @@ def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
         elif _KEY.fullmatch(key):
             recorded[key] = _within_bounds(Recorded, entry, f"{where}.{key}")
             if sorted(recorded[key].speedup) != list(recorded[key].speedup):
-                raise ValueError(f"{where}.{key}.speedup: rising [low, value, high] is needed")
+                raise ValueError(f"{where}.{key}.speedup: [low, value, high] must ascend")
         else:
-            raise ValueError(f"{where}.{key}: {key!r} is no GPU such as h200")
+            raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h200")
     return ClaimEntry(require, recorded)
 
 
-def _within_bounds(kind: type[Noun], entry: object, where: str) -> Noun:
-    noun = from_json(kind, entry, where)
+def _within_bounds(kind: type[Section], entry: object, where: str) -> Section:
+    section = from_json(kind, entry, where)
     for name, bound in MAX_VALUES.items():
-        value = getattr(noun, name, None)
+        value = getattr(section, name, None)
         for figure in value if isinstance(value, tuple) else (value,):
             if figure is not None and not 0 < figure <= bound:
                 raise ValueError(f"{where}.{name}: must be above 0 and at most {bound:g}")
-    return noun
+    return section
 
 
 def acceptable(result: Result, expectation: Expectation) -> str | None:
     """Return the reason why a result must not be recorded, or None.
 
-    The recorded figure does not count here, only the requirements of today: a result that failed
-    because its figure changed is acceptable. Parity is accepted only where it was recorded before
-    or is required.
+    Only ``require`` counts, not the recorded figure: a result that failed because its figure
+    changed is acceptable. Parity is accepted only if it was recorded before or is required.
     """
     return next(itertools.chain(_unfit(result), _unmet(result, expectation)), None)
 
@@ -179,7 +182,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    require = replace(require, share=None)  # a share limits nothing about the recorded speedup
+    require = replace(require, share=None)  # the share does not decide about a speedup
     judgement = judge(figure, result.floor, Expectation(require), library=result.library)
     if not judgement.holds:
         yield judgement.why
@@ -190,8 +193,8 @@ class Update:
     """A proposed change of the file, not yet written."""
 
     path: Path
-    before: str | None  #: The text of the file, None without a file.
-    after: str | None
+    before: str | None  #: The text of the file; None if there is none.
+    after: str | None  #: The new text.
     accepted: tuple[Result, ...]
     refused: tuple[tuple[Result, str], ...]  #: Results with the reason of their refusal.
     results: tuple[Result, ...]
@@ -212,9 +215,9 @@ class Update:
     def write(
         self, folder: Path | None = None, machine: Mapping[str, object] | None = None
     ) -> Update:
-        """Write the accepted results into ``folder``, then the file; return what was written.
+        """Write the accepted results into ``folder``, then the file; return the written update.
 
-        Under a lock the update is proposed again, since another process may have changed the file.
+        The update is computed again under a lock, since another process may have changed the file.
         """
         if not self.accepted:
             return self
@@ -225,7 +228,7 @@ class Update:
         with locked(lock):
             update = propose_update(self.path, self.results, self.today)
             if update.accepted and update.after is not None:
-                # a rename would replace a read-only file too, but its mode forbids a change
+                # atomic_write renames, which would replace even a read-only file
                 mode = path.stat().st_mode if path.exists() else None
                 if mode is not None and not mode & 0o222:
                     raise UsageError(f"{path}: is read-only; make it writable, then accept again")
@@ -265,7 +268,7 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         if reason is not None:
             refused.append((result, reason))
             continue
-        # a result that failed did so only against the recorded figure that it now replaces
+        # a failed result missed only the recorded figure, which it now replaces
         passed = result.outcome is Outcome.PASSED
         accepted.append(result if passed else replace(result, outcome=Outcome.PASSED, message=""))
         old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
@@ -277,7 +280,7 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         for claim, new in entries.items():
             entry = claims.get(claim, ClaimEntry())
             expected[claim] = replace(entry, recorded={**entry.recorded, **new})
-        if _claims(parse(path, after)) != expected:  # rather no change than a wrong one
+        if _claims(parse(path, after)) != expected:  # better no change than a wrong one
             raise UsageError(
                 f"{path}: cannot be updated in place; write one claim and one GPU per line"
             )
@@ -286,7 +289,7 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
 
 def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
     assert result.speedup is not None
-    # rounded outwards, so that a figure without spread lies within its own record
+    # rounded outwards, so that the recorded interval contains the measured one
     directions = (ROUND_FLOOR, ROUND_HALF_EVEN, ROUND_CEILING)
     low, value, high = (
         float(Context(prec=4, rounding=direction).create_decimal(repr(x)))
@@ -300,12 +303,12 @@ def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
     return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
 
 
-# Editing the text: an entry is one line. A round trip through ruamel.yaml would also change the
-# spaces and the indentation of other lines, and lose comments inside of braces.
+# The text is edited in place; an entry is one line. A round trip through ruamel.yaml would change
+# the spaces and the indentation of other lines, and lose comments inside braces.
 
 
 def _layout_problem(document: Document, result: Result) -> str | None:
-    """Return where the layout of the file leaves no line of its own to a result's entry."""
+    """Return the place and the problem if the layout gives a result's entry no line of its own."""
     nodes, claim = document.nodes, f"{CLAIMS}.{result.claim}"
     parents = (nodes[ROOT], nodes[CLAIMS] if nodes[CLAIMS].value else None, nodes.get(claim))
     problems = [node for node in parents if node is not None and node.flow_style]
@@ -342,11 +345,11 @@ def _edited(document: Document, changes: Mapping[str, Mapping[str, Recorded]]) -
         values = values or [value for _, value in parent.value] or [parent]
         block = [f"{_name(claim)}:", *(f"  {item}" for item in items)]
         added.append((last_line(values[-1]), indent, block))
-    added.sort(key=lambda place: (place[0], -place[1]))  # deeper lines first below the same line
+    added.sort(key=lambda place: (place[0], -place[1]))  # at the same line, deeper blocks first
     for line, column, block in reversed(added):  # from the end, so that line numbers stay valid
         at = line + 1
         while at < len(lines) and re.match(rf" {{{column + 1},}}#", lines[at]):
-            at += 1  # a deeper comment belongs to the lines above it
+            at += 1  # a more deeply indented comment belongs to the lines above
         lines[at:at] = [f"{' ' * column}{new}{newline}" for new in block]
     return "".join(lines)
 

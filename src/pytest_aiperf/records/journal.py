@@ -24,7 +24,7 @@ class Manifest:
 
     run: str
     started: str
-    claims: Mapping[str, str]  #: The nodeid of each claim, in collection order.
+    claims: Mapping[str, str]  #: Claim id to pytest nodeid, in collection order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Run:
     def collected(self) -> bool:
         return (self.path / "manifest.json").exists()
 
-    def manifest(self, collected: Iterable[tuple[str, str]]) -> None:
-        """Write the manifest from (claim, nodeid) pairs, unless another xdist worker has."""
+    def write_manifest(self, collected: Iterable[tuple[str, str]]) -> None:
+        """Write the manifest from (claim, nodeid) pairs, unless another xdist worker wrote it."""
         if not self.collected:
             manifest = Manifest(self.id, datetime.now(UTC).isoformat(), dict(collected))
             text = dumps(to_json(manifest), "manifest", indent=1)
@@ -73,7 +73,7 @@ def open_run(folder: Path, run_id: str) -> Run:
     run = Run(folder / run_id)
     with writing(folder):
         create_tagged(folder)
-    # also shows before the first measurement that files written here reach the disk
+    # written before the first measurement, so that an unwritable disk shows at once
     atomic_write(folder / ".gitignore", "*\n")
     with writing(run.path):
         run.path.mkdir()
@@ -88,7 +88,7 @@ class Journal:
 
     def append(self, result: Result) -> None:
         """Append a result; earlier lines stay intact, whatever fails."""
-        # a newline before the record, too: a previous incomplete write stays on its own line
+        # a newline before the record too, so that an earlier torn record stays on its own line
         line = f"\n{dumps(to_json(result), result.claim)}\n".encode()
         with writing(self.path), self.path.open("ab") as file:
             is_new = file.tell() == 0
@@ -102,7 +102,7 @@ class Journal:
 def read_journals(folder: Path) -> tuple[list[Result], int]:
     """Read the journals of a run: the last result of each claim, and the number of torn lines.
 
-    Lines that a crash left incomplete are skipped; complete lines that are no result are refused.
+    Torn lines, which a crash left incomplete, are skipped; a complete line must be a result.
     """
     results: list[Result] = []
     torn = 0
@@ -137,8 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
 def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list[Result]:
     """Return exactly one result per collected claim, in collection order.
 
-    Claims without a result are NOT_RUN for ``reason``. Results of claims that the manifest does
-    not list come last.
+    Claims without a result are NOT_RUN with ``reason`` as the message. Results of claims that the
+    manifest does not list come last.
     """
     lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0, message=reason)
     completed = {

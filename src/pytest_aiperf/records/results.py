@@ -19,7 +19,7 @@ from pytest_aiperf.model import SCHEMA, Gpu, Result
 from pytest_aiperf.schema import from_json, to_json
 
 _DUPLICATE: Final = object()
-"""Replaces the values of a key that occurs twice, until its place is known for the message."""
+"""Replaces the value of a key that occurs twice; ``_strict`` finds it and raises with its place."""
 
 
 def dumps(value: object, where: str, indent: int | None = None) -> str:
@@ -52,7 +52,7 @@ def _strict(value: object, where: str) -> None:
     elif value is _DUPLICATE:
         raise ValueError(f"{where} occurs twice")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where}: {value} is no finite figure")
+        raise ValueError(f"{where}: {value} is not a finite number")
     elif value is not None and not isinstance(value, (str, int, float)):
         kind = type(value).__name__
         raise ValueError(f"{where}: a {kind} cannot be recorded, use a plain number")
@@ -60,7 +60,7 @@ def _strict(value: object, where: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise UsageError in one sentence where a file cannot be written."""
+    """Convert an OSError in the block into a UsageError: ``path`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a file: after a crash it has either the old text or the new."""
+    """Replace a file: after a crash it holds either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ _EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
 
 
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of schema 1; invalid parts stay as they are, for the reader to refuse."""
+    """Convert a record of schema 1; invalid parts stay as they are: ``from_json`` refuses them."""
     work, findings = record.get("work"), record.get("evidence", [])
     upgraded = {**record, "schema": SCHEMA}
     if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
@@ -204,7 +204,8 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
     """Write results into the file of their GPU, ``<key>.json``, and keep its other claims."""
     new: dict[str, list[Result]] = {}
     for result in results:
-        gpu = result.gpu and replace(result.gpu, uuid="")  # these files are shared
+        # these files are shared: they identify no single GPU
+        gpu = result.gpu and replace(result.gpu, uuid="")
         new.setdefault(result.key, []).append(replace(result, gpu=gpu))
     for key, new_results in new.items():
         path = folder / f"{key}.json"

@@ -20,22 +20,22 @@ def parse(text: str) -> tuple[int, int]:
     """Parse I/N: shard I of N, counted from 1."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise UsageError(f"{text!r} is no shard: 2/3 is the second of three")
+        raise UsageError(f"{text!r} is not a shard: 2/3 is the second of three")
     return int(number), int(count)
 
 
 def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[set[str]]:
     """Split tests into shards of about equal time, independently of their order.
 
-    The longest come first, each goes to the shard with the least time.
+    The tests are dealt longest first, each to the shard with the least time so far.
     """
     duration = durations(ids, seconds)
     shards: list[set[str]] = [set() for _ in range(count)]
     loads = [0.0] * count
     for nodeid in sorted(duration, key=lambda i: (-duration[i], i)):
-        least = loads.index(min(loads))
-        shards[least].add(nodeid)
-        loads[least] += duration[nodeid]
+        shortest = loads.index(min(loads))
+        shards[shortest].add(nodeid)
+        loads[shortest] += duration[nodeid]
     return shards
 
 
@@ -47,9 +47,9 @@ def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, flo
 
 
 def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
-    """Return the last result of every claim that the runs below some folders collected, or None.
+    """Return the last result, or None, of every claim that the runs below ``folders`` collected.
 
-    A run that was killed has no results.json; its journals count.
+    A killed run has no results.json; its journals are read instead.
     """
     claims: dict[str, None] = {}
     results: list[Result] = []
@@ -66,6 +66,6 @@ def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
 
 
 def is_broken(result: Result) -> bool:
-    """Whether a claim ended without a figure for a reason of its own."""
+    """Whether a claim ended in an error, or failed before it was measured."""
     failed = result.outcome == Outcome.FAILED and result.speedup is None
     return failed or result.outcome == Outcome.ERROR

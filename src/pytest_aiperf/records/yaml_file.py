@@ -12,11 +12,12 @@ from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20  #: Largest file: 1 MiB holds thousands of claims.
 MAX_DEPTH: Final = 20  #: Deepest nesting; expectations use five levels.
-MAX_NODES: Final = 100_000  #: Most parser events of a file: a small text could take long to read.
+MAX_NODES: Final = 100_000  #: Largest number of parser events: a small text can be slow to parse.
 MAX_TEXT: Final = 500  #: Longest text, in characters.
 ROOT: Final = "file"  #: Path of the whole document; the paths of fields follow `schema.from_json`.
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)
-_FORBIDDEN = re.compile(  # also unusual line breaks and the byte order mark: loaders differ there
+# also unusual line breaks and the byte order mark, about which loaders disagree
+_FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
     "|\r(?!\n)"
 )
@@ -81,7 +82,7 @@ def parse(path: Path, text: str) -> Document:
         place = min(_Place(mark.line, mark.column), end) if mark else end
         problem = ": ".join(filter(None, (error.context, error.problem)))
         _refuse(path, place, f"this is not YAML, {problem}; the file is incomplete or mistyped")
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises a few others
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML also raises these
         _refuse(path, _end(text), f"this is not YAML, {error}; the file is incomplete or mistyped")
     if root is None:
         _refuse(path, _Place(0, 0), "is empty; write it or remove it")
@@ -144,7 +145,7 @@ def _value(path: Path, node: Any, where: str, nodes: dict[str, Any]) -> object:
     for key, value in node.value:
         name = _scalar(path, key, where) if key.id == "scalar" else None
         if not isinstance(name, str):
-            _refuse(path, key.start_mark, f"{where}: a name is needed here; quote it if it is one")
+            _refuse(path, key.start_mark, f"{where}: a name is needed here; quote it if it is text")
         if name in mapping:
             _refuse(path, key.start_mark, f"{where}: {name} occurs twice; keep one")
         mapping[name] = _value(path, value, f"{where}.{name}", nodes)

@@ -1,4 +1,4 @@
-"""What proves why an arm is faster: what a claim's author states, and whether it holds."""
+"""Evidence of why an arm is faster: a claim's author states it, and each run checks it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def counter(
     """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
 
     ``per="baseline"`` takes the ratio to the baseline's figure, ``per="work"`` the ratio to the
-    bytes of ``work``. Read under ``--profile=ncu``.
+    bytes of ``work``. It is read under ``--profile=ncu``.
     """
     return _evidence(EvidenceKind.COUNTER, metric, kernel, min=min, max=max, per=per)
 
@@ -79,7 +79,7 @@ def _evidence(
 
 
 STATIC: Final = (EvidenceKind.OPCODE, EvidenceKind.REGISTERS, EvidenceKind.SPILLS)
-"""Kinds that the compiled code answers, without a GPU."""
+"""Kinds of evidence that are checked in the compiled code, without a GPU."""
 
 _NOUNS: Final = {
     EvidenceKind.REGISTERS: "registers per thread",
@@ -90,7 +90,7 @@ _NOUNS: Final = {
     EvidenceKind.PEAK_MEMORY: "bytes of peak memory",
 }
 _NO_BASELINE: Final = "the baseline has 0, and "
-"""Begins the place of a finding whose ratio to the baseline does not exist."""
+"""Begins the ``where`` of a finding without a ratio, because the baseline's figure is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Compiled:
 
     kernel: KernelRecord
     opcodes: Mapping[str, int] | None = None
-    """How often each SASS opcode stands in the code; None when it was not disassembled."""
+    """Number of instructions by SASS opcode; None if the code was not disassembled."""
 
     def __str__(self) -> str:
         return f"{self.kernel.function} ({self.kernel.source}, {self.kernel.arch})"
@@ -107,10 +107,10 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one run measured of a claim, to hold its evidence against."""
+    """The figures of one run of a claim, against which its evidence is checked."""
 
     code: Sequence[Compiled] = ()  #: The compiled kernels that are known.
-    every: bool = False  #: Whether ``code`` has all kernels of the claim.
+    complete: bool = False  #: Whether ``code`` has all kernels of the claim.
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Arm to figures; a figure's name is an EvidenceKind or an ncu metric."""
     at_least: bool = False  #: Whether the counts of launches and kernels are lower bounds.
@@ -120,7 +120,7 @@ class Facts:
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
     """Return the figure of each piece of evidence and whether it lies within its bounds."""
     return tuple(
-        _of_code(piece, facts) if piece.kind in STATIC else _of_arm(piece, facts)
+        _check_code(piece, facts) if piece.kind in STATIC else _check_arm(piece, facts)
         for piece in evidence
     )
 
@@ -130,15 +130,18 @@ def broken(findings: Sequence[Finding]) -> str:
     return "; ".join(_sentence(finding) for finding in findings if not finding.held)
 
 
-def _of_code(piece: Evidence, facts: Facts) -> Finding:
-    """Check every named kernel; where no kernel is named, each build as a whole."""
+def _check_code(piece: Evidence, facts: Facts) -> Finding:
+    """Check each kernel whose name matches; opcodes without a kernel name are counted per build.
+
+    Return a finding that fails, if there is one.
+    """
     needs_sass = piece.kind is EvidenceKind.OPCODE
     readable = [c for c in facts.code if not needs_sass or c.opcodes is not None]
     named = [c for c in readable if piece.kernel in c.kernel.function]
     sources = {c.kernel.source for c in named}
     builds = {(c.kernel.source, c.kernel.arch) for c in readable if c.kernel.source in sources}
     missing = sorted(builds - {(c.kernel.source, c.kernel.arch) for c in named})
-    if missing or (facts.every and not named):
+    if missing or (facts.complete and not named):
         where = "{} for {}".format(*missing[0]) if missing else "this claim"
         kernels = ", ".join(dict.fromkeys(c.kernel.function for c in facts.code)) or "none"
         raise UsageError(
@@ -170,7 +173,7 @@ def matches(pattern: str, opcode: str) -> bool:
     return fnmatchcase(opcode, pattern) or fnmatchcase(opcode, f"{pattern}.*")
 
 
-def _of_arm(piece: Evidence, facts: Facts) -> Finding:
+def _check_arm(piece: Evidence, facts: Facts) -> Finding:
     name = piece.of or piece.kind.value
     arm = facts.figures.get("optimized", {})
     value, where = arm.get(name), "the optimized arm"
@@ -178,7 +181,7 @@ def _of_arm(piece: Evidence, facts: Facts) -> Finding:
         return Finding(piece)
     if facts.at_least and piece.kind in (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS):
         if piece.per:
-            return Finding(piece)  # a ratio of two lower bounds is no bound
+            return Finding(piece)  # a ratio of two lower bounds is not a bound
         where += ", as far as the CPU can count,"
     if piece.per == "work":
         if facts.work is None or not facts.work.bytes:

@@ -18,10 +18,10 @@ MEMORY: Final = ("copy", "read", "l2")
 _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
 _OVERHEAD_SHARE = 0.3  #: An arm with this share of its time outside kernels is overhead-bound.
-_NEAR = 0.8  #: From this share of its ceiling on, only less work helps.
+_NEAR = 0.8  #: At this share of its ceiling or more, an arm gains only from less work.
 _FAR = 0.4  #: Below this share of its ceiling, an arm is not limited by it.
-_BUSY = 0.6  #: From this utilisation on, ncu's counter names the unit that limits an arm.
-_WASTE = 1.5  #: From this many times the bytes of ``work`` on, the traffic is avoidable.
+_BUSY = 0.6  #: At this utilisation or more in ncu's counters, a unit limits an arm.
+_WASTE = 1.5  #: At this many times the bytes of ``work`` or more, traffic is avoidable.
 _FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
 
 _UNITS = {
@@ -48,7 +48,7 @@ _STALLS = {
     "gmma": "for the tensor cores, which are the limit",
 }
 
-_PCIE_5 = 64e9  #: 16 lanes, one direction.
+_PCIE_5 = 64e9  #: Bytes per second over 16 lanes in one direction.
 _MATRIX = {"fp64": 67e12, "fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}
 _HOPPER = _MATRIX | {"fp8": 1979e12, "int8": 1979e12, "h2d": _PCIE_5, "d2h": _PCIE_5}
 
@@ -79,12 +79,12 @@ DATASHEET: Final[Mapping[str, Mapping[str, float]]] = {
 }  # fmt: skip
 """NVIDIA's peak rates by GPU key and ceiling, in units per second: dense, without sparsity.
 
-Where datasheets differ, the larger figure.
+Where datasheets differ, the larger figure is taken.
 """
 
 
 def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, float]) -> Limit | None:
-    """Return the ceiling that takes the longest for this work; None where none applies."""
+    """Return the ceiling at which this work takes the longest; None if no ceiling applies."""
     amounts = {}  # ceiling: (amount, rate)
     if work.bytes > 0 and (memory := _memory(work, cache, ceilings)):
         amounts[memory[0]] = (work.bytes, memory[1])
@@ -117,7 +117,7 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
 
 
 def too_fast(limit: Limit, source: str = "measured") -> str | None:
-    """Describe a rate that this GPU cannot reach; None where it is possible.
+    """Describe a rate that this GPU cannot reach; None if it is possible.
 
     Holds for warm caches as well: a kernel starts with an empty L1 and empty shared memory, so
     every byte that it must read passes through the L2.
@@ -135,7 +135,7 @@ def too_fast(limit: Limit, source: str = "measured") -> str | None:
 def diagnose(
     limit: Limit | None, trace: Trace | None, seconds: float, counters: Mapping[str, float] = {}
 ) -> str:
-    """Describe in one line what limits an arm and what would help; empty where nothing is known.
+    """Describe in one line what limits an arm and what would help; "" if nothing is known.
 
     ``seconds`` is the time of one call as the claim counts it, with or without launch gaps;
     ``counters`` are the figures of an ncu profile.
@@ -153,8 +153,8 @@ def diagnose(
 def _overhead(limit: Limit | None, trace: Trace | None, seconds: float) -> str | None:
     if trace is None or not 0 < seconds < math.inf:
         return None
-    # The traced call may hit the cache where the timed ones miss. But an arm at 90 % of a ceiling
-    # is idle for at most 10 % of its time.
+    # The traced call may hit caches that the timed calls miss, and then its busy time is too short.
+    # An arm at 90 % of a ceiling is busy for at least 90 % of its time: the larger share counts.
     idle = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
     if idle < _OVERHEAD_SHARE:
         return None
@@ -196,7 +196,7 @@ def _bound(limit: Limit | None) -> str | None:
 
 
 def _busiest(counters: Mapping[str, float]) -> str | None:
-    """Name the busiest unit, where ``work`` does not show the limit."""
+    """Name the busiest unit, for an arm whose limit ``work`` does not show."""
     name = max((n for n in _UNITS if n in counters), key=counters.__getitem__, default=None)
     if name is None or counters[name] < _BUSY:
         return None

@@ -20,15 +20,18 @@ def t_quantile(p: float, df: int) -> float:
     return float(stdtrit(df, p))
 
 
-def paired_log_ratio(blocks: Round, over: str, under: str) -> float:
-    """Log of one round's ratio; the mirrored order cancels a linear drift."""
-    logs = {arm: statistics.fmean(map(math.log, blocks.seconds[arm])) for arm in (over, under)}
-    return logs[over] - logs[under]
+def paired_log_ratio(blocks: Round, numerator: str, denominator: str) -> float:
+    """Log of one round's ratio of times; the mirrored (ABBA) order cancels a linear drift."""
+
+    def mean_log(arm: str) -> float:
+        return statistics.fmean(map(math.log, blocks.seconds[arm]))
+
+    return mean_log(numerator) - mean_log(denominator)
 
 
-def log_ratio(replicate: Replicate, over: str, under: str) -> float:
+def log_ratio(replicate: Replicate, numerator: str, denominator: str) -> float:
     """One replicate's log-ratio: the median of its rounds, robust against one disturbed round."""
-    return statistics.median(paired_log_ratio(r, over, under) for r in replicate.rounds)
+    return statistics.median(paired_log_ratio(r, numerator, denominator) for r in replicate.rounds)
 
 
 def interval(logs: Sequence[float]) -> Interval:
@@ -45,13 +48,13 @@ def interval(logs: Sequence[float]) -> Interval:
     return Interval(math.exp(mean - half), math.exp(mean), math.exp(mean + half))
 
 
-def comparison(replicates: Iterable[Replicate], over: str, under: str) -> Interval:
-    """Ratio of arm ``over`` to arm ``under`` with its interval; the replicate is the unit."""
-    return interval([log_ratio(r, over, under) for r in replicates])
+def comparison(replicates: Iterable[Replicate], numerator: str, denominator: str) -> Interval:
+    """Ratio of two arms' times with its interval; each replicate is one sample."""
+    return interval([log_ratio(r, numerator, denominator) for r in replicates])
 
 
 def half_width(ratio: Interval) -> float:
-    """Relative half-width: how precisely the ratio is known."""
+    """Relative half-width of the interval; infinite for an unbounded interval."""
     if ratio.low <= 0 or math.isinf(ratio.high):
         return math.inf
     return math.expm1((math.log(ratio.high) - math.log(ratio.low)) / 2)
@@ -59,13 +62,13 @@ def half_width(ratio: Interval) -> float:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Total length of the union of the spans; overlaps count once."""
-    total, reached = 0.0, -math.inf
+    total, covered_until = 0.0, -math.inf
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
-def typical(replicates: Iterable[Replicate], arm: str) -> float:
-    """Seconds of one call of an arm: the median over all its blocks."""
+def median_call_s(replicates: Iterable[Replicate], arm: str) -> float:
+    """Seconds per call of an arm: the median over all its blocks."""
     return statistics.median(s for r in replicates for b in r.rounds for s in b.seconds[arm])

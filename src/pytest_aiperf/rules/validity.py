@@ -17,12 +17,12 @@ from pytest_aiperf.model import GpuState
 from . import stats
 
 L2_SPANS = 3
-"""The input sets of a cold measurement span the L2 this many times; at least as many sets."""
+"""The input sets of a cold measurement span the L2 this many times; also their minimum number."""
 MAX_INPUT_SETS = 256
-"""More input sets than this are refused: inputs that small cannot be kept cold."""
+"""Largest number of input sets: inputs so small that they need more cannot be kept cold."""
 MAX_CLOCK_CHANGE = 0.05  #: Largest relative change of the SM clock across a round.
 MAX_CAPPED_CLOCK_CHANGE = 0.15
-"""The same under the power cap, where the clock fluctuates; ABBA order exposes both arms to it."""
+"""Largest change under the power cap: the clock fluctuates, but for both arms in ABBA order."""
 POWER_CAP = 0x04  #: Clock event reason of NVML: the software power cap.
 
 # The power cap (0x4), an idle GPU (0x1) and clocks set by a user (0x2, 0x100) are normal.
@@ -67,15 +67,16 @@ _FOREIGN = (
     *(f"torch.cuda.Event.{name}" for name in ("record", "elapsed_time", "synchronize", "query")),
     *("torch.cuda.synchronize", "torch.cuda.stream", "torch.cuda.CUDAGraph.replay"),
 )
-_WATCHED: dict[str, object] = {}
+"""Functions of Python and torch that timing relies on: no arm may replace them."""
+_WATCHED: dict[str, object] = {}  #: This plugin's functions that no arm may replace, by name.
 
 T = TypeVar("T")
 
 
 def watched(function: T, module: str = "", name: str = "") -> T:
-    """Register a function that times or judges: an arm that replaces it is found out.
+    """Register a function that times or judges, so that an arm that replaces it is detected.
 
-    A decorator. A value that is not defined under its own name needs ``module`` and ``name``.
+    This is a decorator. A value without a name of its own needs ``module`` and ``name``.
     """
     module = module or function.__module__
     _WATCHED[f"{module}.{name or getattr(function, '__qualname__', '')}"] = function
@@ -111,7 +112,7 @@ def round_problem(before: GpuState, after: GpuState) -> str | None:
 
 
 def environment_problem(environ: Mapping[str, str]) -> str | None:
-    """Name the environment variable that makes every time meaningless."""
+    """Describe an environment variable that distorts every timing; None if none is set."""
     for name, value in sorted(environ.items()):
         if name in _ENVIRONMENT and (name == _SET_IS_ON or value not in ("", "0")):
             return f"{name}={value}: {_ENVIRONMENT[name]}; unset it to measure"
@@ -136,11 +137,11 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
 
 
 def flags() -> dict[str, str]:
-    """Read the global settings that no arm may change; torch's only where torch is loaded."""
+    """Read the global settings that no arm may change; those of torch only if it is loaded."""
     settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     if torch := sys.modules.get("torch"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates some of these names as they are read
+            warnings.simplefilter("ignore")  # reading some of these names warns of deprecation
             settings |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
     names = (*_FOREIGN, *_WATCHED)
     return settings | {name: repr(value) for name in names if (value := _find(name))}
@@ -152,13 +153,13 @@ def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
         f"{name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
-        # a module that was loaded in between has no value before
+        # a setting of a module that was loaded in between has no earlier value
         and not ("." in name and (name not in before or name not in after))
     ]
 
 
 def extras() -> dict[str, int]:
-    """Count what warmed-up calls never do: load kernels, compile, ask the driver for memory."""
+    """Count events that warmed-up calls never cause: kernel loads, compiles, driver allocations."""
     counts = {"Triton, which loaded kernels": len(_triton_loads())}
     if dynamo := sys.modules.get("torch._dynamo.utils"):
         counts["torch.compile, which compiled"] = dynamo.counters["frames"]["total"]
@@ -220,7 +221,7 @@ def _flag(torch: Any, name: str) -> str:
     except (AttributeError, RuntimeError) as error:
         # not in this version, or torch refuses because an arm mixed its old and new settings
         return f"unreadable ({type(error).__name__})"
-    if setting == "none" and name.endswith("fp32_precision"):  # inherited from the one above
+    if setting == "none" and name.endswith("fp32_precision"):  # inherited from torch.backends
         inherited = str(getattr(torch.backends, "fp32_precision", "none"))
         return "ieee" if inherited == "none" else inherited
     return setting

@@ -25,8 +25,8 @@ class Judgement:
     notes: tuple[str, ...] = ()  #: Remarks that do not decide.
 
 
-def is_hosts(result: Result) -> bool:
-    """Whether the host decides the figure as much as the GPU: hosts differ more than GPUs do."""
+def depends_on_host(result: Result) -> bool:
+    """Whether the host affects the figure as much as the GPU; hosts differ more than GPUs do."""
     return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
 
 
@@ -77,7 +77,7 @@ def judge(
         allowed.add(Verdict.SAME)
     required = expectation.require.speedup
     if required is not None and required <= 1:
-        allowed.add(Verdict.SAME)  # the file states that parity is the claim
+        allowed.add(Verdict.SAME)  # the claim is parity
     if reached not in allowed:
         failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
     if required is not None and ratio.low < required:
