@@ -339,7 +339,7 @@ def test_a_throttled_measurement_is_redone_once(benchmarks, reasons, rates):
     benchmarks["copy"] = lambda: 4e12
     lines = []
     assert ceilings._measure(Steady(reasons), lines.append, ["copy"]) == rates
-    assert ("slowed down" in lines[-1]) is not bool(rates)
+    assert ("throttled" in lines[-1]) is not bool(rates)
 
 
 # machines and sessions

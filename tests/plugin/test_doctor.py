@@ -193,7 +193,7 @@ SICK = {
     "torch ": ({"torch_test": None}, "does not work", State.BROKEN),
     "torch  ": (torch(built=""), "without CUDA", State.BROKEN),
     "torch   ": (torch(cuda=False), "finds no GPU", State.BROKEN),
-    "torch    ": (torch(right=False), "wrongly", State.BROKEN),
+    "torch    ": (torch(right=False), "wrong sum", State.BROKEN),
     "torch     ": (torch(archs=["sm_80"]), "sm_90", State.ADVICE),
     "triton": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
     "triton ": (

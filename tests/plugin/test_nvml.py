@@ -163,7 +163,7 @@ def test_without_a_driver_there_are_no_gpus(driver, monkeypatch):
 def test_hidden_gpus_are_reported_as_hidden(driver):
     assert "'-1' hides all 3" in nvml.absence({"CUDA_VISIBLE_DEVICES": "-1"})
     driver.names = []
-    assert nvml.absence({}) == "the NVIDIA driver lists none"
+    assert nvml.absence({}) == "the NVIDIA driver lists no GPU"
     assert visible_uuids("0") == []
 
 

@@ -1,7 +1,7 @@
 """Pack facts about a machine for a bug report.
 
-Only listed facts are packed: no output of a command, no path and no error message, which may
-contain the names of the machine, its user or their files.
+Only listed facts are packed. Command output, paths and error messages are left out, because they
+may contain the names of the machine, its user or their files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _VARIABLES: Final = (
     *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "OMP_NUM_THREADS"),
     *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
 )
-"""Environment variables that are packed, with their values if these are plain."""
+"""Environment variables that are packed, with their value if it matches ``_PLAIN``."""
 _PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
-"""Values that identify nobody: numbers, and words of the libraries; any other is ``<set>``."""
-_CAPTURED: Final = ("torch", "nsys", "ncu")
+"""Values that identify nobody: numbers and keywords. Any other is packed as ``<set>``."""
+_CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that capture the example.
 _EXAMPLE: Final = """\
 import torch
 
@@ -89,7 +89,7 @@ def _captures(host: Host) -> dict[str, str]:
 
 
 def write(path: Path, files: Mapping[str, str]) -> None:
-    """Write the archive, without owners and times."""
+    """Write the archive, without file owners and modification times."""
     with writing(path), tarfile.open(path, "w:gz") as archive:
         for name in sorted(files):
             data = files[name].encode()

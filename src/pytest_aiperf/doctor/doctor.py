@@ -33,10 +33,10 @@ _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "clocks_event_reasons.active"),
 )
-DEADLINE_S: Final = 120.0  #: Time limit of a command: a hanging driver must not block the doctor.
+DEADLINE_S: Final = 120.0  #: Time limit of a command: a hung driver must not block the doctor.
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 
-# in a process of its own: broken CUDA may hang or crash, and this process never initializes it
+# run in a separate process: a broken CUDA may hang or crash, and the doctor never initializes it
 _TORCH: Final = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -63,9 +63,9 @@ class Check:
 
     name: str
     state: State = field(kw_only=True)
-    found: str  #: What is there, without anything that identifies the machine or its user.
+    found: str  #: The observed state, without anything that identifies the machine or its user.
     todo: str = ""  #: The remedy.
-    detail: str = ""  #: A path or an error message; it may contain names, so no bundle has it.
+    detail: str = ""  #: A path or an error message; bundles omit it, as it may contain names.
 
     def __str__(self) -> str:
         text = ": ".join(filter(None, (self.found, self.detail, self.todo)))
@@ -78,7 +78,7 @@ _broken = partial(Check, state=State.BROKEN)
 
 
 class Host:
-    """The machine of this process; tests use one with other facts."""
+    """The machine that this process runs on; tests substitute a fake one."""
 
     environ: Mapping[str, str] = os.environ
 
@@ -93,7 +93,7 @@ class Host:
         return Path("/dev/nvidiactl").exists()
 
     def driver_cuda(self) -> int:
-        """Return the newest CUDA that the driver supports, as 13000; only call with a GPU."""
+        """Return the newest CUDA version that the driver supports (13000 is 13.0); needs a GPU."""
         import pynvml
 
         pynvml.nvmlInit()
@@ -109,7 +109,7 @@ class Host:
             return None
 
     def torch(self) -> dict[str, Any] | None:
-        """Try torch in a process of its own; None if it does not work."""
+        """Test torch in a separate process and return its report; None if torch does not work."""
         lines = (self.run(sys.executable, "-c", _TORCH) or "").splitlines()
         return json.loads(lines[-1]) if lines else None
 
@@ -126,7 +126,7 @@ class Host:
             return ""
 
     def tool(self, name: str) -> str:
-        """Return the path of a profiler, "" if it has no program; raise ToolMissing."""
+        """Return the path of a profiler, or "" if it runs inside Python; raise ToolMissing."""
         return tools.find(name) or ""
 
     def nvcc(self) -> tuple[str, str]:
@@ -155,7 +155,7 @@ class Host:
         return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
 
     def lock_folder(self) -> str:
-        """Create the folder of the GPU locks; AiperfError names a problem with it."""
+        """Create and return the folder of the GPU locks; AiperfError describes a problem."""
         gpu_lock.GpuLock([])
         return str(gpu_lock.default_folder())
 
@@ -293,7 +293,7 @@ def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     release = f"{version[1]}.{version[2]}" if version else "unknown"
     cuda = host.driver_cuda() // 1000 if gpus else 0
     if version and gpus and int(version[1]) > cuda:
-        todo = f"install a newer driver, or an nvcc of CUDA {cuda}"
+        todo = f"install a newer driver, or the nvcc of CUDA {cuda}"
         yield _broken("nvcc", f"CUDA {release}, newer than the driver's {cuda}", todo)
     else:
         yield _ok("nvcc", f"CUDA {release}", detail=path)
@@ -319,7 +319,7 @@ def _start(error: AiperfError) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, to compare."""
+    """Return (major, minor) of a version."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
@@ -358,10 +358,10 @@ def _torch(version: str, test: Mapping[str, Any] | None, gpus: Sequence[Gpu]) ->
         todo = "pip install --force-reinstall a torch that is built with CUDA"
         return _broken("torch", f"{version} is built without CUDA", todo)
     if gpus and not test["cuda"]:
-        todo = "install a newer driver or a torch of the driver's CUDA"
+        todo = "install a newer driver or a torch for the driver's CUDA version"
         return _broken("torch", f"{version} (CUDA {test['built']}) finds no GPU", todo)
     if not test["right"]:
-        return _broken("torch", f"{version} adds up wrongly", "have the GPU's memory tested")
+        return _broken("torch", f"{version} computes a wrong sum", "have the GPU's memory tested")
     arch = gpus[0].arch.replace("sm", "sm_", 1) if gpus else ""
     if arch and arch not in test["archs"]:
         todo = "its kernels are missing or compiled at their first call: install a newer torch"

@@ -1,4 +1,4 @@
-"""The limits of this GPU, measured once per GPU, driver and torch version, and kept on disk."""
+"""Measure the ceilings of a GPU, once per driver and torch version, and keep them on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICE: Final = (
     *("copy", "read", "l2", "shared", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
     *("launch", "graph_launch"),
 )
-"""Ceilings of a GPU that rooflines of claims use."""
+"""GPU ceilings that the rooflines of claims use."""
 HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
 """Ceilings of the transfers between host and GPU."""
 LINKS: Final = interconnect.NAMES  #: Ceilings of the links between GPUs.
@@ -46,8 +46,8 @@ def get(
 ) -> dict[str, float]:
     """Return the ceilings of a device's GPU; measure missing ones, or all if ``fresh``.
 
-    They are bytes or operations per second, and seconds per launch. A ceiling that cannot be
-    measured here is left out. Measuring takes about ten seconds; hold the exclusive lock.
+    The units are bytes or operations per second, and seconds per launch. A ceiling that cannot be
+    measured here is left out. Measuring takes about ten seconds and needs the exclusive lock.
     """
     assert device.gpu is not None
     measure = functools.partial(_measure, device, progress)
@@ -62,7 +62,7 @@ def cached(gpu: Gpu) -> dict[str, float]:
 def get_links(
     gpus: Sequence[Gpu], progress: ProgressLine = lambda _: None, *, fresh: bool = False
 ) -> dict[str, float]:
-    """Return the rates between several GPUs, which must be all visible ones."""
+    """Return the link rates between ``gpus``, which must be all visible GPUs."""
 
     def measure(_: Sequence[str]) -> dict[str, float]:
         progress(f"measuring the links of {len(gpus)} GPUs")
@@ -86,7 +86,7 @@ def _get(
         try:
             atomic_write(path, dumps({**versions, "ceilings": ceilings}, "ceilings"))
         except UsageError as why:
-            progress(f"measured anew the next time: {why}")
+            progress(f"the ceilings are not kept: {why}")
     return {name: ceilings[name] for name in names if name in ceilings}
 
 
@@ -96,13 +96,13 @@ def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
     if len(gpus) > 1:  # the UUIDs of many GPUs make too long a file name
         uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
     name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
-    # another torch brings another cuBLAS, and the micro-benchmarks change as well
+    # ceilings depend on torch, which brings its cuBLAS, and on the micro-benchmarks' code
     versions = {"torch": metadata.version("torch"), "methods": _benchmarks_hash()}
     return nvcc.default_cache() / "ceilings" / name, versions
 
 
 def _read(path: Path, versions: Mapping[str, str]) -> dict[str, float]:
-    """Read a file of ceilings; a torn file, or one of other versions, has none."""
+    """Read the ceilings in a file; empty if it is torn or was written for other versions."""
     try:
         content = loads(path.read_text(encoding="utf-8"), path.name)
         ceilings = content.pop("ceilings")
@@ -134,7 +134,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
         run = benchmarks[name]
         try:
             rate = _run_undisturbed(device, run) or _run_undisturbed(device, run)
-        except (RuntimeError, AiperfError) as why:  # costs this ceiling only, and no claim
+        except (RuntimeError, AiperfError) as why:  # only this ceiling is lost; no claim fails
             progress(f"{name} is not measured: {str(why).partition(chr(10))[0]}")
             continue
         finally:
@@ -142,13 +142,13 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
         if rate:
             ceilings[name] = rate
         else:
-            progress(f"{name} is not measured: the GPU was slowed down meanwhile")
+            progress(f"{name} is not measured: the GPU was throttled meanwhile")
     return ceilings
 
 
 def _run_undisturbed(device: Device, benchmark: Callable[[], float]) -> float | None:
     """Run a micro-benchmark; return None if the GPU was throttled meanwhile."""
-    # the SM clock itself is left out: it is higher under light work
+    # the SM clock is not compared: it is higher under light work
     before = replace(device.telemetry(), sm_mhz=None)
     rate = benchmark()
     return None if round_problem(before, replace(device.telemetry(), sm_mhz=None)) else rate
@@ -158,19 +158,19 @@ def _kernels(gpu: Gpu, progress: ProgressLine) -> Mapping[str, Callable[..., obj
     try:
         kernels = nvcc.Nvcc([_KERNELS.parent], [gpu.arch])(_KERNELS.name)
     except BuildError as why:
-        progress(f"only what libraries reach is measured: {str(why).partition(chr(10))[0]}")
+        progress(f"only library calls are measured: {str(why).partition(chr(10))[0]}")
         return None
     return {name: kernels[name] for name in kernels}
 
 
 def table(ceilings: Mapping[str, float], key: str) -> list[str]:
-    """Lay out ceilings beside the datasheet of a GPU key."""
-    specified = DATASHEET.get(key, {})
+    """Return the lines of a table: ceilings beside the datasheet figures of a GPU key."""
+    datasheet = DATASHEET.get(key, {})
     rows = [("ceiling", "measured", "datasheet", "share")]
     for name, rate in ceilings.items():
-        unit, promise = unit_of(name), specified.get(name)
-        promised = (si(promise, unit, 3), percent(rate / promise)) if promise else ("", "")
-        rows.append((name, si(rate, unit, 3), *promised))
+        unit, peak = unit_of(name), datasheet.get(name)
+        cells = (si(peak, unit, 3), percent(rate / peak)) if peak else ("", "")
+        rows.append((name, si(rate, unit, 3), *cells))
     return text.table(rows)
 
 

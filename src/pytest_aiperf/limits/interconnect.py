@@ -1,4 +1,4 @@
-"""Rates between the GPUs of this machine: copies between two, collectives of all."""
+"""Measure the rates between GPUs: copies between two, collectives over all."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from pytest_aiperf.machine.process_group import run_in_group
 
 NAMES: Final = ("p2p", "p2p_both", "all_reduce", "all_gather", "reduce_scatter")
 """Names of the measured rates."""
-_SIZE: Final = 1 << 30  #: Bytes per copy or collective: large enough that latency does not count.
-_BLOCKS: Final = 10  #: Timed blocks; the fastest counts.
+_SIZE: Final = 1 << 30  #: Bytes per copy or collective: large enough to make latency negligible.
+_BLOCKS: Final = 10  #: Timed blocks per rate; the fastest counts.
 _CALLS: Final = 4  #: Calls per block.
 _DEADLINE_S: Final = 120.0
 """Time limit of the measuring processes: a collective that misses a rank waits forever."""
-_RATES_FILE: Final = "rates.json"  #: File in which rank 0 leaves the rates.
+_RATES_FILE: Final = "rates.json"  #: File to which rank 0 writes the rates.
 
 
 def measure(count: int) -> dict[str, float]:
-    """Measure the first ``count`` visible GPUs in processes of their own; bytes per second.
+    """Measure the rates between the first ``count`` visible GPUs, in bytes per second.
 
-    Collectives give the bus bandwidth: the bytes that each GPU sends and receives, for any count.
+    One process per GPU measures. The rate of a collective is its bus bandwidth: the bytes per
+    second that each GPU sends, which is comparable across GPU counts.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, str(count), folder]
@@ -44,7 +45,7 @@ def measure(count: int) -> dict[str, float]:
 
 
 def bus_bytes(name: str, size: int, count: int) -> float:
-    """Count the bytes that each GPU sends in a collective over ``size`` bytes in all."""
+    """Return the bytes that each GPU sends in a collective over ``size`` bytes."""
     part = size * (count - 1) / count
     return 2 * part if name == "all_reduce" else part
 
@@ -56,12 +57,13 @@ def _rank(rank: int, count: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     rates = _copies(torch) if rank == 0 and torch.cuda.can_device_access_peer(0, 1) else {}
-    store = f"file://{folder}/store"  # the other ranks wait in it until rank 0 has copied
+    # the other ranks wait in init_process_group until rank 0 has measured the copies
+    store = f"file://{folder}/store"
     dist.init_process_group("nccl", store, rank=rank, world_size=count, device_id=device)
     elements = _SIZE // 2 // count * count
     whole = torch.randn(elements, device=device).bfloat16()
     part = whole[: elements // count].clone()
-    calls = {  # the mean, which keeps the values in range
+    calls = {  # AVG, because repeated sums would overflow
         "all_reduce": partial(dist.all_reduce, whole, dist.ReduceOp.AVG),
         "all_gather": partial(dist.all_gather_into_tensor, whole, part),
         "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, dist.ReduceOp.AVG),
@@ -83,7 +85,8 @@ def _copies(torch: Any) -> dict[str, float]:
     streams = [[torch.cuda.Stream(device) for device in devices] for _ in range(2)]
 
     def copy(source: int) -> None:
-        # a copy waits for the current stream of both GPUs: each direction has its own pair
+        # copy_ synchronizes with the current streams of both GPUs: with a pair of streams per
+        # direction, the two copies can overlap
         with torch.cuda.stream(streams[source][0]), torch.cuda.stream(streams[source][1]):
             data[source][1 - source].copy_(data[source][source], non_blocking=True)
 
@@ -96,7 +99,7 @@ def _copies(torch: Any) -> dict[str, float]:
 
 
 def _blocks(torch: Any, call: Callable[[], object], devices: Sequence[Any]) -> list[float]:
-    """Return the seconds per call of each block, from idle GPUs to idle GPUs."""
+    """Return the seconds per call of each block; the GPUs are idle before and after a block."""
     seconds = []
     for _ in range(_BLOCKS):
         for device in devices:

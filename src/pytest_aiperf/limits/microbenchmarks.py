@@ -1,4 +1,4 @@
-"""Micro-benchmarks of one GPU: the best block of the best call gives a ceiling."""
+"""Micro-benchmarks of one GPU: the fastest block of the fastest variant gives the ceiling."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Final
 from pytest_aiperf.device.device import Call, Device, calls_per_block, choose_mode, now
 from pytest_aiperf.model import Gpu, Metric, Mode
 
-_BLOCKS: Final = 10  #: Timed blocks per call; the best one counts.
-_BURSTS: Final = 8  #: Additional blocks of arithmetic, each after a rest.
-_REST_S: Final = 0.03  #: Pause before a burst, in which the power cap's average falls.
-_MAX_S: Final = 0.6  #: Time budget per call, so that all ceilings take about ten seconds.
+_BLOCKS: Final = 10  #: Timed blocks per micro-benchmark; the fastest counts.
+_BURSTS: Final = 8  #: Additional blocks of an arithmetic benchmark, each after a pause.
+_REST_S: Final = 0.03  #: Pause before a burst, in which the average power falls below its cap.
+_MAX_S: Final = 0.6  #: Time budget per micro-benchmark: all ceilings take about ten seconds.
 _THREADS: Final = 256  #: Threads per block in ceilings.cu.
 _MIN_ARCH: Final = {"fp16": 70, "tf32": 80, "bf16": 80, "int8": 80, "fp8": 89}
 """Compute capability (times ten) from which tensor cores support a type."""
@@ -43,7 +43,7 @@ class Sizes:
             memory=min(4 << 30, 1 << (max(free, 1 << 20) // 4).bit_length() - 1),
             l2=tuple(max(1 << 20, l2 // part >> 20 << 20) for part in (8, 4, 2)),
             host=256 << 20,
-            # a cube, and 16 whole waves of 128 x 256 tiles on all SMs
+            # a cube, and a product of 16 full waves of 128 x 256 tiles
             products=((8192, 8192, 8192), (128 * gpu.sms, 4096, 8192)),
         )
 
@@ -74,7 +74,7 @@ class Microbenchmarks:
             pageable = partial(self._transfer, down=down, pinned=False)
             benchmarks[f"{name}_pageable"] = pageable
         self.benchmarks: Final[Mapping[str, Callable[[], float]]] = benchmarks
-        """Functions that measure a ceiling, by its name; those that this GPU supports."""
+        """Ceiling name to the function that measures it; only ceilings that this GPU supports."""
 
     def _copy(self) -> float:
         source, target = self._bytes(self._sizes.memory), self._bytes(self._sizes.memory)
@@ -89,7 +89,7 @@ class Microbenchmarks:
         return self._sizes.memory / min(map(self._best_s, calls))
 
     def _passes(self, source: Any, target: Any, *, write: bool) -> list[Call]:
-        """Return kernels that read or copy a buffer once, one for each number of vectors."""
+        """Return kernels that read or copy a buffer once, one per number of vectors per thread."""
         move = partial(self._kernels["move"], source, target, source.nbytes)
         # one thread block per chunk, in one step
         return [partial(move, vectors, write, 0, 1) for vectors in (2, 4, 8)]
@@ -121,10 +121,10 @@ class Microbenchmarks:
         return blocks * rounds * _THREADS * 128 * 2 / best_s
 
     def _product(self, dtype: str) -> float:
-        """Multiply matrices, in bursts after a rest and continuously; return the higher rate.
+        """Multiply matrices, in bursts after a pause and continuously; return the higher rate.
 
-        Under sustained work the power cap lowers the SM clock; right after a rest it does not. A
-        claim's blocks come somewhere in between, so the ceiling is the better of both.
+        Under sustained work the power cap lowers the SM clock; right after a pause it does not.
+        The blocks of a claim lie in between, so the ceiling is the higher of the two rates.
         """
         highest = 0.0
         for m, n, k in self._sizes.products:
@@ -167,10 +167,10 @@ class Microbenchmarks:
             matmul.fp32_precision = before
 
     def _launch(self) -> float:
-        """Return the host's seconds per launch, from C++: no caller needs less."""
+        """Return the host's seconds per launch from C++, where a launch costs the least."""
         launch, times, best_s = self._kernels["launch"], self._sizes.launches, math.inf
         for _ in range(2 * _BLOCKS):
-            self._device.synchronize()  # the queue has room for all of them
+            self._device.synchronize()  # empties the launch queue, so that it has room for all
             begun = now()
             launch(times)
             best_s = min(best_s, (now() - begun) * 1e-9 / times)
@@ -199,7 +199,7 @@ class Microbenchmarks:
         return buffer.random_(generator=self._random)
 
     def _best_s(self, call: Call, bursts: int = 0) -> float:
-        """Return the seconds per call of the best block; ``bursts`` blocks follow a rest."""
+        """Return the seconds per call of the fastest block; the first ``bursts`` follow a pause."""
         for _ in range(2):  # the first may load libraries
             call()
         estimate_s = self._device.estimate_s(call)

@@ -1,4 +1,4 @@
-"""Mark folders that this plugin creates, so that they can be removed again without a guess."""
+"""Tag the folders that this plugin creates, so that ``clean`` removes no others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 TAG_FILE: Final = "CACHEDIR.TAG"
-"""The name that https://bford.info/cachedir/ gives to the mark of a folder with generated data."""
+"""Name of the file that marks a folder of generated data: https://bford.info/cachedir/."""
 _TAG: Final = """\
 Signature: 8a477f597d28d172789f06886806bc55
 # Created by pytest-aiperf; `python -m pytest_aiperf clean` removes this folder.
@@ -15,7 +15,7 @@ Signature: 8a477f597d28d172789f06886806bc55
 
 
 def create_tagged(folder: Path, mode: int = 0o777) -> None:
-    """Create a folder with its tag; an existing folder with content may belong to others."""
+    """Create a folder and tag it; one that has content stays untagged: it may belong to others."""
     folder.mkdir(mode, parents=True, exist_ok=True)
     if any(folder.iterdir()):
         return

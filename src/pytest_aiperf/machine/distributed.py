@@ -1,4 +1,4 @@
-"""The processes that share one measurement: a claim of several GPUs has one rank per GPU."""
+"""The processes that share one measurement: a multi-GPU claim has one rank per GPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import sys
 from typing import Any, Final
 
-VARIABLE: Final = "PYTEST_AIPERF_RANKS"  #: Environment variable of ranks only: the job as JSON.
+VARIABLE: Final = "PYTEST_AIPERF_RANKS"  #: Environment variable of a rank: its job as JSON.
 
 
 class RankGroup:
-    """The ranks of a claim; this class is the group of a single process."""
+    """The ranks of a claim; this base class is a group of one process."""
 
     rank = 0
     count = 1
 
     def all(self, flag: bool) -> bool:
-        """Return whether the flag is true in every rank, so that loops end in all at once."""
+        """Return whether the flag is true in every rank; so all ranks leave a loop together."""
         return flag
 
     def max(self, figure: float) -> float:
@@ -47,7 +47,7 @@ class TorchRankGroup(RankGroup):
             self._zero = torch.zeros(1, device=local)
         else:
             dist.init_process_group("gloo")
-        # a group besides the arms': the harness's collectives must put nothing on the GPU
+        # a separate group, because the harness's collectives must put no work on the GPU
         self._host_group = dist.new_group(backend="gloo")
         self.rank = int(dist.get_rank())
         self.count = int(dist.get_world_size())

@@ -25,16 +25,16 @@ def locked(
             fcntl.flock(fd, mode | fcntl.LOCK_NB)
         except BlockingIOError:
             wait()
-            # in the kernel: it wakes the process at once; polling would disturb a claim's timing
+            # block in the kernel, which wakes the process at once; polling would disturb timings
             fcntl.flock(fd, mode)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forks have the handle, too
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forked processes hold the handle
         os.close(fd)
 
 
 def is_shared(path: Path) -> bool:
-    """Return whether a lock has shared holders: it is neither free nor held exclusively."""
+    """Return whether a lock has shared holders, so is neither free nor held exclusively."""
     fd = _open(path)
     try:
         for mode, shared in ((fcntl.LOCK_EX, False), (fcntl.LOCK_SH, True)):

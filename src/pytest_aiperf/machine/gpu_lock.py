@@ -23,8 +23,8 @@ from pytest_aiperf.errors import UsageError
 from .file_lock import is_shared, locked
 
 WRITER_GRACE_S: Final = 4.0
-"""How long an exclusive request lets new shared holders in before it closes the gate."""
-POLL_S: Final = 0.05  #: Polling interval meanwhile.
+"""How long an exclusive request admits new shared holders before it closes the gate."""
+POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
 
 
@@ -58,19 +58,19 @@ class GpuLock:
         self._suspended = False
 
     def shared(self) -> AbstractContextManager[None]:
-        """Share the host and the GPUs with claims that prepare."""
+        """Hold the host and the GPUs shared, while a claim prepares."""
         return self._lock_scope(exclusive_host=False, exclusive_gpus=False)
 
     def exclusive_gpu(self) -> AbstractContextManager[None]:
-        """Have the GPUs alone; the host stays shared."""
+        """Hold the GPUs exclusively and the host shared."""
         return self._lock_scope(exclusive_host=False, exclusive_gpus=True)
 
     def exclusive_host(self) -> AbstractContextManager[None]:
-        """Have the host and the GPUs alone."""
+        """Hold the host and the GPUs exclusively."""
         return self._lock_scope(exclusive_host=True, exclusive_gpus=True)
 
     def suspend(self, before: Callable[[], object]) -> None:
-        """Release the GPUs of a shared lock until :meth:`resume`; the host stays locked.
+        """Release the GPUs of a shared lock until :meth:`resume`; the host stays shared.
 
         ``before`` is called first: no work of this process may be left on the GPUs.
         """
@@ -120,7 +120,7 @@ class GpuLock:
             nonlocal since
             if since is None:
                 since = time.monotonic()
-                self._on_wait(f"waiting for {name}, which another claim has")
+                self._on_wait(f"waiting for {name}, which another claim holds")
 
         yield wait
         if since is not None:
@@ -136,9 +136,9 @@ def default_folder() -> Path:
 def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusive: bool) -> None:
     """Lock a resource until ``scope`` ends, with a readers-writer lock that prefers writers.
 
-    Writers hold the gate shared; a reader must pass it exclusively. So once a writer waits no
-    reader enters, and queued writers run back to back. A writer closes the gate only after a
-    grace period: while one claim compiles for 10 s, others may as well prepare beside it.
+    Writers hold the gate shared; a reader must pass it exclusively. So no reader enters once a
+    writer waits, and queued writers run back to back. A writer closes the gate only after a
+    grace period: while one claim compiles for 10 s, others may prepare as well.
     """
     path = resource.with_name(resource.name + ".lock")
     lock = partial(locked, path, wait=wait)

@@ -5,8 +5,8 @@
 The supervisor waits, runs no user code, and adopts every process that the claim orphans, daemons
 included. When the claim has ended, or the pytest process has abandoned the supervisor (by an
 exception, or because it was killed), the supervisor kills and reaps all its descendants, and no
-other process. A claim's output goes where pytest's own output goes, without a size limit: the only
-limit of the kernel (RLIMIT_FSIZE) would apply to result files, too.
+other process. A claim's output goes where pytest's own output goes, without a size limit: the
+kernel's only such limit (RLIMIT_FSIZE) would apply to result files, too.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def supervise(
 
     The deadline counts the time in which the claim works. When it is exceeded, the claim's process
     group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
-    arrives as a message ``crash`` with its traceback as ``text``. An exception that is raised here,
-    by ``on_message`` too, kills the claim and reaches the caller. Call this from a process that
+    arrives as a message ``crash`` with its traceback as ``text``. An exception in this function,
+    or in ``on_message``, kills the claim and reaches the caller. Call this from a process that
     has not initialised CUDA.
     """
-    _flush()  # or the child, which flushes at its end, would write the same text again
+    _flush()  # otherwise the child, which flushes at its end, would write the same text again
     control, supervisor_control = socketpair()
     inlet, outlet = os.pipe()
     inbox = FileIO(inlet)
@@ -167,7 +167,7 @@ def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) ->
 
 
 class _Deadline:
-    """The claim's remaining working time, and the commands for the supervisor when it is over."""
+    """The claim's remaining working time, and the commands for the supervisor after it."""
 
     def __init__(self, seconds: float, grace_s: float) -> None:
         self.seconds = seconds
@@ -218,7 +218,7 @@ def _message(line: bytes) -> Message:
         message = json.loads(line)
         if isinstance(message, dict) and isinstance(message.get("kind"), str):
             return message
-    text = f"the claim wrote on its private channel: {line[:80]!r} is no message"
+    text = f"the claim wrote on its private channel: {line[:80]!r} is not a message"
     return {"kind": "crash", "text": text}
 
 
@@ -242,7 +242,7 @@ def _watch(
     while report is None and not deadline.stuck:
         sources: list[Any] = [control] if inbox.closed else [control, inbox]
         ready: Sequence[object] = wait(sources, deadline.left())
-        if inbox in ready:  # a batch is all that the pipe holds: no message is lost by a report
+        if inbox in ready:  # before the report: a batch is all that the pipe holds
             for message in next(batches, []):
                 deadline.update(message["kind"])
                 if message["kind"] not in TRANSIENT:
@@ -251,7 +251,7 @@ def _watch(
         if control in ready:
             report = control.recv(64)
         elif deadline.left() == 0:
-            with contextlib.suppress(OSError):  # `ready` shows a supervisor that is gone
+            with contextlib.suppress(OSError):  # it is gone: the next wait() shows that
                 control.send(deadline.next_command())
 
     status: Status = "stuck" if deadline.stuck else "interrupted"
@@ -265,7 +265,7 @@ def _watch(
 
 
 def _reap(supervisor: int) -> None:
-    """Wait for the supervisor; kill it if it cannot finish, and the claim dies with it."""
+    """Wait for the supervisor to end; if it does not, kill it, and the claim dies with it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
         pidfd = os.pidfd_open(supervisor)
         if not wait([pidfd], KILL_TIMEOUT_S):
@@ -282,7 +282,7 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        gc.freeze()  # a collection here would finalise the pytest process's objects, or copy pages
+        gc.freeze()  # a collection would finalise the pytest process's objects, or copy their pages
         supervisor = os.getpid()
         claim = os.fork()
         if claim == 0:
@@ -311,7 +311,7 @@ def _kill_descendants(claim: int) -> bytes:
                 for child in _children():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(child, signal.SIGKILL)
-                os.waitpid(-1, 0)  # its children become children of this process
+                os.waitpid(-1, 0)  # orphans of the reaped process become children of this one
     return f"{status} {usage.ru_maxrss}".encode()
 
 

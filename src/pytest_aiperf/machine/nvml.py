@@ -11,7 +11,7 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Gpu, GpuState
 
 ARCHS: Final = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
-"""nvcc's names of architectures with architecture-specific instructions."""
+"""nvcc's names of the architectures that have architecture-specific instructions."""
 
 _LIST_END: Final = ("-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs after them; Slurm writes the second."""
@@ -60,8 +60,8 @@ def absence(environ: Mapping[str, str] = os.environ) -> str:
         return why
     count, selection = nvml.nvmlDeviceGetCount(), environ.get("CUDA_VISIBLE_DEVICES")
     if count and selection is not None:
-        return f"CUDA_VISIBLE_DEVICES={selection!r} hides all {count} of this machine"
-    return "the NVIDIA driver lists none"
+        return f"CUDA_VISIBLE_DEVICES={selection!r} hides all {count} GPUs of this machine"
+    return "the NVIDIA driver lists no GPU"
 
 
 def sm_mhz(uuid: str) -> int | None:
@@ -76,7 +76,7 @@ def telemetry(uuid: str) -> GpuState:
     nvml, handle = _board(uuid)
     if not handle:
         return GpuState()
-    # in one query: each takes NVML half a millisecond
+    # one query for all fields, because a query takes half a millisecond
     fields = [getattr(nvml, f"NVML_FI_DEV_{field}") for field in _POLICIES.values()]
     values = _read(nvml, "FieldValues", handle, fields) or ()
     violations = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 POLL_S: Final = 0.02
-"""Interval between two checks for the end of the process: short beside a build or a capture."""
+"""Interval of checks whether the process has ended: short compared with a build or a capture."""
 
 
 def run_in_group(
@@ -42,7 +42,7 @@ def run_in_group(
         )
     end = time.monotonic() + deadline_s
     try:
-        # WNOWAIT leaves a zombie: while it is there, no other group can get its number
+        # WNOWAIT leaves a zombie: while it exists, its process group id is not reused
         exited = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while not (done := os.waitid(os.P_PID, process.pid, exited)):
             if time.monotonic() > end or stop.wait(POLL_S):

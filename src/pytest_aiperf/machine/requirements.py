@@ -11,7 +11,7 @@ import pytest
 from pytest_aiperf.errors import UsageError
 
 if TYPE_CHECKING:
-    from pytest_aiperf.model import Gpu  # costs more than this room, and every pytest run loads it
+    from pytest_aiperf.model import Gpu  # slow to import, and every pytest run loads this module
 
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plugin's fixtures.
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
@@ -21,12 +21,12 @@ _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
 
 def fixtures_of(item: pytest.Item) -> frozenset[str]:
-    """Return which of the plugin's fixtures an item uses; a user's own of that name is none."""
+    """Return the plugin's fixtures that an item uses; a user's fixture of that name is left out."""
     # pytest has no public way to see, before setup, which function a fixture's name stands for
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     used = set()
     for name in FIXTURES & definitions.keys():
-        for definition in reversed(definitions[name]):  # an override comes after the overridden
+        for definition in reversed(definitions[name]):  # overrides come last
             if definition.func.__module__ == _PLUGIN:
                 used.add(name)
             if name not in definition.argnames:  # it does not use the one that it overrides
@@ -57,13 +57,13 @@ def claim_id(nodeid: str) -> str:
 class Requirements:
     """Requirements that the markers of an item state."""
 
-    host: bool = False  #: A claim of the host: it needs no GPU.
+    host: bool = False  #: A host claim: it needs no GPU.
     gpu: bool = False  #: Marked with ``gpu`` or an architecture.
-    count: int = 1  #: GPUs, at least.
-    min_sm: int | None = None  #: Compute capability, at least: 90 for sm90.
-    memory: float | None = None  #: Bytes of GPU memory, at least.
+    count: int = 1  #: Minimum number of GPUs.
+    min_sm: int | None = None  #: Minimum compute capability: 90 for sm90.
+    memory: float | None = None  #: Minimum GPU memory in bytes.
     archs: tuple[str, ...] = ()  #: Architectures, one of which is required; empty for any.
-    cpu: bool = True  #: Whether a claim of several GPUs is checked on the CPU without ``--gpu``.
+    cpu: bool = True  #: Whether a multi-GPU claim is checked on the CPU without ``--gpu``.
 
     @property
     def checked_on_cpu(self) -> bool:
@@ -88,7 +88,7 @@ class Requirements:
 
 
 def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
-    """Read the markers of an item; raise UsageError for a combination without meaning."""
+    """Read the markers of an item; raise UsageError for a contradictory combination."""
     host, gpu, archs = False, False, []
     count, min_sm, memory, cpu = 1, None, None, True
     for mark in marks:

@@ -1,4 +1,4 @@
-"""One claim in several processes: torchrun starts the ranks; their exits make one exit."""
+"""One claim in several processes: torchrun starts the ranks, and their exits are combined."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pytest_aiperf.schema import from_json, to_json
 
 from . import distributed, isolation
 
-EXIT_GRACE_S: Final = 20.0  #: How long a rank may take to leave its group after writing its exit.
+EXIT_GRACE_S: Final = 20.0  #: How long a rank may take to leave its group after it wrote its exit.
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What a rank gets from the process that starts it."""
+    """The job that a rank receives from the process that starts it."""
 
-    scratch: str  #: Folder in which the ranks leave their exits and their output.
+    scratch: str  #: Folder to which the ranks write their exits and their output.
     record: Result  #: The claim's record so far.
     noise_floor: float | None = None  #: The session's noise floor, if it is measured already.
 
@@ -69,7 +69,7 @@ def run(
     """
     argv, log = command(count, *args), Path(job.scratch, "log")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    # torchrun warns where it has to set the threads; gloo may fail to resolve the host's name
+    # torchrun warns if it must set the thread count; gloo may fail to resolve the host's name
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     rank_environ = defaults | inherited | {distributed.VARIABLE: json.dumps(to_json(job))}
     rank_environ |= environ
@@ -98,7 +98,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
             if rank_exit.message:
                 priority = 0 if rank_exit.is_cause else 2
                 failures.append((priority, rank_exit.at_s, rank, rank_exit))
-        elif trace.exists() and not trace.stat().st_size:  # it began, and torchrun did not stop it
+        elif trace.exists() and not trace.stat().st_size:  # it began, and torchrun did not end it
             lost = RankExit(message="its process ended without a result (os._exit, or a crash?)")
             failures.append((1, 0.0, rank, lost))
     results = [e.result for e in exits.values() if e.result is not None]
@@ -113,7 +113,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
     if first.skipped:
         return first
     message = f"rank {rank}: {first.message}"
-    if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed after that
+    if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed later
         return _failed(job, message, is_cause=first.is_cause)
     return replace(first, message=message, result=replace(first.result, message=message))
 
@@ -130,12 +130,12 @@ class Rank:
         self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")
         self._exit = RankExit()
         # torchrun stops the other ranks with SIGTERM when one fails. faulthandler writes a trace
-        # then, even inside a collective that never returns; a rank that is lost writes none.
+        # then, even inside a collective that never returns; a rank that is lost writes nothing.
         self._trace = self._file.with_suffix(".trace").open("w")
         faulthandler.register(signal.SIGTERM, self._trace, chain=True)
 
     def receive(self, kind: str, **payload: Any) -> None:
-        """Keep the record among the claim's messages to its session."""
+        """Keep the claim's result; ignore the other messages that it sends, such as progress."""
         if kind == "result":
             self._exit = replace(self._exit, result=from_json(Result, payload["result"]))
 
@@ -172,6 +172,6 @@ class Rank:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
-        # NCCL waits forever for a captured graph that is still referenced
+        # with a time limit: NCCL waits forever for a captured graph that is still referenced
         faulthandler.dump_traceback_later(EXIT_GRACE_S, exit=True, file=self._trace)
         distributed.leave()
