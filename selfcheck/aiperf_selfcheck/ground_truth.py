@@ -62,7 +62,7 @@ class Workbench:
     """Occupy the device for about this many seconds."""
     timed_spin: Callable[[float], object]
     """As ``spin``, but add its duration on the GPU's global timer to a running total."""
-    mean_spin_s: Callable[[], float]
+    pop_mean_spin_s: Callable[[], float]
     """Return the mean seconds per ``timed_spin`` in the running total, and reset the total."""
     empty: Call
     """Launch a kernel that does nothing."""
@@ -279,7 +279,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
     empty, sweep_bytes, launch_spin, launch_timed_spin = (kernels[name] for name in names)
     totals = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
 
-    def mean_spin_s() -> float:
+    def pop_mean_spin_s() -> float:
         device.synchronize()
         nanoseconds, count = totals.tolist()
         totals.zero_()
@@ -288,7 +288,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
 
     def measure_clock_hz(cycles: int) -> float:
         device.block([lambda: launch_timed_spin(cycles, totals)], Mode.WALL).run()
-        return cycles / mean_spin_s()
+        return cycles / pop_mean_spin_s()
 
     measure_clock_hz(10_000_000)  # raises the clocks of an idle GPU
     clock_hz = measure_clock_hz(100_000_000)
@@ -332,7 +332,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
         claim=(softmax_inputs, softmax_of_operations, softmax),
         spin=spin,
         timed_spin=timed_spin,
-        mean_spin_s=mean_spin_s,
+        pop_mean_spin_s=pop_mean_spin_s,
         empty=empty,
         sweep=sweep,
         read_limit=read_limit,

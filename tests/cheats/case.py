@@ -36,11 +36,11 @@ class Entry:
 
     name: str
     make: Callable[[], Mapping[str, object]]
-    """Build the arguments of its claim that differ from an ordinary one, with new state."""
+    """Return the arguments in which its claim differs from the ordinary one; state is new."""
     caught: str = ""
-    """Pattern of the message that must catch it; empty for an honest arm."""
+    """Pattern of the error message that it must cause; empty for an honest arm."""
     clock: str = "fake"
-    """Device that it runs on: "fake", "host" or "gpu"."""
+    """Device on which the arm runs: "fake", "host" or "gpu"."""
     faults: tuple[Fault, ...] = ()
     """Faults that the fake device injects."""
 
@@ -86,7 +86,7 @@ def measure_entry(
         clock = HostDevice() if entry.clock == "host" else fake
     machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
     claim = a_claim(**entry.make(**fixtures))
-    # without the lock, other work could delay the check until a late arm has finished
+    # lock a real GPU: other work on it could delay the check until a late arm has finished
     lock = GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock()
     with lock.exclusive_gpu():
         ceilings = machine.ceilings(clock, _no_progress())
@@ -118,7 +118,7 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
 
 
 def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> None:
-    """Assert that no guard refuses the entry; on a real device it need not be faster."""
+    """Assert that no guard refuses the entry. On a real device, the arm need not be faster."""
     result, problem = measure_entry(entry, clock, **fixtures)
     summary = f"{entry.name}: {result.outcome} {result.message}"
     if entry.clock == "fake":

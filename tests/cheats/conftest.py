@@ -1,4 +1,4 @@
-"""Restores what an arm changed in the process, and counts the results for the summary."""
+"""Undo an arm's changes to the process; add the number of caught and passed arms to the summary."""
 
 import os
 import time
@@ -21,7 +21,7 @@ PATCHED = (  # attributes that dishonest arms replace
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cuda.matmul, "allow_tf32"),
 )
-SUMMARY = {  # part of a test id, and the words of its line in the summary
+SUMMARY = {  # part of a test id, and the text of the line that counts these tests
     "test_dishonest.py::test_it_is_caught[": "wrong or dishonest arms caught",
     "test_dishonest_on_gpu.py::test_it_is_caught[": "wrong or dishonest arms caught on the GPU",
     "test_honest.py::test_it_passes[": "honest arms that look like cheats passed",
@@ -32,8 +32,8 @@ SUMMARY = {  # part of a test id, and the words of its line in the summary
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Undo an arm's changes to the process; in a session, its own process would end instead."""
-    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # set by the run of these tests
+    """Undo an arm's changes to the process. In a session, each claim has a process of its own."""
+    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER"):  # set by the outer pytest run
         monkeypatch.delenv(name, raising=False)
     environ = dict(os.environ)
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]

@@ -41,7 +41,7 @@ def returning(seconds, value):
 
 
 def writing(seconds, _):
-    """Spend time on the fake device and return nothing, as an arm that writes its output."""
+    """Spend time on the fake device and return None, like an arm with an output argument."""
     spend(seconds)
 
 
@@ -86,7 +86,7 @@ def into(write):
 
 
 def remembering(key, size=None):
-    """Return an arm that computes a result once per key."""
+    """Return an arm that computes one result per key and caches up to ``size`` of them."""
     cache = {}
 
     def arm(x):
@@ -193,7 +193,7 @@ def calls_that_come_slowly():
     state = State(time=0.0, result=None)
 
     def arm(x):
-        # CPU time of this thread: other load on the machine does not count
+        # CPU time of this thread, which does not depend on other load
         previous, state.time = state.time, time.thread_time()
         if state.time - previous > 2e-3 or state.result is None:
             state.result = returning(LONG, x * 2)
@@ -231,12 +231,12 @@ def one_infinity():
 
 @cheat("on values that were put into the timed inputs: out.* is nan")
 def every_second_call_into_its_buffer():
-    """A skipped call leaves the right result of an earlier call on the same inputs in place."""
+    """A skipped call leaves the right result of an earlier call with the same inputs in ``out``."""
     calls = State(n=0)
 
     def write(x, out):
         calls.n += 1
-        if calls.n < 30 or calls.n % 2:  # a single checked call would be one that writes
+        if calls.n < 30 or calls.n % 2:  # a check of one call alone would see one that writes
             torch.mul(x, 2, out=out)
 
     return into(write)
@@ -466,7 +466,7 @@ LARGE = {
 
 
 LATE = 2.0
-"""Seconds by which a thread is late: the check of the result comes first even on a busy machine."""
+"""Seconds by which a thread is late: long enough for the check to come first on a busy machine."""
 
 
 @cheat("is nan, expected", clock="host")
@@ -492,7 +492,7 @@ def a_thread_that_is_late_once_it_is_timed():
 
     def arm(x, out):
         calls.n += 1
-        calls.next.set()  # each call releases the work of the call before it
+        calls.next.set()  # lets the thread of the previous call finish
         calls.next = threading.Event()
         work = pool.submit(late, x.copy(), out, calls.next)
         if calls.n < 5:
@@ -790,7 +790,7 @@ def a_baseline_prepared_on_old_values():
 
 
 def flipping(flip, when=lambda n: True, arm="optimized"):
-    """Return an arm that changes a setting at the calls for which ``when(call number)`` is true."""
+    """Return an arm that changes a setting in each call for which ``when(call number)`` is true."""
     calls = State(n=0)
 
     def double(x):

@@ -16,7 +16,7 @@ STALE = "on values that were put into the timed inputs|the timed block ran on ot
 SETTINGS = "an arm changed global settings .*"
 N = 1 << 25
 SLOWLY = 4000
-"""Iterations that make the kernel of dishonest.cu take some 100 us."""
+"""Iterations of the kernels of dishonest.cu that take about 100 us."""
 
 
 def vectors(bench):
@@ -25,7 +25,7 @@ def vectors(bench):
 
 
 def launched(nvcc, arm, baseline="doubled", rounds=0, **words):
-    """Return a claim about two launchers of dishonest.cu."""
+    """Return a claim whose baseline and optimized arm are launchers of dishonest.cu."""
     kernels = nvcc("dishonest.cu")
 
     def inputs(bench):
@@ -42,7 +42,7 @@ def launched(nvcc, arm, baseline="doubled", rounds=0, **words):
 
 
 def doubling(optimized, **words):
-    """Return a claim about torch functions that double a vector."""
+    """Return a claim that doubles a vector with torch functions."""
     return {
         "inputs": lambda bench: vectors(bench)[:1],
         "baseline": lambda x: (x * 2 + 1) - 1,
@@ -134,7 +134,7 @@ def a_graph_of_old_values(nvcc):
         with torch.cuda.graph(graph):
             out = copy * 2
 
-        def replay(_, copy=copy):  # keeps the memory that the graph reads
+        def replay(_, copy=copy):  # the default keeps the memory that the graph reads
             graph.replay()
             return out
 

@@ -33,7 +33,7 @@ TARGETS = 8
 fuzzed = settings(
     max_examples=(100_000 if LONG else 2_000) // TARGETS,
     derandomize=not LONG,
-    deadline=None,  # a busy machine may be slow
+    deadline=None,  # examples take longer on a busy machine
     database=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -1,4 +1,4 @@
-"""Each guard is needed: with it a test passes, and without it the same test fails."""
+"""Each guard is needed: its test passes with it and fails without it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def on_a_fake_driver(test):
     def run(_path, patch):
         fake = test_cuda.FakeCuda()
         patch.setitem(sys.modules, "torch", fake.torch)
-        patch.delitem(sys.modules, "cupy", raising=False)  # it would reject the fake stream
+        patch.delitem(sys.modules, "cupy", raising=False)  # cupy would reject the fake stream
         for room in (device, cuda):
             patch.setattr(room, "now", lambda: round(fake.host * 1e9))
         test(fake)
@@ -109,7 +109,7 @@ def refused_flags(_path, patch):
 def refused_architecture(path, patch):
     patch.setattr(nvcc, "_nvcc", lambda target, _flags: sys.exit(f"would build for {target}"))
     (path / "x.cu").touch()
-    with pytest.raises(UsageError, match="is no architecture"):
+    with pytest.raises(UsageError, match="is not an architecture"):
         nvcc.build(path / "x.cu", "sm_90,code=x", cache=path)
 
 
@@ -119,7 +119,7 @@ def refused_devices(_path, _patch):
 
 
 def a_drift(_path, _patch):
-    """A mirrored round cancels a drift that makes each block slower than the one before."""
+    """A mirrored round cancels a drift in which each block is slower than the previous one."""
     timed = sampler.Sampler.__new__(sampler.Sampler)
     seconds = [1.0]
 
@@ -167,7 +167,7 @@ GUARDS = {
     ),
     "arrays are plain": Guard({(tensors, "_backend"): any_subclass}, caught("a_lazy_array")),
     "fields are stored values": Guard(
-        {(tensors, "_holds_fields"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
+        {(tensors, "_is_plain_dataclass"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
     ),
     "the same seed gives the same inputs": Guard(
         {(agreement, "infer_effects"): always(agreement.ArgumentEffects())},
@@ -353,7 +353,7 @@ def test_without_the_guard_its_test_fails(name, tmp_path, monkeypatch):
 
 
 def test_all_guarded_functions_exist():
-    """A renamed function would no longer be compared with its original."""
+    """If a function were renamed, the guard would no longer watch it."""
     for name in validity._FOREIGN:
         assert validity._find(name) is not None, name
     for name, function in validity._WATCHED.items():
@@ -361,6 +361,6 @@ def test_all_guarded_functions_exist():
 
 
 def test_a_caught_cheat_is_not_a_failure():
-    """Check the check above: a test that passes does not count as failing."""
+    """``pytest.raises(FAILURES)``, which the test above uses, fails for a guard test that passes."""
     with pytest.raises(pytest.fail.Exception), pytest.raises(FAILURES):
         assert_caught(CHEATS["constant"])

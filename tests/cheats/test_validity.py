@@ -59,11 +59,11 @@ def test_the_tests_of_a_row_exist(row):
     assert [proof for proof in proofs if not exists(proof)] == []
 
 
-# faults that are ruled out because the package does no such thing
+# faults that cannot occur, because the package never makes the call that they need
 
 
 def calls():
-    """Yield each call in the package: its place, its function, its keywords and its node."""
+    """Yield each call in the package as (place, function, keyword arguments, node)."""
     package = Path(pytest_aiperf.__file__).parent
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -16,14 +16,14 @@ from pytest_aiperf.rules.roofline import DATASHEET
 
 NAMES = (*ceilings.DEVICE, *ceilings.HOST)
 KNOWN = {"h200": {"copy": 4.28e12, "h2d": 55e9}}
-"""Rates in bytes per second that a healthy GPU of this kind reaches."""
+"""Rates of a healthy GPU in bytes per second, by kind of GPU."""
 NOISY = ("launch", "h2d_pageable", "d2h_pageable")
-"""Ceilings that depend on the CPU, whose other load changes them."""
+"""Ceilings that depend on the CPU: other load on it changes them."""
 
 
 @pytest.fixture
 def measured(gpu):
-    """Measure all ceilings, and the seconds that this takes."""
+    """Measure all ceilings; return them with the seconds that this took."""
     with GpuLock([gpu.uuid]).exclusive_host():
         start = time.monotonic()
         rates = ceilings.get(
@@ -65,7 +65,7 @@ def test_the_ceilings_of_a_claim_take_seconds_and_change_no_setting(gpu):
         assert time.monotonic() - start < 0.1
     assert validity.changed_flags(before, validity.flags()) == []
     assert torch.equal(rng_state, torch.cuda.get_rng_state())
-    assert torch.cuda.memory_allocated() < 128 << 20  # workspaces of cuBLAS: 66 MiB on an H200
+    assert torch.cuda.memory_allocated() < 128 << 20  # cuBLAS keeps workspaces: 66 MiB on an H200
 
 
 @pytest.mark.parametrize("vectors", [2, 4, 8])

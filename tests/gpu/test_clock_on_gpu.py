@@ -19,7 +19,7 @@ def cuda(gpu):
 
 @pytest.fixture
 def copy(cuda):
-    """Return a call that copies 400 MiB, in about 200 us on an H200."""
+    """Return a call that copies 400 MiB, which takes about 200 us on an H200."""
     source = torch.randn(100 << 20, device="cuda")
     target = torch.empty_like(source)
     call = lambda: target.copy_(source)

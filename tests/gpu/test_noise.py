@@ -1,7 +1,7 @@
 """Verdicts on comparisons with a known answer: identical arms, and an arm that is 2 % slower.
 
-`python -m pytest_aiperf prove` makes hundreds of shorter comparisons; these use the settings of a
-claim.
+These comparisons use the stopping rule of claims; `python -m pytest_aiperf prove` makes hundreds of
+shorter ones.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ def kind(request, workbench):
 
 
 def verdicts(workbench, inputs, arms):
-    """Count the verdicts of repeated comparisons, each with new allocations and another seed."""
+    """Compare the arms repeatedly, with new allocations and seeds; count the verdicts."""
     noise_floor = workbench.noise_floor()
     comparisons = [
         compare(workbench.device, inputs, arms, noise_floor, STANDARD, workbench.seed())

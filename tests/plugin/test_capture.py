@@ -225,7 +225,7 @@ def test_a_tool_without_permission_does_not_fail_the_claim(make_request, monkeyp
         run(make_request("ncu"))
 
 
-def test_a_capture_of_nothing_is_refused(make_request, monkeypatch):
+def test_an_empty_capture_is_refused(make_request, monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "empty")
     with pytest.raises(CaptureFailed, match=r"captured nothing .*No kernels were profiled"):
         capture(make_request("nsys"))
@@ -541,7 +541,7 @@ def test_host_claims_are_for_tools_that_see_the_host(project):
         (["--profile=ncu", "--profile-calls=0"], "*--profile-calls*invalid*"),
     ],
 )
-def test_what_makes_no_sense_is_a_usage_error(project, words, why):
+def test_invalid_profile_options_are_usage_errors(project, words, why):
     project.tests("def test_it(compare): compare(**usual)")
     done = project.run(*words)
     assert done.ret == pytest.ExitCode.USAGE_ERROR

@@ -32,7 +32,7 @@ def test_gpu_without_a_gpu_is_a_usage_error_of_one_sentence(project):
         (("--gpu", "-oaiperf_deadline=soon"), "aiperf_deadline = soon: give seconds"),
     ],
 )
-def test_command_lines_that_mean_nothing(project, words, said):
+def test_contradictory_options_are_usage_errors(project, words, said):
     done = project.run(*words)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines([f"*{said}*"])
@@ -201,7 +201,7 @@ def test_it(compare):
     project.run().assert_outcomes(passed=1)
 
 
-def test_kernels_are_built_and_said_to_be_built(project):
+def test_kernels_are_built_and_reported(project):
     project.write("kernels/copy.cu", CU)
     project.tests(
         """
@@ -262,7 +262,7 @@ def test_without_nvcc_the_claim_says_what_to_install(project, monkeypatch):
     done.stdout.fnmatch_lines(["*no nvcc: install the extra *toolchain*"])
 
 
-def test_the_plugin_is_cheap_to_load_for_those_who_have_no_claims():
+def test_loading_the_plugin_without_claims_imports_little():
     told = subprocess.run(
         [sys.executable, "-c", "import sys, pytest_aiperf.plugin; print(*sys.modules)"],
         check=True,

@@ -214,7 +214,7 @@ def test_a_new_block_is_blocked_as_long_as_the_last_one(cuda):
     assert tries == [2, 1]
 
 
-def test_plain_and_wall_count_what_passes(cuda):
+def test_plain_and_wall_times_include_launch_gaps(cuda):
     device = CudaDevice(GPU)
     calls = [lambda: cuda.launch(1e-3)] * 3
     assert device.block(calls, Mode.PLAIN).run() == pytest.approx(3e-3, rel=0.01)
@@ -439,7 +439,7 @@ def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch
     assert len(allocators) == 1  # torch's allocator is used during capture only
 
 
-def test_a_cupy_that_nobody_uses_costs_nothing(cuda, monkeypatch):
+def test_an_unused_cupy_allocates_nothing(cuda, monkeypatch):
     pool = SimpleNamespace(total_bytes=lambda: 0, free_all_blocks=lambda: None)
     states, seeds, pads = {}, [], []
     cupy = SimpleNamespace(

@@ -71,7 +71,7 @@ def test_it_is_measured_on_a_gpu_and_their_other_tests_are_not_run(project):
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_without_the_plugins_words_nothing_changes(project, workers):
+def test_a_project_that_does_not_use_the_plugin_is_left_alone(project, workers):
     project.write(
         "test_theirs.py", "import os\ndef test_it(tmp_path): assert not os.listdir(tmp_path)"
     )

@@ -332,7 +332,7 @@ def test_a_message_over_the_limit_is_refused_where_it_is_sent(monkeypatch):
 @pytest.mark.parametrize(
     "text", [b"1\n", b"{}\n", b'{"kind": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b"x" * 2**20]
 )
-def test_what_is_no_message_fails_the_claim(monkeypatch, text):
+def test_a_malformed_message_fails_the_claim(monkeypatch, text):
     monkeypatch.setattr(isolation, "MAX_MESSAGE_BYTES", 2**17)
 
     def work(channel):

@@ -1,4 +1,4 @@
-"""Any process of a session may be killed at any time: finished results stay, no process is left.
+"""Kill any process of a session at any time: finished results stay, and no process is left.
 
 12 kills per run; ``pytest tests/plugin/test_kills.py -n 4 --hypothesis-profile=long`` tries 1,000.
 """
@@ -31,9 +31,9 @@ KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 CLAIMS = 4
 PATIENCE = 60.0
-"""Seconds, far above what a busy machine needs, after which a session counts as hung."""
+"""Seconds after which a session counts as hung: far more than it takes on a busy machine."""
 
-# Most of a short session is imports: sessions are forked from a process that has done them.
+# imports are most of a short session: fork sessions from a process that has done them
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["hypothesis", "pytest", "xdist.plugin", "pytest_benchmark.plugin", "scipy.special"]
@@ -44,14 +44,14 @@ TESTS = f"{HEAD}@pytest.mark.parametrize('n', range({CLAIMS}))\ndef test_it(comp
 
 
 def session(folder, words):
-    """Run pytest as if started in a terminal of its own."""
+    """Run pytest in a new session, as if started in its own terminal."""
     os.setsid()
     os.chdir(folder)
     out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     for name in [n for n in os.environ if n.startswith(("PYTEST_", "TRITON_"))]:
-        del os.environ[name]  # of the run that tests us
+        del os.environ[name]  # set by the outer pytest run
     os.environ[gpu_lock.VARIABLE] = str(folder / "locks")
     os.environ[fake_gpu.VARIABLE] = json.dumps({"noise": STEADY})
     plugins = ("no:cacheprovider", "no:hypothesispytest", "tests.fake_gpu")
@@ -72,7 +72,7 @@ class Session:
         return self.process.exitcode is None
 
     def roles(self):
-        """Find the session's processes by what they are to it, as they descend from each other."""
+        """Map roles to process ids: each role's processes are children of the previous role's."""
         names = ["controller", "worker", "supervisor", "claim"]
         if "-n0" in self.words:
             names.remove("worker")
@@ -84,17 +84,17 @@ class Session:
         return found
 
     def ends(self):
-        """Wait until the session has ended, and all that descends from it."""
+        """Wait until the session and all its descendants have ended; return whether they have."""
         self.process.join(PATIENCE)
         wait(lambda: not family(self.folder), PATIENCE)
         return not self.runs and not family(self.folder)
 
 
 def family(folder):
-    """Find the processes that work in a folder, as those of a session do, and their parents."""
+    """Map each process whose working directory is ``folder``, as a session's are, to its parent."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if (process / "cwd").readlink() == folder:
                 parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
                 found[int(process.name)] = int(parent)
@@ -117,7 +117,7 @@ def shown(folder):
 def journaled(folder):
     found = {}
     for path in folder.glob(".aiperf/*/journal-*.jsonl"):
-        *lines, _ = path.read_text().split("\n")  # the last is whole once its newline is there
+        *lines, _ = path.read_text().split("\n")  # the last line is incomplete without its newline
         found |= {record["claim"]: record for record in map(json.loads, filter(None, lines))}
     return found
 
@@ -127,35 +127,36 @@ def records(path):
 
 
 def attack(folder, draw):
-    """Start a session and kill one of its processes; return None if it had ended before."""
+    """Start a session and kill one of its processes; return None if that process had ended."""
     (folder / "ch07").mkdir(parents=True)
     (folder / "ch07" / "test_double.py").write_text(f"{TESTS}    compare(**usual)\n")
     (folder / "expectations.yaml").write_text("schema: 1\nclaims: {}\n")
     update = draw.choice([(), ("--update-expectations",)])
-    ours = Session(folder, (draw.choice(["-n0", "-n2"]), *update))
+    attacked = Session(folder, (draw.choice(["-n0", "-n2"]), *update))
     after, signum = draw.randint(0, CLAIMS), draw.choice(SIGNALS)
-    wait(lambda: len(journaled(folder)) >= after or not ours.runs, PATIENCE)
-    time.sleep(draw.random() * (0.15 if after else 2.0 if "-n2" in ours.words else 0.5))
-    roles = ours.roles()
+    wait(lambda: len(journaled(folder)) >= after or not attacked.runs, PATIENCE)
+    time.sleep(draw.random() * (0.15 if after else 2.0 if "-n2" in attacked.words else 0.5))
+    roles = attacked.roles()
     role = draw.choice(sorted(roles))
-    told = shown(folder), journaled(folder)  # in this order: what is shown is in the journal
+    # in this order: a claim is journaled before it is shown
+    finished = shown(folder), journaled(folder)
     try:
         os.kill(draw.choice(roles[role]), signum)
     except ProcessLookupError:
         return None
-    return ours, role, signum, *told
+    return attacked, role, signum, *finished
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_a_kill_costs_no_finished_result_and_leaves_nobody(tmp_path, seed, record_property):
+def test_a_kill_costs_no_finished_result_and_leaves_no_process(tmp_path, seed, record_property):
     draw = random.Random(seed)
     tries = (attack(tmp_path / str(n), draw) for n in itertools.count())
-    ours, role, signum, said, kept = next(filter(None, tries))
-    folder = ours.folder
-    case = f"{signum.name} to the {role} of {' '.join(ours.words)}, {len(kept)} finished"
+    attacked, role, signum, shown_claims, kept = next(filter(None, tries))
+    folder = attacked.folder
+    case = f"{signum.name} to the {role} of {' '.join(attacked.words)}, {len(kept)} finished"
     record_property("case", case)  # for --junitxml
-    assert ours.ends(), f"{case}: a hang, or orphans: {family(folder)}"
-    assert said <= kept.keys(), case
+    assert attacked.ends(), f"{case}: a hang, or orphans: {family(folder)}"
+    assert shown_claims <= kept.keys(), case
 
     for path in folder.rglob("*.json"):
         results.read_json(path)
@@ -167,11 +168,11 @@ def test_a_kill_costs_no_finished_result_and_leaves_nobody(tmp_path, seed, recor
     merged = folder / ".aiperf" / "latest" / "results.json"
     if merged.exists():
         assert kept.items() <= records(merged).items(), case
-    # a worker that dies before there is anything to do ends the session: xdist cannot start
+    # no manifest: a worker that dies this early ends the session, because xdist cannot start
     if role != "controller" and list(folder.glob(".aiperf/*/manifest.json")):
         outcomes = [record["outcome"] for record in records(merged).values()]
         assert len(outcomes) == CLAIMS, case
-        stops = role == "worker" and signum != signal.SIGKILL  # it leaves, and says so
+        stops = role == "worker" and signum != signal.SIGKILL  # it ends the session in order
         assert stops or outcomes.count("PASSED") >= CLAIMS - 1, case
 
     following = Session(folder, ("-n0",))

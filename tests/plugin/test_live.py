@@ -12,7 +12,7 @@ LINE = "ch07/copy  measuring  replicate 3/32"
 
 
 class Terminal:
-    """The parts of pytest's plugin manager and terminal reporter that a live line uses."""
+    """Stands in for pytest's plugin manager and terminal reporter."""
 
     def __init__(self, *, isatty: bool = True) -> None:
         self.written = []
@@ -46,7 +46,7 @@ def test_the_line_is_shown_and_gives_way(tmp_path):
 @pytest.mark.parametrize(
     "plugins", [Terminal(isatty=False), SimpleNamespace(getplugin=lambda _: None)]
 )
-def test_without_a_terminal_it_says_nothing(tmp_path, plugins):
+def test_without_a_terminal_nothing_is_written(tmp_path, plugins):
     live = Live(plugins, tmp_path / "live", worker=False)
     live.listen()
     live.show(FIGURES)

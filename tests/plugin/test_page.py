@@ -1,4 +1,4 @@
-"""The page holds everything, runs nothing that it did not bring, and works in a browser."""
+"""The page is complete, loads and runs nothing from outside, and works in a browser."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
 
 
 class Tags(HTMLParser):
-    """What a browser would see: tags with their attributes, and the text of scripts."""
+    """Collects the tags of a page with their attributes, and the text of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -223,7 +223,7 @@ def test_the_page_shows_what_was_measured_and_on_what():
         assert part in text, part
 
 
-def test_ceilings_that_nobody_knows_are_not_drawn():
+def test_unknown_ceilings_are_not_drawn():
     text = page.page([rich(limits={})], {}, "Report")
     assert 'id="roofline"' not in text
     assert 'id="shares"' not in text
@@ -248,7 +248,7 @@ def test_the_command_writes_html_markdown_and_the_readmes_tables(tmp_path, monke
     assert "### Wide loads." in Path("r.md").read_text()
     readme = Path("README.md")
     readme.write_text("Before.\n<!-- results -->\nold\n<!-- /results -->\nAfter.\n")
-    for _ in range(2):  # and nothing grows
+    for _ in range(2):  # the second time changes nothing
         assert main(["report", "r.json", "--readme", "README.md"]) == 0
         text = readme.read_text()
     assert text.startswith("Before.\n<!-- results -->\n\n1 claim: 1 FASTER;")
@@ -293,7 +293,7 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium, tmp_path, written):
-    """The page of a hundred claims in a browser that notes complaints and requests."""
+    """Open the page of a hundred claims in a browser; record its errors and requests."""
     path = tmp_path / "report.html"
     path.write_text(written, encoding="utf-8")
     tab = chromium.new_page(viewport={"width": 1280, "height": 900})
@@ -313,7 +313,7 @@ def names(tab):
     )
 
 
-def test_a_browser_opens_it_without_a_complaint_or_a_request(opened):
+def test_a_browser_opens_it_without_an_error_or_a_request(opened):
     assert opened.complaints == []
     assert [url for url in opened.requests if not url.startswith(("file:", "data:"))] == []
     assert len(opened.requests) == 1 + sum(url.startswith("data:") for url in opened.requests)

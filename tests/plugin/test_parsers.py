@@ -41,7 +41,7 @@ def test_an_ncu_report_gives_its_figures_in_base_units(report):
     for name in ("dram share", "l2 share", "l1 share", "sm share", "occupancy", "l2 hit rate"):
         assert 0 < figures[name] < 1, name
         assert units[name] == "share"
-    assert figures["tensor share"] < 0.01  # there is no product of matrices among them
+    assert figures["tensor share"] < 0.01  # none of the kernels multiplies matrices
     assert figures["registers"] >= 32
     assert figures["dram bytes"] > 3 * 4 * 2**22  # each kernel reads an array of 2**22 floats
     assert units["dram bytes"] == "B"
@@ -52,18 +52,18 @@ def test_the_top_stalls_are_named_the_longest_first(report):
     stalls = {name: v for name, v in profile.figures.items() if name.startswith("stall ")}
 
     assert len(stalls) == 3
-    assert next(iter(stalls)) == "stall long scoreboard"  # kernels that wait for device memory
+    assert next(iter(stalls)) == "stall long scoreboard"  # the kernels wait for device memory
     assert list(stalls.values()) == sorted(stalls.values(), reverse=True)
     assert "stall selected" not in stalls
 
 
-def test_ncu_counters_are_folded_over_the_kernels_that_are_meant(report):
+def test_ncu_counters_are_aggregated_over_the_named_kernels(report):
     sectors, requests = ncu.NCU_METRICS["sectors per load"]
 
     strided = counted(report, sectors, "copy_strided") / counted(report, requests, "copy_strided")
     vectors = counted(report, sectors, "copy_vectors") / counted(report, requests, "copy_vectors")
-    assert strided == 32  # a sector a lane
-    assert vectors == 16  # 16 bytes a lane
+    assert strided == 32  # one sector per lane
+    assert vectors == 16  # 16 bytes per lane
     assert counted(report, sectors, "") >= counted(report, sectors, "copy_") == 4194304 + 524288
 
 
@@ -83,7 +83,7 @@ def test_every_named_figure_is_read_from_an_ncu_report(report):
 
     assert set(ncu.NCU_METRICS) <= set(profile.figures)
     apart = sorted(counted(report, conflicts, tile) for tile in (first, second))
-    assert apart[1] > 10 * apart[0]  # the tile with conflicts against the padded one
+    assert apart[1] > 10 * apart[0]  # the unpadded tile has conflicts, the padded one has few
 
 
 def test_sums_are_added_and_shares_weighted_with_time():
@@ -145,7 +145,7 @@ def test_ncu_report_is_found_beside_the_binary(tmp_path, monkeypatch, layout):
     module.write_text("def load_report(path): raise LookupError('this module')")
 
     assert module.parent in python_folders(str(binary))
-    # as where the pip package is missing
+    # as if the pip package were missing
     monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
     with pytest.raises(LookupError, match="this module"):
@@ -174,7 +174,7 @@ def test_an_nsys_export_gives_launches_gaps_and_the_range():
     assert figures["busy"] + figures["gaps"] == pytest.approx(figures["span"])
     assert 0 < figures["gap share"] == pytest.approx(figures["gaps"] / figures["span"])
     assert 0 < figures["api time"] < figures["range"] < 1
-    assert profile.kernels[0].startswith("copy_strided")  # takes many times as long as the others
+    assert profile.kernels[0].startswith("copy_strided")  # by far the slowest kernel
     assert profile.notes[0].startswith("copy_strided(const float *, float *, unsigned long): ")
 
 
@@ -378,7 +378,7 @@ def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
 
 
 class Frame(list):
-    """The part of a pandas frame that the parser uses."""
+    """Stands in for a pandas data frame."""
 
     def to_dict(self, orient):
         assert orient == "records"
@@ -387,7 +387,7 @@ class Frame(list):
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """Two ranks' traces, and an HTA that answers as the real one does."""
+    """Write the traces of two ranks and install a fake HTA that returns what the real one does."""
     for rank in (0, 1):
         (tmp_path / f"{rank}.json").write_text(trace(*CALL))
     (tmp_path / "notes.json").write_text("not a rank")

@@ -87,7 +87,7 @@ def test_a_claim_that_hangs_costs_itself(project, workers):
         "    time.sleep(600)\n"
         "def test_good(compare): compare(**usual)\n"
     )
-    # long enough for a good claim on a busy machine
+    # 8 s: a good claim needs less, even on a busy machine
     done = project.run("--gpu", workers, "-oaiperf_deadline=8")
     done.assert_outcomes(passed=1, failed=1)
     assert "exceeded its deadline of 8 s" in project.results()["ch07/hang"]["message"]
@@ -128,7 +128,7 @@ def test_long(compare, n):
 
 
 def begin(project, *words):
-    """Start a run and return it when three claims are recorded and the long ones run."""
+    """Start a run, and return it once three claims are recorded and the long claims run."""
     project.tests(STOPPED)
     project.write("expectations.yaml", "schema: 1\nclaims: {}\n")
     run = project.start("--gpu", "--update-expectations", *words)
@@ -151,7 +151,7 @@ def check_kept(project):
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_interrupted_says_what_it_has(project, workers, signum):
+def test_an_interrupted_run_lists_finished_and_missing_claims(project, workers, signum):
     run = begin(project, workers)
     run.send_signal(signum)
     assert run.wait(120) == pytest.ExitCode.INTERRUPTED
@@ -177,7 +177,7 @@ def test_a_terminals_ctrl_c_reaches_all_processes_at_once(project, workers):
 def test_a_second_ctrl_c_loses_nothing_either(project, workers, again):
     run = begin(project, workers)
     os.killpg(run.pid, signal.SIGINT)
-    time.sleep(again * 0.02)  # in the midst of ending, at another moment each time
+    time.sleep(again * 0.02)  # vary the moment at which the second signal arrives
     os.killpg(run.pid, signal.SIGINT)
     run.wait(120)
     check_kept(project)
@@ -218,7 +218,7 @@ def test_a_worker_that_is_killed_costs_its_claim(project):
     assert not project.processes()
 
 
-def test_a_results_folder_that_cannot_be_written_is_told_before_anything_runs(project):
+def test_an_unwritable_results_folder_is_reported_before_anything_runs(project):
     project.tests("def test_it(compare): compare(**usual)")
     project.write(".aiperf", "a file where the folder should be; root may write anywhere else")
     done = project.run("--gpu")

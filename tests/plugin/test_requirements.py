@@ -39,7 +39,7 @@ def test_claim_ids(nodeid, claim):
         (pytest.mark.host, None),
     ],
 )
-def test_missing_needs_are_said_in_words(mark, words):
+def test_missing_requirements_are_described(mark, words):
     assert requirements.requirements_of([mark.mark]).missing([H200]) == words
 
 
@@ -52,7 +52,7 @@ def test_several_architectures_mean_any_of_them():
 
 
 @pytest.mark.parametrize("mark", [pytest.mark.gpu(2), pytest.mark.gpu(cores=3)])
-def test_a_gpu_mark_that_means_nothing_is_refused(mark):
+def test_invalid_arguments_of_the_gpu_mark_are_refused(mark):
     with pytest.raises(UsageError, match="count=, min_sm="):
         requirements.requirements_of([mark.mark])
 
@@ -62,7 +62,7 @@ def test_host_and_gpu_exclude_each_other():
         requirements.requirements_of([pytest.mark.host.mark, pytest.mark.sm90.mark])
 
 
-def test_twins_are_found():
+def test_duplicate_ids_are_found():
     found = requirements.duplicates(
         [("a/b", "x::1"), ("a/b", "y::1"), ("a/c", "x::2"), ("a/b", "x::1")]
     )

@@ -37,7 +37,7 @@ def test_the_copy_ceiling_limits_a_copy():
         (0.1, "read", 1 / (0.2 / 4.28e12 + 0.8 / 4.5e12)),
         (0.4, "copy", 1 / (0.8 / 4.28e12 + 0.2 / 4.5e12)),
         (0.5, "copy", 4.28e12),
-        (1.0, "read", 4.5e12),  # the bus switches direction as rarely as for reads
+        (1.0, "read", 4.5e12),  # only writes: like only reads, they never turn the bus around
     ],
 )
 def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):
@@ -67,7 +67,7 @@ def test_the_dtype_limits_a_matrix_product_and_memory_a_thin_one():
         (Work(flops=1e12, dtype="fp4"), "cold", CEILINGS),
         (COPY, "cold", {"bf16": 1e15}),
         (COPY, "warm", {"copy": 4e12}),
-        (Work(read=1e9, written=0.0), "cold", {"copy": 4e12}),  # a read may be faster than a copy
+        (Work(read=1e9, written=0.0), "cold", {"copy": 4e12}),  # reads may be faster than copies
     ],
 )
 def test_work_without_a_ceiling_has_no_limit(work, cache, ceilings):
@@ -148,7 +148,7 @@ def test_the_share_of_the_ceiling_decides_the_advice(limit, advice):
 
 
 def test_traffic_beyond_the_bytes_of_work_is_avoidable():
-    # work= counts bytes at 12 % of the copy rate, and the counters show 8 times as many
+    # the bytes of work= pass at 12 % of the copy rate; the counters show 8 times as many bytes
     counters = {"dram share": 0.91, "dram bytes": 8 * 0.12 * 4.28e12 * 1e-3}
     advice = diagnose(memory(0.12), None, 1e-3, counters)
     assert advice.startswith("memory-bound: device memory is 91 % busy with 8.0 times the bytes")

@@ -35,7 +35,7 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
     faster, same = project.results().values()
     assert faster["outcome"] == "PASSED"
     assert faster["title"] == "Half the work takes half the time."
-    assert same["attempts"] == 2  # confirmed in a fresh process before it fails
+    assert same["attempts"] == 2  # a failure is confirmed in a new process
     timing = faster["timing"]
     assert len(timing["replicates"]) >= 6
     blocks = timing["replicates"][0]["rounds"][0]["seconds"]
@@ -163,7 +163,7 @@ def test_expectations_from_their_first_writing_to_a_loss(project):
     first = expected.read_text()
     accepted = by_claim(json.loads((project.path / "results" / "fake.json").read_text()))
     measured = project.results()
-    measured["ch07/faster"]["gpu"]["uuid"] = ""  # what is shared does not say which GPU it was
+    measured["ch07/faster"]["gpu"]["uuid"] = ""  # accepted results do not identify the GPU
     assert accepted == measured
 
     project.run("--gpu").assert_outcomes(passed=1)
@@ -223,7 +223,7 @@ def test_what_a_human_requires_is_held(project):
     ],
     ids=["twice", "nan", "tag", "truncated", "newer"],
 )
-def test_a_bad_expectations_file_is_told_before_anything_runs(project, text, said):
+def test_a_bad_expectations_file_is_reported_before_anything_runs(project, text, said):
     project.tests("def test_it(compare): compare(**usual)")
     schema = "schema: 2\n" if "newer" in said else "schema: 1\n"
     project.write("expectations.yaml", schema + text)

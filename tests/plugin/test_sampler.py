@@ -117,7 +117,7 @@ def test_arms_must_take_the_inputs():
         a_bound_claim(optimized=lambda x, y: x).check_agreement()
 
 
-@pytest.mark.parametrize("arm", ["baseline", "optimized"])  # the first is what others see first
+@pytest.mark.parametrize("arm", ["baseline", "optimized"])
 def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
 
@@ -156,30 +156,30 @@ def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():
 
 @pytest.mark.parametrize(("is_prepared", "calls_per_set"), [(False, 1), (True, 3)])
 def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
-    """A prepared arm's set is overwritten twice: with decoy values, then with its own."""
+    """A prepared arm's set is overwritten twice: with decoy values, then with the real ones."""
     calls = []
     arm = prepared(lambda x: doubling(100)) if is_prepared else doubling(100)
     bound = a_bound_claim(
         inputs=lambda bench: calls.append(bench.seed) or vectors(bench), optimized=arm
     )
     bound.check_agreement()
-    # effects: 2, and 2 for two seeds that must differ; per seed one for each arm and the reference
+    # 2 to infer effects, 2 to compare two seeds; per seed one for each arm and the reference
     assert len(calls) == 4 + AGREEMENT_SEEDS * (2 + calls_per_set)
     calls.clear()
     timing = measure_metric(bound, Metric.DEVICE, STANDARD)
     sets = len(timing.replicates) * timing.sets
-    # one for the size of a set; 3 for the check with new inputs
+    # 1 to measure the size of a set, 3 for the check with new inputs
     assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
     calls.clear()
     bound.verify()
-    # one per replicate; 2 for the set with new values
+    # 1 per replicate, 2 for the check with new inputs
     assert len(calls) == len(timing.replicates) + 2
 
 
 def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
     gpu = replace(FAKE_GPU, l2_bytes=64 * 8 * 10)
     timing = measured(a_bound_claim(FakeDevice(gpu, WHITE)))
-    assert timing.sets == 30  # three times the L2, in sets of a tenth of it
+    assert timing.sets == 30  # a set is a tenth of the L2, and all sets span three times the L2
     assert timing.calls >= timing.sets
     assert timing.cache == "cold"
 
@@ -295,7 +295,7 @@ def test_outputs_of_timed_calls_are_verified():
 
 @pytest.mark.parametrize(("memory", "verified"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
 def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, verified):
-    """Two arms' 64 numbers are 1 KiB: where 5 KiB may be kept, the sixth time is too much."""
+    """The outputs of two arms take 1 KiB per seed: if 5 KiB may be kept, the sixth is too much."""
     calls = []
     bound = a_bound_claim(
         FakeDevice(replace(FAKE_GPU, memory_bytes=memory), WHITE),
@@ -342,7 +342,7 @@ def test_arms_that_update_in_place_are_verified_from_restored_inputs():
 
 
 def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
-    """Or what a call copies to pinned memory would be looked at before it is there."""
+    """Without the wait, pinned memory would be read before the call's copy to it is done."""
     seen = []
 
     class Watched(FakeDevice):
@@ -360,9 +360,8 @@ def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
     bound.check_agreement()
     copies = sampler.agreement.copies
     monkeypatch.setattr(sampler.agreement, "copies", lambda x: seen.append("copy") or copies(x))
-    monkeypatch.setattr(
-        sampler.Sampler, "check_with_new_inputs", lambda *_: None
-    )  # it takes without a wait
+    # left out, because it copies results without a wait
+    monkeypatch.setattr(sampler.Sampler, "check_with_new_inputs", lambda *_: None)
     measure_metric(bound, Metric.DEVICE, STANDARD)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
     assert set(before) == {"wait"}
@@ -377,8 +376,9 @@ def test_it_stops_when_the_interval_is_narrow():
     assert half_width(speedup(timing)) <= STANDARD.target_half_width
 
 
-@pytest.mark.parametrize("sd", [0.002, 0.005, 0.008])  # nearly all stop at once; some; most late
-def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
+# at 0.002 nearly all runs stop at the minimum of replicates, at 0.008 most run longer
+@pytest.mark.parametrize("sd", [0.002, 0.005, 0.008])
+def test_stopping_at_a_width_hardly_lowers_the_coverage_of_intervals(sd):
     rng, runs, missed = np.random.default_rng(1), 20_000, 0
     drawn, open_ = rng.normal(0, sd, (runs, STANDARD.max_replicates)), np.ones(runs, bool)
     for n in range(STANDARD.min_replicates, STANDARD.max_replicates + 1):
@@ -387,7 +387,7 @@ def test_stopping_at_a_width_costs_an_interval_little_of_its_cover(sd):
         ends = open_ & ((half <= STANDARD.target_half_width) | (n == STANDARD.max_replicates))
         missed += int((ends & (abs(mean) > half)).sum())
         open_ &= ~ends
-    assert missed / runs < 0.021  # 0.01 is what the interval says
+    assert missed / runs < 0.021  # 0.01 without the stopping rule
 
 
 def test_it_never_stops_for_a_good_ratio_alone():
@@ -403,7 +403,7 @@ def test_it_stops_when_its_time_budget_is_spent():
     timing = measured(a_bound_claim(FakeDevice(noise=noisy)), rule)
     assert (timing.stopped, len(timing.replicates), timing.replicates[0].rounds[1:]) == (
         "seconds",
-        5,  # two more than the least, as it is wide
+        5,  # the minimum and two more, because the interval is wide
         (),
     )
 
@@ -429,7 +429,7 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count)
 
 
 def built_under_the_lock(device, **words):
-    """Count the replicates whose inputs are made while the claim is timed."""
+    """Measure a claim; return the number of replicates that are built under the exclusive lock."""
     made, usual = [], a_claim().inputs
     bound = a_bound_claim(device, inputs=lambda bench: made.append(1) or usual(bench), **words)
     bound.check_agreement()
@@ -453,7 +453,7 @@ def built_under_the_lock(device, **words):
     ],
 )
 def test_replicates_are_prebuilt_while_memory_allows(monkeypatch, prebuilt, made):
-    size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # of two arms' inputs
+    size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # bytes of the inputs of two arms
     monkeypatch.setattr(sampler, "PREBUILT_SHARE", prebuilt * size / FAKE_GPU.memory_bytes)
     assert built_under_the_lock(FakeDevice(noise=Noise.none())) == made
 
@@ -464,7 +464,7 @@ def test_half_of_the_memory_is_left_to_others():
 
         def free_bytes(self):
             self.queries += 1
-            return self.gpu.memory_bytes // 2 + 2 - self.queries  # others allocate, too
+            return self.gpu.memory_bytes // 2 + 2 - self.queries  # other processes allocate, too
 
     assert built_under_the_lock(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
@@ -478,7 +478,7 @@ def test_a_replicate_that_finds_no_memory_is_built_under_the_lock():
 
         def block(self, calls, mode):
             self.blocks += mode is Mode.WALL
-            if mode is Mode.WALL and self.blocks == 8:  # in the middle of what is made ahead
+            if mode is Mode.WALL and self.blocks == 8:  # while replicates are prebuilt
                 raise OutOfMemoryError
             return super().block(calls, mode)
 
@@ -517,7 +517,7 @@ def test_memory_is_released_except_for_prebuilt_graphs(microseconds, prebuilt, r
 
 @pytest.mark.parametrize(("cache", "sets"), [("warm", 1), ("cold", validity.L2_SPANS)])
 def test_a_slow_call_has_one_input_set_unless_the_cache_is_cold(cache, sets):
-    device = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # as large as a set
+    device = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # one set fills the L2
     bound = a_bound_claim(
         device, cache=cache, baseline=doubling(50_000), optimized=doubling(25_000)
     )
@@ -529,11 +529,11 @@ def test_a_slow_call_has_one_input_set_unless_the_cache_is_cold(cache, sets):
 @pytest.mark.parametrize(
     ("mode", "prebuilt", "warmed"),
     [
-        (Mode.BACKLOG, [1], False),  # waking warms
+        (Mode.BACKLOG, [1], False),  # warm_up has run the call
         (Mode.PLAIN, [1], False),
         (Mode.GRAPH, [1], True),  # capturing must not be a call's first run
         (Mode.GRAPH, [2], False),
-        (Mode.WALL, [2], True),  # it may have stood ready for long
+        (Mode.WALL, [2], True),  # prebuilt long before: caches may be cold again
     ],
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, prebuilt, warmed):
@@ -562,8 +562,8 @@ def test_the_device_is_warmed_up_before_the_first_round(metric):
     once = timed._round
     timed._round = lambda *about: done.append("round") or once(*about)
     timed.replicate(2)
-    awake = [2] if metric is Metric.DEVICE else []  # what a caller waits is full of pauses
-    assert done == [*awake, "round", "round"]
+    warm_ups = [2] if metric is Metric.DEVICE else []  # wall times include pauses of the GPU anyway
+    assert done == [*warm_ups, "round", "round"]
 
 
 def test_progress_reports_phases_and_figures():
@@ -637,5 +637,5 @@ def test_identical_arms_get_no_verdict():
 
 
 def test_an_arm_slowed_by_two_percent_is_slower():
-    # the default noise is that of the noisiest kernel: on a GPU it is 100 of 100 (tests/gpu)
+    # at least 36 of 40, because the default noise is that of the noisiest kernel
     assert verdicts(1.02).count(Verdict.SLOWER) >= 36

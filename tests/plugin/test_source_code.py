@@ -1,4 +1,4 @@
-"""The code that a report shows is that of the claim's arms, and nothing from elsewhere."""
+"""A report shows the code of the claim's arms, and no other code."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def root(tmp_path, monkeypatch):
 
 @pytest.fixture
 def module(root):
-    """The test's module, imported, and the arms of its claim as attributes."""
+    """Import the test module; the arms of its claim become its attributes."""
     spec = importlib.util.spec_from_file_location("provenance_test_x", root / HERE)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -140,7 +140,7 @@ def module(root):
 
 
 def shown(root, arm):
-    """Return what a report shows of an arm: a text for each file."""
+    """Return the code that a report shows of an arm, by file."""
     sources = provenance.locate({"optimized": arm}, root)
     codes = source_code.arms(result(sources=sources), root).get("optimized", ())
     return {code.where: code.text for code in codes}

@@ -81,7 +81,7 @@ def test_imports_of_imported_modules_are_followed(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("test_of_code", test)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("ring_of_code", "link_of_code"):  # removed after this test
+    for name in ("ring_of_code", "link_of_code"):  # monkeypatch removes them after this test
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
     assert set(source_hash.files(module, tmp_path)) == {test, ring, link}
     assert source_hash.files(module, tmp_path / "elsewhere") == []

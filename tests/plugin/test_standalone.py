@@ -28,7 +28,7 @@ USUAL = {
 def machine(tmp_path, monkeypatch):
     """A fake machine with one GPU, and its own locks and caches."""
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the run of these tests
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
     machine = FakeMachine(noise=STEADY)
     monkeypatch.setattr(standalone, "CudaMachine", lambda: machine)
     caches = (standalone._figures, standalone._open_device)

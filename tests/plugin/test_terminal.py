@@ -162,7 +162,7 @@ def test_totals_count_every_outcome_and_average_only_what_counts():
     assert terminal.totals([result()]).startswith("1 claim: 1 FASTER; geometric mean 2.01x")
 
 
-def test_notes_say_what_the_figures_do_not():
+def test_notes_explain_the_figures():
     capped = Round("ABBA", {"baseline": (2.0,), "optimized": (1.0,)}, event_reasons=0x5)
     free = dataclasses.replace(capped, event_reasons=None)
     reps = (Replicate(1, (capped, free), redone=2), Replicate(2, (capped,), redone=1))
@@ -360,14 +360,15 @@ CONFTEST = """
 
 @pytest.fixture
 def inner(pytester, monkeypatch):
-    """Run pytest in a process of its own: both plugins keep state."""
+    """Return a function that runs pytest in a new process, because both plugins keep state."""
     monkeypatch.setenv("PYTHONPATH", str(Path(terminal.__file__).parents[2]))
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile("def test_one():\n    pass")
 
     def run(records, *options):
         (pytester.path / "records.json").write_text(json.dumps(to_json(records)))
-        apart = ("-pno:aiperf", "-pno:hypothesispytest", "-c/dev/null", "--rootdir=.")  # no ini
+        # without this repository's settings
+        apart = ("-pno:aiperf", "-pno:hypothesispytest", "-c/dev/null", "--rootdir=.")
         return pytester.runpytest_subprocess(*apart, *options)
 
     return run

@@ -1,4 +1,4 @@
-"""torch compiles nothing in a check, and lets others time while it compiles in a measurement."""
+"""A check compiles nothing; while a measured claim compiles, other claims may be timed."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def lock(tmp_path):
 
 @pytest.fixture
 def other(tmp_path):
-    """Whether another claim could have the GPU alone now."""
+    """Return a function that returns whether another claim could lock the GPU exclusively now."""
 
     def refuse(_sentence):
         raise RefusedError
@@ -40,7 +40,7 @@ def other(tmp_path):
 
 @pytest.fixture
 def compiled(other):
-    """A compiled function, and what its compiler saw of the lock."""
+    """A compiled function, and a list: per compilation, whether another claim could be timed."""
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -67,7 +67,7 @@ def test_others_can_time_while_a_claim_compiles(lock, other, compiled, tmp_path)
             call(torch.ones(3, dtype=torch.int))
     with lock.shared():
         call(torch.ones(3, dtype=torch.double))
-    assert seen == [True, False, False]  # no callback of ours is left
+    assert seen == [True, False, False]  # an exclusive lock is kept; beside() removes its callback
 
 
 def test_a_claim_may_reset_the_compiler(lock, other, tmp_path):

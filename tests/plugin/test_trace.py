@@ -1,4 +1,4 @@
-"""What one call does on a GPU is read from what CUPTI saw of it."""
+"""The GPU activity of one call is read from CUPTI's events."""
 
 from contextlib import nullcontext
 
@@ -59,7 +59,7 @@ def test_nothing_on_the_gpu_is_no_trace(events):
 
 
 class OnCpu:
-    """A clock whose call CUPTI cannot see."""
+    """A device whose calls run on the CPU, so that CUPTI records no activity."""
 
     def __init__(self):
         self.calls = 0
@@ -74,14 +74,14 @@ class OnCpu:
         self.calls += 1
 
 
-def test_a_warmed_call_is_watched_once_and_a_machine_without_cupti_gives_none():
+def test_one_warmed_up_call_is_traced_and_without_activity_there_is_no_trace():
     clock = OnCpu()
     assert trace(clock.call, clock) is None
     assert clock.calls == 2
 
 
 @pytest.mark.parametrize("kernels", [1, 3])
-def test_the_fake_clock_takes_each_spend_for_a_kernel(kernels):
+def test_the_fake_device_counts_each_spend_as_a_kernel(kernels):
     from tests.fake_gpu import FAKE_GPU, FakeDevice, spend
 
     def call():

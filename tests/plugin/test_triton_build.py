@@ -16,7 +16,7 @@ from tests.plugin.test_explanation import explained
 
 
 class JITFunction:
-    """Triton's function, with its kernels compiled for device 0."""
+    """Stands in for a Triton function whose kernels are compiled for device 0."""
 
     def __init__(self, *kernels):
         self.fn = lambda: None
@@ -31,7 +31,7 @@ def a_kernel(handle, name):
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Launch a kernel by its handle, in a process with frozen modules, as in a claim."""
+    """Return a function that launches a kernel by its handle. As in a claim, objects are frozen."""
     hooks = []
     hook = SimpleNamespace(add=hooks.append, remove=hooks.remove)
     knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=hook))

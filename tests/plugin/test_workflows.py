@@ -32,7 +32,7 @@ WRITES = {("publish.yml", "history"), ("publish.yml", "expectations")}
 
 def load(path):
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    content["on"] = content.pop(True)  # YAML 1.1 reads the word on as true
+    content["on"] = content.pop(True)  # YAML 1.1 reads the key `on` as true
     return content
 
 

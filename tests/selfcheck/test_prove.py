@@ -1,4 +1,4 @@
-"""The self-check computes its figures correctly and detects faults of a fake device."""
+"""The self-check computes its figures correctly and detects the faults of a fake device."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def arm_of(seconds):
 
 
 def block_timer(workbench):
-    """Return another timer: the median of ten of the device's own blocks."""
+    """Return a stand-in for other timers: the median of ten blocks of the device."""
 
     def timer(call):
         block = workbench.device.block([call] * 10, Mode.PLAIN)
@@ -61,7 +61,7 @@ def block_timer(workbench):
 
 
 class Cache:
-    """An L2 of the fake device: it keeps the buffers that were read last."""
+    """An L2 for the fake device, which keeps the buffers that were read last."""
 
     def __init__(self, size=32 << 20):
         self.size, self.buffers = size, {}
@@ -85,13 +85,13 @@ def workbench(noise=CALM, seed=1, **changes):
         spins.append(seconds)
         spend(seconds)
 
-    def mean_spin_s():
+    def pop_mean_spin_s():
         mean = statistics.fmean(spins) if spins else 0.0
         spins.clear()
         return mean
 
     def heat():
-        device._wander = 0.03  # decays with the fake's own drift, as a GPU cools
+        device._wander = 0.03  # a slowdown that decays over time, as when a GPU cools
 
     def measure_in_new_process():
         return checks.one(workbench(noise, next(seeds)), TINY)["ratio"]
@@ -102,7 +102,7 @@ def workbench(noise=CALM, seed=1, **changes):
         "claim": (numbers, arm_of(200e-6), arm_of(100e-6)),
         "spin": spend,
         "timed_spin": timed_spin,
-        "mean_spin_s": mean_spin_s,
+        "pop_mean_spin_s": pop_mean_spin_s,
         "empty": lambda: spend(1e-6),
         "sweep": Cache().sweep,
         "read_limit": lambda: CEILINGS["read"],
@@ -128,7 +128,7 @@ def test_a_fit_recovers_slope_and_both_constants():
 
 
 def test_the_longest_spin_does_not_dominate_the_fit():
-    # an error of 0.1 % there would shift the constant of an unweighted fit by microseconds
+    # in an unweighted fit, an error of 0.1 % in it would shift the constant by microseconds
     truths = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1]
     slope, per_call, _ = fit(
         truths, [1] * 5, [t + 1e-6 + (1e-4 if t == 0.1 else 0) for t in truths]
@@ -181,10 +181,8 @@ def test_judgements_are_scored():
     figures = other_timers.score(judgements)
     errors = [math.log(1.001), math.log(1.05), 0.0, math.log(0.96 / 1.05), 0.0]
     assert (figures["identical"], figures["different"]) == (2, 4)
-    assert (figures["false_alarms"], figures["seen"]) == (
-        2,
-        1,
-    )  # the wrong direction is a false alarm
+    # one false alarm on identical arms, one verdict in the wrong direction
+    assert (figures["false_alarms"], figures["seen"]) == (2, 1)
     assert figures["bias"] == pytest.approx(statistics.fmean(errors))
     assert figures["error"] == pytest.approx(statistics.fmean(map(abs, errors)))
     assert figures["worst"] == pytest.approx(-errors[3])
@@ -210,9 +208,8 @@ def test_deviations_between_replicates_and_between_rounds():
             Noise(**{**dict.fromkeys(Noise.__slots__, 0.0), "layout": 0.004}),
         )
     )  # fmt: skip
-    assert from_rounds.round_sd == pytest.approx(
-        0.004, rel=0.3
-    )  # each side is a mean of two blocks
+    # not 0.004 * sqrt(2), because each arm's time is the mean of two blocks
+    assert from_rounds.round_sd == pytest.approx(0.004, rel=0.3)
     assert from_rounds.replicate_sd < from_rounds.round_sd
     assert from_layout.replicate_sd == pytest.approx(0.004 * math.sqrt(2), rel=0.4)
     assert from_layout.round_sd < 1e-6
@@ -246,7 +243,7 @@ def test_wrong_block_times_are_detected():
 def test_a_block_that_runs_again_counts_once():
     class RunsAgain(FakeDevice):
         def run(self, calls, mode, layout):
-            for call in calls:  # its blocking kernel was too short
+            for call in calls:  # as if the first run's blocking kernel was too short
                 call()
             return super().run(calls, mode, layout)
 
@@ -427,7 +424,7 @@ def test_each_part_is_stored_and_one_that_fails_stops_no_other(monkeypatch):
     assert list(stored) == list(names)
     assert stored["flush"]["failed"] == "RuntimeError: CUDA error: an illegal address"
     assert stored["modes"]["quick"] is True
-    assert lock.acquired == 4  # once to make the workbench
+    assert lock.acquired == 4  # three parts, and once to make the workbench
     assert any("Traceback" in line for line in progress)
     assert [row.is_met for row in records.rows(stored)] == [None, False, None]
 
@@ -492,7 +489,7 @@ def test_unknown_parts_are_refused():
 
 @pytest.fixture(scope="module")
 def record():
-    """Run all parts on the fake device; of the timers, only ``block_timer``."""
+    """Make a record of all parts on the fake device; ``block_timer`` replaces other timers."""
     parts = {name: part for name, part in records.PARTS.items() if name != "rivals"}
     bench = workbench(dataclasses.replace(CALM, white=5e-5, layout=5e-5))
     stored = {name: {"date": "2026-11-22", **part(bench, TINY)} for name, part in parts.items()}
@@ -598,7 +595,7 @@ def test_the_readme_shows_the_record(tmp_path):
 
 
 def test_the_workbench_of_a_gpu_calibrates_its_spins(monkeypatch):
-    """Fakes replace the kernels: an SM clock of 2 GHz and a timer that counts nanoseconds."""
+    """The fake kernels spin at an SM clock of 2 GHz and count nanoseconds."""
     cycles_spun = []
 
     def spin(cycles):
@@ -634,13 +631,13 @@ def test_the_workbench_of_a_gpu_calibrates_its_spins(monkeypatch):
     bench.timed_spin(15e-6)
     bench.spin(1e-6)
     assert cycles_spun[-3:] == [10_000, 30_000, 2_000]
-    assert bench.mean_spin_s() == pytest.approx(10e-6)
-    assert bench.mean_spin_s() == 0  # the call before reset the total
+    assert bench.pop_mean_spin_s() == pytest.approx(10e-6)
+    assert bench.pop_mean_spin_s() == 0  # the previous call has reset the total
     assert bench.device.block([bench.sweep(3)], Mode.PLAIN).run() == 3
     assert bench.read_limit() == 4e12
     bench.heat()
     assert set(bench.kinds) == set(TIMES)
-    assert len(lookups) == 4  # calls look up no kernels, which would take longer than a launch
+    assert len(lookups) == 4  # calls look no kernel up: that takes longer than a launch
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -1,8 +1,8 @@
 """Record the samples beside this file, on a machine with a GPU and the profilers.
 
 From the repository's root: ``PYTHONPATH=src python tests/plugin/samples/record.py [FOLDER]``. Each
-tool runs this file again with the name of one of its functions. Samples of a missing tool stay as
-they are. $NSYS may be the path of nsys.
+tool runs this file again with the name of one of its functions. If a tool is missing, its samples
+stay as they are. $NSYS may be the path of nsys.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def ranged() -> None:
 def faulty() -> None:
     import torch
 
-    out = torch.empty(1 << 22, device="cuda")  # large enough for an allocation of its own
+    out = torch.empty(1 << 22, device="cuda")  # so large that it shares its allocation with none
     Nvcc(roots=[HERE], archs=[visible()[0].arch])("faulty.cu")["beyond"](out, out.numel())
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
@@ -98,14 +98,14 @@ def traced(run: Callable[[], object], to: Path) -> None:
     from torch.profiler import profile, record_function
 
     with profile() as profiler:
-        torch.ones(3).sin()  # outside of the range
+        torch.ones(3).sin()  # before the range: must not be counted
         with record_function(RANGE):
             run()
         profiler.add_metadata_json("graph_breaks", "1")
     with tempfile.TemporaryDirectory() as scratch:
         profiler.export_chrome_trace(f"{scratch}/trace.json")
         trace = json.loads(Path(scratch, "trace.json").read_bytes(), strict=False)
-    trace["host_name"] = ""  # private
+    trace["host_name"] = ""  # private: not published
     to.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
 
 
