@@ -361,6 +361,6 @@ def test_all_guarded_functions_exist():
 
 
 def test_a_caught_cheat_is_not_a_failure():
-    """``pytest.raises(FAILURES)``, which the test above uses, fails for a guard test that passes."""
+    """``pytest.raises(FAILURES)``, used above, must fail if the guard's test passes."""
     with pytest.raises(pytest.fail.Exception), pytest.raises(FAILURES):
         assert_caught(CHEATS["constant"])

@@ -1,1 +1,1 @@
-"""What a call returned and changed, and whether it is right."""
+"""Find what a call returned and changed, and check it against the reference."""

@@ -1,6 +1,6 @@
 """Checks that the arms' results agree with the reference.
 
-A call's result is the tensors in what it returns, followed by the argument tensors that it changed.
+A call's result: the tensors in its return value, followed by the argument tensors that it changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Element = tuple[tuple[int, ...], Any, Any]  #: Index, value in a result, value i
 _NOWHERE: Element = ((), 0.0, 0.0)
 
 MAX_ERROR_RATIO = 4
-"""An arm's error may be this many times the baseline's: another order of additions stays below."""
+"""An arm's error may be this many times the baseline's; another summation order stays below it."""
 ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp64": 64 * 2.0**-52,
     "fp32": 64 * 2.0**-23,
@@ -37,22 +37,23 @@ ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp8_e5m2": 2 * 2.0**-2,
     "fp8": 2 * 2.0**-3,
 }
-"""Relative error that results of a precision may always have: a few units in the last place."""
-MAX_BASELINE_BUDGETS = 64  #: Budgets that the baseline may need: nothing else bounds its error.
-MAX_BASELINE_ERROR = 0.1  #: The baseline's largest error: a result of zeros has error 0.5.
+"""Relative error that is always allowed at a precision: a few units in the last place."""
+MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
+MAX_BASELINE_ERROR = 0.1
+"""The baseline's largest error, unless its budget is larger: a result of zeros has error 0.5."""
 CHUNK = 1 << 23  #: Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB.
 HOST_CHUNK = 1 << 15
-"""Elements compared at a time on the host: they stay in its caches, and torch uses one thread for
-so few. Many threads would wait for one another where other claims keep the cores busy."""
+"""Elements compared at a time on the host: few enough to stay in its caches, and for torch to use
+one thread. Several threads would wait for one another while other claims keep the cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentEffects:
     """What the baseline does to its arguments."""
 
-    mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that it changes.
-    write_only: tuple[str, ...] = ()  #: Those of them that it does not read: they may be poisoned.
-    names: tuple[str, ...] = ()  #: The parameters' names, for messages.
+    mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that the baseline changes.
+    write_only: tuple[str, ...] = ()  #: The mutated paths that it does not read: may be poisoned.
+    names: tuple[str, ...] = ()  #: Names of the parameters, for messages.
 
     @property
     def updates(self) -> bool:
@@ -60,7 +61,7 @@ class ArgumentEffects:
         return bool(set(self.mutated) - set(self.write_only))
 
     def label(self, path: str) -> str:
-        """Return a tensor's path with the parameter's name, as the claim's author wrote it."""
+        """Return a tensor's path with the parameter's name in place of ``args[i]``."""
         position, _, rest = path.removeprefix("args[").partition("]")
         return self.names[int(position)] + rest if int(position) < len(self.names) else path
 
@@ -75,14 +76,14 @@ def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
 def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
     """Find out which argument tensors a call changes, and which of those it does not read.
 
-    ``make`` uses a seed of its own: if freed memory still holds this seed's correct output, writing
-    it again would look like no write.
+    The seed of ``make`` must be new: if freed memory still held its correct output from an earlier
+    call, writing this output again would look like no write.
     """
     inputs = _make_filled(make)
     before = tensors.fingerprint(inputs.args)
     sizes = [(backend_of(a).module, a.nbytes) for a in tensors.arrays(inputs.args).values()]
     del inputs
-    # numpy and cupy reuse freed memory as it was: overwrite results that may lie there
+    # numpy and cupy reuse freed memory unchanged: overwrite the results that it may hold
     scrubbed = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
     del scrubbed
     inputs = _make_filled(make)
@@ -103,7 +104,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
         try:
             returned, _ = _run(prepare, inputs, replace(effects, write_only=(path,)))
             verify({"baseline": outputs_of(returned, inputs.args, effects)}, expected)
-        except Exception:  # noqa: BLE001  an arm may refuse a poisoned input in its own way
+        except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
             return False
         return True
 
@@ -133,10 +134,10 @@ def _make_filled(make: Callable[[], Any]) -> Any:
 
 
 def _may_poison(array: Any) -> bool:
-    """Whether a tensor may be poisoned although the call may read it.
+    """Whether this tensor may be poisoned for a call that possibly reads it.
 
-    Integers may not: as counters, flags or indices they could make a kernel hang or fault. Integers
-    that inputs() left unset may; only torch shows them.
+    Floating-point tensors may. Integers may only if inputs() left them unset, which only torch
+    shows: poisoned counters, flags or indices could make a kernel hang or fault.
     """
     module = backend_of(array).module
     if not is_exact(array) or module.__name__ != "torch":
@@ -147,9 +148,10 @@ def _may_poison(array: Any) -> bool:
 def _run(
     prepare: Prepare, inputs: Inputs, effects: ArgumentEffects
 ) -> tuple[object, tuple[str, ...]]:
-    """Call an arm on poisoned arguments; return its result and the other arguments it changed.
+    """Call an arm on inputs whose write-only arguments are poisoned.
 
-    Garbage collection is off: a CUDA graph that is collected would spoil one being captured.
+    Return its result, and the paths of arguments that it changed beyond ``effects.mutated``.
+    Garbage collection is off: destroying a CUDA graph would invalidate a capture in progress.
     """
     with gc_disabled():
         call = prepare(inputs)
@@ -170,7 +172,7 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
 
 
 def copies(result: Outputs) -> list[NamedTensor]:
-    """Copy a result, so that a later arm that writes into the same buffer cannot repair it."""
+    """Copy a result, so that a later arm that writes into the same buffer cannot correct it."""
     return [(path, backend_of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
 
 
@@ -183,8 +185,8 @@ def agree(
 ) -> list[Error]:
     """Check all arms against the reference on one seed.
 
-    The optimized arm runs first and the reference last, each on inputs of its own, so that no
-    correct result lies in freed memory. A prepared arm prepares before its arguments are poisoned.
+    The optimized arm runs first and the reference last, each on new inputs, so that freed memory
+    holds no correct result for it. A prepared arm prepares before its arguments are poisoned.
     """
     results, aliases = {}, {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
@@ -211,14 +213,14 @@ def agree(
 
 
 def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence[bool]]) -> None:
-    """Refuse a view of the inputs, or of few elements, where the baseline computes a tensor."""
+    """Refuse an output that is a view of inputs or an expanded tensor, unless the baseline's is."""
     for arm, flags in aliases.items():
         rows = zip(results[arm], flags, aliases["baseline"], strict=True)
         for (path, _), is_view, allowed in rows:
             if is_view and not allowed and path.startswith("result"):
                 raise WrongResult(
-                    f"{arm} returns {path} as a view of its inputs or of few elements, the "
-                    "baseline computes it: the reader of the view does the work, so time that "
+                    f"{arm} returns {path} as a view of its inputs or of few elements, but the "
+                    "baseline computes it: whatever reads the view does the work, so time that "
                     "step in both arms"
                 )
 
@@ -236,7 +238,7 @@ def verify(
 
     Return the worst error of each output in each arm, the baseline's first. An error that is not
     allowed raises WrongResult, with ``when`` in its message; a wrong reference raises UsageError.
-    ``located=False`` leaves out where an allowed error is, and so waits for a shared GPU only once.
+    ``located=False`` omits the index of an allowed error, which takes further waits for the GPU.
     """
     base, want = results["baseline"], tensors.walk(reference, "reference")
     if len(base) != len(want):
@@ -268,7 +270,7 @@ def _compare(
     *,
     located: bool,
 ) -> Iterator[Error]:
-    """Compare one output of every arm, the baseline first: its error bounds those of the others."""
+    """Compare one output of every arm, the baseline first: its error bounds the others' errors."""
     base, want = _numbers(results["baseline"][1]), _numbers(reference)
     rms = _check_reference(results["baseline"][0], base, want)
     name = dtype(base).replace("bfloat", "bf").replace("float", "fp")
@@ -313,7 +315,7 @@ def _numbers(value: Any) -> Any:
             f"a result of type {type(value).__name__} cannot be compared: return numbers, or "
             "plain, dense arrays of them"
         )
-    return backend_of(value).real(value)
+    return backend_of(value).as_real_view(value)
 
 
 def _check_reference(path: str, base: Any, want: Any) -> float:

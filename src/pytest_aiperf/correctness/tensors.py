@@ -16,19 +16,19 @@ from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
-NamedTensor = tuple[str, Any]  #: Path of a leaf and the leaf: an array, or a value of another kind.
+NamedTensor = tuple[str, Any]  #: The path and the value of a leaf; not every leaf is an array.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inputs:
-    """One set of inputs: what one call of a claim's ``inputs`` returns."""
+    """One set of inputs, as returned by one call of a claim's ``inputs``."""
 
     args: Args  #: The arguments of a call, without their ``static`` marks.
     dynamic: Sequence[int]  #: Positions of the arguments that are not static.
-    seed: int  #: Seed of the values.
+    seed: int  #: Seed with which ``inputs`` drew the values.
 
     def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:
-        """Copy arguments of another set into these, in place: by default the dynamic ones."""
+        """Copy the dynamic arguments of ``fresh``, or those at ``positions``, into this set."""
         for i in self.dynamic if positions is None else positions:
             overwrite((self.args[i],), (fresh.args[i],))
 
@@ -36,35 +36,37 @@ class Inputs:
 def walk(value: Any, name: str) -> list[NamedTensor]:
     """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
-    None is no leaf, and neither is a Score, which is the claimed figure and no result. A gradient
-    is a leaf, since backward() changes its arguments. Containers are read past their own methods,
-    which could compute the items when they are read, untimed.
+    None is not a leaf. Nor is a Score: it is the judged figure, not part of the result. ``.grad``
+    is a leaf, because backward() writes it. The containers' own methods are bypassed: an overridden
+    one could compute the items here, after the timed call.
     """
     torch = sys.modules.get("torch")
     leaves: list[NamedTensor] = []
-    inner: dict[str, Any] = {}
+    children: dict[str, Any] = {}
     if value is None or isinstance(value, Score):
         pass
     elif isinstance(value, (tuple, list)):
         kind: Any = tuple if isinstance(value, tuple) else list
-        inner = {f"[{i}]": item for i, item in enumerate(kind.__iter__(value))}
+        children = {f"[{i}]": item for i, item in enumerate(kind.__iter__(value))}
     elif isinstance(value, dict):
         keys = sorted(dict.keys(value), key=repr)
-        inner = {f"[{key!r}]": dict.__getitem__(value, key) for key in keys}
+        children = {f"[{key!r}]": dict.__getitem__(value, key) for key in keys}
     elif torch and isinstance(value, torch.nn.Module):
         named = (*value.named_parameters(), *value.named_buffers())
-        inner = {f".{key}": item for key, item in named}
-    elif _holds_fields(value):
-        inner = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+        children = {f".{key}": item for key, item in named}
+    elif _is_plain_dataclass(value):
+        children = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
     else:
         leaves = [(name, value)]
         if torch and isinstance(value, torch.Tensor) and value.is_leaf:
-            inner = {".grad": value.grad}
-    return leaves + [leaf for step, item in inner.items() for leaf in walk(item, name + step)]
+            children = {".grad": value.grad}
+    return leaves + [
+        leaf for path_suffix, item in children.items() for leaf in walk(item, name + path_suffix)
+    ]
 
 
-def _holds_fields(value: Any) -> bool:
-    """Whether this is a dataclass that stores each field and computes none when it is read."""
+def _is_plain_dataclass(value: Any) -> bool:
+    """Whether this is a dataclass that stores all fields and computes none when it is read."""
     kind = type(value)
     if not dataclasses.is_dataclass(kind) or kind.__getattribute__ is not object.__getattribute__:
         return False
@@ -81,24 +83,26 @@ def _holds_fields(value: Any) -> bool:
 class ArrayBackend:
     """Operations whose names differ between torch, numpy and cupy."""
 
-    module: Any  #: The library.
-    has: Callable[[Any], bool]
-    """Whether a value is a dense array of numbers; no subclass, which could compute when read."""
-    real: Callable[[Any], Any]  #: View an array without its gradient, and complex numbers as pairs.
+    module: Any  #: The library's module.
+    is_array: Callable[[Any], bool]
+    """Whether a value is a dense array of numbers. An array of a subclass is not: it could compute
+    its elements when they are read."""
+    as_real_view: Callable[[Any], Any]
+    """View an array without its gradient, and complex numbers as pairs of real numbers."""
     copy: Callable[[Any], Any]  #: Copy an array.
     cast: Callable[[Any, str, Any], Any]  #: Convert to a dtype, on the device of the last argument.
-    where: Callable[[Any], tuple[int, tuple[int, ...]]]  #: Address, and strides in bytes.
+    address_and_strides: Callable[[Any], tuple[int, tuple[int, ...]]]  #: Strides are in bytes.
 
 
 def _torch(torch: Any) -> ArrayBackend:
-    def real(array: Any) -> Any:
+    def as_real_view(array: Any) -> Any:
         array = array.detach().resolve_conj().resolve_neg()
         return torch.view_as_real(array) if array.is_complex() else array
 
     return ArrayBackend(
         torch,
         lambda x: type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided,
-        real,
+        as_real_view,
         lambda x: x.clone(),
         lambda x, kind, at: torch.as_tensor(x, dtype=getattr(torch, kind), device=at.device),
         lambda x: (x.data_ptr(), tuple(s * x.element_size() for s in x.stride())),
@@ -129,7 +133,7 @@ def _backend(name: str) -> ArrayBackend:
 def backend_of(value: Any) -> Any:
     """Return the backend of an array; None for another value."""
     loaded = (_backend(name) for name in BACKENDS if sys.modules.get(name))
-    return next((backend for backend in loaded if backend.has(value)), None)
+    return next((backend for backend in loaded if backend.is_array(value)), None)
 
 
 def dtype(array: Any) -> str:
@@ -141,18 +145,18 @@ def is_exact(array: Any) -> bool:
 
 
 def signature(array: Any) -> str:
-    """Describe dtype, shape and device: arms that do the same work return the same."""
+    """Describe dtype, shape and device, which must be equal for all arms."""
     return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
 
 
 def view(array: Any) -> tuple[Any, ...]:
-    """Return a key that two views of the same elements have in common."""
-    return (signature(array), *backend_of(array).where(array))
+    """Return a key that is equal for two views of the same elements."""
+    return (signature(array), *backend_of(array).address_and_strides(array))
 
 
 def as_int_bits(array: Any) -> Any:
-    """View an array as integers: NaN equals NaN, and 0.0 is not -0.0."""
-    real = backend_of(array).real(array)
+    """View an array's bits as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
+    real = backend_of(array).as_real_view(array)
     return real.view(getattr(backend_of(array).module, f"int{8 * real.itemsize}"))
 
 
@@ -164,35 +168,36 @@ def arrays(args: Args) -> dict[str, Any]:
 
 
 def nbytes(args: Args) -> int:
-    """Return the bytes that the arrays reach; memory that views share counts once."""
+    """Return the bytes that the arrays span; memory that several views share counts once."""
     spans = []
     for array in arrays(args).values():
-        start, strides = backend_of(array).where(array)
+        start, strides = backend_of(array).address_and_strides(array)
+        # an expanded dimension has stride 0 and needs no memory
         stored = [n for n, stride in zip(array.shape, strides, strict=True) if stride]
-        spans.append((start, start + math.prod(stored) * array.itemsize))  # not what is expanded
+        spans.append((start, start + math.prod(stored) * array.itemsize))
     return int(covered(spans))
 
 
 def aliases_input(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
-    """Whether an array overlaps an argument, or repeats one element."""
+    """Whether an array overlaps an argument in memory, or is expanded (has a stride of 0)."""
     low, high = _span(array)
     spans = [_span(a) for p, a in arrays(args).items() if p not in skip]
-    _, strides = backend_of(array).where(array)
-    repeats = any(n > 1 and not stride for n, stride in zip(array.shape, strides, strict=True))
-    return repeats or any(low < end and start < high for start, end in spans)
+    _, strides = backend_of(array).address_and_strides(array)
+    expanded = any(n > 1 and not stride for n, stride in zip(array.shape, strides, strict=True))
+    return expanded or any(low < end and start < high for start, end in spans)
 
 
 def _span(array: Any) -> tuple[int, int]:
     if not math.prod(array.shape):
         return 0, 0
-    start, strides = backend_of(array).where(array)
+    start, strides = backend_of(array).address_and_strides(array)
     reach = [(n - 1) * stride for n, stride in zip(array.shape, strides, strict=True)]
     low = start + sum(min(0, r) for r in reach)
     return low, start + sum(max(0, r) for r in reach) + array.itemsize
 
 
 def alike(first: Args, second: Args) -> bool:
-    """Whether arguments differ at most in the elements of their arrays."""
+    """Whether two sets of arguments differ at most in the elements of their arrays."""
     a, b = walk(first, "args"), walk(second, "args")
     return [path for path, _ in a] == [path for path, _ in b] and all(
         signature(x) == signature(y) if backend_of(x) and backend_of(y) else _equal(x, y)
@@ -214,10 +219,10 @@ def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
 
 @watched
 def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the paths of arrays whose bits differ from the fingerprint, or are new or lost."""
+    """Return the paths of arrays whose bits changed, or that were added or removed."""
     now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
     both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
-    equal = [(p, (now[p] == before[p]).all()) for p in both]  # enqueued before the first wait
+    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all before the first wait
     same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
 
@@ -233,7 +238,7 @@ def poison(args: Args, paths: Collection[str]) -> None:
             bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
             as_int_bits(array)[...] = bits
         else:
-            backend_of(array).real(array)[...] = math.nan
+            backend_of(array).as_real_view(array)[...] = math.nan
 
 
 def overwrite(live: Args, fresh: Args) -> None:
