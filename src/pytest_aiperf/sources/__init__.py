@@ -1,1 +1,1 @@
-"""Where the code of a claim is, and its hash."""
+"""Find the source code of a claim's arms, and hash it."""

@@ -1,4 +1,4 @@
-"""The lines of a CUDA source that one launcher needs."""
+"""Finds the lines of a CUDA source file that one launcher needs."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+# these patterns match code with one space between two tokens
 _CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
-"""A function's name, which is the first name before a parenthesis that is no attribute."""
+"""A name before a parenthesis, attributes excepted; the first one is the function's name."""
 _TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
 _VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
-"""The beginning of a namespace or extern "C" block. All patterns are for space-separated tokens."""
+"""The beginning of a namespace or of an extern "C" block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
     kind: Literal["code", "comment", "directive"]
     text: str
-    first: int
-    last: int
+    first: int  #: Its first line.
+    last: int  #: Its last line.
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A function, type, variable or macro at file or namespace level."""
 
-    lines: tuple[int, int]
-    defines: frozenset[str]
-    uses: frozenset[str]
+    lines: tuple[int, int]  #: The first line, or that of the comment above it, and the last line.
+    defines: frozenset[str]  #: Names that it defines.
+    uses: frozenset[str]  #: All names in it.
 
 
 def needed(text: str, launcher: str) -> list[tuple[int, int]]:
-    """Return the first and last lines of what a launcher needs, itself included, in file order."""
+    """Return the first and last line of each piece that a launcher needs, its own included."""
     pieces = list(_pieces(text))
     spans: set[tuple[int, int]] = set()
     seen, names = {launcher}, [launcher]
@@ -49,10 +50,10 @@ def needed(text: str, launcher: str) -> list[tuple[int, int]]:
 
 def _pieces(text: str) -> Iterator[_Piece]:
     """Split a file at its outermost level; braces of namespaces and extern "C" do not count."""
-    tokens: list[_Token] = []  # of the piece that is being read
-    comment = _Token("comment", "", 0, -1)  # the lines of comment above it
-    wrappers: list[bool] = []  # of each open brace, whether it only wraps pieces
-    complete, end = False, 0  # whether only a semicolon may follow; last line of the piece before
+    tokens: list[_Token] = []  # tokens of the current piece
+    comment = _Token("comment", "", 0, -1)  # comment above the current piece
+    wrappers: list[bool] = []  # for each open brace, whether it is a namespace's or extern "C"'s
+    complete, end = False, 0  # the piece may only get a semicolon; last line of the previous piece
     for token in [*_tokens(text), _Token("directive", "", 0, 0)]:
         if tokens and complete and token.text != ";":
             yield _piece(tokens, comment)
@@ -80,8 +81,8 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
 
 def _tokens(text: str) -> Iterator[_Token]:
-    """Yield the tokens of a file, without white space and the contents of its strings."""
-    from pygments.lexers import CudaLexer  # late: only claims with CUDA kernels need it
+    """Yield the tokens of a file, but neither white space nor the contents of strings."""
+    from pygments.lexers import CudaLexer  # imported here: only claims with CUDA kernels need it
     from pygments.token import Comment, String, Whitespace
 
     line, directive, start = 1, "", 1
@@ -108,7 +109,7 @@ def _piece(tokens: list[_Token], comment: _Token) -> _Piece:
 
 
 def _defined(code: str) -> frozenset[str]:
-    """Name what a piece defines, from its tokens with a space between each two."""
+    """Return the names that a piece defines; ``code`` is its tokens, joined by spaces."""
     if code.startswith("#"):
         return frozenset(re.findall(r"^# define (\w+)", code))
     head = re.sub(r"__launch_bounds__ \([^)]*\)", "", code.partition("{")[0])

@@ -1,4 +1,4 @@
-"""Where the source code of a claim's arms is, so that reports can show it."""
+"""Finds the source code of a claim's arms, so that reports can show it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _Code = ast.stmt | ast.expr
 
 
 def locate(arms: Mapping[str, object], root: Path) -> dict[str, tuple[Source, ...]]:
-    """Find the lines below ``root`` that define each arm, and those that they use.
+    """Find the lines that define each arm, and whatever they use, in files below ``root``.
 
-    A function that another one makes is shown as its maker. Of a .cu file, a launcher has the
-    lines that it needs. An arm without a line below ``root`` is left out.
+    A nested function is shown with the outermost function around it. A launcher is shown with the
+    lines of the .cu file that it needs. An arm without lines below ``root`` is left out.
     """
     located = {}
     for arm, value in arms.items():
@@ -53,7 +53,7 @@ class _File:
                 self.assigned |= {name: node for t in targets for name in _Used(t).names}
 
     def definition(self, function: FunctionType) -> _Code | None:
-        """Return the outermost function around a function, tests left out, or its lambda."""
+        """Return the outermost function around a function, except a test, or else its lambda."""
         line = function.__code__.co_firstlineno
         starts = {place[::2] for place in function.__code__.co_positions()}
         for node in ast.walk(self.tree):  # outer nodes come first
@@ -64,7 +64,7 @@ class _File:
                 if first <= line <= last:
                     return node
             elif isinstance(node, ast.Lambda) and node.lineno == line:
-                body = node.body  # several lambdas may begin on one line
+                body = node.body  # tells apart several lambdas that begin on one line
                 if (body.lineno, body.col_offset) in starts:
                     return node
         return None
@@ -85,7 +85,7 @@ class _Search:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._seen: dict[int, object] = {}  # by id; kept alive, so that no id is used twice
+        self._seen: dict[int, object] = {}  # by id; the values stay alive, so no id is reused
         self._files: dict[Path, _File | None] = {}
         self._named: set[tuple[Path, str, frozenset[str]]] = set()
         self._spans: dict[Path, set[tuple[int, int]]] = {}
@@ -97,7 +97,7 @@ class _Search:
                 yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
 
     def visit(self, value: Any, strings: Collection[str] = ()) -> None:
-        """Add the lines of a callable; of kernels and dicts, the entries that ``strings`` name."""
+        """Add the lines of a callable; of Kernels and dicts, add only the keys in ``strings``."""
         value = _unwrapped(value)
         if isinstance(value, Kernels):
             for name in {*value} & {*strings}:
@@ -137,7 +137,7 @@ class _Search:
     def _add(
         self, path: Path, node: _Code, namespace: Mapping[str, Any], bound: Mapping[str, Any]
     ) -> None:
-        """Add the lines of a definition, and those of all that it names."""
+        """Add the lines of a definition, and of everything that it names."""
         self._spans.setdefault(path.resolve(), set()).add(_span(node))
         used = _Used(node)
         strings = used.strings | {value for value in bound.values() if isinstance(value, str)}
@@ -150,7 +150,7 @@ class _Search:
     def _add_name(
         self, path: Path, name: str, namespace: Mapping[str, Any], attributes: frozenset[str]
     ) -> None:
-        """Add what a global name of a file stands for; of a module, the named attributes."""
+        """Add the definition of a global name; of a module, those of its ``attributes``."""
         file = self._file(path)
         if file is None or name not in namespace or (path, name, attributes) in self._named:
             return
@@ -167,14 +167,14 @@ class _Search:
         self.visit(value)
 
     def _file(self, path: Path) -> _File | None:
-        """Read a Python file of the project; None for one of a library or of this plugin."""
+        """Read a Python file of the project; None for a file of a library or of this plugin."""
         if path not in self._files:
             self._files[path] = None
             real = path.resolve()
             project = real.suffix == ".py" and real.is_relative_to(self._root)
             library = "site-packages" in real.parts or real.is_relative_to(_PLUGIN)
             if project and not library:
-                # the file may have disappeared, or is being edited
+                # the file may have been deleted, or be invalid because it is being edited
                 with contextlib.suppress(OSError, ValueError, SyntaxError):
                     self._files[path] = _File(real)
         return self._files[path]
@@ -185,21 +185,21 @@ def _parts(value: Any, strings: Collection[str]) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict):
         return [part for key, part in value.items() if key in strings]
-    return [part for part in value if not isinstance(part, (int, float, str))]  # often very many
+    return [part for part in value if not isinstance(part, (int, float, str))]  # lists may be long
 
 
 def _unwrapped(value: Any) -> Any:
     """Return the function that a prepared arm, a bound method or a compiled function wraps."""
-    # not getattr below: some objects have an attribute of every name
+    # __dict__, not getattr: some objects return an attribute for every name
     attributes = getattr(value, "__dict__", {})
-    inner: Any = attributes.get("__wrapped__")  # also of torch.compile(function)
+    inner: Any = attributes.get("__wrapped__")  # functools.wraps and torch.compile set it
     if isinstance(value, Prepared):
         inner = value.make
     elif isinstance(value, MethodType):
         inner = value.__func__
     elif type(value).__module__.startswith("triton."):
         inner = attributes.get("fn")
-    elif type(value).__name__ == "OptimizedModule":  # of torch.compile(module)
+    elif type(value).__name__ == "OptimizedModule":  # from torch.compile(module)
         inner = attributes["_modules"]["_orig_mod"]
     return value if inner is None else _unwrapped(inner)
 

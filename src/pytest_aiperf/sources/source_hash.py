@@ -1,4 +1,4 @@
-"""Hash of a claim's source code, as a compiler sees it."""
+"""Hash of a claim's source code without comments and docstrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def files(module: ModuleType | None, root: Path) -> list[Path]:
-    """Return the files below ``root`` of a module and of all that it imports."""
+    """Return the files below ``root`` of a module and of everything that it imports."""
     package = __name__.partition(".")[0]
     paths: dict[str, Path] = {}
     queue = [module]
@@ -27,7 +27,7 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
             continue
         foreign = current.__name__.partition(".")[0] == package or "site-packages" in path
         if foreign or not Path(path).is_relative_to(root):
-            continue  # a change of the plugin does not change a claim
+            continue  # a claim stays the same when the plugin or a library changes
         paths[current.__name__] = Path(path)
         for value in list(vars(current).values()):
             module = value if isinstance(value, ModuleType) else None
@@ -36,7 +36,7 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
 
 
 def identity(paths: Iterable[Path]) -> str:
-    """Hash files without comments and docstrings, whose changes do not change a claim."""
+    """Return a hash of files that changes of comments and docstrings leave the same."""
     digest = hashlib.sha256()
     for path in sorted(set(paths)):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -48,7 +48,7 @@ def identity(paths: Iterable[Path]) -> str:
 
 def _cpp_code(text: str) -> str:
     """Replace each comment by a space."""
-    from pygments.lexers.c_cpp import CppLexer  # late: claims without CUDA need no lexer
+    from pygments.lexers.c_cpp import CppLexer  # imported here: only CUDA claims need it
     from pygments.token import Comment
 
     return "".join(
@@ -58,7 +58,7 @@ def _cpp_code(text: str) -> str:
 
 
 def _python_code(text: str) -> str:
-    """Remove comments and docstrings; the layout of the rest stays."""
+    """Remove comments and docstrings, but keep the layout of the rest."""
     lines = text.splitlines(keepends=True)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = [(*t.start, *t.end) for t in tokens if t.type == tokenize.COMMENT]
@@ -74,5 +74,5 @@ def _python_code(text: str) -> str:
 
 
 def _characters(line: str, count: int) -> int:
-    """Return how many characters the first ``count`` bytes of a line are."""
+    """Return the number of characters in the first ``count`` bytes of a line."""
     return len(line.encode()[:count].decode())
