@@ -57,7 +57,7 @@ def compiled(other):
 def test_others_can_time_while_a_claim_compiles(lock, other, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text("torch.compile(arm)")
-    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.py"]):
+    with torch_compile.suspend_while_compiling(lock, HostDevice(), [tmp_path / "claim.py"]):
         with lock.shared():
             assert not other()
             assert call(torch.ones(3)).tolist() == [2, 2, 2]
@@ -67,13 +67,13 @@ def test_others_can_time_while_a_claim_compiles(lock, other, compiled, tmp_path)
             call(torch.ones(3, dtype=torch.int))
     with lock.shared():
         call(torch.ones(3, dtype=torch.double))
-    assert seen == [True, False, False]  # an exclusive lock is kept; beside() removes its callback
+    assert seen == [True, False, False]  # an exclusive lock is kept; the end removes the callback
 
 
 def test_a_claim_may_reset_the_compiler(lock, other, tmp_path):
     import torch._dynamo
 
-    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
+    with torch_compile.suspend_while_compiling(lock, HostDevice(), []), lock.shared():
         torch._dynamo.reset()
     assert other()
 
@@ -81,7 +81,10 @@ def test_a_claim_may_reset_the_compiler(lock, other, tmp_path):
 def test_a_claim_that_mentions_autotune_keeps_the_lock(lock, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.py").write_text('torch.compile(arm, mode="max-autotune")')
-    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.py"]), lock.shared():
+    with (
+        torch_compile.suspend_while_compiling(lock, HostDevice(), [tmp_path / "claim.py"]),
+        lock.shared(),
+    ):
         call(torch.ones(3))
     assert seen == [False]
 
@@ -91,7 +94,7 @@ def test_autotuning_keeps_the_lock(lock, compiled, monkeypatch):
 
     call, seen = compiled
     monkeypatch.setattr(torch._inductor.config, "max_autotune", True)
-    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
+    with torch_compile.suspend_while_compiling(lock, HostDevice(), []), lock.shared():
         call(torch.ones(3))
     assert seen == [False]
 
@@ -100,7 +103,7 @@ def test_recording_graphs_keeps_the_lock(lock, other, compiled):
     from torch._dynamo.callback import CallbackTrigger, callback_handler
 
     recording = CallbackTrigger.CUDAGRAPH_RECORDING
-    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
+    with torch_compile.suspend_while_compiling(lock, HostDevice(), []), lock.shared():
         with callback_handler.install_callbacks(recording, "0/0"):
             assert not other()
         assert not other()
@@ -109,7 +112,10 @@ def test_recording_graphs_keeps_the_lock(lock, other, compiled):
 def test_a_file_of_another_encoding_is_searched(lock, compiled, tmp_path):
     call, seen = compiled
     (tmp_path / "claim.cu").write_bytes(b"// \xe9: an accent of Latin-1")
-    with torch_compile.beside(lock, HostDevice(), [tmp_path / "claim.cu"]), lock.shared():
+    with (
+        torch_compile.suspend_while_compiling(lock, HostDevice(), [tmp_path / "claim.cu"]),
+        lock.shared(),
+    ):
         call(torch.ones(3))
     assert seen == [True]
 
@@ -147,7 +153,7 @@ def test_a_compiler_that_fails_leaves_the_lock_as_it_was(lock, other, tmp_path):
     def backend(_graph, _inputs):
         raise ZeroDivisionError
 
-    with torch_compile.beside(lock, HostDevice(), []), lock.shared():
+    with torch_compile.suspend_while_compiling(lock, HostDevice(), []), lock.shared():
         with pytest.raises(Exception, match="ZeroDivisionError"):
             torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
         assert not other()

@@ -1,4 +1,4 @@
-"""When torch compiles: never in a check, and never while others wait in a measurement."""
+"""Controls torch.compile: off in checks; in measurements, without holding the GPU lock."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pytest_aiperf.machine.gpu_lock import GpuLock
 
 _AUTOTUNE = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _HOST_ONLY = ("DYNAMO", "LAZY_BACKWARD")
-"""Triggers of Dynamo's callback for work of the host alone; it also fires for CUDA graphs."""
+"""Triggers of Dynamo's callbacks for which only the host works, unlike CUDA graph capture."""
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Make torch.compile leave its arms as they are: its CPU code is not a GPU's."""
+    """Run compiled arms eagerly: torch.compile would generate CPU code, not the GPU's code."""
     torch = sys.modules.get("torch")
     if torch is None or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return nullcontext()
@@ -27,11 +27,11 @@ def uncompiled() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def beside(lock: GpuLock, device: Device, files: Iterable[Path]) -> Iterator[None]:
+def suspend_while_compiling(lock: GpuLock, device: Device, files: Iterable[Path]) -> Iterator[None]:
     """Suspend the GPU lock while torch compiles on the host, which takes seconds.
 
-    Not where the compiler itself times on the GPU: when torch is set to autotune, and for a claim
-    whose files mention autotune. Files that those import are not read.
+    The lock stays held if the compiler itself times kernels on the GPU: when torch is set to
+    autotune, or when one of the claim's ``files`` mentions autotune.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or any(b"autotune" in file.read_bytes() for file in files):
@@ -53,6 +53,6 @@ def beside(lock: GpuLock, device: Device, files: Iterable[Path]) -> Iterator[Non
     try:
         yield
     finally:
-        with suppress(ValueError):  # torch._dynamo.reset() has removed them
+        with suppress(ValueError):  # torch._dynamo.reset() may have removed them
             handler.remove_start_callback(begin)
             handler.remove_end_callback(end)

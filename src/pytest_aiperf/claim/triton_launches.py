@@ -1,4 +1,4 @@
-"""Counts on the CPU how often a call launches on a GPU, at least; records its Triton kernels."""
+"""Counts on the CPU how many GPU launches a call needs at least; records its Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 from pytest_aiperf.correctness import tensors
 
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "lift", "set_", "resize_")
-_COPIES = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")  # no kernels on a GPU
+_COPIES = ("copy_", "clone", "_to_copy", "zero_", "_local_scalar_dense")
+"""Operators that a GPU may run as copies or memsets: launches, but not kernels."""
 
 
 @dataclass(slots=True)
@@ -23,15 +24,15 @@ class Count:
     launches: int = 0  #: Launches of kernels, copies and memsets.
     kernels: int = 0  #: Launches of kernels.
     triton: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """The Triton kernels that it launched, and their arguments."""
+    """Each Triton kernel that the call launched, with its positional and keyword arguments."""
 
 
 def count(call: Callable[..., object], args: tuple[Any, ...]) -> Count:
     """Count a call's torch functions that compute on the inputs, and its Triton launches.
 
-    A torch function is at least one kernel on a GPU, except in code that torch.compile compiles
-    there, which does not count. Views and allocations do not count either, nor does work that does
-    not depend on the inputs, since the host may do it.
+    Each such torch function launches at least once on a GPU. Not counted are functions in a
+    torch.compile region, which a GPU runs as fused kernels; views and allocations; and work that
+    does not depend on the inputs, because the host may do it.
     """
     counted = Count()
     with contextlib.ExitStack() as modes:
@@ -46,7 +47,7 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # storages are kept alive, or a new one could get the identity of one that depended on inputs
+    # keeps the storages alive: a new storage could reuse the id of one that depends on the inputs
     dependent = _storages(torch, [leaf for _, leaf in tensors.walk(args, "")])
     computed: set[str] = set()
 
@@ -78,7 +79,7 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
 
 @contextlib.contextmanager
 def _counting_interpreter(counted: Count) -> Iterator[None]:
-    """Count each kernel that Triton's interpreter runs as one launch, whatever torch does in it."""
+    """Count a kernel in Triton's interpreter as one launch, and not the torch functions in it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
@@ -102,7 +103,7 @@ def _counting_interpreter(counted: Count) -> Iterator[None]:
 
 
 def _storages(torch: Any, value: Any) -> dict[int, Any]:
-    """Return the storages of dense tensors by their identity."""
+    """Return the storages of the dense tensors in ``value`` by their id."""
     dense = [t for t in _tensors(torch, value) if t.layout is torch.strided]
     return {s._cdata: s for t in dense for s in [t.untyped_storage()]}  # noqa: SLF001
 
@@ -120,6 +121,6 @@ def _computes(func: Any) -> bool:
 
 
 def _in_compiled_code() -> bool:
-    """Whether the calling torch function belongs to code that torch.compile compiles on a GPU."""
+    """Whether the call is inside a torch.compile region, which a GPU runs as fused kernels."""
     files = (f.f_code.co_filename for f, _ in traceback.walk_stack(inspect.currentframe()))
     return any(file.endswith("torch/_dynamo/eval_frame.py") for file in files)

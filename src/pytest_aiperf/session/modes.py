@@ -80,7 +80,7 @@ def _measure(claim: Claim, context: ItemContext) -> tuple[Result, AiperfError | 
         builds=context.nvcc.used,
     )
     with (
-        torch_compile.beside(context.lock, context.device, files),
+        torch_compile.suspend_while_compiling(context.lock, context.device, files),
         _deterministic(on=context.settings.reproducible),
     ):
         return session.figures.measure_claim(claim, claim_context, context.gpus, session.machine)
