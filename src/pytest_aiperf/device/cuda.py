@@ -31,19 +31,21 @@ _MAX_BLOCKING_S: Final = 1.0
 _LONG_BLOCKING_S: Final = 0.05
 """A blocking kernel this long gets one retry only: a call that outlasts both synchronises."""
 _UNSYNCED_SHARE: Final = 0.03
-"""Work after the end event, as a share of the block, that shows a stream which was not joined."""
+"""If the GPU works on after the end event for more than this share of the block, a call left work
+on a stream that its own stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
-"""The same in seconds, for short blocks: synchronising takes the host some time, too."""
+"""Shortest such work that counts: synchronising takes the host some time, too."""
 _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0
-"""Longest run of it: under a power cap the clock may never be stable."""
+"""Longest run of :meth:`CudaDevice.stabilize_clocks`: a power cap may keep the clock unstable."""
 _STABLE_READINGS: Final = 5  #: Consecutive readings of the SM clock that must agree.
-_STABLE_SPREAD: Final = 0.02  #: Largest relative difference between them.
+_STABLE_SPREAD: Final = 0.02  #: Largest relative difference between these readings.
 _WARM_UP_S: Final = 0.03
-"""On H200s, memory was 11 % slower for up to this long after a pause of some milliseconds."""
+"""Seconds for which blocks run untimed before the first round: on H200s, memory was 11 % slower for
+up to this long after a pause of some milliseconds."""
 
-watched(now, __name__, "now")  # this module's own reference
+watched(now, __name__, "now")  # this module has a reference of its own to the function
 
 
 class CudaDevice:
@@ -207,9 +209,9 @@ class CudaDevice:
     ) -> tuple[float, float]:
         """Time work that the host enqueues completely while a blocking kernel spins.
 
-        If the kernel ends too early, try again with a longer one. Return the seconds on the
-        device, and the spin time for the next run: 0 if no spin time sufficed, and then the
-        seconds include launch gaps.
+        If the kernel ends too early, try again with a longer spin. Return the seconds on the
+        device and the spin time for the next run. A spin time of 0 means that no try sufficed;
+        the seconds then include launch gaps.
         """
         seconds = 0.0
         for retry in range(tries):
@@ -242,13 +244,13 @@ class CudaDevice:
             self._end.synchronize()
             ended = now()
             self.synchronize()
-            after = self.ranks.max((now() - ended) * 1e-9)  # unsynced work of one rank fails all
+            after = self.ranks.max((now() - ended) * 1e-9)  # all ranks must fail together
         seconds = self.ranks.max(self._start.elapsed_time(self._end) * 1e-3)
         self._refuse_unsynced_work(seconds, after)
         return seconds, enqueued, blocked
 
     def _refuse_unsynced_work(self, seconds: float, after: float) -> None:
-        # three blocks in a row: one delay may be the host's
+        # only three blocks in a row count: the host may delay one
         unsynced = after > max(_UNSYNCED_SHARE * seconds, _UNSYNCED_S)
         self._unsynced_blocks = self._unsynced_blocks + 1 if unsynced else 0
         if self._unsynced_blocks == 3:
@@ -302,7 +304,7 @@ class CudaDevice:
 
         torch's allocator would go on asking the graph which allocations to divert: end the
         diversion, and keep the graph alive. torch's generator would refuse every random number as
-        if the capture were still on: replace its state with a copy that was never captured.
+        if the capture were still active: replace its state with a copy that was never captured.
         """
         torch = self._torch
         try:
@@ -317,7 +319,7 @@ class CudaDevice:
         self.synchronize()
 
     def _cupy_memory(self) -> Any:
-        """Let cupy allocate from torch during a capture, as torch's graphs own their memory.
+        """Let cupy allocate from torch during a capture, because torch's graphs own their memory.
 
         cupy's own pool would hand out the memory of a captured call again, while the graph still
         writes to it.
@@ -335,9 +337,9 @@ class CudaDevice:
     def _make_stream(self) -> Any:
         """Create a blocking stream: it is ordered with the legacy default stream.
 
-        torch's own streams are not. A launcher that ignores the current stream would then run
-        beside the timed stream, seem to take no time, and be missing from a graph. With this
-        stream its work is timed, and a capture fails.
+        torch's own streams are not: a launcher that ignores the current stream would run beside
+        them, seem to take no time, and be missing from a graph. With a blocking stream, its work
+        is timed, and a capture fails.
         """
         handle = ctypes.c_void_p()
         status = self._torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))
@@ -349,7 +351,7 @@ class CudaDevice:
         count = self._torch.cuda.device_count()
         for index in range(count):
             uuid = str(self._torch.cuda.get_device_properties(index).uuid)
-            if count == 1 or gpu.uuid.endswith(uuid):  # the only one may report another UUID
+            if count == 1 or gpu.uuid.endswith(uuid):  # a single GPU may report another UUID
                 return index
         raise UsageError(
             f"{gpu.name} ({gpu.uuid}) is none of the {count} GPUs that CUDA shows this process: "

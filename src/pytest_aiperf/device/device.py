@@ -21,15 +21,15 @@ from pytest_aiperf.rules.validity import watched
 now = watched(time.perf_counter_ns, __name__, "now")
 
 GRAPH_BELOW_S: Final = 50e-6
-"""Calls shorter than this are captured in a graph: their launch would show in their time."""
+"""Calls shorter than this are captured in a graph: launch gaps would otherwise count as theirs."""
 PLAIN_ABOVE_S: Final = 20e-3
-"""Calls longer than this need no blocking kernel: what the host adds is small beside them."""
+"""Calls longer than this need no blocking kernel: the time that the host adds is negligible."""
 MAX_BLOCK_S: Final = 20e-3
 """Longest block with more than one call; longer blocks would leave time for fewer rounds."""
 _MIN_BLOCK_S: Final = {Mode.GRAPH: 5e-4, Mode.BACKLOG: 1e-3, Mode.PLAIN: 5e-3, Mode.WALL: 2e-3}
 """Shortest block in each mode: long enough that the timer's resolution is negligible."""
 _MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mode.WALL: 100_000}
-"""Most calls per block. A launch queue holds about 1,024 launches, and a call may be several."""
+"""Most calls per block: a queue holds about 1,024 launches, and one call may need several."""
 
 Call = Callable[[], object]
 NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
@@ -47,7 +47,7 @@ class Block(Protocol):
 
 
 class Device(Protocol):
-    """A device that runs and times calls, with its memory, its clocks and its noise."""
+    """A device that runs and times calls."""
 
     gpu: Gpu | None  #: None on the host.
     torch_device: str  #: Name of the device in torch: ``cuda`` or ``cpu``.
@@ -58,15 +58,15 @@ class Device(Protocol):
     def telemetry(self) -> GpuState: ...
     # Allocate a random size, which moves later allocations; drop the result to free it.
     def random_padding(self, rng: random.Random) -> object: ...
-    # Make a block of calls that have run before; CannotCapture is possible in graph mode.
+    # Make a block of calls that have run before; graph mode may raise CannotCapture.
     def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
-    # Estimate one call's seconds, for the choice of a mode and a call count.
+    # Estimate the seconds per call, to choose the mode and the calls per block.
     def estimate_s(self, call: Call) -> float: ...
-    # Repeat a call until the device runs at its clocks of sustained work.
+    # Repeat a call until the device's clocks are those of sustained work.
     def stabilize_clocks(self, call: Call) -> None: ...
-    # Run each block at least once, until an earlier pause no longer shows.
+    # Run each block at least once, until an earlier pause no longer affects its time.
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
-    # Return the peak memory that a call allocates, without what was allocated before.
+    # Return the peak of the memory that a call allocates; earlier allocations do not count.
     def peak_bytes(self, call: Call) -> int: ...
     # Trace one warmed-up call; None on the host.
     def trace(self, call: Call) -> Trace | None: ...
@@ -88,7 +88,7 @@ def choose_mode(metric: Metric, fastest_s: float) -> Mode:
 
 
 def calls_per_block(mode: Mode, fastest_s: float, slowest_s: float) -> int:
-    """Count calls per block: a long enough block of the fastest arm, a short one of the slowest."""
+    """Return the calls per block: enough for the fastest arm, few enough for the slowest."""
     enough = math.ceil(_MIN_BLOCK_S[mode] / max(fastest_s, 1e-9))
     affordable = int(MAX_BLOCK_S / max(slowest_s, 1e-9))
     return max(1, min(enough, affordable, _MAX_CALLS[mode]))
@@ -109,7 +109,7 @@ class HostDevice:
     def random_padding(self, rng: random.Random) -> object:
         return bytearray(rng.randrange(1, 1_024) * 64), bytearray(rng.randrange(64, 8_192) * 4_096)
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  one clock here
+    def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  timed the same in every mode
         return WallBlock(calls, self.ranks)
 
     def estimate_s(self, call: Call) -> float:
@@ -147,12 +147,12 @@ class HostDevice:
         gc.collect()
 
     def free_bytes(self) -> int:
-        return 0  # unused: buffers of a host claim are not built ahead
+        return 0  # unused: a host claim prebuilds only its first replicate
 
     def noise_probe(self) -> NoiseProbe:
         import numpy as np
 
-        # a sort of 100,000 numbers: about a millisecond of memory and arithmetic
+        # a sort of 100,000 numbers: about a millisecond of memory traffic and arithmetic
         def inputs(bench: Bench) -> tuple[Any, ...]:
             return (np.random.default_rng(bench.seed).random(bench.size(100_000, check=100)),)
 
@@ -161,13 +161,14 @@ class HostDevice:
 
 @dataclass(eq=False)
 class WallBlock:
-    """Calls timed by the host, from an empty queue to an empty queue."""
+    """Calls timed by the host; the device's queue is empty before and after them."""
 
-    calls: Sequence[Call]
-    ranks: RankGroup
-    drain: Call = lambda: None
+    calls: Sequence[Call]  #: The calls, in order.
+    ranks: RankGroup  #: Processes that start together; the slowest one's time counts.
+    drain: Call = lambda: None  #: Waits until the device's queue is empty.
     current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    last: object = None
+    """Makes the timed stream current."""
+    last: object = None  #: Return value of the last call.
 
     @watched
     def run(self) -> float:
@@ -187,7 +188,7 @@ class WallBlock:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection: which arm's block a collection falls into is chance."""
+    """Disable garbage collection, which would fall into one arm's block or another by chance."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -204,5 +205,5 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # torch.manual_seed would record a stack trace, in 2 ms
+        if torch.cuda.is_initialized():  # torch.manual_seed would take 2 ms: a stack trace
             torch.cuda.manual_seed_all(seed)

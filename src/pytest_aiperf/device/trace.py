@@ -16,25 +16,25 @@ from pytest_aiperf.model import Trace
 from pytest_aiperf.rules.stats import covered
 
 MAX_NAMES: Final = 16
-"""Kernel names in a trace: those of the longest total time, so that records stay small."""
+"""Kernel names in a trace, those with the longest total times: a limit keeps records small."""
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
     "DtoD": "device to device", "PtoP": "peer to peer",
 }  # fmt: skip
-"""Kinds of copies by the part of their names in a trace."""
+"""Kind of a copy, by the abbreviation in its event's name."""
 
 
 def trace(call: Callable[[], object], device: Any) -> Trace | None:
-    """Trace one warmed-up call on the device's stream; None if nothing of it ran on the GPU.
+    """Trace one warmed-up call on the device's stream; None if it ran nothing on the GPU.
 
-    CUPTI sees every library of the process. It stays loaded and slows launches down: time nothing
-    after a trace.
+    CUPTI traces the launches of all libraries in the process. It stays loaded and slows later
+    launches down: time nothing after a trace.
     """
     import torch
 
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # a captured graph does not survive its return
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # CUPTI's restart breaks captured graphs
     kinds = torch.profiler.ProfilerActivity
-    # a warm-up step, or CUPTI's start would fall into the call
+    # the warm-up step keeps the start of CUPTI out of the traced call
     steps = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with warnings.catch_warnings(), device.current():
         warnings.simplefilter("ignore")  # the profiler warns about options that are not used here
@@ -72,7 +72,7 @@ class Activity:
     start: float
     end: float
     correlation: int
-    """Id of the host's API call that caused it; a graph's kernels have the graph launch's."""
+    """Id of the host's API call that caused it; all kernels of a graph launch share one id."""
     bytes: int = 0
 
     @property
@@ -83,7 +83,7 @@ class Activity:
 def events(content: Iterable[Mapping[str, Any]]) -> list[Event]:
     """Read the complete events of a Chrome trace, whose times are in microseconds."""
     complete = [e for e in content if e.get("ph") == "X" and "cat" in e]
-    # as floats, seconds since boot would be too coarse for the length of a kernel
+    # relative times: as floats, seconds since boot are too coarse for the length of a kernel
     first = min((float(e["ts"]) for e in complete), default=0.0)
     parsed = []
     for e in complete:
@@ -95,7 +95,7 @@ def events(content: Iterable[Mapping[str, Any]]) -> list[Event]:
 
 
 def activities(events: Iterable[Event]) -> list[Activity]:
-    """Return the GPU's work among the events of a trace."""
+    """Return the kernels, copies and memsets among the events of a trace."""
     work = []
     for number, event in enumerate(events):
         if event.category == "gpu_memcpy":  # "Memcpy HtoD (Pinned -> Device)"
@@ -121,18 +121,18 @@ def kernel_seconds(activities: Iterable[Activity]) -> dict[str, float]:
     for activity in activities:
         if activity.kind == "kernel":
             seconds[activity.name] += activity.end - activity.start
-    # rounded: equal times that differ in their last bits keep their order
+    # rounded, so that equal times whose last bits differ keep their order
     return dict(sorted(seconds.items(), key=lambda item: -round(item[1], 12)))
 
 
 def busy_and_span(activities: Collection[Activity]) -> tuple[float, float]:
-    """Return the seconds in which anything ran, and those from the first start to the last end."""
-    busy = covered((a.start, a.end) for a in activities)  # work of several streams overlaps
+    """Return the seconds in which at least one activity ran, and those from first to last."""
+    busy = covered((a.start, a.end) for a in activities)  # work on several streams may overlap
     return busy, max(a.end for a in activities) - min(a.start for a in activities)
 
 
 def read(content: Iterable[Mapping[str, Any]]) -> Trace | None:
-    """Sum up the GPU's work in a Chrome trace; None without any."""
+    """Summarize the GPU activity in a Chrome trace; None if the trace has none."""
     work = activities(events(content))
     if not work:
         return None
