@@ -1,1 +1,1 @@
-"""One claim, whole: its inputs and arms, whether they agree, how they compare, and why."""
+"""Checks, measures, explains and judges one claim."""

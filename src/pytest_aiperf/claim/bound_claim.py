@@ -22,10 +22,11 @@ from .claim import Arm, Claim, Progress, no_progress
 
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
-"""Added to a seed for the values on which a prepared arm prepares: no other set has such a seed."""
+"""Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
+such a seed, so whatever the arm computes from decoys is wrong for the timed values."""
 PENDING_SHARE = 1 / 64
-"""Outputs of timed calls wait for verification until they fill this share of the GPU's memory:
-the reference takes longer than the calls, and the claim should not hold the GPU meanwhile."""
+"""Share of the GPU's memory that outputs may fill while they wait for verification. They wait for
+the end of the exclusive lock, because the reference takes longer than the timed calls."""
 ASSUMED_MEMORY_BYTES = 64 << 30  #: GPU memory to assume where it cannot be read.
 
 Step = Callable[[], Any]
@@ -37,14 +38,14 @@ Results = Mapping[str, list[NamedTensor]]  #: Results of all arms for the same i
 class _Pending:
     """Outputs of timed calls that the reference has not verified yet."""
 
-    results: Sequence[Results]  #: Copies, which nothing writes to any more.
+    results: Sequence[Results]  #: Copies, which later calls do not overwrite.
     seed: int  #: Seed of the inputs.
-    values_seed: int | None  #: Seed whose values were put into the dynamic inputs, if any.
+    values_seed: int | None  #: Seed of the values that overwrote the dynamic inputs, if any.
     when: str  #: When the outputs were taken, for the message.
 
 
 class BoundClaim:
-    """A claim on one device, from one seed."""
+    """A claim on one device, from one seed, at full or at check sizes."""
 
     def __init__(
         self,
@@ -79,9 +80,9 @@ class BoundClaim:
     def make_inputs_with(self, seed: int, values_seed: int) -> Inputs:
         """Build the inputs of a seed, and overwrite the dynamic ones with another seed's values.
 
-        Where the two seeds differ in more than elements (shapes, numbers, files), the values stay
-        those of ``seed``. Inputs that cannot be overwritten (read-only, expanded) have no dynamic
-        positions.
+        If the inputs of the two seeds differ in more than array elements (shapes, plain numbers,
+        files), they keep the values of ``seed``. If they cannot be overwritten (read-only or
+        expanded arrays), the returned inputs have no dynamic positions.
         """
         inputs, fresh = self.make_inputs(seed), self.make_inputs(values_seed)
         for source in (fresh, None) if tensors.alike(inputs.args, fresh.args) else (None,):
@@ -101,7 +102,7 @@ class BoundClaim:
             return arm
         self._refuse_all_static(name, inputs)
         inputs.overwrite(self.make_inputs(inputs.seed + DECOY_OFFSET))
-        with gc_disabled():  # as when agreement is checked
+        with gc_disabled():  # destroying a CUDA graph would invalidate a capture by make()
             call = arm.make(*inputs.args)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
@@ -119,17 +120,17 @@ class BoundClaim:
             )
 
     def compute_work(self) -> Work | None:
-        """Return the work of one call."""
+        """Return the work of one call; None if the claim does not declare it."""
         with self.step():
             inputs = self.make_inputs(self.seed)
             return self.claim.work(*inputs.args) if self.claim.work else None
 
     def note_settings(self) -> None:
-        """Note the global settings; a claim that shares the host has fewer threads."""
+        """Note the global settings anew: the lock sets the number of threads."""
         self._settings = validity.flags()
 
     def refuse_changed_settings(self) -> None:
-        """Refuse an arm that changed a global setting since they were noted."""
+        """Raise InvalidMeasurement if a global setting changed since ``note_settings``."""
         changed = validity.changed_flags(self._settings, validity.flags())
         if changed:
             raise InvalidMeasurement(
@@ -144,13 +145,13 @@ class BoundClaim:
         try:
             yield
         finally:
-            self.refuse_changed_settings()  # a changed setting explains whatever else went wrong
-        self.device.synchronize()  # or this work would run on while another claim is timed
+            self.refuse_changed_settings()  # after an error, too: the setting may be its cause
+        self.device.synchronize()  # otherwise work could still run while another claim is timed
 
     def check_agreement(self, share: Share = lambda step: step()) -> tuple[Error, ...]:
         """Check all arms against the reference on several seeds; return each arm's worst error.
 
-        Each seed is one shared step: in between other claims can be timed.
+        Each seed is a shared step of its own, so that other claims can be timed in between.
         """
         share(self._infer_effects)
         seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
@@ -160,7 +161,7 @@ class BoundClaim:
             if error.error * other.allowed > other.error * error.allowed:
                 worst[error.arm] = error
         if self.full:
-            gc.freeze()  # later collections need not look at what exists now
+            gc.freeze()  # later collections skip the objects that exist now
         return tuple(worst.values())
 
     def _infer_effects(self) -> None:
@@ -183,11 +184,11 @@ class BoundClaim:
                 self.claim.precision,
             )
         if seed == self.seed + AGREEMENT_SEEDS:
-            self.device.release()  # once is enough: the driver serves one process at a time
+            self.device.release()  # only once: other processes' driver calls wait for it
         return errors
 
     def _refuse_constant_inputs(self) -> None:
-        """Refuse inputs that do not depend on the seed: a constant would be a right result."""
+        """Refuse inputs that do not depend on the seed: a constant would be a correct result."""
         first, second = self.make_inputs(self.seed).args, self.make_inputs(self.seed + 1).args
         arrays = tensors.arrays(first)
         counters = [p for p in self.effects.mutated if p in arrays and tensors.is_exact(arrays[p])]
@@ -197,18 +198,18 @@ class BoundClaim:
         if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
             raise UsageError(
                 "inputs() gives the same values for every seed, and an arm that caches its result "
-                "would pass: draw them (the generators are seeded, and bench.seed is the seed)"
+                "would pass: draw random values (the generators are seeded with bench.seed)"
             )
 
     def call_again(self, inputs: Inputs, call: Step) -> object:
-        """Restore inputs that a call updated in place, and return what one more call returns."""
+        """Restore the inputs, which calls updated in place, and return the result of a new call."""
         inputs.overwrite(self.make_inputs(inputs.seed), range(len(inputs.args)))
         returned = call()
-        self.device.synchronize()  # a result in pinned memory is complete only after a wait
+        self.device.synchronize()  # only then a result in pinned memory is complete
         return returned
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
-        """Copy a call's outputs."""
+        """Copy the tensors that a call returned or changed."""
         return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
 
     def verify_later(
@@ -216,7 +217,8 @@ class BoundClaim:
     ) -> None:
         """Queue copies of the arms' outputs for verification after the exclusive lock is released.
 
-        ``values_seed`` is the seed whose values were put into the inputs of ``seed``.
+        ``values_seed`` is the seed of the values that overwrote the inputs of ``seed``. Once the
+        copies fill PENDING_SHARE of the memory, they are verified at once.
         """
         self._pending.append(_Pending(results, seed, values_seed, when))
         arms = (arm for p in self._pending for each in p.results for arm in each.values())
@@ -227,7 +229,7 @@ class BoundClaim:
             self.verify()
 
     def verify(self) -> None:
-        """Check the queued outputs against the reference, which runs once for the same inputs."""
+        """Check the queued outputs; successive ones of the same inputs share a reference result."""
         key: tuple[int, int | None] | None = None
         expected: object = None
         while self._pending:

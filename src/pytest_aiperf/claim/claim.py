@@ -1,4 +1,4 @@
-"""One claim, as its author states it."""
+"""A claim as its author states it: the arguments of ``compare``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pytest_aiperf.model import (
 )
 
 Arm = Callable[..., object] | Prepared
-Progress = Callable[..., None]  #: Callback for a phase, and its figures as keywords.
+Progress = Callable[..., None]  #: Reports a phase by name, with its figures as keywords.
 
 
 def no_progress(*_phase: object, **_figures: object) -> None:
-    """Report no progress."""
+    """Ignore progress reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The arguments of one call of the ``compare`` fixture, checked."""
+    """The checked arguments of one call of the ``compare`` fixture."""
 
     arms: Mapping[str, Arm]  #: "baseline", "optimized" and, if there is one, "library".
     inputs: Callable[[Bench], object]  #: Builds one set of inputs.
@@ -38,7 +38,7 @@ class Claim:
     work: Callable[..., Work] | None = None  #: Computes the work of one call from its inputs.
     metrics: tuple[Metric, ...] = (Metric.DEVICE,)  #: Metrics to measure; the first is judged.
     against: Against = Against.IDIOMATIC  #: Kind of baseline, for reports.
-    cache: CacheName = "cold"  #: The working set may stay in the L2 between calls if "warm".
+    cache: CacheName = "cold"  #: "warm" if the working set may stay in the L2 between calls.
     precision: PrecisionName | None = None  #: Lower precision that the optimized arm declares.
     evidence: tuple[Evidence, ...] = ()  #: Figures that prove the optimized arm's mechanism.
 
@@ -57,7 +57,7 @@ def claim_of(
     precision: PrecisionName | None = None,
     evidence: Sequence[Evidence] = (),
 ) -> Claim:
-    """Check the arguments of ``compare``; raise UsageError with the allowed values."""
+    """Make a claim from the arguments of ``compare``; raise UsageError if one is not allowed."""
     arms = {"baseline": baseline, "optimized": optimized, "library": library}
     arms = {name: arm for name, arm in arms.items() if arm is not None}
     for name, value in {**arms, "inputs": inputs, "reference": reference}.items():

@@ -30,7 +30,7 @@ class Measurement:
             self.sampler.prepare([self._seed(i) for i in range(self.rule.min_replicates)])
 
     def measure(self) -> Timing:
-        """Take replicates until the interval is narrow enough or the time is over."""
+        """Measure replicates until the stopping rule is met."""
         self.bound.note_settings()
         self.sampler.begin()
         replicates: list[Replicate] = []
@@ -41,7 +41,7 @@ class Measurement:
             self.bound.refuse_changed_settings()
             timing = self.sampler.timing(tuple(replicates))
             half_width = self._report(timing)
-            ranks = self.bound.device.ranks  # each rank of a claim may have scores of its own
+            ranks = self.bound.device.ranks  # their scores may differ, but all must stop together
             elapsed_s = ranks.max(time.monotonic() - started)
             stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
         return replace(timing, stopped=stopped)
@@ -71,7 +71,7 @@ class Measurement:
         return half_width
 
     def _stop(self, replicates: int, half_width: float, elapsed_s: float) -> str:
-        """Name the reason to stop; an empty string to go on."""
+        """Return the reason to stop, or an empty string to continue."""
         rule = self.rule
         if replicates >= rule.min_replicates:
             if half_width <= rule.target_half_width:
@@ -83,7 +83,7 @@ class Measurement:
 
 
 def measure_metric(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Timing:
-    """Do all steps of a measurement."""
+    """Measure one metric: run all steps of a :class:`Measurement`."""
     measurement = Measurement(bound, metric, rule)
     measurement.prepare()
     timing = measurement.measure()
@@ -92,6 +92,6 @@ def measure_metric(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Tim
 
 
 def speedup(timing: Timing, of: str = "baseline") -> Interval:
-    """Ratio by which the optimized arm is better than ``of``: above 1 whatever the unit."""
+    """Return the ratio by which the optimized arm is better than ``of``: above 1 in any unit."""
     arms = (of, "optimized") if timing.better == "lower" else ("optimized", of)
     return stats.comparison(timing.replicates, *arms)

@@ -20,13 +20,14 @@ from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim, bind
 from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
-"""A disturbed round is repeated this often: at once, then twice after the clocks are stable."""
-CHECKED_CALLS = 5  #: Successive calls checked on new inputs: some arms skip every n-th call.
-SLOW_CALL_S = 0.01  #: Of calls that are slower than this only two are checked, to save time.
+"""Repeats of a disturbed round: the first at once, the others after the clocks are stable."""
+CHECKED_CALLS = 5  #: Successive calls checked on new inputs: an arm may skip every n-th call.
+SLOW_CALL_S = 0.01  #: If calls take longer than this, only two are checked, to save time.
 PREBUILT_SHARE = 1 / 32
 """Share of the GPU's memory for inputs that are built before the exclusive lock is taken."""
-WARM_SETS = 3  #: Input sets of a GPU claim with a warm cache: calls see other data and addresses.
-NEW_VALUES_OFFSET = 250_031  #: Added to a seed for the values of ``check_with_new_inputs``.
+WARM_SETS = 3  #: Input sets with a warm cache: successive calls see other data and addresses.
+NEW_VALUES_OFFSET = 250_031
+"""Added to a set's seed to draw the new values of ``check_with_new_inputs``."""
 
 
 @dataclass(slots=True)
@@ -37,11 +38,11 @@ class ArmBuffers:
     padding: object  #: Allocation of random size in front of the inputs, held as long as they are.
     inputs: list[Inputs]  #: The input sets.
     calls: list[Callable[[], object]]  #: One call per input set.
-    block: Block = field(init=False)  #: The timed block, which goes round the calls.
+    block: Block = field(init=False)  #: The timed block, which cycles through the calls.
 
 
 class Sampler:
-    """Samples the seconds of a call of each arm."""
+    """Samples the seconds per call of each arm."""
 
     def __init__(self, bound: BoundClaim, metric: Metric, rule: StoppingRule) -> None:
         self.bound = bound
@@ -53,11 +54,11 @@ class Sampler:
         self._timed: tuple[int, dict[str, ArmBuffers]] | None = None
 
     def prepare(self, seeds: Sequence[int]) -> None:
-        """Build the buffers of the first replicate, and of others while memory allows.
+        """Build the buffers of the first replicate, and of later ones while memory allows.
 
-        Other claims may use the device meanwhile. Under the exclusive lock these buffers would take
-        half of the time. Host claims, which need all threads, and claims of several ranks prebuild
-        only one replicate.
+        This runs before the exclusive lock is taken, so other claims may use the device meanwhile.
+        Built under the lock, the buffers would take half of the time for which it is held. Host
+        claims, which need all threads, and multi-GPU claims prebuild only the first replicate.
         """
         device = self.device
         self.bound.progress("preparing")
@@ -67,14 +68,14 @@ class Sampler:
         if device.gpu is None or device.ranks.count > 1:
             return
         slowest = max(device.block(b.calls[:1], Mode.WALL).run() for b in first)
-        # other claims on the GPU may double the time
+        # twice the limit, because other claims on the GPU may double the time
         if self.min_calls == 1 and slowest > 2 * MAX_BLOCK_S:
-            self.sets = 1  # a slow call is alone in its block
+            self.sets = 1  # its blocks hold one call, so one input set suffices
         size = sum(tensors.nbytes(i.args) for b in first for i in b.inputs[: self.sets])
         budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
         for seed in seeds[1 : int(budget / max(1, size))]:
             if device.free_bytes() < device.gpu.memory_bytes / 2:
-                break  # the calls of this claim and of others need memory, too
+                break  # calls of this claim and of other claims need memory, too
             try:
                 self._prebuilt[seed] = self._build_and_warm(seed)
             except Exception as why:
@@ -94,25 +95,25 @@ class Sampler:
         self.mode = choose_mode(self.metric, fast)
         self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
         first_run_s = self._choose_mode(buffers, fast, slow)
-        self.sets = min(self.sets, self.calls)  # a slow call may be alone in its block
+        self.sets = min(self.sets, self.calls)  # a block with fewer calls never uses the others
         self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
-        # the host may need longer to enqueue a backlog than the GPU to run it;
-        # all ranks take the maximum, or they would run different numbers of rounds
+        # The first run counts, too: the host may need longer to enqueue a backlog than the GPU to
+        # run it. All ranks use the maximum, or they would run different numbers of rounds.
         first_run_s = self.device.ranks.max(first_run_s)
         round_s = max(sum(seconds) * 2 * self.calls, 2 * first_run_s)
         affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
         self.rounds = max(1, min(self.rule.rounds_per_replicate, affordable))
 
     def _count_sets(self) -> tuple[int, int]:
-        """Return the number of input sets, and of the calls that a block needs to go round them."""
+        """Return the number of input sets, and the calls per block that rotate through them all."""
         gpu = self.device.gpu
         if gpu is None:
-            return 1, 1  # a host claim is measured with its own state of the caches
+            return 1, 1  # a host claim does not rotate its inputs: the CPU's caches stay warm
         if self.bound.claim.cache == "warm":
             return WARM_SETS, 1
         size = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
         sets = validity.rotation(size, gpu.l2_bytes)
-        # a set of several times the L2 evicts itself: a block of one call is cold, too
+        # a set several times as large as the L2 evicts itself: even a block of one call is cold
         return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
 
     def _build(self, seed: int) -> list[ArmBuffers]:
@@ -139,11 +140,11 @@ class Sampler:
         return buffers
 
     def _run_once(self, arm: ArmBuffers) -> None:
-        """Run each call once, on the device's own stream: libraries keep workspaces per stream."""
+        """Run each call once on the timed stream: libraries allocate workspaces per stream."""
         self.device.block(arm.calls[: self.sets], Mode.WALL).run()
 
     def _estimate_s(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the seconds of one call; of a short one the shortest of three."""
+        """Return the seconds per call: the shortest of three, but a slow call runs only once."""
         shortest = math.inf
         for call in (*calls, *calls, *calls)[:3]:
             if self.metric is Metric.WALL:
@@ -158,7 +159,8 @@ class Sampler:
     def _choose_mode(self, buffers: list[ArmBuffers], fast: float, slow: float) -> float:
         """Fall back from graph to backlog to plain until all arms run in one mode.
 
-        Return the host's seconds for a first run of all blocks in a mode that may fail, else 0.
+        Graph and backlog can fail, so each block runs once in them: return the host's seconds for
+        these runs. Return about 0 in the other modes, which run nothing here.
         """
         while True:
             try:
@@ -182,14 +184,14 @@ class Sampler:
     def replicate(self, seed: int) -> Replicate:
         """Time all arms on buffers of their own, and queue the last outputs for verification."""
         buffers = self._prebuilt.pop(seed, [])
-        # The next allocations get fresh memory, unless the buffers are prebuilt and the mode is
-        # graph, which has memory of its own, or wall, where requests for memory would be timed.
+        # Free cached memory, so that the next allocations are new. Prebuilt buffers need this only
+        # in two modes: a graph owns its memory, and wall would time the requests for new memory.
         if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.device.release()
         to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)
         buffers = buffers or self._build(seed)
-        padding = self.device.random_padding(self.bound.random)  # the outputs lie behind it
-        for arm in buffers if to_warm else ():  # warm_up() below runs the others
+        padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
+        for arm in buffers if to_warm else ():  # otherwise prebuilding or warm_up() runs them
             self._run_once(arm)
         self._make_blocks(buffers)
         if self.metric is Metric.DEVICE:
@@ -210,9 +212,9 @@ class Sampler:
     def _undisturbed_round(
         self, buffers: Mapping[str, ArmBuffers], state: GpuState
     ) -> tuple[Round, int, GpuState]:
-        """Repeat a round while it is disturbed; return it, its repeats and the GPU's state."""
+        """Run a round until it is undisturbed; return it, its repeats and the GPU's state."""
         for repeat in range(MAX_REPEATS + 1):
-            if repeat > 1:  # one repeat suffices where an idle GPU's clock had just risen
+            if repeat > 1:  # the first repeat suffices if an idle GPU's clock had just risen
                 self.device.stabilize_clocks(next(iter(buffers.values())).calls[0])
                 state = self.device.telemetry()
             round_, problem, state = self._round(buffers, state)
@@ -220,13 +222,13 @@ class Sampler:
                 return round_, repeat, state
         raise InvalidMeasurement(
             f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
-            "let the GPU cool, stop other work on it and in the calls, and run again"
+            "let the GPU cool, stop other work on it, compile nothing in the calls, and run again"
         )
 
     def _round(
         self, buffers: Mapping[str, ArmBuffers], before: GpuState
     ) -> tuple[Round, str | None, GpuState]:
-        """Run a mirrored round; return it, what disturbed it and the GPU's state after it."""
+        """Run a mirrored round; return it, its disturbance if any, and the GPU's state after it."""
         half = list(buffers)
         self.bound.random.shuffle(half)
         order = [*half, *reversed(half)]  # mirrored: a steady drift affects all arms equally
@@ -248,7 +250,7 @@ class Sampler:
         return round_, problem, after
 
     def _verify_later(self, buffers: Sequence[ArmBuffers], seed: int) -> None:
-        """Queue the outputs of the last timed calls."""
+        """Queue the outputs of each arm's last timed call."""
         last = (self.calls - 1) % self.sets
         results = {}
         for arm in buffers:
@@ -262,12 +264,12 @@ class Sampler:
         """Overwrite the timed inputs with new values and queue the outputs for verification.
 
         An arm that cached its results fails. Successive calls get two sets of values in turn, and
-        each output is checked, for an arm that skips only some of its calls. Outputs are copied in
-        stream order: a wait would give unfinished work the time to finish. Then the timed block
+        each output is checked, because an arm may skip only some of its calls. Outputs are copied
+        in stream order, because a wait would let unfinished work finish. Then the timed block
         itself runs on the new values. The buffers are freed at the end.
         """
         bound = self.bound
-        self._prebuilt.clear()  # of replicates that were not needed
+        self._prebuilt.clear()  # buffers of replicates that were not needed
         if self._timed is None:
             return
         seed, buffers = self._timed
@@ -291,7 +293,7 @@ class Sampler:
         when = "on values that were put into the timed inputs"
         bound.verify_later(results[1::2], seed, when)
         bound.verify_later(results[::2], seed, when, values_seed)
-        if not bound.effects.updates:  # a block would update its inputs once per call
+        if not bound.effects.updates:  # else the block's calls would update the inputs repeatedly
             block_outputs: dict[str, list[NamedTensor]] = {}
             for name in names:
                 arm = buffers[name]
@@ -307,7 +309,7 @@ class Sampler:
         outputs = agreement.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
         if self.device.torch_device == "cpu":
             return agreement.copies(outputs)
-        # outputs that a GPU copies to the host are complete only after a wait
+        # the caller copies outputs on the host, which are complete only after a wait
         on_gpu = [(p, x) for p, x in outputs if str(getattr(x, "device", "cpu")) != "cpu"]
         copies = dict(agreement.copies(on_gpu))
         return [(path, copies.get(path, value)) for path, value in outputs]
@@ -317,7 +319,7 @@ class Sampler:
             metric=self.metric,
             mode=self.mode,
             calls=self.calls,
-            # inputs do not rotate through the host's caches, whatever the claim declares
+            # a host claim has a single input set, which stays in the CPU's caches: never cold
             cache=self.bound.claim.cache if self.device.gpu else "warm",
             sets=self.sets,
             replicates=replicates,

@@ -14,14 +14,16 @@ from .bound_claim import BoundClaim, bind
 
 
 class ScoreSampler:
-    """Samples a score of one call of each arm; with the memory metric, its peak bytes."""
+    """Samples one figure per arm and replicate: a call's score or its peak bytes."""
 
     def __init__(self, bound: BoundClaim, metric: Metric) -> None:
         self.bound = bound
         self.metric = metric
 
-    # Prebuilt inputs would count as an arm's memory, clocks do not matter, and no arm is called
-    # twice on the same inputs.
+    # Nothing to do in these three. Inputs built in advance would take memory that the arms need.
+    # Clocks do not affect a score. Each replicate has new inputs, for which a result that an arm
+    # cached in an earlier replicate is wrong. The memory metric calls an arm more than once on
+    # these inputs: a result that the first of these calls caches is not detected.
     def prepare(self, seeds: Sequence[int]) -> None: ...
     def begin(self) -> None: ...
     def check_with_new_inputs(self) -> None: ...
@@ -52,7 +54,7 @@ class ScoreSampler:
         return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
 
     def _call(self, call: Callable[[], object]) -> tuple[Score, object]:
-        """Return a call's score and what it returned."""
+        """Return the score of a call, and its return value."""
         if self.metric is Metric.MEMORY:
             peak = max(1, peak_bytes(self.bound.device, call))
             return Score(value=float(peak), unit="B", better="lower"), call()
@@ -80,7 +82,7 @@ class ScoreSampler:
 
 
 def peak_bytes(device: Device, call: Callable[[], object]) -> int:
-    """Return the most bytes that a call holds, without handles that the first call allocates."""
+    """Return the peak bytes of an arm's second call: the first one also allocates handles."""
     device.peak_bytes(call)
     device.release()
     return device.peak_bytes(call)
