@@ -4,8 +4,8 @@
     python -m examples.kernel_search kernels.ch20.softmax_variants --endpoint https://HOST/v1
 
 A task is a Python module (see `Task`). Candidates come from the task's generator, or from a
-language model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with a
-function ``run``. It is rejected if it raises, if its result is wrong, or if it caches results:
+language model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with
+a function ``run``. It is rejected if it raises, if its result is wrong, or if it caches results:
 inputs are overwritten in place between calls. All other candidates are timed against the task's
 start with `pytest_aiperf.measure`. Without a GPU, candidates are only checked.
 

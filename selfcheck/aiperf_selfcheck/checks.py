@@ -371,7 +371,7 @@ def _sequential_ratio(
 
 
 def one(workbench: Workbench, _: Scale) -> Figures:
-    """Measure the workbench's real claim."""
+    """Measure ``workbench.claim`` once."""
     inputs, *arms = workbench.claim
     comparison = compare(
         workbench.device, inputs, (arms[0], arms[1]), 0.0, STANDARD, workbench.seed()

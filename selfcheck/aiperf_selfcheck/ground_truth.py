@@ -57,7 +57,7 @@ class Workbench:
     kinds: Mapping[str, NoiseProbe]
     """Inputs and arm of each kind of work that comparisons use, by name."""
     claim: tuple[Callable[[Bench], object], Arm, Arm]
-    """One real claim: inputs, baseline and optimized arm."""
+    """Inputs, baseline and optimized arm of a claim with a large speedup: two softmaxes."""
     spin: Callable[[float], object]
     """Occupy the device for about this many seconds."""
     timed_spin: Callable[[float], object]
@@ -97,7 +97,7 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Outcome of one comparison of two arms."""
+    """Verdict, ratio and duration of one comparison, unless a guard refused to measure."""
 
     verdict: Verdict | None
     """None if a guard refused the measurement."""

@@ -211,7 +211,7 @@ def _judge_by_timer(
 
 
 def on_gpu(workbench: Workbench) -> dict[str, Timer]:
-    """Return the other timers, used on a real GPU as is common.
+    """Return the other timers for a real GPU, in their usual form.
 
     ``do_bench`` is the median of Triton's function of that name. ``events`` is the median of 100
     calls, each between two CUDA events. ``wall`` is the minimum wall time of a call that

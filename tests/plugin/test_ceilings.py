@@ -425,7 +425,7 @@ def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, me
         interconnect.measure(2)
 
 
-# the command
+# the command `ceilings`
 
 
 @pytest.fixture

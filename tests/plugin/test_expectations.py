@@ -488,9 +488,10 @@ BESIDE = "ch01/beside"
 @pytest.mark.parametrize(
     ("odd", "line"),
     [
-        (result("ch07/tile", key="h200"), 20),  # in a block
-        (result("ch07/tile", key="sm90", gpu=dataclasses.replace(H200, key="sm90")), 17),  # wrapped
-        (result("ch09/chain"), 29),  # in the braces of its claim
+        # an entry in block style, one in braces over several lines, one in its claim's braces
+        (result("ch07/tile", key="h200"), 20),
+        (result("ch07/tile", key="sm90", gpu=dataclasses.replace(H200, key="sm90")), 17),
+        (result("ch09/chain"), 29),
     ],
 )
 def test_an_entry_in_a_layout_of_its_own_is_refused_and_the_others_are_written(
