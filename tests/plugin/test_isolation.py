@@ -341,7 +341,7 @@ def test_a_malformed_message_fails_the_claim(monkeypatch, text):
 
     ended = run(work)
     assert [m["kind"] for m in ended.messages] == ["crash"]
-    assert "no message" in describe(ended)
+    assert "not a message" in describe(ended)
 
 
 def test_a_torn_message_is_dropped():

@@ -58,7 +58,7 @@ class Build:
 def find_nvcc() -> tuple[str, str]:
     """Return the path of nvcc and the output of ``nvcc --version``.
 
-    Looked up in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, pip packages, conda.
+    It is looked up in this order: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, pip packages, conda.
     """
     cudacxx = os.environ.get("CUDACXX")
     homes = [f"{os.environ[v]}/bin" for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
@@ -89,7 +89,7 @@ def build(
     Threads and processes may build the same source at once: one compiles, the others wait.
     Another thread ends the compilation by setting ``stop``.
     """
-    source = Path(source).absolute()  # so that no file name can be read as a flag
+    source = Path(source).absolute()  # absolute: a name such as -x.cu would be read as a flag
     if not source.is_file():
         raise UsageError(f"there is no {display_path(source)} to build")
     target = _target(arch)
@@ -100,14 +100,14 @@ def build(
         while (log := _log(entry := cache / _key(nvcc, read_sources(source, include)))) is None:
             with _scratch_folder(entry) as scratch:
                 if _log(entry) is not None:
-                    continue  # another process or thread was faster
+                    continue  # another process or thread has built it
                 headers = [f"-I{folder}" for folder in include]
                 command = [*nvcc, *headers, "-o", _LIBRARY, str(source)]
                 name = f"{display_path(source)} for {target}"
                 _compile(command, name, scratch, stop or threading.Event())
                 if entry.name != _key(nvcc, read_sources(source, include)):
                     continue  # the source was edited meanwhile: the library may match neither text
-                shutil.rmtree(entry, ignore_errors=True)  # an incomplete entry may be in the way
+                shutil.rmtree(entry, ignore_errors=True)  # an incomplete entry may block it
                 scratch.rename(entry)  # atomic: readers see no incomplete entry
     except OSError as error:
         raise BuildError(
@@ -199,7 +199,7 @@ def _scratch_folder(entry: Path) -> Iterator[Path]:
     scratch, locks = entry.with_suffix(".new"), entry.parent / "locks"
     create_tagged(locks, 0o700)
     with locked(locks / entry.name):
-        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed run
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed run may have left it
         create_tagged(scratch, 0o700)
         try:
             yield scratch
@@ -246,7 +246,7 @@ def _kernels(log: str, source: Path, target: str) -> tuple[KernelRecord, ...]:
 
 
 def display_path(path: Path) -> str:
-    """Return a path relative to the current folder, if it lies below it."""
+    """Return a path as text, relative to the current folder if it lies in there."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -318,7 +318,7 @@ class Nvcc:
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
         """Build the file ``name`` of the first root that has it, for every architecture."""
-        from .launcher import Kernels  # late: it loads ctypes
+        from .launcher import Kernels  # imported late: it loads ctypes
 
         source = find_source(name, self.roots)
         if source is None:

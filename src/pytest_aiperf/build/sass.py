@@ -109,9 +109,9 @@ def demangle(text: str) -> str:
 
 def find_in_packages(program: str) -> str | None:
     """Find a CUDA program in pip packages, conda or a toolkit."""
-    from cuda import pathfinder  # late: most runs find the program on PATH
+    from cuda import pathfinder  # imported late: most runs find the program on PATH
 
-    # older versions only find libraries
+    # older versions of pathfinder find libraries only
     path = getattr(pathfinder, "find_nvidia_binary_utility", lambda _: None)(program)
     return str(path) if path else None
 
@@ -120,7 +120,7 @@ def _disassemblers(nvcc: str | None) -> Iterator[str]:
     """Yield the paths of cuobjdump: beside the compiler, on PATH, in packages, in Triton."""
     paths = [nvcc and shutil.which("cuobjdump", path=str(Path(nvcc).resolve().parent))]
     paths += [shutil.which("cuobjdump"), find_in_packages("cuobjdump")]
-    if spec := find_spec("triton"):  # does not import it
+    if spec := find_spec("triton"):  # find_spec does not import Triton
         folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin"
         paths.append(shutil.which("cuobjdump", path=str(folder)))
     yield from dict.fromkeys(path for path in paths if path)

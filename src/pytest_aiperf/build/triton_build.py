@@ -56,10 +56,10 @@ def launched_kernels(call: Callable[[], object]) -> list[Compiled]:
 
 
 def _compiled_kernels() -> Iterator[tuple[str, Any]]:
-    """Yield the kernels that Triton compiled in this process, each after its source file."""
+    """Yield (source file, kernel) for each kernel that Triton compiled in this process."""
     jit = sys.modules["triton.runtime.jit"]
     gc.unfreeze()  # get_objects leaves out frozen objects, and all imported modules are frozen
-    # Triton keeps no list of its functions
+    # found through the garbage collector: Triton keeps no list of its functions
     functions = [o for o in gc.get_objects() if type(o) is jit.JITFunction]
     gc.freeze()
     for function in functions:
@@ -124,7 +124,7 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
 
 
 def _to_json(value: Any) -> Any:
-    """Describe an argument in JSON; a tensor by its dtype alone, since allocators align all."""
+    """Describe an argument in JSON; a tensor only by its dtype, since all tensors are aligned."""
     if hasattr(value, "data_ptr"):
         return {"dtype": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):  # a tensor descriptor
@@ -172,7 +172,7 @@ def _absent_driver(target: Any) -> Any:
 def _jit_function(job: Mapping[str, Any]) -> Any:
     try:
         module: Any = importlib.import_module(job["module"])
-    except ImportError:  # a test file, which pytest imports by its path
+    except ImportError:  # a test file: pytest imports it by its path
         spec: Any = importlib.util.spec_from_file_location(job["module"], job["file"])
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

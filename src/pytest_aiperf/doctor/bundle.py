@@ -46,7 +46,7 @@ def product():
 
 
 def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
-    """Return the text of each file of the bundle, by name."""
+    """Return the text of each file of the bundle, by file name."""
     requirements = metadata.requires("pytest-aiperf") or ()
     names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
     packages = {d.name: d.version for d in metadata.distributions() if d.name in names}

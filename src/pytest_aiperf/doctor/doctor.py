@@ -127,7 +127,7 @@ class Host:
 
     def tool(self, name: str) -> str:
         """Return the path of a profiler, or "" if it runs inside Python; raise ToolMissing."""
-        return tools.find(name) or ""
+        return tools.require_tool(name) or ""
 
     def nvcc(self) -> tuple[str, str]:
         return nvcc.find_nvcc()
@@ -161,7 +161,7 @@ class Host:
 
 
 def checks(host: Host) -> list[Check]:
-    """Run all checks; without a GPU there are fewer."""
+    """Run all checks; those of GPUs only if there are any."""
     gpus: Sequence[Gpu] = ()
     listed = [_ok("python", f"{platform.python_version()}, {platform.system()}")]
     try:

@@ -91,9 +91,9 @@ def _get(
 
 
 def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
-    """Return the file of these GPUs' ceilings, and the versions that make it valid."""
+    """Return the file of these GPUs' ceilings, and the versions for which it is valid."""
     uuids = "+".join(gpu.uuid for gpu in gpus)
-    if len(gpus) > 1:  # the UUIDs of many GPUs make too long a file name
+    if len(gpus) > 1:  # all UUIDs would make the file name too long
         uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
     name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
     # ceilings depend on torch, which brings its cuBLAS, and on the micro-benchmarks' code

@@ -20,7 +20,7 @@ _SIZE: Final = 1 << 30  #: Bytes per copy or collective: large enough to make la
 _BLOCKS: Final = 10  #: Timed blocks per rate; the fastest counts.
 _CALLS: Final = 4  #: Calls per block.
 _DEADLINE_S: Final = 120.0
-"""Time limit of the measuring processes: a collective that misses a rank waits forever."""
+"""Time limit of the measuring processes: a collective waits forever if a rank is missing."""
 _RATES_FILE: Final = "rates.json"  #: File to which rank 0 writes the rates.
 
 
@@ -78,7 +78,7 @@ def _rank(rank: int, count: int, folder: str) -> None:
 
 
 def _copies(torch: Any) -> dict[str, float]:
-    """Copy from the first GPU to the second, and in both directions at once."""
+    """Measure copies from the first GPU to the second, and in both directions at once."""
     devices = [torch.device("cuda", i) for i in (0, 1)]
     bytes_on = partial(torch.randint, 255, (_SIZE,), dtype=torch.uint8)
     data = [[bytes_on(device=device) for device in devices] for _ in range(2)]

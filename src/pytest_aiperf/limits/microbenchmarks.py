@@ -128,7 +128,7 @@ class Microbenchmarks:
         """
         highest = 0.0
         for m, n, k in self._sizes.products:
-            if dtype == "fp64":  # an eighth of the work takes long enough
+            if dtype == "fp64":  # slower: an eighth of the work suffices
                 m, n, k = m // 2, n // 2, k // 2  # noqa: PLW2901
             call = self._multiplication(dtype, m, n, k)
             with self._tf32() if dtype == "tf32" else contextlib.nullcontext():
@@ -187,7 +187,7 @@ class Microbenchmarks:
         size = self._sizes.host
         on_device = self._bytes(size)
         on_host = self._torch.empty(size, dtype=self._torch.uint8, pin_memory=pinned)
-        on_host.copy_(on_device)  # touches every page
+        on_host.copy_(on_device)  # also makes the host allocate every page
         target, source = (on_host, on_device) if down else (on_device, on_host)
         # the host itself copies pageable memory: events on the GPU would not cover all of it
         mode = Mode.PLAIN if pinned else Mode.WALL
@@ -200,7 +200,7 @@ class Microbenchmarks:
 
     def _best_s(self, call: Call, bursts: int = 0) -> float:
         """Return the seconds per call of the fastest block; the first ``bursts`` follow a pause."""
-        for _ in range(2):  # the first may load libraries
+        for _ in range(2):  # warm up: the first call may load libraries
             call()
         estimate_s = self._device.estimate_s(call)
         mode = choose_mode(Metric.DEVICE, estimate_s)

@@ -16,7 +16,7 @@ class RankGroup:
     count = 1
 
     def all(self, flag: bool) -> bool:
-        """Return whether the flag is true in every rank; so all ranks leave a loop together."""
+        """Return whether the flag is true in every rank, so that ranks leave a loop together."""
         return flag
 
     def max(self, figure: float) -> float:
@@ -24,14 +24,14 @@ class RankGroup:
         return figure
 
     def barrier(self) -> None:
-        """Wait on the host until all ranks are here."""
+        """Wait on the host until all ranks have called this."""
 
     def stream_barrier(self) -> None:
         """Make the current stream wait on the GPU for the streams of all ranks."""
 
 
 class TorchRankGroup(RankGroup):
-    """The ranks that torchrun started, over torch.distributed."""
+    """The ranks that torchrun started; they communicate through torch.distributed."""
 
     def __init__(self, device: str) -> None:
         """Join the group: arms communicate over NCCL, the harness over gloo."""

@@ -39,7 +39,7 @@ Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  #: Longest message of a claim; pytest holds it in memory.
 TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
-"""Kinds of messages for the live display only: they are passed on, and not kept."""
+"""Kinds of messages for the live display only: they are passed on but not kept."""
 KILL_TIMEOUT_S: Final = 10.0
 """How long a process may take to die of SIGKILL before it counts as stuck in the kernel."""
 
@@ -84,7 +84,7 @@ class Channel:
 class ProcessExit:
     """How a claim's process ended, and the messages that it sent."""
 
-    messages: tuple[Message, ...]  #: All but the transient ones.
+    messages: tuple[Message, ...]  #: All messages, except those of a transient kind.
     status: Status
     """``interrupted``: the supervisor was killed from outside. ``stuck``: SIGKILL did not end the
     process, so its GPU cannot be trusted."""
@@ -97,7 +97,7 @@ class ProcessExit:
 def supervise(
     work: Work, *, deadline_s: float, on_message: Callable[[Message], None], grace_s: float = 2.0
 ) -> ProcessExit:
-    """Run ``work`` in a process of its own; return when neither it nor a descendant is left.
+    """Run ``work`` in a separate process; return when neither it nor a descendant is left.
 
     The deadline counts the time in which the claim works. When it is exceeded, the claim's process
     group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
@@ -177,7 +177,7 @@ class _Deadline:
         self._commands = [(_TERMINATE, grace_s), (_KILL, KILL_TIMEOUT_S)]
 
     def update(self, kind: str) -> None:
-        """Pause or resume at a message of this kind."""
+        """Pause or resume the deadline, if a message of this kind does."""
         if kind == "waiting" and self._end is not None and not self.exceeded:
             self._left_at_pause, self._end = self._end - time.monotonic(), None
         elif kind == "working" and self._end is None:
@@ -242,7 +242,7 @@ def _watch(
     while report is None and not deadline.stuck:
         sources: list[Any] = [control] if inbox.closed else [control, inbox]
         ready: Sequence[object] = wait(sources, deadline.left())
-        if inbox in ready:  # before the report: a batch is all that the pipe holds
+        if inbox in ready:  # before the report is read: nothing is lost
             for message in next(batches, []):
                 deadline.update(message["kind"])
                 if message["kind"] not in TRANSIENT:
@@ -251,7 +251,7 @@ def _watch(
         if control in ready:
             report = control.recv(64)
         elif deadline.left() == 0:
-            with contextlib.suppress(OSError):  # it is gone: the next wait() shows that
+            with contextlib.suppress(OSError):  # the supervisor is gone: wait() will show it
                 control.send(deadline.next_command())
 
     status: Status = "stuck" if deadline.stuck else "interrupted"
@@ -301,11 +301,11 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
 
 def _kill_descendants(claim: int) -> bytes:
     """Kill and reap all descendants of this process; return the claim's status and peak RSS."""
-    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+    with contextlib.suppress(ProcessLookupError):  # no process group yet
         os.killpg(claim, signal.SIGKILL)  # all at once: none of them can escape by forking
     os.kill(claim, signal.SIGKILL)
     _, status, usage = os.wait4(claim, 0)
-    with contextlib.suppress(ChildProcessError):  # none left
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for child in _children():
@@ -318,7 +318,7 @@ def _kill_descendants(claim: int) -> bytes:
 def _children() -> list[int]:
     children = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             after_name = (process / "stat").read_bytes().rpartition(b")")[2]
             if int(after_name.split()[1]) == os.getpid():
                 children.append(int(process.name))
@@ -347,7 +347,7 @@ def _run_claim(work: Work, outlet: int, supervisor: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed or has no reader
             stream.flush()
     _LIBC.fflush(None)  # output of kernels and C extensions
 

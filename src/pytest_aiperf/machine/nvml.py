@@ -132,7 +132,7 @@ def _describe(nvml: Any, handle: Any, uuid: str) -> Gpu:
         uuid=uuid,
         arch=arch,
         sms=int(cores) // (64 if arch in _64_CORES_PER_SM else 128),
-        l2_bytes=0,  # not in NVML; the device reads it from CUDA in the claim's process
+        l2_bytes=0,  # NVML lacks it; the claim's process reads it from CUDA
         memory_bytes=int(memory.total) if memory else 0,
         driver=str(nvml.nvmlSystemGetDriverVersion()),
     )

@@ -1,4 +1,4 @@
-"""Markers and fixtures of a collected item: its claim id and its requirements."""
+"""Derive claim ids and requirements from the markers and fixtures of collected items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fixtures_of(item: pytest.Item) -> frozenset[str]:
         for definition in reversed(definitions[name]):  # overrides come last
             if definition.func.__module__ == _PLUGIN:
                 used.add(name)
-            if name not in definition.argnames:  # it does not use the one that it overrides
+            if name not in definition.argnames:  # it does not use the fixture that it overrides
                 break
     return frozenset(used)
 
@@ -55,7 +55,7 @@ def claim_id(nodeid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Requirements that the markers of an item state."""
+    """The requirements of a test, from its markers."""
 
     host: bool = False  #: A host claim: it needs no GPU.
     gpu: bool = False  #: Marked with ``gpu`` or an architecture.

@@ -98,7 +98,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
             if rank_exit.message:
                 priority = 0 if rank_exit.is_cause else 2
                 failures.append((priority, rank_exit.at_s, rank, rank_exit))
-        elif trace.exists() and not trace.stat().st_size:  # it began, and torchrun did not end it
+        elif trace.exists() and not trace.stat().st_size:  # begun, not ended by torchrun
             lost = RankExit(message="its process ended without a result (os._exit, or a crash?)")
             failures.append((1, 0.0, rank, lost))
     results = [e.result for e in exits.values() if e.result is not None]
@@ -113,7 +113,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
     if first.skipped:
         return first
     message = f"rank {rank}: {first.message}"
-    if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed later
+    if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed after it
         return _failed(job, message, is_cause=first.is_cause)
     return replace(first, message=message, result=replace(first.result, message=message))
 
@@ -124,7 +124,7 @@ def _failed(job: RankJob, message: str, *, is_cause: bool = False) -> RankExit:
 
 
 class Rank:
-    """The pytest plugin of a rank: it writes how the rank's only item ended."""
+    """The pytest plugin of a rank: it writes the RankExit of the rank's only test."""
 
     def __init__(self, job: RankJob) -> None:
         self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")

@@ -12,7 +12,7 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART, depends_on_host
 
 
 class State(StrEnum):
-    """The change of a claim, the worst first."""
+    """How a claim changed between two runs; the worst state comes first."""
 
     REGRESSED = "regressed"
     GONE = "gone"
@@ -25,7 +25,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a claim between two runs."""
+    """The state of one claim in a comparison of two runs."""
 
     claim: str
     key: str
@@ -87,7 +87,7 @@ def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
 
 
 def versions(results: Sequence[Result]) -> dict[str, str]:
-    """Return the GPUs and the versions of the software that results ran on, by name."""
+    """Return the software versions and the GPUs of some results, by the name of the component."""
     by_name: dict[str, set[str]] = {}
     for result in results:
         for name, version in result.stack.items():

@@ -42,7 +42,7 @@ Section = TypeVar("Section", Require, Recorded)
 _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-# names that every YAML version reads as text
+# unquoted names that every YAML version reads as text
 _UNQUOTED = re.compile(r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
 
 
@@ -182,7 +182,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    require = replace(require, share=None)  # the share does not decide about a speedup
+    require = replace(require, share=None)  # only the test itself judges the share
     judgement = judge(figure, result.floor, Expectation(require), library=result.library)
     if not judgement.holds:
         yield judgement.why
@@ -190,7 +190,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A proposed change of the file, not yet written."""
+    """A proposed change of expectations.yaml, not yet written."""
 
     path: Path
     before: str | None  #: The text of the file; None if there is none.
@@ -221,7 +221,7 @@ class Update:
         """
         if not self.accepted:
             return self
-        path = self.path.resolve()  # a link stays a link
+        path = self.path.resolve()  # of a link, replace the target
         lock = path.parent / ".aiperf" / f"{path.name}.lock"
         with writing(lock):
             create_tagged(lock.parent)

@@ -133,7 +133,7 @@ def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
     upgraded = {**record, "schema": SCHEMA}
     if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
         written = work.get("written")
-        written = total / 2 if written is None else written  # the default of schema 1
+        written = total / 2 if written is None else written  # schema 1 assumed half
         kept = {name: value for name, value in work.items() if name != "bytes"}
         upgraded["work"] = {**kept, "read": total - written, "written": written}
     if isinstance(findings, list):
@@ -157,7 +157,7 @@ def read_results(path: Path) -> list[Result]:
     records = [
         (f"benchmarks[{i}].aiperf", entry["aiperf"])
         for i, entry in enumerate(benchmarks)
-        if isinstance(entry, Mapping) and "aiperf" in entry  # others are plain benchmarks
+        if isinstance(entry, Mapping) and "aiperf" in entry  # others are not claims
     ]
     records += [(f"aiperf_untimed[{i}]", record) for i, record in enumerate(untimed)]
     if not records and "aiperf_untimed" not in content:
@@ -176,7 +176,7 @@ def document(
     ``stats`` of a benchmark are seconds per call of the optimized arm, ``aiperf`` is the whole
     record. Results without times are listed under ``aiperf_untimed``.
     """
-    from pytest_benchmark import __version__  # late: not needed to measure
+    from pytest_benchmark import __version__  # imported late: measuring does not need it
 
     return {
         "machine_info": machine_info,
@@ -204,7 +204,7 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
     """Write results into the file of their GPU, ``<key>.json``, and keep its other claims."""
     new: dict[str, list[Result]] = {}
     for result in results:
-        # these files are shared: they identify no single GPU
+        # without the UUID, because these files are shared
         gpu = result.gpu and replace(result.gpu, uuid="")
         new.setdefault(result.key, []).append(replace(result, gpu=gpu))
     for key, new_results in new.items():
@@ -233,7 +233,7 @@ def benchmark(result: Result) -> Any:
 
     The rungs of a ladder form a group, so that its tables compare rungs only.
     """
-    from pytest_benchmark.stats import Metadata  # late: not needed to measure
+    from pytest_benchmark.stats import Metadata  # imported late: measuring does not need it
 
     assert result.timing is not None
     test, bracket, parameter = result.nodeid.partition("[")

@@ -40,7 +40,7 @@ def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[
 
 
 def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each test; unmeasured tests get the median."""
+    """Return the seconds of each test; tests without a time get the median."""
     measured = [s for s in seconds.values() if s > 0]
     median = statistics.median(measured) if measured else 1.0
     return {i: seconds.get(i) or median for i in ids}

@@ -45,7 +45,7 @@ def is_text(text: str) -> bool:
 
 
 def read(path: Path) -> str | None:
-    """Read the text of a file; return None without a file."""
+    """Read the text of a file; None if there is no file."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: is not a file; name the file itself")
@@ -69,7 +69,7 @@ def read(path: Path) -> str | None:
 
 def parse(path: Path, text: str) -> Document:
     """Parse a text; raise UsageError at the line and column of the first mistake."""
-    import yaml  # late: a session without such a file need not load it
+    import yaml  # imported late: only a session with such a file needs it
 
     # the C loader is 25 times as fast; no object is ever constructed, so no tag is executed
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -78,7 +78,7 @@ def parse(path: Path, text: str) -> Document:
         root = yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        end = _end(text)  # libyaml reports an incomplete end one line too far
+        end = _end(text)  # libyaml may report a place one line past the end
         place = min(_Place(mark.line, mark.column), end) if mark else end
         problem = ": ".join(filter(None, (error.context, error.problem)))
         _refuse(path, place, f"this is not YAML, {problem}; the file is incomplete or mistyped")

@@ -42,12 +42,12 @@ def launches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence
 
 
 def kernels(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
-    """Bound the kernels that run per call, those inside a graph included."""
+    """Bound the kernels that run per call, including those inside a graph."""
     return _evidence(EvidenceKind.KERNELS, min=min, max=max, per=per)
 
 
 def graph_breaks(*, min: Bound = None, max: Bound = None) -> Evidence:
-    """Bound how often torch.compile falls back to Python in the optimized arm; default none."""
+    """Bound how often torch.compile falls back to Python in the optimized arm; default: never."""
     max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.GRAPH_BREAKS, min=min, max=max)
 

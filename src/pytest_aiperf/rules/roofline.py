@@ -1,4 +1,4 @@
-"""Which ceiling limits an arm, how close it comes, and what would help: the roofline model.
+"""The roofline model: which ceiling limits an arm, how close the arm comes, and what would help.
 
 An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
 from all three limits is latency-bound: its own instructions wait for each other.
@@ -17,9 +17,9 @@ MEMORY: Final = ("copy", "read", "l2")
 
 _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
-_OVERHEAD_SHARE = 0.3  #: An arm with this share of its time outside kernels is overhead-bound.
+_OVERHEAD_SHARE = 0.3  #: At this idle share of its time or more, an arm is overhead-bound.
 _NEAR = 0.8  #: At this share of its ceiling or more, an arm gains only from less work.
-_FAR = 0.4  #: Below this share of its ceiling, an arm is not limited by it.
+_FAR = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
 _BUSY = 0.6  #: At this utilisation or more in ncu's counters, a unit limits an arm.
 _WASTE = 1.5  #: At this many times the bytes of ``work`` or more, traffic is avoidable.
 _FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
@@ -119,8 +119,8 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
 def too_fast(limit: Limit, source: str = "measured") -> str | None:
     """Describe a rate that this GPU cannot reach; None if it is possible.
 
-    Holds for warm caches as well: a kernel starts with an empty L1 and empty shared memory, so
-    every byte that it must read passes through the L2.
+    The check holds for warm caches as well: a kernel starts with an empty L1 and empty shared
+    memory, so every byte that it must read passes through the L2.
     """
     if limit.share <= _MAX_SHARE:
         return None

@@ -15,13 +15,13 @@ LEVEL = 0.99  #: Confidence level of every interval.
 @functools.cache
 def t_quantile(p: float, df: int) -> float:
     """Quantile of Student's t with ``df`` degrees of freedom."""
-    from scipy.special import stdtrit  # late: pytest start-up must not pay for it
+    from scipy.special import stdtrit  # imported late: slow for pytest's start
 
     return float(stdtrit(df, p))
 
 
 def paired_log_ratio(blocks: Round, numerator: str, denominator: str) -> float:
-    """Log of one round's ratio of times; the mirrored (ABBA) order cancels a linear drift."""
+    """Log-ratio of two arms in one round; the mirrored (ABBA) order cancels a linear drift."""
 
     def mean_log(arm: str) -> float:
         return statistics.fmean(map(math.log, blocks.seconds[arm]))
@@ -49,7 +49,7 @@ def interval(logs: Sequence[float]) -> Interval:
 
 
 def comparison(replicates: Iterable[Replicate], numerator: str, denominator: str) -> Interval:
-    """Ratio of two arms' times with its interval; each replicate is one sample."""
+    """Ratio of two arms with its confidence interval; each replicate is one sample."""
     return interval([log_ratio(r, numerator, denominator) for r in replicates])
 
 

@@ -43,7 +43,7 @@ _ENVIRONMENT = {
     "PYTHONDEVMODE": "Python checks itself while it runs",
     "PYTHONTRACEMALLOC": "Python traces every allocation",
 }
-_SET_IS_ON = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # even =0: torch tests only whether it is set
+_SET_IS_ON = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # even if 0: torch tests only whether it is set
 _PROFILER_VARIABLE = re.compile(
     r"(CUDA|NVTX)_INJECTION64_PATH|(NV_(COMPUTE_)?SANITIZER|NV_NSIGHT|NSYS_PROFILING)_.+"
 )
@@ -95,7 +95,7 @@ _VARIABLES = (
 
 
 def round_problem(before: GpuState, after: GpuState) -> str | None:
-    """Name what disturbed a round, given the GPU's state before and after it."""
+    """Describe what disturbed a round, given the GPU's state before and after it."""
     reasons = (before.event_reasons or 0) | (after.event_reasons or 0)
     for bit, name in _REASONS.items():
         if reasons & bit:
@@ -171,7 +171,7 @@ def extras() -> dict[str, int]:
 
 
 def extra_problem(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
-    """Name what the calls of a round did besides their work."""
+    """Describe an event of :func:`extras` that occurred during a round."""
     grown = [name for name, count in after.items() if count > before.get(name, count)]
     return f"{grown[0]} during the round (warmed-up calls of one shape do not)" if grown else None
 
@@ -199,7 +199,7 @@ def _find(name: str) -> object:
 
 def _carve_out(torch: Any) -> dict[str, str]:
     """Read how many bytes of the L2 this context reserves for persisting accesses."""
-    import ctypes  # late: no other pytest run should load it
+    import ctypes  # imported late: only timed claims need it
 
     cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
     if cuda is None or not cuda.is_initialized():
@@ -219,7 +219,7 @@ def _flag(torch: Any, name: str) -> str:
             value = getattr(value, part)
         setting = str(value() if callable(value) else value)
     except (AttributeError, RuntimeError) as error:
-        # not in this version, or torch refuses because an arm mixed its old and new settings
+        # torch lacks the setting, or refuses because an arm mixed old and new precision settings
         return f"unreadable ({type(error).__name__})"
     if setting == "none" and name.endswith("fp32_precision"):  # inherited from torch.backends
         inherited = str(getattr(torch.backends, "fp32_precision", "none"))

@@ -1,4 +1,4 @@
-"""From a comparison and an expectation to a verdict."""
+"""Judge a comparison by the expectation of its claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ this tolerance: a smaller regression shows only in the history, as a lasting ste
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Whether a claim holds."""
+    """Whether a claim holds, and why."""
 
     holds: bool
     why: str  #: The reasons in words, or the verdict and the ratio where the claim holds.
@@ -77,7 +77,7 @@ def judge(
         allowed.add(Verdict.SAME)
     required = expectation.require.speedup
     if required is not None and required <= 1:
-        allowed.add(Verdict.SAME)  # the claim is parity
+        allowed.add(Verdict.SAME)  # parity is the claim
     if reached not in allowed:
         failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
     if required is not None and ratio.low < required:
