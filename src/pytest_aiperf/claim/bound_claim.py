@@ -126,7 +126,7 @@ class BoundClaim:
             return self.claim.work(*inputs.args) if self.claim.work else None
 
     def note_settings(self) -> None:
-        """Note the global settings anew: the lock sets the number of threads."""
+        """Note the current global settings: they differ between locks, which may limit threads."""
         self._settings = validity.flags()
 
     def refuse_changed_settings(self) -> None:
@@ -205,7 +205,7 @@ class BoundClaim:
         """Restore the inputs, which calls updated in place, and return the result of a new call."""
         inputs.overwrite(self.make_inputs(inputs.seed), range(len(inputs.args)))
         returned = call()
-        self.device.synchronize()  # only then a result in pinned memory is complete
+        self.device.synchronize()  # only then is a result in pinned memory complete
         return returned
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:

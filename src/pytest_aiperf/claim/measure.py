@@ -120,7 +120,7 @@ def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, AiperfEr
 
 
 def refuse_debug_environment() -> None:
-    """Refuse environment variables that make every time meaningless."""
+    """Refuse environment variables that make every timing meaningless."""
     if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
 
@@ -141,7 +141,7 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
-                    bound.verify()  # a wrong result, if any, explains more than a disturbed round
+                    bound.verify()  # reports a wrong result instead: it explains more
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             context.device.release()  # still locked: freeing memory later disturbs the next claim

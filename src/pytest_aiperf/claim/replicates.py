@@ -41,7 +41,7 @@ class Measurement:
             self.bound.refuse_changed_settings()
             timing = self.sampler.timing(tuple(replicates))
             half_width = self._report(timing)
-            ranks = self.bound.device.ranks  # their scores may differ, but all must stop together
+            ranks = self.bound.device.ranks  # scores may differ by rank, but all stop together
             elapsed_s = ranks.max(time.monotonic() - started)
             stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
         return replace(timing, stopped=stopped)
@@ -92,6 +92,6 @@ def measure_metric(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Tim
 
 
 def speedup(timing: Timing, of: str = "baseline") -> Interval:
-    """Return the ratio by which the optimized arm is better than ``of``: above 1 in any unit."""
+    """Return how many times better the optimized arm is than ``of``, whatever the unit."""
     arms = (of, "optimized") if timing.better == "lower" else ("optimized", of)
     return stats.comparison(timing.replicates, *arms)

@@ -95,7 +95,7 @@ class Sampler:
         self.mode = choose_mode(self.metric, fast)
         self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
         first_run_s = self._choose_mode(buffers, fast, slow)
-        self.sets = min(self.sets, self.calls)  # a block with fewer calls never uses the others
+        self.sets = min(self.sets, self.calls)  # a block uses at most one set per call
         self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
         # The first run counts, too: the host may need longer to enqueue a backlog than the GPU to
         # run it. All ranks use the maximum, or they would run different numbers of rounds.
@@ -184,8 +184,9 @@ class Sampler:
     def replicate(self, seed: int) -> Replicate:
         """Time all arms on buffers of their own, and queue the last outputs for verification."""
         buffers = self._prebuilt.pop(seed, [])
-        # Free cached memory, so that the next allocations are new. Prebuilt buffers need this only
-        # in two modes: a graph owns its memory, and wall would time the requests for new memory.
+        # Free cached memory, so that the next allocations are new. With prebuilt buffers, only
+        # backlog and plain mode need this: a graph owns its memory, and wall mode would time the
+        # requests for new memory.
         if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.device.release()
         to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)

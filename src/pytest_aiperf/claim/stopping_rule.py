@@ -12,11 +12,12 @@ class StoppingRule:
     target_half_width: float = 0.005  #: Relative half-width of the interval at which to stop.
     min_replicates: int = 6
     """Fewest replicates. Stopping at a width makes a 99 % interval miss the true ratio in up to
-    1.9 % of measurements with normal noise; a minimum of 8 would only lower this to 1.7 %."""
+    1.9 % of measurements with normal noise; with a minimum of 8 it would be 1.7 %."""
     max_replicates: int = 32  #: Replicates after which to stop in any case.
     rounds_per_replicate: int = 2
-    """Two rounds take as long as building and checking a replicate. More would not help: half of
-    the noise is memory layout, which differs only between replicates."""
+    """Rounds in each replicate. Building and checking a replicate takes as long as two rounds. More
+    rounds would not average out memory layout, which is half of the noise: it differs only between
+    replicates."""
     time_budget_s: float = 0.6  #: Seconds after which to stop.
 
 
@@ -24,4 +25,4 @@ STANDARD = StoppingRule()
 QUICK = StoppingRule(target_half_width=0.01, min_replicates=5, max_replicates=12, time_budget_s=0.4)
 
 WIDE = 0.05  #: Relative half-width above which an interval is wide.
-EXTRA_REPLICATES = 2  #: Replicates beyond the minimum if the interval is wide at the time's end.
+EXTRA_REPLICATES = 2  #: Replicates beyond the minimum if the interval is wide when time is up.

@@ -52,7 +52,7 @@ class ArgumentEffects:
     """What the baseline does to its arguments."""
 
     mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that the baseline changes.
-    write_only: tuple[str, ...] = ()  #: The mutated paths that it does not read: may be poisoned.
+    write_only: tuple[str, ...] = ()  #: Paths in ``mutated`` that the baseline never reads.
     names: tuple[str, ...] = ()  #: Names of the parameters, for messages.
 
     @property
@@ -134,7 +134,7 @@ def _make_filled(make: Callable[[], Any]) -> Any:
 
 
 def _may_poison(array: Any) -> bool:
-    """Whether this tensor may be poisoned for a call that possibly reads it.
+    """Whether a tensor may be poisoned to find out whether the call reads it.
 
     Floating-point tensors may. Integers may only if inputs() left them unset, which only torch
     shows: poisoned counters, flags or indices could make a kernel hang or fault.

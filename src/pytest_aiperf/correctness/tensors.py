@@ -222,7 +222,7 @@ def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -
     """Return the paths of arrays whose bits changed, or that were added or removed."""
     now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
     both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
-    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all before the first wait
+    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all enqueued before a wait
     same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
 

@@ -25,16 +25,16 @@ from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled
 from .trace import trace
 
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
-_MIN_BLOCKING_S: Final = 100e-6  #: Shortest blocking kernel: fits the events and the first launch.
+_MIN_BLOCKING_S: Final = 100e-6  #: Shortest blocking kernel: covers the events and first launch.
 _MAX_BLOCKING_S: Final = 1.0
 """Longest blocking kernel: each try costs this much, even for a call that always synchronises."""
 _LONG_BLOCKING_S: Final = 0.05
 """A blocking kernel this long gets one retry only: a call that outlasts both synchronises."""
 _UNSYNCED_SHARE: Final = 0.03
 """If the GPU works on after the end event for more than this share of the block, a call left work
-on a stream that its own stream does not wait for."""
+on a stream that the timed stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
-"""Shortest such work that counts: synchronising takes the host some time, too."""
+"""Shorter work after the end event never counts: synchronising takes the host some time, too."""
 _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0

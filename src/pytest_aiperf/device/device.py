@@ -21,7 +21,7 @@ from pytest_aiperf.rules.validity import watched
 now = watched(time.perf_counter_ns, __name__, "now")
 
 GRAPH_BELOW_S: Final = 50e-6
-"""Calls shorter than this are captured in a graph: launch gaps would otherwise count as theirs."""
+"""Calls shorter than this are captured in a graph, because launch gaps would lengthen them."""
 PLAIN_ABOVE_S: Final = 20e-3
 """Calls longer than this need no blocking kernel: the time that the host adds is negligible."""
 MAX_BLOCK_S: Final = 20e-3
@@ -74,7 +74,7 @@ class Device(Protocol):
     def release(self) -> None: ...
     # Return the device memory that no process has allocated.
     def free_bytes(self) -> int: ...
-    # Return inputs and an arm that show this device's noise when compared with itself.
+    # Return inputs, and an arm whose comparison with itself shows this device's noise.
     def noise_probe(self) -> NoiseProbe: ...
 
 
@@ -109,7 +109,7 @@ class HostDevice:
     def random_padding(self, rng: random.Random) -> object:
         return bytearray(rng.randrange(1, 1_024) * 64), bytearray(rng.randrange(64, 8_192) * 4_096)
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  timed the same in every mode
+    def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  one timer for all modes
         return WallBlock(calls, self.ranks)
 
     def estimate_s(self, call: Call) -> float:
@@ -205,5 +205,5 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # torch.manual_seed would take 2 ms: a stack trace
+        if torch.cuda.is_initialized():  # torch.manual_seed would record a stack trace: 2 ms
             torch.cuda.manual_seed_all(seed)

@@ -126,7 +126,7 @@ def kernel_seconds(activities: Iterable[Activity]) -> dict[str, float]:
 
 
 def busy_and_span(activities: Collection[Activity]) -> tuple[float, float]:
-    """Return the seconds in which at least one activity ran, and those from first to last."""
+    """Return the seconds with at least one activity, and those from first start to last end."""
     busy = covered((a.start, a.end) for a in activities)  # work on several streams may overlap
     return busy, max(a.end for a in activities) - min(a.start for a in activities)
 

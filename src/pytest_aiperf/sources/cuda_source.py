@@ -52,8 +52,8 @@ def _pieces(text: str) -> Iterator[_Piece]:
     """Split a file at its outermost level; braces of namespaces and extern "C" do not count."""
     tokens: list[_Token] = []  # tokens of the current piece
     comment = _Token("comment", "", 0, -1)  # comment above the current piece
-    wrappers: list[bool] = []  # for each open brace, whether it is a namespace's or extern "C"'s
-    complete, end = False, 0  # the piece may only get a semicolon; last line of the previous piece
+    wrappers: list[bool] = []  # for each open brace: does it open a namespace or extern "C"
+    complete, end = False, 0  # whether only a semicolon may follow; last line of the piece before
     for token in [*_tokens(text), _Token("directive", "", 0, 0)]:
         if tokens and complete and token.text != ";":
             yield _piece(tokens, comment)

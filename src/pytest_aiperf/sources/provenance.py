@@ -53,7 +53,7 @@ class _File:
                 self.assigned |= {name: node for t in targets for name in _Used(t).names}
 
     def definition(self, function: FunctionType) -> _Code | None:
-        """Return the outermost function around a function, except a test, or else its lambda."""
+        """Return the outermost non-test function around a function, or its lambda."""
         line = function.__code__.co_firstlineno
         starts = {place[::2] for place in function.__code__.co_positions()}
         for node in ast.walk(self.tree):  # outer nodes come first
@@ -150,7 +150,7 @@ class _Search:
     def _add_name(
         self, path: Path, name: str, namespace: Mapping[str, Any], attributes: frozenset[str]
     ) -> None:
-        """Add the definition of a global name; of a module, those of its ``attributes``."""
+        """Add the definition of a global name; for a module, those of ``attributes`` in it."""
         file = self._file(path)
         if file is None or name not in namespace or (path, name, attributes) in self._named:
             return

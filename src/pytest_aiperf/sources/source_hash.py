@@ -36,7 +36,7 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
 
 
 def identity(paths: Iterable[Path]) -> str:
-    """Return a hash of files that changes of comments and docstrings leave the same."""
+    """Return a hash of the files' code, which does not depend on comments and docstrings."""
     digest = hashlib.sha256()
     for path in sorted(set(paths)):
         text = path.read_text(encoding="utf-8", errors="replace")
