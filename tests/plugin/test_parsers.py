@@ -122,7 +122,7 @@ def test_a_report_without_kernels_proves_nothing(tmp_path):
     empty.write_bytes(b"NVR\0")
     with pytest.raises(CaptureFailed, match=r"holds no kernels.*older than the ncu"):
         read("ncu", empty, "baseline")
-    with pytest.raises(CaptureFailed, match="ncu wrote no"):
+    with pytest.raises(CaptureFailed, match="ncu did not write"):
         read("ncu", tmp_path / "absent.ncu-rep", "baseline")
 
 
@@ -161,7 +161,7 @@ def test_no_ncu_report_anywhere_is_a_sentence(report, monkeypatch):
 
 def test_what_crashes_the_reader_costs_that_capture_only(report, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(CaptureFailed, match=r"cannot be read: its reader died \(1\)"):
+    with pytest.raises(CaptureFailed, match=r"cannot be read: its reader crashed with exit code 1"):
         read("ncu", report, "baseline")
 
 
@@ -275,10 +275,10 @@ def test_what_nsys_cannot_export_is_a_sentence(tmp_path):
         read("nsys", report, "baseline", binary=tool)
     with pytest.raises(CaptureFailed, match="cannot be read without nsys"):
         read("nsys", report, "baseline")
-    with pytest.raises(CaptureFailed, match="nsys wrote no"):
+    with pytest.raises(CaptureFailed, match="nsys did not write"):
         read("nsys", tmp_path / "absent.nsys-rep", "baseline", binary=tool)
     (broken := tmp_path / "broken.sqlite").write_text("not a database, and long enough to tell")
-    with pytest.raises(CaptureFailed, match="is no export of an nsys report"):
+    with pytest.raises(CaptureFailed, match="is not an export of an nsys report"):
         read("nsys", broken, "baseline")
 
 
@@ -366,8 +366,8 @@ def test_evidence_and_profiles_read_the_same_figures_from_a_trace():
     [
         (trace(), "no operators and no kernels"),
         (trace(*CALL[:3]), "no operators and no kernels inside the range"),
-        ("{", "is no trace of torch.profiler"),
-        ("[]", "is no trace of torch.profiler"),
+        ("{", "is not a torch.profiler trace"),
+        ("[]", "is not a torch.profiler trace"),
     ],
 )
 def test_a_torch_trace_without_the_call_proves_nothing(tmp_path, text, why):
@@ -475,8 +475,8 @@ def test_a_tree_of_proton_counts_from_the_scope_down():
     [
         ('[{"frame": {"name": "ROOT"}, "metrics": {}, "children": []}, {}]', "holds no kernels"),
         ("[]", "holds no kernels"),
-        ('[{"frame": {}}]', "is no hatchet tree"),
-        ("", "is no hatchet tree"),
+        ('[{"frame": {}}]', "is not a Proton hatchet tree"),
+        ("", "is not a Proton hatchet tree"),
     ],
 )
 def test_a_tree_of_proton_without_kernels_proves_nothing(tmp_path, text, why):
@@ -503,8 +503,8 @@ def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
     ("text", "why"),
     [
         ('{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0}', "has no allocation"),
-        ('{"peak": 1}', "no record of PyTorch's allocator"),
-        ("", "no record of PyTorch's allocator"),
+        ('{"peak": 1}', "not a record of PyTorch's allocator"),
+        ("", "not a record of PyTorch's allocator"),
     ],
 )
 def test_an_empty_record_of_memory_is_refused(tmp_path, text, why):
@@ -555,10 +555,10 @@ def test_a_recorded_finding_names_the_kernel_and_the_line():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "did it end early"),
-        (SAVED.format(FINDING)[:-9], "did it end early"),
-        ("<Other/>", "has a <Other>"),
-        (SAVED.format("<hazard/>"), "has a <hazard>"),
+        ("", "did the tool end early"),
+        (SAVED.format(FINDING)[:-9], "did the tool end early"),
+        ("<Other/>", "has an unknown element <Other>"),
+        (SAVED.format("<hazard/>"), "has an unknown element <hazard>"),
     ],
 )
 def test_what_the_sanitizer_did_not_finish_is_not_clean(tmp_path, text, why):
@@ -566,7 +566,7 @@ def test_what_the_sanitizer_did_not_finish_is_not_clean(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(CaptureFailed, match=why):
         read("sanitizer", path, "baseline")
-    with pytest.raises(CaptureFailed, match="no file of compute-sanitizer"):
+    with pytest.raises(CaptureFailed, match="no XML file of compute-sanitizer"):
         (tmp_path / "empty").mkdir()
         read("sanitizer", tmp_path / "empty", "baseline")
 
@@ -600,7 +600,7 @@ def test_perf_without_samples_proves_nothing(tmp_path):
     (empty := tmp_path / "baseline.txt").write_text("# Samples: 0 of event 'cycles'\n")
     with pytest.raises(CaptureFailed, match="has no symbols"):
         read("perf", empty, "baseline")
-    with pytest.raises(CaptureFailed, match="perf wrote no"):
+    with pytest.raises(CaptureFailed, match="perf did not write"):
         read("perf", tmp_path / "absent.txt", "baseline")
 
 

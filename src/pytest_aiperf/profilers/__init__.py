@@ -1,1 +1,1 @@
-"""One call under a profiler, and what its reports say."""
+"""Run calls under a profiler, and read its reports."""

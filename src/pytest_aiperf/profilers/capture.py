@@ -1,4 +1,4 @@
-"""Run the arms of a claim under a profiler, each in a process of its own."""
+"""Run the arms of a claim under a profiler, each in its own process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pytest_aiperf.schema import from_json, to_json
 
 from . import ncu, parsers, tools
 from .target import VARIABLE, CaptureJob, CaptureReply
-from .tools import Fallback, Tool
+from .tools import Invocation, Tool
 
 ARTIFACTS: Final = "artifacts"  #: Folder of the artefacts, in pytest's root folder.
 
@@ -48,25 +48,24 @@ class CaptureRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedKernels:
-    """Kernels that a capture must contain, or it is refused; all are parts of names."""
+    """Kernels and counters that a capture must contain; a kernel is given as part of its name."""
 
-    required: tuple[str, ...] = ()  #: Every one of these must have run.
-    built: tuple[str, ...] = ()
-    """At least one of these must have run: the kernels that the claim builds."""
+    required: tuple[str, ...] = ()  #: Kernels that must all have run.
+    built: tuple[str, ...] = ()  #: Kernels that the claim builds: at least one must have run.
     counters: tuple[tuple[str, str], ...] = ()
-    """ncu metrics that evidence is about, each with part of the name of its kernels."""
-    cache: str = "cold"  #: "cold", or "warm" to have ncu leave the caches alone.
+    """ncu metrics that evidence bounds, each with part of a kernel name; "" means all kernels."""
+    cache: str = "cold"  #: "cold": ncu flushes the caches before a kernel; "warm": it does not.
 
 
 def run_folder(root: Path, run: str) -> Path:
-    """Create the folder for the artefacts of a run, tagged so that `clean` removes it."""
+    """Create the folder for a run's artefacts, tagged so that `clean` removes it."""
     folder = root / ARTIFACTS / run
     create_tagged(folder)
     return folder
 
 
 def folder_name(claim: str) -> str:
-    """Make a folder's name of a claim's id; two ids never share one."""
+    """Derive a folder name from a claim id; different ids get different names."""
     name = re.sub(r"[^\w-]+", ".", claim, flags=re.ASCII).strip(".")[:100]
     plain = re.fullmatch(r"[\w-]+(/[\w-]+)?(\[[\w-]+\])?", claim, re.ASCII)
     return name if plain and len(claim) <= 100 else f"{name}-{zlib.crc32(claim.encode()):08x}"
@@ -79,10 +78,10 @@ def run(
     built: Sequence[str],
     progress: Callable[[str], object],
 ) -> tuple[Result, AiperfError | None]:
-    """Capture each arm of a claim; return its record and the error to raise.
+    """Capture each arm of a claim; return the claim's record and the error to raise, if any.
 
-    ``built`` are names of the kernels that the claim builds. ToolMissing is raised here: it is no
-    outcome of a claim.
+    ``built`` names the kernels that the claim builds. A missing tool is not an outcome of the
+    claim, so ToolMissing is raised here.
     """
     started = time.monotonic()
     result = replace(record, against=claim.against)
@@ -109,16 +108,16 @@ def _capture_arms(
     progress: Callable[[str], object],
 ) -> Result:
     pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
-    # the baseline's kernels may have other names: there a counter covers all of them
+    # "": the baseline's kernels may have other names, so its counters may cover all kernels
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
-    # only counters name kernels that must run: evidence about code may be about another rung's
+    # code evidence may name a kernel of another rung, so only counters require kernels to run
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
     reply = CaptureReply()
     for arm, call in claim.arms.items():
         kernels = ExpectedKernels(
             required=named if arm == "optimized" else (),
-            # a launcher as library arm may call a library, which need not run a built kernel
+            # the library arm may be a launcher that calls a library instead of a built kernel
             built=tuple(built) if arm != "library" and getattr(call, "needs_gpu", False) else (),
             counters=tuple(counters),
             cache=claim.cache,
@@ -139,13 +138,13 @@ def _capture_arms(
 def _findings(
     pieces: Sequence[Evidence], profiles: Mapping[str, Profile], work: Work | None
 ) -> list[Finding]:
-    """Hold counters of ncu against the evidence; no other tool has any."""
+    """Check the evidence against ncu's counters, which no other tool has."""
     findings: list[Finding] = []
     for piece in pieces:
         figures = {}
         if piece.kind is EvidenceKind.COUNTER and profiles["optimized"].tool == "ncu":
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
-            for arm in ("baseline", "optimized"):  # a library arm may run no kernel at all
+            for arm in ("baseline", "optimized"):  # the library arm may run no kernel
                 profile = profiles[arm]
                 values = [profile.figures[name] for name in names if name in profile.figures]
                 if not values:
@@ -159,7 +158,7 @@ def _findings(
 
 
 def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str) -> dict[str, str]:
-    """Diagnose each arm from its ncu counters, and from its limit if the ceilings are known."""
+    """Diagnose each arm from its ncu counters, and from its limit if the ceilings were measured."""
     diagnosis = {}
     for arm, profile in profiles.items():
         seconds = profile.figures.get("duration", 0.0)
@@ -172,7 +171,7 @@ def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str)
 
 
 def _first_finding(profiles: Sequence[Profile]) -> str:
-    """Return the first finding of a checker such as compute-sanitizer; empty without any."""
+    """Describe the first finding of a checker such as compute-sanitizer; empty if there is none."""
     for profile in profiles:
         if tools.TOOLS[profile.tool].is_checker and profile.figures["findings"]:
             count = f"{profile.figures['findings']:.0f} findings"
@@ -187,28 +186,31 @@ def capture(
     kernels: ExpectedKernels = ExpectedKernels(),
     before: Sequence[Profile] = (),
 ) -> tuple[Profile, CaptureReply]:
-    """Profile one arm and read the artefact; try the preset's fallbacks, raise the last error."""
-    *fallbacks, last = request.tool.presets[request.preset]
-    for fallback in fallbacks:
+    """Profile one arm and read its artefact.
+
+    The preset's invocations are tried in order; only the error of the last one is raised.
+    """
+    *earlier, last = request.tool.presets[request.preset]
+    for invocation in earlier:
         with suppress(CaptureFailed, ToolMissing):
-            return _capture(request, fallback, arm, kernels, before)
+            return _capture(request, invocation, arm, kernels, before)
     return _capture(request, last, arm, kernels, before)
 
 
 def _capture(
     request: CaptureRequest,
-    fallback: Fallback,
+    invocation: Invocation,
     arm: str,
     kernels: ExpectedKernels,
     before: Sequence[Profile],
 ) -> tuple[Profile, CaptureReply]:
     tool = request.tool
-    binary = tools.find(tool.name)
+    binary = tools.require_tool(tool.name)
     command: list[str] = []
     if binary:
-        command = [binary, *tool.command, *fallback.arguments]
+        command = [binary, *tool.command, *invocation.arguments]
         if tool.name == "ncu":
-            arch = next((gpu.arch for gpu in visible()), "")  # the process uses the first GPU
+            arch = next((gpu.arch for gpu in visible()), "")  # the arm runs on the first GPU
             metrics = ncu.ncu_metrics(arch, [metric for metric, _ in kernels.counters])
             command += ("--metrics", ",".join(metrics))
             command += ("--cache-control", "none") if kernels.cache == "warm" else ()
@@ -218,8 +220,9 @@ def _capture(
         stem = artefact / step if step else request.folder / arm
         calls, seed = request.calls, request.seed
         job = CaptureJob(tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,))
-        reply = _run_target(request, job, [*command, *tool.steps.get(step, ())], fallback.environ)
-        # an arm may fail because of what the checker found: then the finding is reported
+        step_command = [*command, *tool.steps.get(step, ())]
+        reply = _run_target(request, job, step_command, invocation.environ)
+        # an error that the checker found may have made the arm fail: then report the finding
         if reply.error:
             file = Path(f"{stem}{tool.suffix}")
             if not (tool.is_checker and parsers.read(tool.name, file, arm).figures["findings"]):
@@ -231,8 +234,8 @@ def _capture(
     if not artefact.exists():
         if kernels.required or kernels.built:
             names = ", ".join(kernels.required or kernels.built)
-            raise CaptureFailed(f"the {arm} arm ran no kernel, and {names} was expected")
-        note = "ran no kernel: a copy is not one"
+            raise CaptureFailed(f"the {arm} arm ran no kernel; expected: {names}")
+        note = "ran no kernel (copies do not count)"
         log = os.path.relpath(request.folder / f"{arm}.log")
         return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), reply
     profile = parsers.read(
@@ -241,42 +244,48 @@ def _capture(
     ran = profile.kernels
     if kernels.built and ran and not any(part in name for part in kernels.built for name in ran):
         raise CaptureFailed(
-            f"{artefact} has none of the arm's own kernels ({', '.join(kernels.built)}): "
-            f"the {arm} arm ran {', '.join(ran[:3])}"
+            f"{artefact} has none of the kernels that the claim builds "
+            f"({', '.join(kernels.built)}): the {arm} arm ran {', '.join(ran[:3])}"
         )
-    notes = (*profile.notes, *filter(None, [fallback.note]))
+    notes = (*profile.notes, *filter(None, [invocation.note]))
     return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
 
 
 def _run_target(
-    request: CaptureRequest, job: CaptureJob, front: Sequence[str], environ: Mapping[str, str]
+    request: CaptureRequest,
+    job: CaptureJob,
+    tool_command: Sequence[str],
+    environ: Mapping[str, str],
 ) -> CaptureReply:
-    """Run the target to its end; raise CaptureFailed or ToolMissing if it leaves no artefact."""
+    """Run the target under the tool; raise CaptureFailed or ToolMissing if no artefact is left.
+
+    A target that runs no kernel may leave none; this is not an error.
+    """
     tool, stem = request.tool, Path(job.stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     log, artefact = Path(f"{stem}.log"), Path(f"{stem}{tool.suffix}")
-    artefact.unlink(missing_ok=True)  # of a fallback before this one
+    artefact.unlink(missing_ok=True)  # left by an earlier invocation
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         names = {"stem": str(stem), "step": stem.name, "scratch": scratch}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         serialized = json.dumps(to_json(replace(job, scratch=scratch)))
-        for fifo in ("control", "answered") if tool.hook == "perf" else ():
+        for fifo in ("control", "ack") if tool.hook == "perf" else ():
             os.mkfifo(f"{scratch}/{fifo}")
-        command = [*(word.format_map(names) for word in front), *request.target]
+        command = [*(word.format_map(names) for word in tool_command), *request.target]
         env = {**inherited, VARIABLE: serialized, **environ}
         status = run_in_group(command, log, request.deadline_s, env=env)
         ending = _ending(status, request.deadline_s)
         reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
-        if (reply_file := Path(scratch, "answer")).exists():
+        if (reply_file := Path(scratch, "reply")).exists():
             reply = from_json(CaptureReply, json.loads(reply_file.read_text()))
         if tool.report:
             with artefact.open("wb") as out:
-                report = [front[0], *(word.format_map(names) for word in tool.report)]
+                report = [tool_command[0], *(word.format_map(names) for word in tool.report)]
                 subprocess.run(report, stdout=out, stderr=subprocess.DEVNULL, check=False)
     if artefact.exists() and artefact.stat().st_size:
         return reply
     output = log.read_text(errors="replace")
-    if tool.no_kernels and tool.no_kernels in output and not reply.error:
+    if tool.no_kernels_message and tool.no_kernels_message in output and not reply.error:
         return reply
     tools.raise_if_refused(tool, output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]

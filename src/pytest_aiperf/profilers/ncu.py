@@ -30,7 +30,7 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
     "l1 hit rate": ("l1tex__t_sector_hit_rate.pct",),
     "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
-    # not the counter of all shared accesses: it also counts shuffles, which touch no bank
+    # the counter of all shared accesses would also count shuffles, which touch no bank
     "bank conflicts": (
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
@@ -44,16 +44,16 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
     ),
 }
-"""Metrics that each figure is computed from, as named for ncu's --metrics."""
+"""Figure to the ncu metrics from which it is computed."""
 NCU_SECTIONS: Final = ("WarpStateStats",)
-"""Sections with the stall reasons, which differ from chip to chip."""
+"""ncu sections to collect: stall reasons, whose metrics differ between chips."""
 _TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
 
 _RATIOS: Final = ("sectors per load", "sectors per store")
 """Figures that divide their first metric by their second."""
 _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
-"""Scale and unit of a figure by ncu's unit."""
+"""Scale and unit of a figure by the unit that ncu uses."""
 _STALL: Final = re.compile(
     r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)_per_issue_active\.ratio"
 )
@@ -85,7 +85,7 @@ def normalize_name(name: str) -> str:
 
 
 def counter(metric: str, kernel: str) -> str:
-    """Return the name of a metric's figure over the kernels whose names contain ``kernel``."""
+    """Name the figure of a metric over the kernels whose names contain ``kernel``."""
     return f"{metric} of {kernel}" if kernel else metric
 
 
@@ -100,7 +100,7 @@ def ncu(
     if not kernels:
         raise CaptureFailed(
             f"{artefact} holds no kernels: the profiled range was not entered or launched "
-            "nothing, or ncu_report is older than the ncu that wrote it "
+            "nothing, or ncu_report is older than the ncu that wrote the report "
             "(pip install -U ncu-report)"
         )
     figures: dict[str, tuple[float, str]] = {"kernels": (len(kernels), "")}
@@ -140,28 +140,28 @@ def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple
     if len(values) < len(metrics):
         return None  # not on this chip, or not collected
     if name in _RATIOS:
-        # kernels that load nothing this way have no sectors per load
+        # without loads there are no sectors per load
         return (values[0] / values[1], "") if values[1] else None
     scale, unit = _UNITS.get(_unit(metrics[0]), (1.0, ""))
     return math.fsum(values) * scale, unit
 
 
 def _unit(metric: str) -> str:
-    """Return ncu's unit of a metric, as far as it follows from the name."""
+    """Return the unit that ncu uses for a metric; empty if its name does not show it."""
     units = {"_duration": "ns", "bytes": "byte", "pct": "%"}
     return next((unit for part, unit in units.items() if part in metric), "")
 
 
 def _kernels(artefact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
-    """Read a report in a process of its own: NVIDIA's reader may crash on an unknown report."""
+    """Read a report in a separate process: NVIDIA's reader may crash on an unknown report."""
     if not artefact.is_file():
-        raise CaptureFailed(f"ncu wrote no {artefact}: see its own output beside it")
+        raise CaptureFailed(f"ncu did not write {artefact}: see the log beside it")
     command = [sys.executable, "-m", __name__, str(artefact), binary or "", *counters]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         return [Kernel(*row) for row in json.loads(done.stdout)]
     except ValueError:
-        crash = f"its reader died ({done.returncode})"
+        crash = f"its reader crashed with exit code {done.returncode}"
         error = (done.stderr.strip().splitlines() or [crash])[-1]
         raise CaptureFailed(f"{artefact} cannot be read: {error}") from None
 
@@ -205,10 +205,10 @@ def _ncu_report(binary: str | None) -> Any:
 
 
 def python_folders(binary: str | None) -> Iterator[Path]:
-    """Yield the folders of ncu_report that belong to an ncu binary.
+    """Yield the folders with the module ncu_report that was installed together with ``binary``.
 
-    A toolkit's bin/ncu may be a script that starts an Nsight Compute in another folder: in the
-    toolkit, or in /opt/nvidia, where NVIDIA's packages install it.
+    The bin/ncu of a CUDA toolkit may be a script that starts Nsight Compute from another folder:
+    from the toolkit, or from /opt/nvidia, where NVIDIA's packages install it.
     """
     homes = [*Path(binary).resolve().parents[:3], Path("/opt/nvidia")] if binary else []
     for home in homes:

@@ -17,7 +17,7 @@ from pytest_aiperf.text import si
 from .ncu import ncu, normalize_name
 from .timeline import RANGE, TOP, Figures, Reading, load_json, nsys, torch_trace
 
-_TREE_LINES: Final = 20  #: Lines of Proton's tree in the notes.
+_TREE_LINES: Final = 20  #: Maximum number of lines of Proton's tree in the notes.
 
 
 def read(
@@ -29,7 +29,7 @@ def read(
     counters: Collection[tuple[str, str]] = (),
     binary: str | None = None,
 ) -> Profile:
-    """Read a tool's artefact of one arm; raise CaptureFailed where it captured nothing.
+    """Read the artefact that a tool wrote for one arm; raise CaptureFailed if it captured nothing.
 
     ``required`` are parts of the names of kernels that must have run, for tools that name kernels;
     ``counters`` are ncu metrics, each with part of a kernel's name; ``binary`` is the ncu or nsys
@@ -61,7 +61,7 @@ def hta(folder: Path) -> Reading:
         raise CaptureFailed(f"{folder} has no traces: each rank writes its own, <rank>.json")
     kernels = dict.fromkeys(kernel for trace in traces for kernel in torch_trace(trace)[1])
     if not kernels:
-        raise CaptureFailed(f"{folder} has traces in which no kernel ran: HTA analyzes kernels")
+        raise CaptureFailed(f"{folder} has only traces without kernels: HTA analyzes kernels")
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
@@ -75,8 +75,8 @@ def hta(folder: Path) -> Reading:
         kinds = analysis.get_gpu_kernel_breakdown(visualize=False)[0].to_dict("records")
         communicates = any("COMMUNICATION" in row["kernel_type"] for row in kinds)
         overlaps = analysis.get_comm_comp_overlap(visualize=False) if communicates else None
-    except Exception as error:  # an unknown exception of a library fails this capture only
-        raise CaptureFailed(f"HTA could not analyze {folder} ({error!r}): open it there") from error
+    except Exception as error:  # HTA may raise any exception: it fails only this capture
+        raise CaptureFailed(f"HTA could not analyze {folder} ({error!r})") from error
     figures: Figures = {
         "ranks": (len(ranks), ""),
         "idle share": (_mean(ranks, "idle_time_pctg") / 100, "share"),
@@ -102,8 +102,8 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float:
 
 
 def proton(artefact: Path) -> Reading:
-    """Read Proton's tree, below the scope "aiperf" if it has one."""
-    tree = load_json(artefact, "hatchet tree of Proton")
+    """Read Proton's tree: the part below the scope "aiperf", if it has this scope."""
+    tree = load_json(artefact, "Proton hatchet tree")
     roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
     try:
         nodes = [(depth, node) for root in roots for depth, node in _walk(root)]
@@ -121,7 +121,7 @@ def proton(artefact: Path) -> Reading:
             "kernels": (sum(node["metrics"]["count"] for node in ran), ""),
         }
     except (KeyError, TypeError, AttributeError) as error:
-        raise CaptureFailed(f"{artefact} is no hatchet tree of Proton ({error!r})") from error
+        raise CaptureFailed(f"{artefact} is not a Proton hatchet tree ({error!r})") from error
     if not ran:
         raise CaptureFailed(f"{artefact} holds no kernels: the captured call launched nothing")
     return figures, [node["frame"]["name"] for node in ran], lines[:_TREE_LINES]
@@ -140,8 +140,9 @@ def _seconds(node: Mapping[str, Any]) -> float:
 def memory(artefact: Path) -> Reading:
     """Read the figures of PyTorch's allocator, which the profiled process wrote as JSON.
 
-    ``peak`` and ``allocated`` are bytes during and after the call, ``allocations`` is their number
-    in the call, ``reserved`` the bytes that the allocator held.
+    ``peak`` is the most bytes allocated at one time, ``allocated`` the bytes after the call,
+    ``allocations`` the number of allocations during the call, and ``reserved`` the most bytes
+    that the allocator held.
     """
     content = load_json(artefact, "record of PyTorch's allocator")
     units = {"peak": "B", "allocated": "B", "allocations": "", "reserved": "B"}
@@ -149,7 +150,7 @@ def memory(artefact: Path) -> Reading:
         figures: Figures = {name: (float(content[name]), unit) for name, unit in units.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CaptureFailed(
-            f"{artefact} is no record of PyTorch's allocator ({error!r})"
+            f"{artefact} is not a record of PyTorch's allocator ({error!r})"
         ) from error
     if not figures["peak"][0]:
         raise CaptureFailed(
@@ -162,7 +163,7 @@ def sanitizer(artefact: Path) -> Reading:
     """Read the XML of compute-sanitizer: one file, or a folder with one file per tool."""
     files = sorted(artefact.glob("*.xml")) if artefact.is_dir() else [artefact]
     if not files:
-        raise CaptureFailed(f"{artefact} has no file of compute-sanitizer: see its output")
+        raise CaptureFailed(f"{artefact} has no XML file of compute-sanitizer: see its log")
     by_tool = [(re.split(r"[._-]", file.stem)[-1], list(_records(file))) for file in files]
     figures: Figures = {"findings": (sum(len(records) for _, records in by_tool), "")}
     figures |= {f"{tool} findings": (len(records), "") for tool, records in by_tool}
@@ -176,12 +177,12 @@ def _records(file: Path) -> Iterator[ET.Element]:
         root = ET.fromstring(file.read_text(errors="replace"))  # noqa: S314
     except (OSError, ET.ParseError) as error:
         raise CaptureFailed(
-            f"{file} is no XML of compute-sanitizer ({error}): did it end early?"
+            f"{file} is not compute-sanitizer XML ({error}): did the tool end early?"
         ) from error
     unknown = [child.tag for child in root if child.tag != "record"]
     if root.tag != "ComputeSanitizerOutput" or unknown:
         tag = unknown[0] if unknown else root.tag
-        raise CaptureFailed(f"{file} has a <{tag}>, which this version does not know: read it")
+        raise CaptureFailed(f"{file} has an unknown element <{tag}>: open the file to read it")
     for record in root:
         if (record.findtext("level") or "").strip().lower() != "info":
             yield record
@@ -208,12 +209,12 @@ def perf(artefact: Path) -> Reading:
     try:
         text = artefact.read_text(errors="replace")
     except OSError as error:
-        raise CaptureFailed(f"perf wrote no {artefact}: see its own output beside it") from error
+        raise CaptureFailed(f"perf did not write {artefact}: see the log beside it") from error
     rows = re.findall(r"^ *(?:[\d.]+% +)?([\d.]+)% .*?\[[.kguH]\] +(\S.*?) *$", text, re.MULTILINE)
     if not rows:
         raise CaptureFailed(
             f"{artefact} has no symbols: the call was too short to be sampled, or "
-            "kernel.perf_event_paranoid forbids it"
+            "kernel.perf_event_paranoid forbids sampling"
         )
     figures: Figures = {
         "symbols": (len(rows), ""),

@@ -29,7 +29,7 @@ VARIABLE: Final = "PYTEST_AIPERF_CAPTURE"
 WARM_UP_CALLS: Final = 3
 """Calls before the captured ones: they compile, load modules and choose algorithms."""
 SAMPLING_S: Final = 1.0
-"""Seconds for which calls are repeated under a sampling profiler: some 1000 samples of perf."""
+"""How long to repeat calls under perf, in seconds: about 1000 samples at 999 Hz."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,25 @@ class CaptureJob:
     calls: int  #: Calls inside the profiled range.
     seed: int  #: Seed of the inputs.
     stem: str  #: Path of the artefact without its suffix.
-    scratch: str  #: Folder for the reply and for perf's control files.
+    scratch: str  #: Folder for the reply and for perf's FIFOs.
     before: tuple[Profile, ...] = ()
-    """Profiles of the test's earlier captures, which are not repeated."""
+    """Profiles of the captures before this one in the same test; they are not captured again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReply:
-    """What the profiled process sends back beside the artefact."""
+    """What the profiled process returns in addition to the artefact."""
 
     work: Work | None = None  #: Work of one call.
-    gpu: Gpu | None = None  #: The GPU that it used.
-    error: str = ""  #: First line of the exception that ended it.
+    gpu: Gpu | None = None  #: The GPU that the process used, if any.
+    error: str = ""  #: First line of the exception that ended the process.
 
 
 def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
-    """Return this process's job; None if it is not profiled.
+    """Return the capture job of this process; None if no profiler runs it.
 
-    Every rank of a claim of several GPUs leaves an artefact; that of rank 0 is read.
+    In a multi-GPU claim every rank writes its own artefact. HTA reads all of them; for other
+    profilers only that of rank 0 is read.
     """
     if not (text := environ.get(VARIABLE)):
         return None
@@ -75,9 +76,9 @@ def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
 def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) -> None:
     """Capture one arm of a claim at full size, or at check size under a checker.
 
-    Checkers slow a call down a hundredfold, and the ragged edges that they look for are in the
-    check sizes. A prepared arm does not get new inputs after its preparation: copying them could
-    read memory that was never written, which initcheck would report.
+    Checkers slow a call down a hundredfold, and the check sizes contain the ragged edges where
+    invalid accesses occur. A prepared arm is called with the inputs that it was prepared with:
+    copying new inputs could read memory that was never written, which initcheck would report.
     """
 
     def make_call() -> tuple[Callable[[], object], Work | None]:
@@ -100,14 +101,14 @@ def perform(
 ) -> None:
     """Make a call, warm it up, run it inside the range and write the reply.
 
-    Profiled processes start and warm up at the same time; each captures under the exclusive lock.
-    Checkers and the memory recorder measure no time and keep the shared lock, since the sanitizer
-    runs longest of all.
+    Profiled processes may start and warm up at the same time, but each captures under the exclusive
+    lock. Checkers and the memory recorder measure no time, so the shared lock suffices for them:
+    under an exclusive lock, the slow sanitizer would block all others.
     """
     tool = TOOLS[job.tool]
     reply = CaptureReply(gpu=device.gpu)
     exclusive = lock.exclusive_gpu if device.gpu else lock.exclusive_host
-    shares = tool.is_checker or tool.hook == "memory"
+    is_untimed = tool.is_checker or tool.hook == "memory"
     try:
         with lock.shared():
             call, work = make_call()
@@ -117,7 +118,7 @@ def perform(
             for _ in range(0 if tool.is_checker else WARM_UP_CALLS):
                 warm_up.run()
         hook = _HOOKS[tool.hook](job, device, warm_up.run)
-        with lock.shared() if shares else exclusive(), hook:
+        with lock.shared() if is_untimed else exclusive(), hook:
             if cold and tool.hook != "memory":
                 _flush_l2(device)
             with _range(tool, device):
@@ -133,7 +134,7 @@ def perform(
         raise
     finally:
         if device.ranks.rank == 0:
-            Path(job.scratch, "answer").write_text(json.dumps(to_json(reply)))
+            Path(job.scratch, "reply").write_text(json.dumps(to_json(reply)))
 
 
 def _flush_l2(device: Device) -> None:
@@ -146,7 +147,7 @@ def _flush_l2(device: Device) -> None:
 
 @contextmanager
 def _range(tool: Tool, device: Device) -> Iterator[None]:
-    """Mark the calls for the tool."""
+    """Mark the captured calls in the way that the tool expects."""
     with ExitStack() as marks:
         if tool.hook == "torch":
             from torch.autograd.profiler import record_function
@@ -175,12 +176,12 @@ def _nvtx(torch: Any) -> AbstractContextManager[object]:
         import nvtx
     except ImportError:
         return torch.cuda.nvtx.range(RANGE)  # type: ignore[no-any-return]  # torch is Any here
-    return nvtx.annotate(RANGE)  # type: ignore[no-any-return]  # it has no types
+    return nvtx.annotate(RANGE)  # type: ignore[no-any-return]  # nvtx has no types
 
 
 Run = Callable[[], object]
 Hook = Callable[[CaptureJob, Device, Run], AbstractContextManager[None]]
-"""Work around the profiled calls; its last argument runs a warm-up call."""
+"""Context manager around the profiled calls; its last argument runs a warm-up call."""
 
 
 @contextmanager
@@ -193,7 +194,7 @@ def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
     deep = job.preset == "deep_dive"
     with profiler.profile(
         activities=kinds,
-        # a warm-up step, or CUPTI's start would fall into the call
+        # without the warm-up step, CUPTI would start inside the captured call
         schedule=profiler.schedule(wait=0, warmup=1, active=1),
         record_shapes=deep,
         profile_memory=deep,
@@ -223,7 +224,7 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
     import torch
 
     if device.torch_device != "cuda":
-        raise UsageError("torch records the GPU's memory only: run with --gpu, without @host")
+        raise UsageError("torch records only GPU memory: run with --gpu, without @host")
     memory: Any = torch.cuda.memory
     device.release()
     memory.reset_peak_memory_stats()
@@ -244,10 +245,10 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
 
 @contextmanager
 def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
-    # perf starts disabled and acknowledges each command: it samples only in between
+    # perf starts disabled and acknowledges each command: it samples only between the two
     with (
         os.fdopen(os.open(f"{job.scratch}/control", os.O_RDWR), "w") as control,
-        os.fdopen(os.open(f"{job.scratch}/answered", os.O_RDWR)) as acknowledged,
+        os.fdopen(os.open(f"{job.scratch}/ack", os.O_RDWR)) as acknowledged,
     ):
         for command in ("enable", "disable"):
             print(command, file=control, flush=True)

@@ -20,9 +20,9 @@ from pytest_aiperf.text import si
 
 RANGE: Final = "aiperf"
 """Name of the NVTX range, or of the record_function, around a captured call."""
-TOP: Final = 5  #: Kernels and operators that a profile's notes list.
+TOP: Final = 5  #: Maximum number of kernels, and of operators, in a profile's notes.
 
-Figures = dict[str, tuple[float, str]]  #: Value and unit of each figure by its name.
+Figures = dict[str, tuple[float, str]]  #: Name of a figure to its value and unit.
 Reading = tuple[Figures, list[str], list[str]]
 """Figures, kernels (the longest-running first) and notes."""
 
@@ -32,11 +32,11 @@ ApiCall = tuple[float, float, int]
 _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
 }  # fmt: skip
-"""Kinds of copies by CUPTI's number."""
+"""Kind of a copy by its CUpti_ActivityMemcpyKind."""
 
 
 def nsys(artefact: Path, binary: str | None = None) -> Reading:
-    """Read an nsys report: its sqlite export, or the report itself where ``binary`` exports it."""
+    """Read an nsys report or its SQLite export; ``binary`` is the nsys that exports a report."""
     exported = artefact
     if artefact.suffix != ".sqlite":
         exported = artefact.with_suffix(".sqlite")
@@ -50,21 +50,21 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
             rows = _rows(db, "NVTX_EVENTS", "start, end", f"{named} AND end IS NOT NULL", RANGE)
             ranges = [(start / 1e9, end / 1e9) for start, end in rows]
     except sqlite3.Error as error:
-        raise CaptureFailed(f"{exported} is no export of an nsys report ({error})") from error
+        raise CaptureFailed(f"{exported} is not an export of an nsys report ({error})") from error
     activities, calls = _within(ranges, activities, calls)
     if not activities:
         raise CaptureFailed(
             f"{artefact} has nothing that ran on a GPU inside the range {RANGE!r}: "
-            "see that the call launches work, and that nsys traces CUDA"
+            "check that the call launches work, and that nsys traces CUDA"
         )
     return _reading(activities, calls, ranges)
 
 
 def torch_trace(artefact: Path) -> Reading:
     """Read a Chrome trace of torch.profiler, with its operators and graph breaks."""
-    content = load_json(artefact, "trace of torch.profiler")
+    content = load_json(artefact, "torch.profiler trace")
     if not isinstance(content, dict):
-        raise CaptureFailed(f"{artefact} is no trace of torch.profiler: it has no events")
+        raise CaptureFailed(f"{artefact} is not a torch.profiler trace: it has no events")
     events = trace.events(content.get("traceEvents", ()))
     ranges = [
         (e.start, e.end) for e in events if e.category == "user_annotation" and e.name == RANGE
@@ -79,7 +79,7 @@ def torch_trace(artefact: Path) -> Reading:
     if not (activities or operators):
         raise CaptureFailed(
             f"{artefact} has no operators and no kernels inside the range {RANGE!r}: "
-            "see that the call does its work in PyTorch or on a GPU"
+            "check that the call does its work in PyTorch or on a GPU"
         )
     figures, kernels, notes = _reading(activities, calls, ranges)
     figures["operators"] = (len(operators), "")
@@ -89,9 +89,9 @@ def torch_trace(artefact: Path) -> Reading:
 
 
 def _export(report: Path, exported: Path, binary: str | None) -> None:
-    """Export an nsys report, unless the export is newer than the report."""
+    """Export an nsys report to SQLite, unless there is an export that is not older."""
     if not report.is_file():
-        raise CaptureFailed(f"nsys wrote no {report}: see its own output beside it")
+        raise CaptureFailed(f"nsys did not write {report}: see the log beside it")
     if exported.is_file() and exported.stat().st_mtime_ns >= report.stat().st_mtime_ns:
         return
     if binary is None:
@@ -109,36 +109,36 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
 def _rows(
     db: sqlite3.Connection, table: str, columns: str, clauses: str = "", *values: object
 ) -> list[Any]:
-    """Query a table; nsys leaves out tables that would be empty."""
+    """Query a table; a missing table has no rows, because nsys leaves out empty tables."""
     exists = db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
-    query = f"SELECT {columns} FROM {table} {clauses}"  # noqa: S608  constants
+    query = f"SELECT {columns} FROM {table} {clauses}"  # noqa: S608  all are constants
     return db.execute(query, values).fetchall() if exists else []
 
 
 def _nsys_activities(db: sqlite3.Connection) -> Iterator[Activity]:
-    for kind, columns, name in (
+    for table, columns, name in (
         ("KERNEL", "'kernel', 0", "(SELECT value FROM StringIds WHERE id = demangledName)"),
         ("MEMCPY", "copyKind, bytes", "''"),
         ("MEMSET", "'memset', bytes", "''"),
         ("GRAPH_TRACE", "'graph', 0", "''"),
     ):
         fields = f"{columns}, {name}, start, end, correlationId"
-        rows = _rows(db, f"CUPTI_ACTIVITY_KIND_{kind}", fields)
-        for copy_kind, size, kernel, start, end, correlation in rows:
-            what = _COPIES.get(copy_kind, "other copy") if kind == "MEMCPY" else copy_kind
-            yield Activity(what, kernel or "", start / 1e9, end / 1e9, correlation, size)
+        rows = _rows(db, f"CUPTI_ACTIVITY_KIND_{table}", fields)
+        for raw_kind, size, kernel, start, end, correlation in rows:
+            kind = _COPIES.get(raw_kind, "other copy") if table == "MEMCPY" else raw_kind
+            yield Activity(kind, kernel or "", start / 1e9, end / 1e9, correlation, size)
 
 
 def load_json(artefact: Path, what: str) -> Any:
-    """Read JSON that may be compressed; ``what`` names the kind of artefact for the error."""
+    """Read JSON that may be gzipped; ``what`` names the expected content in the error message."""
     try:
         content = artefact.read_bytes()
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
-        # names of kernels may contain characters that strict JSON escapes
+        # kernel names may contain control characters, which strict JSON forbids
         return json.loads(content, strict=False)
     except (OSError, EOFError, ValueError) as error:
-        raise CaptureFailed(f"{artefact} is no {what} ({error})") from error
+        raise CaptureFailed(f"{artefact} is not a {what} ({error})") from error
 
 
 def _is_inside(ranges: Collection[tuple[float, float]], moment: float) -> bool:
@@ -148,18 +148,18 @@ def _is_inside(ranges: Collection[tuple[float, float]], moment: float) -> bool:
 def _within(
     ranges: Collection[tuple[float, float]], activities: list[Activity], calls: list[ApiCall]
 ) -> tuple[list[Activity], list[ApiCall]]:
-    """Keep the calls made inside the ranges and what they caused: the GPU may run it later."""
+    """Keep the API calls inside the ranges and their activities, which the GPU may run later."""
     if not ranges:
         return activities, calls
     calls = [call for call in calls if _is_inside(ranges, call[0])]
-    causes = {correlation for *_, correlation in calls}
-    return [activity for activity in activities if activity.correlation in causes], calls
+    launched = {correlation for *_, correlation in calls}
+    return [activity for activity in activities if activity.correlation in launched], calls
 
 
 def _reading(
     activities: list[Activity], calls: list[ApiCall], ranges: Collection[tuple[float, float]]
 ) -> Reading:
-    """Count and add up what both profilers record."""
+    """Compute the figures that nsys and torch.profiler have in common."""
     copies = [activity for activity in activities if activity.is_copy]
     counts = Counter(activity.kind for activity in activities)
     figures: Figures = {
@@ -185,7 +185,7 @@ def _reading(
 
 
 def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> list[str]:
-    """Note the operators with the most time of their own on the GPU, then on the host."""
+    """Describe the operators with the most self time on the GPU; the host's decides ties."""
     by_id: defaultdict[int, float] = defaultdict(float)
     for event in events:
         if event.category in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -205,7 +205,7 @@ def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> lis
 
 
 def _self_seconds(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield each operator with its seconds less those of the operators that it called."""
+    """Yield each operator with its self time: its own seconds less those of its callees."""
     seconds: dict[int, float] = {}  # by id()
     ordered = sorted(operators, key=lambda o: (str(o.thread), o.start, -o.end))
     callers: list[Event] = []

@@ -1,4 +1,4 @@
-"""The profilers: how to find each, how to start it, and why it may refuse to work."""
+"""The profilers: how to find and start each, and what its error messages mean."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .timeline import RANGE
 
 
 @dataclass(frozen=True, slots=True)
-class Fallback:
+class Invocation:
     """One way to run a preset."""
 
-    arguments: tuple[str, ...] = ()  #: Arguments of the tool.
+    arguments: tuple[str, ...] = ()  #: Arguments of the program.
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the profiled process."""
-    note: str = ""  #: What this way leaves out, for the report.
+    note: str = ""  #: What this way leaves out; shown in reports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +38,41 @@ class Tool:
     """
 
     name: str  #: Name in ``--profile=NAME``.
-    install: str  #: What to do where it is missing.
+    install: str  #: What to do if it is missing.
     suffix: str  #: Suffix of its artefact.
-    presets: Mapping[str, tuple[Fallback, ...]]
-    """Ways to run each preset: the next one is tried when one fails."""
-    program: str = ""  #: Program to run, if it is one.
+    presets: Mapping[str, tuple[Invocation, ...]]
+    """Preset to its invocations: if one fails, the next one is tried."""
+    program: str = ""  #: Program to run; empty for a Python module.
     min_version: tuple[int, int] = (0, 0)  #: Oldest version of the program that works.
-    module: str = ""  #: Python module that it needs.
+    module: str = ""  #: Python module that it needs, if any.
     command: tuple[str, ...] = ()  #: Arguments between the program and the profiled command.
     report: tuple[str, ...] = ()
-    """Arguments that print the artefact, if the program's own file cannot be read."""
+    """Arguments that make the program print the artefact, if only it can read its own files."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Runs of their own, each with further arguments; their artefacts form a folder."""
+    """Separate runs, each with additional arguments; they write their artefacts to one folder."""
     hook: Literal["", "torch", "proton", "memory", "perf"] = ""
-    """What the profiled process itself does around the calls."""
-    host: bool = False  #: Whether it can profile claims of the host.
-    is_checker: bool = False  #: Whether its findings fail the claim; a checker looks at no time.
-    no_kernels: str = ""  #: What it prints when no kernel ran and it leaves no artefact.
-    ranks: bool = False  #: Whether it can capture all processes of a claim of several GPUs.
+    """Hook that the profiled process runs around the calls."""
+    host: bool = False  #: Whether it can profile host claims.
+    is_checker: bool = False  #: Whether its findings fail the claim; a checker measures no time.
+    no_kernels_message: str = ""
+    """Message that it prints if no kernel ran; it then leaves no artefact."""
+    ranks: bool = False  #: Whether it can capture all ranks of a multi-GPU claim.
 
 
-def _once(*arguments: str, **environ: str) -> tuple[Fallback, ...]:
-    return (Fallback(arguments, environ),)
+def _single_invocation(*arguments: str, **environ: str) -> tuple[Invocation, ...]:
+    return (Invocation(arguments, environ),)
 
 
-_IN_PROCESS: Final = {"minimal": _once(), "deep_dive": _once()}
-"""Presets of profilers that are Python modules: their hooks know what a preset means."""
+_IN_PROCESS: Final = {"minimal": _single_invocation(), "deep_dive": _single_invocation()}
+"""Presets of profilers that run inside the profiled process: its hooks implement each preset."""
 _LIBRARIES: Final = "--trace=cuda,nvtx,osrt,cublas,cudnn"
 _NSYS: Final = (_LIBRARIES, "--cudabacktrace=all")
-_UNSAMPLED: Final = ("--sample=none", "--cpuctxsw=none")
-_PYTHON: Final = ("--sample=process-tree", "--python-sampling=true", "--python-backtrace=cuda")
+_NO_CPU_SAMPLING: Final = ("--sample=none", "--cpuctxsw=none")
+_PYTHON_SAMPLING: Final = (
+    "--sample=process-tree",
+    "--python-sampling=true",
+    "--python-backtrace=cuda",
+)
 
 _TOOLS: Final = (
     Tool(
@@ -75,12 +80,14 @@ _TOOLS: Final = (
         "install NVIDIA Nsight Systems (it also comes with Nsight Compute)",
         ".nsys-rep",
         {
-            "minimal": _once("--trace=cuda,nvtx", *_UNSAMPLED),
+            "minimal": _single_invocation("--trace=cuda,nvtx", *_NO_CPU_SAMPLING),
             "deep_dive": (
-                Fallback((*_NSYS, *_PYTHON, "--gpu-metrics-devices=cuda-visible")),
-                Fallback((*_NSYS, *_PYTHON), note="without GPU metrics: not permitted here"),
-                Fallback(
-                    (_LIBRARIES, *_UNSAMPLED),
+                Invocation((*_NSYS, *_PYTHON_SAMPLING, "--gpu-metrics-devices=cuda-visible")),
+                Invocation(
+                    (*_NSYS, *_PYTHON_SAMPLING), note="without GPU metrics: not permitted here"
+                ),
+                Invocation(
+                    (_LIBRARIES, *_NO_CPU_SAMPLING),
                     note="without GPU metrics, CPU samples and backtraces: not permitted here",
                 ),
             ),
@@ -98,9 +105,9 @@ _TOOLS: Final = (
         "install NVIDIA Nsight Compute",
         ".ncu-rep",
         {
-            "minimal": _once(*(w for s in NCU_SECTIONS for w in ("--section", s))),
-            "deep_dive": _once("--set", "full", "--import-source", "yes"),
-            "roofline": _once("--set", "roofline"),
+            "minimal": _single_invocation(*(w for s in NCU_SECTIONS for w in ("--section", s))),
+            "deep_dive": _single_invocation("--set", "full", "--import-source", "yes"),
+            "roofline": _single_invocation("--set", "roofline"),
         },
         program="ncu",
         min_version=(2022, 3),
@@ -109,7 +116,7 @@ _TOOLS: Final = (
             *("--nvtx", "--nvtx-include", f"{RANGE}/"),
             *("--force-overwrite", "--export", "{stem}"),
         ),
-        no_kernels="No kernels were profiled",
+        no_kernels_message="No kernels were profiled",
     ),
     Tool(
         "torch",
@@ -131,10 +138,10 @@ _TOOLS: Final = (
             "minimal": (
                 # one allocation per tensor: in a shared one, an access beyond a tensor hits
                 # its neighbour, and reused memory counts as initialized
-                Fallback((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-                Fallback(
+                Invocation((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+                Invocation(
                     note="with torch's caching allocator, which hides accesses beyond a tensor "
-                    "(without it this arm does not run: it captures a graph, say)"
+                    "(without it this arm fails, for example because it captures a CUDA graph)"
                 ),
             )
         },
@@ -142,10 +149,10 @@ _TOOLS: Final = (
         min_version=(2022, 1),
         command=(
             *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
-            *("--destroy-on-device-error", "kernel"),  # go on after the first finding
+            *("--destroy-on-device-error", "kernel"),  # continue after the first finding
         ),
         steps={
-            # libraries try calls that the driver may refuse; a failed launch raises anyway
+            # libraries try API calls that the driver may refuse; a failed launch raises anyway
             "memcheck": ("--report-api-errors", "no"),
             "racecheck": (),
             "initcheck": (),
@@ -157,9 +164,9 @@ _TOOLS: Final = (
         "hta",
         "pip install HolisticTraceAnalysis",
         ".json",
-        {"minimal": _once()},
+        {"minimal": _single_invocation()},
         module="hta",
-        steps={"0": ()},  # the rank: HTA reads a folder of traces
+        steps={"0": ()},  # rank 0: HTA reads a folder with one trace per rank
         hook="torch",
         ranks=True,
     ),
@@ -168,14 +175,14 @@ _TOOLS: Final = (
         "install your distribution's linux-perf (linux-tools)",
         ".txt",
         {
-            "minimal": _once("--call-graph", "fp", PYTHONPERFSUPPORT="1"),
-            "deep_dive": _once("--call-graph", "dwarf", PYTHONPERFSUPPORT="1"),
+            "minimal": _single_invocation("--call-graph", "fp", PYTHONPERFSUPPORT="1"),
+            "deep_dive": _single_invocation("--call-graph", "dwarf", PYTHONPERFSUPPORT="1"),
         },
         program="perf",
         min_version=(5, 10),
         command=(
             *("record", "--freq", "999", "--delay", "-1"),
-            *("--control", "fifo:{scratch}/control,{scratch}/answered"),
+            *("--control", "fifo:{scratch}/control,{scratch}/ack"),
             *("--output", "{stem}.perf"),
         ),
         report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
@@ -187,47 +194,52 @@ TOOLS: Final = {tool.name: tool for tool in _TOOLS}
 
 _REFUSALS: Final = {
     r"ERR_NVGPUCTRPERM|[Ii]nsufficient privilege": (
-        "the driver keeps GPU counters for administrators (ERR_NVGPUCTRPERM): load nvidia with "
-        "NVreg_RestrictProfilingToAdminUsers=0, or give the container CAP_SYS_ADMIN"
+        "the driver reserves GPU counters for administrators (ERR_NVGPUCTRPERM): load the nvidia "
+        "module with NVreg_RestrictProfilingToAdminUsers=0, or give the container CAP_SYS_ADMIN"
     ),
     r"driver resource was unavailable": (
         "another tool holds the GPU's counters: stop it (DCGM: dcgmi profile --pause)"
     ),
     r"error while loading shared libraries: (?P<what>[\w.+-]+)": (
-        "it needs {what}: install the package that brings it (libdw1 and libelf1 for nsys)"
+        "it needs {what}: install the package that contains it (libdw1 and libelf1 for nsys)"
     ),
     r"perf_event_paranoid|No permission to enable": (
-        "the kernel keeps perf events for administrators: set kernel.perf_event_paranoid to 2 or "
-        "less, or give the container CAP_PERFMON"
+        "the kernel reserves perf events for administrators: set kernel.perf_event_paranoid to 2 "
+        "or less, or give the container CAP_PERFMON"
     ),
     r"not supported on (this|the) (GPU|device)|Unsupported GPU|unsupported.*driver": (
-        "this version does not know this GPU or driver: install a newer one"
+        "this version does not support this GPU or driver: install a newer one"
     ),
 }
-"""Patterns in a tool's output where it may not or cannot work, and what to do; first match wins."""
+"""Pattern in a failed tool's output to the cause and the remedy; the first match counts."""
 
 
 def parse(text: str) -> tuple[Tool, str]:
-    """Parse TOOL[:PRESET]; raise UsageError with the known ones."""
+    """Parse TOOL[:PRESET]; an unknown name raises a UsageError that lists the known names."""
     name, _, preset = text.partition(":")
     tool = TOOLS.get(name)
     if tool is None:
-        raise UsageError(f"no profiler {name!r}: known are {', '.join(TOOLS)}")
+        raise UsageError(f"unknown profiler {name!r}: choose one of {', '.join(TOOLS)}")
     preset = preset or "minimal"
     if preset not in tool.presets:
-        raise UsageError(f"{name} has no preset {preset!r}: known are {', '.join(tool.presets)}")
+        raise UsageError(
+            f"{name} has no preset {preset!r}: choose one of {', '.join(tool.presets)}"
+        )
     return tool, preset
 
 
 @functools.cache
-def find(name: str) -> str | None:
-    """Return the path of a tool's program, None for a tool without one; raise ToolMissing."""
+def require_tool(name: str) -> str | None:
+    """Return the path of a tool's program, or None if the tool is a Python module.
+
+    Raise ToolMissing if the tool is not installed, does not start or is too old.
+    """
     tool = TOOLS[name]
     if tool.module and importlib.util.find_spec(tool.module) is None:
         raise ToolMissing(f"--profile={name} needs {tool.module}: {tool.install}")
     if not tool.program:
         return None
-    path = program(tool.program)
+    path = find_program(tool.program)
     if path is None:
         raise ToolMissing(f"{tool.program} is not installed: {tool.install}")
     try:
@@ -250,15 +262,15 @@ def find(name: str) -> str | None:
 
 
 def raise_if_refused(tool: Tool, output: str) -> None:
-    """Raise ToolMissing if a tool printed that it may not work here, or cannot."""
+    """Raise ToolMissing if a tool's output shows that it cannot or may not work here."""
     for pattern, advice in _REFUSALS.items():
         if match := re.search(pattern, output):
             raise ToolMissing(f"{tool.name} cannot work here: {advice.format(**match.groupdict())}")
 
 
 @functools.cache
-def program(name: str) -> str | None:
-    """Find a program on PATH, in CUDA's packages and toolkit, or in an installation of Nsight."""
+def find_program(name: str) -> str | None:
+    """Find a program on PATH, in CUDA's pip packages or toolkit, or in an Nsight installation."""
     if path := shutil.which(name):
         return path
     if name != "perf" and (path := find_in_packages(name)):
