@@ -80,14 +80,14 @@ _MODULES = {
     "evidence": "rules.evidence",
     "measure": "session.standalone",
 }
-"""Modules of the late names that are not in ``model``."""
+"""Submodules of the names that are imported on first use; names not listed are in ``model``."""
 
 
 def __getattr__(name: str) -> Any:
-    # Late: every pytest run imports this package for its plugin, and few of them have claims.
+    # Import on first use: every pytest run imports this package for its plugin, few have claims.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         return metadata.version("pytest-aiperf")
     module = import_module(f".{_MODULES.get(name, 'model')}", __name__)
-    return getattr(module, name, module)  # `evidence` is a module
+    return getattr(module, name, module)  # `evidence` is the module itself

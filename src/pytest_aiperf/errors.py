@@ -44,5 +44,5 @@ class ClaimNotMet(AiperfError, AssertionError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch or cupy, neither imported here, ran out of GPU memory."""
+    """Whether torch or cupy ran out of GPU memory. Compares names, to import neither."""
     return type(error).__name__ == "OutOfMemoryError"

@@ -1,4 +1,4 @@
-"""The nouns of the package: frozen dataclasses, which are also the JSON schema of records."""
+"""The data types of the package: frozen dataclasses, which are also the JSON schema of records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar, cast
 
 SCHEMA: Final = 2
-"""Version of a result record. A newer one is refused; an older one is upgraded when read."""
+"""Version of the result record. Reading upgrades older records and refuses newer ones."""
 
 T = TypeVar("T")
 
-# Values that compare() takes as strings, for type checkers; a test compares them with the enums.
+# The strings that compare() accepts, for type checkers; a test compares them with the enums.
 MetricName = Literal["device", "wall", "memory", "score"]
 AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
 CacheName = Literal["cold", "warm"]
@@ -32,10 +32,10 @@ class Metric(StrEnum):
 class Mode(StrEnum):
     """How a block of calls is timed."""
 
-    GRAPH = "graph"
-    BACKLOG = "backlog"
-    PLAIN = "plain"
-    WALL = "wall"
+    GRAPH = "graph"  #: On the GPU, as one CUDA graph: for short calls.
+    BACKLOG = "backlog"  #: On the GPU, queued behind a blocking kernel, without launch gaps.
+    PLAIN = "plain"  #: On the GPU, launched directly: for calls much longer than a launch.
+    WALL = "wall"  #: With the host's clock.
 
 
 class Against(StrEnum):
@@ -48,7 +48,7 @@ class Against(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Conclusion from an interval and the noise floor."""
+    """Conclusion from the interval of a speedup and the noise floor."""
 
     FASTER = "FASTER"
     SLOWER = "SLOWER"
@@ -72,13 +72,13 @@ ARMS: Final = ("baseline", "optimized", "library")  #: The implementations that 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimal work of one call: turns a time into a rate and a share of a limit."""
+    """The minimum work of one call: turns a time into a rate and a share of a limit."""
 
     read: float = 0.0  #: Bytes that a call must read from device memory: each input once.
     written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
     flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
-    """Arithmetic of the flops: a ceiling's name such as "fp32", "tf32", "bf16" or "fp8"."""
+    """Precision of the flops: the name of a ceiling, such as "fp32", "tf32", "bf16" or "fp8"."""
 
     @property
     def bytes(self) -> float:
@@ -88,9 +88,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A figure that an arm returns and that is not a time."""
+    """A figure other than a time, returned by an arm."""
 
-    value: float  #: The figure; more than 0.
+    value: float  #: The figure; greater than 0.
     unit: str  #: Unit of the figure.
     better: Literal["higher", "lower"] = "higher"  #: Whether higher or lower values are better.
 
@@ -100,8 +100,8 @@ class Bench:
     """Argument of an ``inputs`` function."""
 
     device: str  #: Where to allocate: "cuda" or "cpu".
-    seed: int  #: Seed of the values; the generators of random, numpy and torch are seeded with it.
-    full: bool  #: Whether the claim is measured, at full size.
+    seed: int  #: Seed of the inputs; random, numpy and torch are already seeded with it.
+    full: bool  #: Whether the claim is measured at full size, and not only checked.
 
     def size(self, full: int, *, check: int) -> int:
         """Return ``full`` when the claim is timed and ``check`` when it is only checked."""
@@ -114,7 +114,7 @@ class Gpu:
 
     name: str  #: Product name.
     key: str  #: Short name that keys results and expectations, such as "h200".
-    uuid: str  #: Unique id, as NVML gives it.
+    uuid: str  #: Unique id from NVML.
     arch: str  #: Compute capability, such as "sm90".
     sms: int  #: Number of SMs.
     l2_bytes: int  #: Size of the L2 cache.
@@ -151,18 +151,18 @@ class Round:
 
     order: str  #: Initials of the arms in the order of their blocks, such as "OBBO".
     seconds: Mapping[str, tuple[float, ...]]
-    """Seconds per call of each arm's blocks; for memory and scores the figure."""
+    """By arm, one value per block: seconds per call, or the metric's figure if it is not a time."""
     sm_mhz: int | None = None  #: SM clock after the round.
     event_reasons: int | None = None  #: Clock event reasons after the round.
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Rounds on fresh allocations and inputs: the unit of inference."""
+    """Rounds on one set of fresh allocations and inputs; the statistics treat it as one sample."""
 
     seed: int  #: Seed of the inputs.
-    rounds: tuple[Round, ...]  #: The undisturbed rounds.
-    redone: int = 0  #: Disturbed rounds that were repeated.
+    rounds: tuple[Round, ...]  #: The rounds that were not disturbed.
+    redone: int = 0  #: Number of disturbed rounds, which were repeated.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class KernelRecord:
 
 
 class EvidenceKind(StrEnum):
-    """Kind of the figure that evidence is about."""
+    """Kind of figure that a piece of evidence bounds."""
 
     OPCODE = "opcode"
     REGISTERS = "registers"
@@ -205,22 +205,22 @@ class EvidenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A figure that the optimized arm's mechanism entails, and its bounds."""
+    """Bounds on a figure that shows the optimized arm's mechanism, such as an opcode count."""
 
     kind: EvidenceKind  #: Kind of the figure.
     of: str = ""  #: Name of the opcode or of the ncu metric.
-    kernel: str = ""  #: Part of the kernels' names; all kernels if empty.
+    kernel: str = ""  #: Substring of the kernels' names; empty for all kernels.
     min: float | None = None  #: Lower bound.
     max: float | None = None  #: Upper bound.
     per: Literal["", "baseline", "work"] = ""
-    """Divides the figure by the baseline's, or by the bytes of ``work``."""
+    """Divisor of the figure: none, the baseline's figure, or the bytes of ``work``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A piece of evidence in one run."""
+    """Result of checking one piece of evidence in one run."""
 
-    evidence: Evidence  #: The piece.
+    evidence: Evidence  #: The evidence that was checked.
     value: float | None = None  #: The figure; None if this run could not measure it.
     held: bool = True  #: Whether the figure lies within the bounds.
     where: str = ""  #: Kernel or arm that the figure is about.
@@ -233,7 +233,7 @@ class Limit:
     ceiling: str  #: Name of the ceiling.
     rate: float  #: The arm's rate.
     limit: float  #: The ceiling.
-    unit: str  #: Unit of both.
+    unit: str  #: Unit of the rate and of the ceiling.
     share: float  #: Rate divided by the ceiling.
 
 
@@ -241,43 +241,43 @@ class Limit:
 class Trace:
     """GPU activity of one call of an arm."""
 
-    launches: int  #: Launches by the host.
+    launches: int  #: API calls of the host that launch kernels, graphs, copies or memsets.
     kernels: int  #: Kernels that ran.
     copies: int  #: Copies and memsets.
-    busy: float  #: Seconds in which anything ran.
+    busy: float  #: Seconds in which at least one kernel, copy or memset ran.
     span: float  #: Seconds from the first start to the last end.
     names: tuple[str, ...] = ()  #: Names of the kernels, the longest-running first.
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One arm under one profiler."""
+    """Figures and artefact of one arm, or of one captured call, from one profiler."""
 
     tool: str  #: Name of the profiler.
     arm: str  #: Name of the arm.
     artefact: str  #: Path of the file that the profiler wrote.
-    figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from it.
-    units: Mapping[str, str] = field(default_factory=dict)  #: Their units.
+    figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from the artefact.
+    units: Mapping[str, str] = field(default_factory=dict)  #: Units of the figures.
     kernels: tuple[str, ...] = ()  #: Names of the kernels.
-    notes: tuple[str, ...] = ()  #: Remarks.
+    notes: tuple[str, ...] = ()  #: Remarks about the capture, for reports.
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Lines of a file that define an arm, or that it uses."""
+    """Lines of a file that define an arm, or code that the arm uses."""
 
     file: str  #: Path relative to the project's root folder.
     first: int  #: First line, counted from 1.
     last: int  #: Last line.
-    digest: str  #: Checksum of the lines, so that a report shows nothing else in their place.
+    digest: str  #: Checksum of the lines: a report omits them if they have changed.
 
     @classmethod
     def of(cls, file: str, first: int, last: int, content: Sequence[str]) -> Source:
-        """Note lines of a file with this content."""
+        """Return a record of these lines; ``content`` holds all lines of the file."""
         return cls(file, first, last, _digest(content[first - 1 : last]))
 
     def text(self, content: Sequence[str]) -> str | None:
-        """Return the lines from the file's content; None where they have changed."""
+        """Return the lines as text, or None if they have changed; ``content`` as in :meth:`of`."""
         lines = content[self.first - 1 : self.last]
         return "\n".join(lines) if _digest(lines) == self.digest else None
 
@@ -288,7 +288,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All samples of one metric, raw."""
+    """All raw samples of one metric."""
 
     metric: Metric  #: Figure that was measured.
     mode: Mode  #: How blocks were timed.
@@ -298,29 +298,29 @@ class Timing:
     replicates: tuple[Replicate, ...]  #: The samples.
     unit: str = "s"  #: Unit of the samples.
     better: Literal["higher", "lower"] = "lower"  #: Whether higher or lower values are better.
-    stopped: str = ""  #: Why sampling stopped: "width", "seconds" or "replicates".
-    notes: tuple[str, ...] = ()  #: Remarks.
+    stopped: str = ""  #: Limit that was met: interval "width", "seconds" or "replicates".
+    notes: tuple[str, ...] = ()  #: Remarks about the timing, for reports.
 
 
 @dataclass(frozen=True, slots=True)
 class Require:
     """Bounds that an author sets in expectations.yaml for all GPUs; the tool never writes them."""
 
-    speedup: float | None = None  #: Minimum of the lower end of the speedup.
-    library: float | None = None  #: Minimum of the lower end of the speedup over the library.
-    share: float | None = None  #: Minimum share of the limit.
+    speedup: float | None = None  #: Minimum for the lower end of the speedup.
+    library: float | None = None  #: Minimum for the lower end of the speedup over the library.
+    share: float | None = None  #: Minimum share of the limit that the optimized arm reaches.
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Figures recorded for a claim on one kind of GPU."""
+    """Figures recorded for a claim on one kind of GPU, from its latest accepted run."""
 
-    speedup: tuple[float, float, float]  #: Low, value and high.
-    runs: int  #: Number of runs.
+    speedup: tuple[float, float, float]  #: Lower end, estimate and upper end.
+    runs: int  #: Accepted runs in a row with this code and stack.
     code: str  #: Hash of the source code.
     stack: str  #: Versions of the software.
-    recorded: str  #: Date.
-    share: float | None = None  #: Share of the limit.
+    recorded: str  #: Date of the last update, as YYYY-MM-DD.
+    share: float | None = None  #: Share of the limit that the optimized arm reached.
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,13 +329,13 @@ class Expectation:
 
     require: Require = field(default_factory=Require)  #: Bounds set by an author.
     recorded: Recorded | None = None  #: Recorded figures.
-    key: str | None = None  #: GPU or architecture that they are recorded for.
-    stale: bool = False  #: Whether the code has changed since.
+    key: str | None = None  #: GPU or architecture that the figures are recorded for.
+    stale: bool = False  #: Whether the claim's code has changed since the recorded run.
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One claim's record."""
+    """The record of one claim."""
 
     claim: str  #: Id of the claim.
     nodeid: str  #: pytest's id of the test.
@@ -357,17 +357,17 @@ class Result:
     work: Work | None = None  #: Work of one call.
     agreement: tuple[Error, ...] = ()  #: Largest error of each arm.
     kernels: tuple[KernelRecord, ...] = ()  #: Kernels of the CUDA builds.
-    evidence: tuple[Finding, ...] = ()  #: Findings of the evidence.
-    limits: Mapping[str, Limit] = field(default_factory=dict)  #: Limit of each arm.
+    evidence: tuple[Finding, ...] = ()  #: Results of checking the evidence.
+    limits: Mapping[str, Limit] = field(default_factory=dict)  #: The ceiling that bounds each arm.
     traces: Mapping[str, Trace] = field(default_factory=dict)  #: Trace of one call of each arm.
     diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What bounds each arm, in words.
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
-    notes: tuple[str, ...] = ()  #: Remarks.
+    notes: tuple[str, ...] = ()  #: Remarks about the claim, for reports.
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     """Lines of source code of each arm."""
-    expectation: Expectation | None = None  #: Expectation that it was judged by.
+    expectation: Expectation | None = None  #: Expectation that the claim was judged against.
     code: str = ""  #: Hash of the source code.
-    gpu: Gpu | None = None  #: GPU that it ran on.
+    gpu: Gpu | None = None  #: GPU that the claim ran on.
     stack: Mapping[str, str] = field(default_factory=dict)  #: Versions of the software.
     seconds: float = 0.0  #: Duration without waiting for locks.
     attempts: int = 1  #: Number of this attempt, counted from 1.
@@ -390,15 +390,15 @@ def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
     """Wrap an arm that must set up first (capture a graph, quantise weights, fill a cache).
 
     ``make(*inputs)`` runs untimed for each input set and returns the callable to time, which is
-    called with the same inputs. In between every input that is not :func:`static` is overwritten
-    in place with fresh values, so that work done while preparing gives a wrong result. Callables
-    for many input sets exist at the same time, so they must not share buffers.
+    called with the same inputs. Before that call, every input that is not :func:`static` is
+    overwritten in place with fresh values, so that results computed during the setup are wrong.
+    Callables for many input sets exist at the same time, so they must not share buffers.
     """
     return Prepared(make)
 
 
 class Static:
-    """An input that preparation may consume; made by :func:`static`."""
+    """An input whose values an arm may use during its setup; made by :func:`static`."""
 
     __slots__ = ("value",)
 
@@ -407,8 +407,8 @@ class Static:
 
 
 def static(value: T) -> T:
-    """Mark an input (weights, tables) that an arm may consume while it prepares.
+    """Mark an input (weights, tables) whose values an arm may use during its setup.
 
-    Arms receive the value itself; it is not overwritten after preparation.
+    Arms receive ``value`` itself; it is not overwritten after the setup.
     """
     return cast("T", Static(value))

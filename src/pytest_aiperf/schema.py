@@ -1,4 +1,4 @@
-"""Dataclasses to JSON values and back, strictly: the frozen dataclasses are the schema."""
+"""Convert frozen dataclasses to JSON values and back; their fields and types are the schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_json(value: object) -> Any:
 
 
 def from_json(kind: type[T], value: object, where: str = "") -> T:
-    """Read a dataclass back, strictly; raise ValueError naming the field that does not fit."""
+    """Build a dataclass from JSON values; a ValueError names the field that does not fit."""
     return typing.cast("T", _read(kind, value, where or kind.__name__))
 
 
@@ -42,7 +42,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return _read(next(a for a in arguments if a is not type(None)), value, where)
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}")
+            raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(repr, arguments))}")
         return value
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -65,12 +65,12 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         try:
             return kind(value)
         except ValueError:
-            raise ValueError(f"{where}: {value!r} is none of {', '.join(kind)}") from None
+            raise ValueError(f"{where}: {value!r} is not one of {', '.join(kind)}") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            raise ValueError(f"{where}: {str(value)[:20]}... is no figure") from None
+            raise ValueError(f"{where}: {str(value)[:20]}... is too large") from None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: {kind.__name__} is needed, not {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Figures and columns as text, the same in every table, message and report."""
+"""Format figures and columns, the same way in every table, message and report."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _Scales = Sequence[tuple[float, str]]
 _SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))  #: SI prefixes up to one.
 
 _LARGE: Final[_Scales] = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
-"""SI prefixes from one upwards; GPUs are compared in TFLOP/s, also beyond a thousand."""
+"""SI prefixes from 1. T is the largest: GPUs are compared in TFLOP/s, even above 1000."""
 
 _BINARY: Final[_Scales] = tuple((2.0 ** (10 * i), f"{p}i") for i, p in enumerate("KMGTPE", 1))[::-1]
-"""IEC prefixes, for sizes in memory."""
+"""IEC prefixes (Ki, Mi, ...), for sizes in bytes."""
 
 _RATES: Final = ("B/s", "FLOP/s", "OP/s")
-"""Rates that take an SI prefix; the unit of a score, such as tok/s, is left alone."""
+"""Units of rates that take an SI prefix; the unit of a score, such as tok/s, does not."""
 
 
 def si(value: float, unit: str, digits: int = 4) -> str:
-    """Write a value with ``digits`` significant digits and the prefix that suits its size.
+    """Format a value with ``digits`` significant digits and the prefix that suits its size.
 
     Seconds become ms, µs or ns; rates (B/s, FLOP/s, OP/s) take k to T; bytes take Ki to Ei.
-    A value of another unit keeps its unit.
+    Other units take no prefix.
     """
     if unit in ("B", "bytes"):
         value, prefix = _scaled(value, (*_BINARY, (1, "")))
@@ -38,7 +38,7 @@ def si(value: float, unit: str, digits: int = 4) -> str:
 
 
 def short(value: float) -> str:
-    """Write the figure of a tick on an axis: 0.5, 2, 100, 3k, 2M."""
+    """Format the label of an axis tick: 0.5, 2, 100, 3k, 2M."""
     scaled, prefix = _scaled(value, _LARGE)
     return f"{scaled:.4g}{prefix}" if math.isfinite(value) else "-"
 
@@ -51,14 +51,14 @@ def _scaled(value: float, scales: _Scales) -> tuple[float, str]:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Write a share of one in per cent."""
+    """Format a fraction as a percentage: 0.25 becomes "25 %"."""
     return f"{100 * share:.{digits}f} %"
 
 
 def pad(rows: Iterable[Sequence[str]], align: str = "<>") -> list[list[str]]:
     """Pad cells to their column's width; a short row gets empty cells.
 
-    ``align`` has ``<`` or ``>`` for each column; its last sign holds for the columns that follow.
+    ``align`` has one ``<`` or ``>`` per column; its last character applies to all further columns.
     """
     columns = list(zip_longest(*rows, fillvalue=""))
     padded = []
@@ -69,5 +69,5 @@ def pad(rows: Iterable[Sequence[str]], align: str = "<>") -> list[list[str]]:
 
 
 def table(rows: Iterable[Sequence[str]], align: str = "<>") -> list[str]:
-    """Lay rows out in columns, two spaces apart; ``align`` is that of ``pad``."""
+    """Format rows as lines, with columns two spaces apart; ``align`` as in :func:`pad`."""
     return ["  ".join(row).rstrip() for row in pad(rows, align)]

@@ -292,7 +292,7 @@ def test_a_machine_is_described_in_json():
         ('{"gpus": [{"sms": "x"}]}', r"gpus\[0\].sms: int is needed"),
         ('{"noise": "loud"}', "noise: a mapping is needed, not 'loud'"),
         ('{"noise": {"withe": 1}}', "unknown withe"),
-        ('{"faults": [{"block": 0, "kind": "melt"}]}', "'melt' is none of 'throttle'"),
+        ('{"faults": [{"block": 0, "kind": "melt"}]}', "'melt' is not one of 'throttle'"),
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused_by_name(text, message):

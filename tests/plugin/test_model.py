@@ -17,20 +17,20 @@ def test_a_result_survives_strict_json():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"verdict": "BEST"}, "Result.verdict: 'BEST' is none of FASTER"),
+        ({"verdict": "BEST"}, "Result.verdict: 'BEST' is not one of FASTER"),
         ({"seed": "7"}, "Result.seed: int is needed"),
         ({"seed": True}, "Result.seed: int is needed"),
         ({"speedup": {"low": 1, "value": 2}}, "Result.speedup: high is missing"),
         ({"extra": 1}, "unknown extra"),
         ({"floor": 10**400}, "Result.floor: 1000"),
         ({"work": []}, "Result.work: a mapping is needed"),
-        ({"timing": {**to_json(timing()), "better": "bigger"}}, "'bigger' is none of"),
+        ({"timing": {**to_json(timing()), "better": "bigger"}}, "'bigger' is not one of"),
     ],
 )
-def test_what_does_not_fit_is_named(change, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_does_not_fit_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
         from_json(Result, {**to_json(result()), **change})
 
 
