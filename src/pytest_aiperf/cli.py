@@ -32,14 +32,16 @@ from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
 from .text import si
 
-DONE, FAILED, WRONG = 0, 1, 2  #: Exit statuses.
+DONE = 0  #: Exit status of a command that found no problem.
+FAILED = 1  #: Exit status of a command that found a problem, such as a regression.
+WRONG = 2  #: Exit status if an argument, a file or this machine is not usable.
 
 DISTRIBUTIONS = {"prove": "selfcheck", "gate": "nightly", "drift": "nightly"}
-"""Commands of other distributions, with the folder of each in a clone of the repository."""
+"""Commands of other distributions, and the folder of each distribution in the repository."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; an error of the plugin is one sentence on stderr and exit status 2."""
+    """Run one command; return its exit status. An AiperfError is printed without a traceback."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = words[0] if words else ""
     parser, problems = _parser(command)
@@ -54,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
-    """Return the parser, and why commands of other distributions cannot run.
+    """Return the parser, and the commands that cannot run, each with the reason.
 
-    Other distributions are imported only if ``command`` is not one of the commands below.
+    Other distributions are imported only if ``command`` is not one of the functions below.
     """
     parser = argparse.ArgumentParser(
         prog="python -m pytest_aiperf",
@@ -70,14 +72,15 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     text = "with --bundle: also try each profiler on a matrix product"
     add("--capture", action="store_true", help=text)
     add = _command(subcommands, ceilings)
-    add("--fresh", action="store_true", help="measure again what is known already")
+    add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
     text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
     add("--json", metavar="FILE", type=Path, help=text)
     add = _command(subcommands, capture)
     add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
     add("function", metavar="FILE.py::FUNCTION", help="a function without parameters")
     add("--calls", metavar="N", type=int, default=1, help="calls to profile (default: %(default)s)")
-    add("--deadline", metavar="SECONDS", type=float, default=300, help="(default: %(default)s)")
+    text = "time limit of a process under the profiler (default: %(default)s)"
+    add("--deadline", metavar="SECONDS", type=float, default=300, help=text)
     add = _command(subcommands, report)
     add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
     add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
@@ -87,7 +90,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--readme", metavar="FILE", type=Path, help="instead, update the tables in this file")
     add = _command(subcommands, compare)
     add("old", metavar="OLD", type=Path, help="a results.json, or a folder of them")
-    add("new", metavar="NEW", type=Path, help="the same, of a later run")
+    add("new", metavar="NEW", type=Path, help="likewise, of a later run")
     add = _command(subcommands, accept)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
     text, default = "the file to update (default: %(default)s)", Path("expectations.yaml")
@@ -118,7 +121,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
 def _command(
     subcommands: Any, run: Callable[[argparse.Namespace], int]
 ) -> Callable[..., argparse.Action]:
-    """Add the command of a function, helped by its docstring; return its ``add_argument``."""
+    """Add a command that calls ``run``; its docstring is the help. Return its ``add_argument``."""
     text = inspect.getdoc(run) or ""
     parser = subcommands.add_parser(
         run.__name__, help=text.partition("\n")[0].rstrip("."), description=text
@@ -134,8 +137,9 @@ def _command(
 def doctor(given: argparse.Namespace) -> int:
     """Show what works on this machine, and how to fix the rest.
 
-    Exit status 1 if something is broken; optional things that are absent do not count. The archive
-    of `--bundle` names neither the machine nor its user, and holds no secret of the environment.
+    Exit status 1 if something is broken; a missing optional tool does not count. The archive of
+    `--bundle` contains neither the machine's nor the user's name, and no secrets from the
+    environment.
     """
     if given.capture and not given.bundle:
         raise UsageError("--capture adds to an archive: name one with --bundle FILE.tar.gz")
@@ -151,9 +155,9 @@ def doctor(given: argparse.Namespace) -> int:
 def ceilings(given: argparse.Namespace) -> int:
     """Measure the limits of this machine's GPU and print them beside its datasheet.
 
-    Each limit is measured once per GPU, driver and torch, on random data, and its best block
-    counts. For matrix rates that is the better of short bursts at full clocks and of sustained
-    work under the power cap. Of several GPUs, the first is measured, and the links between all.
+    Each limit is measured once per GPU, driver and torch version, on random data; the fastest
+    block counts. A matrix rate is the higher of two: in short bursts at full clocks, and in
+    sustained work under the power cap. With several GPUs, the first GPU and all links are measured.
     """
     gpus = measurable_gpus(CudaMachine())
     with GpuLock([g.uuid for g in gpus], on_wait=_progress).exclusive_host():
@@ -180,8 +184,8 @@ def _progress(line: str) -> None:
 def capture(given: argparse.Namespace) -> int:
     """Profile one function of your own, as `pytest --profile` profiles an arm.
 
-    The function runs in a process under the profiler: first to warm up, then inside the range
-    "aiperf", whose figures are printed. Artefacts and the tool's output go to artifacts/.
+    The function runs in a process under the profiler: first to warm up, then inside a range named
+    "aiperf". The range's figures are printed. Artefacts and the tool's output go to artifacts/.
     """
     tool, preset = tools.parse(given.tool)
     path, _, name = given.function.partition("::")
@@ -204,8 +208,8 @@ def capture(given: argparse.Namespace) -> int:
 def _function(path: Path, name: str) -> Callable[[], object]:
     spec = spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file: name FILE.py::FUNCTION")
-    sys.path.insert(0, str(path.parent))  # as if it were run as a script
+        raise UsageError(f"{path} is not a Python file: name FILE.py::FUNCTION")
+    sys.path.insert(0, str(path.parent))  # as for a script: it can import the files beside it
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Callable[[], object] | None = getattr(module, name, None)
@@ -263,19 +267,19 @@ def compare(given: argparse.Namespace) -> int:
 
 
 def _results_in(path: Path) -> list[Result]:
-    """Read a results file, or all of a folder."""
-    other = ("ceilings-", "proof-")  # files of other kinds, in the folder of accepted results
+    """Read one results file, or all results files of a folder."""
+    other = ("ceilings-", "proof-")  # other kinds of files in the folder of accepted results
     folder = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
     files = folder if path.is_dir() else [path]
     return [result for file in files for result in read_results(file)]
 
 
 def accept(given: argparse.Namespace) -> int:
-    """Write a run's figures into expectations.yaml and results/, on any machine.
+    """Write a run's figures into expectations.yaml and results/; works on any machine.
 
     A result is accepted if a full run on a GPU measured it, its verdict is conclusive and it meets
-    its requirements; the others are listed with the reason. `require` is never written. Exit status
-    1 if all results are refused.
+    its requirements; refused results are listed with the reason. `require` is never changed. Exit
+    status 1 if all results are refused.
     """
     results = read_results(given.measured)
     machine = read_json(given.measured).get("machine_info", {})
@@ -300,9 +304,9 @@ def merge(given: argparse.Namespace) -> int:
     merged = {(r.claim, r.key): r for path in given.parts for r in read_results(path)}
     for claim, key in merged:
         if not claim.isprintable():
-            raise UsageError(f"{claim!r} is no claim's name: it has a line break or the like")
-        if not re.fullmatch(r"[a-z0-9]*", key):  # files are named after it
-            raise UsageError(f"{key!r} is no kind of GPU, as h200 and 2xh200 are")
+            raise UsageError(f"{claim!r} is not a claim's name: it contains a control character")
+        if not re.fullmatch(r"[a-z0-9]*", key):  # the key becomes part of file names
+            raise UsageError(f"{key!r} is not a kind of GPU, such as h200 or 2xh200")
     machine = read_json(given.parts[0]).get("machine_info", {})
     content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
     atomic_write(given.output, document_text(content))
@@ -313,7 +317,7 @@ def merge(given: argparse.Namespace) -> int:
 def complete(given: argparse.Namespace) -> int:
     """Check that every claim of a run, or of all its shards, has an outcome.
 
-    Exit status 1 if a claim has no outcome, or broke before it had a figure.
+    Exit status 1 if a claim has no outcome, ended in an error or failed before it was measured.
     """
     outcomes = shards.collect(given.runs)
     text = []
@@ -348,5 +352,5 @@ def clean(given: argparse.Namespace) -> int:
 
 
 def _print(text: Iterable[object]) -> None:
-    """Print lines without the control characters that a record may hold."""
+    """Print lines without the control characters that a record may contain."""
     sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in text))

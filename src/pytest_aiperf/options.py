@@ -1,4 +1,4 @@
-"""Command-line options and settings of the ini file."""
+"""Command-line options and ini settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PROFILE_TAKEN = (
     "another plugin, such as pytest-profiling, owns --profile: disable it with -p no:profiling, or "
     "use --aiperf-profile"
 )
-"""Message for a --profile=TOOL that would reach another plugin."""
+"""Error message if another plugin would parse --profile=TOOL."""
 
 
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add all options but --profile."""
+    """Add the ini settings, and all options except --profile (see :func:`add_profile`)."""
     _refuse_taken_profile(pluginmanager)
     option = parser.getgroup("aiperf", "GPU optimizations as benchmark tests").addoption
     option("--gpu", action="store_true", help="measure the selected claims on the GPU")
@@ -28,26 +28,26 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     option("--update-expectations", action="store_true", help=text)
     text = "start no further claim after this time (90, 90s, 20m, 2h) and list the rest"
     option("--budget", type=_seconds, metavar="TIME", help=text)
-    text = "measure only the I-th of N shards, which take about the same time"
+    text = "measure only the I-th of N shards of about equal duration"
     option("--shard", type=_shard, metavar="I/N", help=text)
-    text = "also write the results there as an HTML page and as Markdown"
+    text = "also write the results into DIR, as an HTML page and as Markdown"
     option("--aiperf-report", metavar="DIR", help=text)
     text = "use fixed seeds and deterministic algorithms: the same inputs in every run"
     option("--reproducible", action="store_true", help=text)
-    text = "calls that --profile captures (default: %(default)s)"
+    text = "number of calls that --profile captures (default: %(default)s)"
     calls = "aiperf_profile_calls"
     option("--profile-calls", dest=calls, type=_count, default=1, metavar="N", help=text)
 
     ini = parser.addini
     ini("aiperf_expectations", "the expectations file", default="expectations.yaml")
     ini("aiperf_results", "the folder of accepted results", default="results")
-    text = "folders in which nvcc() looks, besides the folder of the test"
+    text = "folders in which nvcc() looks for sources, besides the folder of the test"
     ini("aiperf_kernels", text, type="args", default=["kernels"])
     text = "folders whose name becomes a marker of the tests below them"
     ini("aiperf_folder_markers", text, type="args", default=[])
-    text = "check Triton kernels in its interpreter on machines with a GPU, too"
+    text = "check Triton kernels in Triton's interpreter even on machines with a GPU"
     ini("aiperf_interpret", text, type="bool", default=False)
-    ini("aiperf_deadline", "seconds that one claim may work", default="300")
+    ini("aiperf_deadline", "time limit per claim in seconds; waiting does not count", default="300")
 
 
 def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -64,11 +64,14 @@ def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def add_profile(parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Add --profile, unless another plugin has it; all plugins are loaded by now."""
+    """Add --aiperf-profile, with the short name --profile unless another plugin owns it.
+
+    Call this when all plugins have added their options.
+    """
     try:
         _, unknown = parser.parse_known_and_unknown_args(["--profile"])
         free = "--profile" in unknown
-    except pytest.UsageError:  # another plugin's --profile, which needs a value
+    except pytest.UsageError:  # --profile belongs to another plugin and needs a value
         free = False
     if not free and any(word.startswith("--profile=") for word in args):
         raise pytest.UsageError(PROFILE_TAKEN)

@@ -1,4 +1,4 @@
-"""The pytest plugin: hooks, markers and fixtures. Every pytest run loads it: few imports."""
+"""The pytest plugin: hooks, markers and fixtures. It imports little: every pytest run loads it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from .session.fixtures import Capture, Compare, Stopwatch
     from .session.session import Session
 
-CONTEXT = pytest.StashKey["ItemContext"]()  #: What the fixtures of an item share.
+CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an item share.
 COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
 WORKERS_PER_GPU: Final = 8
-"""Most xdist workers per GPU with ``-n auto``: while one times, the others build and check."""
+"""Maximum xdist workers per GPU with ``-n auto``: one times while others build and check."""
 
 # options
 
@@ -57,8 +57,8 @@ def pytest_aiperf_machine() -> Machine:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
-    # Before a conftest can import torch or triton. Otherwise torch.cuda.is_available() in a test
-    # module would initialise CUDA in this process, which no forked claim could use then.
+    # Set before a conftest can import torch or triton. Without it, torch.cuda.is_available() in a
+    # test module would initialise CUDA in this process, and no forked claim could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options.add_profile(parser, args)
     option = early_config.option
@@ -66,7 +66,7 @@ def pytest_load_initial_conftests(
     if given.aiperf_profile and not (given.gpu or given.cpu):
         setattr(option, "cpu" if given.aiperf_profile.startswith("perf") else "gpu", True)
     checking = not (given.gpu or given.cpu or given.update_expectations or given.aiperf_profile)
-    # a project's own tests may run their Triton kernels on the GPU, where there is one
+    # with a GPU only if the ini file asks for it: other tests may run Triton kernels on the GPU
     if checking and (
         early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
     ):
@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _add_markers(config)
     measure = _measure(config)
     if measure is None and distributed.VARIABLE not in os.environ:
-        return  # a session that checks is opened by the first claim
+        return  # a session that only checks is opened by its first claim
     try:
         session = _session(config, measure)
         if measure is not None:
@@ -94,21 +94,22 @@ def _add_markers(config: pytest.Config) -> None:
     for folder in config.getini("aiperf_folder_markers"):
         config.addinivalue_line("markers", f"{folder}: tests in a folder named {folder}")
     for arch in requirements.ARCH_MARKS:
-        config.addinivalue_line("markers", f"{arch}: runs only on {arch} (several: any of them)")
+        text = f"{arch}: runs only on {arch}; with several such markers, on any of them"
+        config.addinivalue_line("markers", text)
     config.addinivalue_line(
         "markers",
-        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs this many GPUs of at least this "
-        "compute capability (90 for sm90) and memory in bytes. A claim of several GPUs runs in one "
-        "process per GPU; without --gpu it is checked so on the CPU, unless cpu=False",
+        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs `count` GPUs with at least this "
+        "compute capability (90 for sm90) and memory in bytes. A multi-GPU claim runs in one "
+        "process per GPU; without --gpu these processes check it on the CPU, unless cpu=False",
     )
-    config.addinivalue_line("markers", "host: a claim of the host, measured by --cpu and --gpu")
+    config.addinivalue_line("markers", "host: a host claim, measured by --cpu and --gpu")
 
 
 def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
     option = config.option
     if getattr(option, "aiperf_profile", None) and option.update_expectations:
         raise pytest.UsageError(
-            "--profile times nothing that could be accepted: drop --update-expectations"
+            "--profile measures no times that could be accepted: drop --update-expectations"
         )
     if option.gpu and option.cpu:
         raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
@@ -120,7 +121,7 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
         return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
     for name in ("--quick", "--budget", "--shard", "--aiperf-report"):
         if getattr(option, name.lstrip("-").replace("-", "_")):
-            raise pytest.UsageError(f"{name} is about measuring: add --gpu or --cpu")
+            raise pytest.UsageError(f"{name} only affects measuring: add --gpu or --cpu")
     return None
 
 
@@ -142,7 +143,7 @@ def _measuring(config: pytest.Config) -> Session | None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Use several workers per GPU, at most one per core: they prepare in parallel, time alone."""
+    """Use several workers per GPU, at most one per core: builds overlap, timings do not."""
     if not (config.option.gpu or config.option.update_expectations):
         return None
     try:
@@ -179,12 +180,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
         if session.run is not None:
-            session.run.write_manifest(claims)  # in the order of files, in which they are shown
+            session.run.write_manifest(claims)  # before the sort: results are shown in file order
         items[:] = session.in_order(items)
 
 
 def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that measure nothing, or nothing of this shard; skip what cannot run here."""
+    """Deselect tests that measure nothing or are in another shard; skip those that cannot run."""
     selected, deselected = [], []
     for item in items:
         required = item.stash[requirements.REQUIREMENTS]
@@ -225,14 +226,14 @@ def _context(request: pytest.FixtureRequest) -> ItemContext:
     from .session.context import ItemContext
 
     stash: pytest.Stash = request.node.stash
-    if CONTEXT not in stash:  # the first of the test's fixtures that needs it
+    if CONTEXT not in stash:  # this fixture is the first of the test to need it
         stash[CONTEXT] = ItemContext(request.node, _session(request.config))
     return stash[CONTEXT]
 
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Gpu:
-    """Describe this GPU: its name, architecture, SMs, and the bytes of its L2 and memory."""
+    """Describe this GPU: name, architecture, number of SMs, sizes of L2 cache and memory."""
     description = _context(request).device.gpu
     if description is None:
         pytest.skip("needs a GPU: run with --gpu")
@@ -274,7 +275,7 @@ def compare(request: pytest.FixtureRequest) -> Compare:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     called = yield
     if COMPARE in pyfuncitem.stash and not pyfuncitem.stash[COMPARE].called:
-        raise UsageError("the test takes compare and never calls it: it claims nothing")
+        raise UsageError("the test requests compare but never calls it: it claims nothing")
     return called
 
 
@@ -303,7 +304,7 @@ def pytest_runtest_makereport(
     report = yield
     call.excinfo = raised
     if call.when == "call" and COMPARE in item.stash and item.stash[COMPARE].built_only:
-        report.aiperf_built = True  # type: ignore[attr-defined]  # xdist sends it, too
+        report.aiperf_built = True  # type: ignore[attr-defined]  # xdist sends attributes, too
     return report
 
 

@@ -17,25 +17,25 @@ def test_gpu_without_a_gpu_is_a_usage_error_of_one_sentence(project):
     done = project.run("--gpu")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     assert not done.outlines
-    (said,) = filter(None, done.errlines)
-    assert said.startswith("ERROR: --gpu needs an NVIDIA GPU: ")
+    (message,) = filter(None, done.errlines)
+    assert message.startswith("ERROR: --gpu needs an NVIDIA GPU: ")
     assert not (project.path / ".aiperf").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--gpu", "--cpu"), "--gpu measures host claims too: drop --cpu"),
-        (("--quick",), "--quick is about measuring: add --gpu or --cpu"),
+        (("--quick",), "--quick only affects measuring: add --gpu or --cpu"),
         (("--budget", "9q", "--gpu"), "argument --budget: invalid _seconds value: '9q'"),
         (("--gpu", "-n1", "--dist=loadgroup"), "--dist loadgroup loses or hangs tests"),
         (("--gpu", "-oaiperf_deadline=soon"), "aiperf_deadline = soon: give seconds"),
     ],
 )
-def test_contradictory_options_are_usage_errors(project, words, said):
+def test_contradictory_options_are_usage_errors(project, words, message):
     done = project.run(*words)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines([f"*{said}*"])
+    done.stderr.fnmatch_lines([f"*{message}*"])
 
 
 def test_collecting_needs_no_gpu_and_leaves_nothing(project):
@@ -108,7 +108,7 @@ def test_good(compare, n):
     done.stdout.fnmatch_lines(
         [
             "a test is one claim: call compare() once",
-            "the test takes compare and never calls it: it claims nothing",
+            "the test requests compare but never calls it: it claims nothing",
             "*optimized=<lambda>(x, y) does not take the 1 values that inputs() returns*",
             "*changed*",
             "*optimized*",
@@ -124,7 +124,7 @@ def test_good(compare, n):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "@pytest.mark.gpu(2)\ndef test_it(compare): pass",
@@ -140,11 +140,11 @@ def test_good(compare, n):
         ),
     ],
 )
-def test_claims_that_cannot_be_collected(project, text, said):
+def test_claims_that_cannot_be_collected(project, text, message):
     project.tests(text)
     done = project.run()
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines([said])
+    done.stderr.fnmatch_lines([message])
 
 
 def test_marks_and_fixtures_of_others_are_left_alone(project):
@@ -226,7 +226,7 @@ def test_gpu(gpu):
     done.stdout.fnmatch_lines(
         [
             "no launcher 'cpoy' in kernels/copy.cu*functions are copy*",
-            "SKIPPED*: its agreement needs a GPU, and there is nothing to build: run with --gpu",
+            "SKIPPED*: its results need a GPU, and it has nothing to build: run with --gpu",
             "SKIPPED*: needs a GPU: run with --gpu",
             "*1 failed, 2 skipped, 1 built*",
         ]
@@ -263,15 +263,15 @@ def test_without_nvcc_the_claim_says_what_to_install(project, monkeypatch):
 
 
 def test_loading_the_plugin_without_claims_imports_little():
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import sys, pytest_aiperf.plugin; print(*sys.modules)"],
         check=True,
         capture_output=True,
         text=True,
     )
-    loaded = set(told.stdout.split())
+    loaded = set(process.stdout.split())
     assert not loaded & {"torch", "numpy", "scipy", "cupy", "triton", "yaml", "pynvml"}
-    ours = {name for name in loaded if name.startswith("pytest_aiperf.")}
+    plugin_modules = {name for name in loaded if name.startswith("pytest_aiperf.")}
     names = ("plugin", "options", "session", "machine", "errors")
     names += ("machine.requirements", "machine.distributed")
-    assert ours == {f"pytest_aiperf.{name}" for name in names}
+    assert plugin_modules == {f"pytest_aiperf.{name}" for name in names}

@@ -134,7 +134,7 @@ def test_a_shard_needs_a_measuring_run(project):
     project.tests(CLAIMS)
     ran = project.run("--shard=1/2")
     assert ran.ret == 4
-    ran.stderr.fnmatch_lines(["*--shard is about measuring: add --gpu or --cpu"])
+    ran.stderr.fnmatch_lines(["*--shard only affects measuring: add --gpu or --cpu"])
     assert project.run("--gpu", "--shard=3/2").ret == 4
 
 
