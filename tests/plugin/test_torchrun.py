@@ -74,7 +74,7 @@ def test_cuda(compare): compare(**sums)
 """)
     done = two.run("-rs")
     done.assert_outcomes(passed=1, skipped=1)
-    done.stdout.fnmatch_lines(["*its agreement needs a GPU*"])
+    done.stdout.fnmatch_lines(["*its results need a GPU*"])
 
 
 def test_one_rank_that_goes_wrong_is_named_and_costs_its_claim_only(two):

@@ -1,4 +1,4 @@
-"""One pytest session: its settings, its records, its fixtures, a process per claim."""
+"""One pytest session: its settings, records and fixtures, and one process per claim."""
 
 from __future__ import annotations
 

@@ -25,19 +25,20 @@ class Role(StrEnum):
     """Started by the user: runs the items itself, or distributes them to workers."""
     WORKER = "worker"  #: An xdist worker: runs items that the controller sends.
     CLAIM = "claim"  #: Runs one item on behalf of a controller or worker.
-    RANK = "rank"  #: One of the processes that torchrun starts for a claim of several GPUs.
+    RANK = "rank"  #: One of the processes that torchrun starts for a multi-GPU claim.
     TARGET = "target"  #: Runs one arm under a profiler.
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the user and the parent process decide about a session."""
+    """Settings of a session, which come from the user and from the parent process."""
 
     role: Role
-    """Role of the process that read these settings; :class:`Session` has the current one."""
+    """Role of the process that read the settings; a fork has its own role in ``Session.role``."""
     measure: Literal["gpu", "cpu"] | None
     """Where claims are measured; None in a session that only checks."""
-    quick: bool  #: Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, and only once.
+    quick: bool
+    """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, without a second attempt."""
     update: bool  #: Write the results into expectations.yaml at the end.
     reproducible: bool  #: Use fixed seeds and deterministic algorithms.
     debug: bool  #: Run items in this process, so that a debugger works (--pdb).
@@ -47,9 +48,9 @@ class Settings:
     worker: str
     """xdist's name of the worker ("gw0") that this process is or belongs to, or "main"."""
     threads: int | None
-    """CPU threads of a worker's claim while other claims share the host; None without workers."""
+    """CPU threads per claim while other claims share the host; None without xdist workers."""
     budget_s: float | None  #: Seconds after which no further claim starts.
-    deadline_s: float  #: Seconds that one claim may work.
+    deadline_s: float  #: Time limit per claim; waiting for locks does not count.
     root: Path  #: pytest's root folder.
     expectations: Path  #: The expectations file.
     results: Path  #: Folder of the accepted results.
@@ -57,8 +58,8 @@ class Settings:
     profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
     profile_calls: int = 1  #: Calls that --profile captures.
     shard: tuple[int, int] | None = None  #: Number of this shard, from 1, and the number of shards.
-    capture_job: target.CaptureJob | None = None  #: What to capture, in a profiled process.
-    rank_job: torchrun.RankJob | None = None  #: What to run, in a rank.
+    capture_job: target.CaptureJob | None = None  #: Capture job of a profiled process.
+    rank_job: torchrun.RankJob | None = None  #: Job of a rank.
 
 
 def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) -> Settings:
@@ -68,7 +69,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
     shared = (workerinput or {}).get("aiperf", {})  # sent by the controller
     started = shared.get("started", time.time())
     capture_job, rank_job = target.job_from(os.environ), torchrun.rank_job(os.environ)
-    if rank_job is not None:  # also where the ranks are profiled
+    if rank_job is not None:  # first, because profiled ranks have a capture job as well
         role = Role.RANK
     elif capture_job is not None:
         role = Role.TARGET
@@ -95,7 +96,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         expectations=root / str(config.getini("aiperf_expectations")),
         results=root / str(config.getini("aiperf_results")),
         kernels=tuple(root / folder for folder in config.getini("aiperf_kernels")),
-        # absent where only a conftest loads the plugin: too late to add the option
+        # absent if a conftest loads the plugin: by then it is too late to add the option
         profile=getattr(option, "aiperf_profile", None),
         profile_calls=option.aiperf_profile_calls,
         shard=option.shard,

@@ -24,7 +24,7 @@ from .session import Session, on_cuda
 
 
 class ItemContext:
-    """What the fixtures of one test share; each part is made when a fixture first needs it."""
+    """The state that the fixtures of one test share; each part is created on first use."""
 
     def __init__(self, item: pytest.Item, session: Session) -> None:
         self.item = item
@@ -48,10 +48,10 @@ class ItemContext:
 
     @cached_property
     def lock(self) -> GpuLock:
-        """The lock of the test's GPUs; time spent waiting for it does not count as work."""
+        """The lock of the test's GPUs; waiting for it does not count towards the deadline."""
         folder = None
         if (job := self.settings.rank_job) is not None:
-            # the process that started the ranks holds the real locks for all of them
+            # private lock files: the process that started the ranks holds the real locks
             folder = Path(job.scratch, f"locks-{os.environ['RANK']}")
         return GpuLock(
             [gpu.uuid for gpu in self.gpus],
@@ -63,7 +63,7 @@ class ItemContext:
 
     @cached_property
     def nvcc(self) -> Nvcc:
-        """Builder of the test's kernels; it loads them only where there is a GPU."""
+        """Builder of the test's kernels; loads them only if the test runs on a GPU."""
         session, item = self.session, self.item
         return Nvcc(session.roots(item), session.archs(item), session.include(), bool(self.gpus))
 
@@ -79,7 +79,7 @@ class ItemContext:
     # messages to the process that supervises this one
 
     def progress(self, phase: str, **figures: object) -> None:
-        """Report a phase for the live line; the deadline runs on."""
+        """Report a phase for the live line; the deadline keeps running."""
         self.session.send("working", phase=phase, **figures)
 
     def wait_for(self, phase: str) -> None:

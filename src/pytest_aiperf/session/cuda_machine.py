@@ -18,20 +18,20 @@ from pytest_aiperf.rules import validity
 
 
 class Machine(Protocol):
-    """What the hook ``pytest_aiperf_machine`` returns."""
+    """Interface of the machine that the hook ``pytest_aiperf_machine`` returns."""
 
     def gpus(self) -> Sequence[Gpu]:
-        """List the GPUs; any process may call this."""
+        """List the GPUs without initialising CUDA: any process may call this."""
 
     def open_device(self, gpu: Gpu | None, ranks: RankGroup | None = None) -> Device:
-        """Return the device of a GPU, or of the host; only a claim's own process calls this."""
+        """Open a GPU, or the host if ``gpu`` is None; only the process of a claim calls this."""
 
     def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
-        """Return a device's limits by name; hold its exclusive lock, as it may measure them."""
+        """Return a device's ceilings by name. The caller holds the lock: this may measure them."""
 
 
 class CudaMachine:
-    """The machine of this process, through CUDA and NVML."""
+    """The machine that this process runs on, through CUDA and NVML."""
 
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
@@ -43,13 +43,13 @@ class CudaMachine:
         if device.gpu is None:
             return {}  # a host's limits change with its load
         if device.ranks.count > 1:
-            # another rank may have its GPU's ceilings on disk, and would not join these blocks
+            # a device without the rank group: a rank with cached ceilings would not join the blocks
             device = CudaDevice(device.gpu)
         return ceilings.get(device, progress=progress)
 
 
 def measurable_gpus(machine: Machine) -> Sequence[Gpu]:
-    """List the GPUs; raise where there is none, or where this process cannot time them."""
+    """List the GPUs; raise if there is none, or if this process cannot time them."""
     gpus = machine.gpus()
     if not gpus:
         raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")

@@ -22,8 +22,8 @@ from .cuda_machine import Machine
 class SharedFigures:
     """Figures of this machine that all claims use; the first claim that needs one measures it.
 
-    They lie in the folder of the run, where all processes of the session read them. Without a
-    folder they are kept in memory. A rank is given the noise floor, where it is known.
+    They are files in the run's folder, which all processes of the session read; without a folder
+    they stay in memory. ``noise_floor`` passes a value that is already known to a rank.
     """
 
     def __init__(self, folder: Path | None, noise_floor: float | None = None) -> None:
@@ -44,7 +44,7 @@ class SharedFigures:
     def ceilings(
         self, device: Device, measure: Callable[[], Mapping[str, float]]
     ) -> Mapping[str, float]:
-        """Return the ceilings of a device, measured if necessary; hold the exclusive lock."""
+        """Return a device's ceilings, measured if unknown; the caller holds the exclusive lock."""
         ceilings = self._ceilings(device)
         if ceilings is None:
             assert device.gpu is not None
@@ -69,7 +69,7 @@ class SharedFigures:
     def _for_claim(
         self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
     ) -> tuple[float, Mapping[str, float]]:
-        """Return the noise floor and the ceilings; measure what is unknown, under the lock."""
+        """Return the noise floor and the ceilings; measure unknown ones under the lock."""
         device, lock, progress = context.device, context.lock, context.progress
         floor = self.noise_floor(gpus)
         limits = self._ceilings(device) if claim.work else {}

@@ -40,7 +40,7 @@ class Stopwatch:
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
         """Return the seconds per call: median and extremes of ten blocks of calls.
 
-        The time is the GPU's, or the host's in a test that has no GPU.
+        It is GPU time, or host time in a test without a GPU.
         """
         host = self._device.gpu is None
         with self._lock.exclusive_host() if host else self._lock.exclusive_gpu():
@@ -63,7 +63,7 @@ class Compare:
 
     @property
     def built_only(self) -> bool:
-        """Whether the call could check only the builds of the claim."""
+        """Whether only the builds of the claim were checked."""
         return self._context.built_only
 
     def __call__(
@@ -96,7 +96,7 @@ class Compare:
                 GPU's limits.
             library: A third arm: the library call that a user would otherwise choose.
             metric: The figure to judge. Of several, the first is judged and all are shown.
-            against: What kind of code the baseline is.
+            against: The kind of baseline.
             cache: "warm" allows the inputs to stay in the L2 cache between calls.
             precision: Lower precision in which the optimized arm computes, such as "bf16".
             evidence: Proof of the mechanism, see :mod:`pytest_aiperf.evidence`.
@@ -105,7 +105,7 @@ class Compare:
             The claim's record. After a check it holds no timing.
 
         Raises:
-            UsageError: The arguments make no claim.
+            UsageError: The arguments do not make a valid claim.
             WrongResult: An arm's result differs from the reference.
             InvalidMeasurement: The times mean nothing, for example because the GPU was throttled.
             ClaimNotMet: The claim is not met.
@@ -136,7 +136,7 @@ class Capture:
     def __init__(self, context: ItemContext) -> None:
         self._context = context
         self._profiles: list[Profile] = []
-        self._calls = 0
+        self._capture_count = 0
 
     def __call__(
         self,
@@ -156,18 +156,19 @@ class Capture:
             raise UsageError("profile a claim with --profile, or use capture in a separate test")
         if context.settings.measure is None:
             pytest.skip("captures only when measuring: run with --gpu (or --cpu, for @host)")
-        number, self._calls = self._calls, self._calls + 1
+        index, self._capture_count = self._capture_count, self._capture_count + 1
         if (job := context.settings.capture_job) is not None:
-            if number < len(job.before):
-                return job.before[number]
+            if index < len(job.before):
+                return job.before[index]
             captured = partial(call, *args)
             target.perform(job, context.device, context.lock, lambda: (captured, None))
             pytest.exit("captured", returncode=0)
         seed = context.new_result().seed
         request = context.capture_request(f"{tool}:{preset}", calls, seed)
         try:
-            context.wait_for(f"{tool}: call {number}")  # the child has a deadline of its own
-            profile, _ = capture.capture(request, f"call-{number}", before=self._profiles)
+            # this stops the deadline: the profiled process has its own
+            context.wait_for(f"{tool}: call {index}")
+            profile, _ = capture.capture(request, f"call-{index}", before=self._profiles)
         except ToolMissing as error:
             pytest.skip(str(error))
         finally:

@@ -25,7 +25,7 @@ from .context import ItemContext
 
 
 def run(claim: Claim, context: ItemContext) -> Result:
-    """Return the claim's record; raise if the claim fails."""
+    """Check, measure or profile a claim; return its record, or raise if the claim fails."""
     settings, required = context.settings, context.requirements
     checks = settings.measure is None and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
@@ -57,7 +57,7 @@ def _check_builds(claim: Claim, context: ItemContext) -> Result:
     """Check only the builds of a claim whose arms cannot run here."""
     if not context.nvcc.used:
         raise pytest.skip.Exception(
-            "its agreement needs a GPU, and there is nothing to build: run with --gpu",
+            "its results need a GPU, and it has nothing to build: run with --gpu",
             _use_item_location=True,
         )
     context.built_only = True
@@ -97,7 +97,7 @@ def _profile_arms(
     names = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in kernels}
     request = context.capture_request(spec, context.settings.profile_calls, record.seed)
     try:
-        # children have a deadline of their own
+        # wait_for stops the deadline: each profiled process has its own
         profiled = capture.run(claim, request, record, sorted(names), context.wait_for)
     except ToolMissing as missing:
         raise pytest.skip.Exception(str(missing), _use_item_location=True) from None
@@ -111,18 +111,19 @@ def _run_in_ranks(claim: Claim, context: ItemContext) -> Result:
     record = replace(context.new_result(), against=claim.against)
     count = context.requirements.count
     checks = settings.measure is None
-    # nothing is compiled in a check: the ranks need not load the compiler
+    # a check compiles nothing: the ranks need not load the compiler
     environ = {"TORCH_COMPILE_DISABLE": "1"} if checks else {}
     lock = context.lock
     lock_all = lock.exclusive_host if Metric.WALL in claim.metrics else lock.exclusive_gpu
     with (
         tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch,
-        # One process locks for all ranks: if each took the locks, phase by phase, they would wait
-        # for each other both in the locks and in the collectives. A check times nothing.
+        # This process locks for all ranks. If each rank took the locks phase by phase, one could
+        # wait for a lock while its holder waits for that rank in a collective: a deadlock.
+        # A check needs no lock, because it times nothing.
         nullcontext() if checks else lock_all(),
     ):
         job = torchrun.RankJob(scratch, record, figures.noise_floor(context.gpus))
-        context.wait_for(f"in {count} ranks")  # the ranks have a deadline of their own
+        context.wait_for(f"in {count} ranks")  # stops the deadline: the ranks have their own
         ending = torchrun.run(job, count, context.arguments(), settings.deadline_s, environ)
         context.progress("reading")
     if ending.skipped:

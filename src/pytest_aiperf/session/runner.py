@@ -1,4 +1,4 @@
-"""The hooks of a pytest run that measures: a process per item, a record per claim."""
+"""The hooks of a pytest run that measures: one process per item, one record per claim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-# Public pytest has no way to run one item's three phases; xdist and rerunfailures use this one too.
+# pytest has no public function that runs the three phases of one item.
 from _pytest.runner import runtestprotocol
 
 from pytest_aiperf.errors import AiperfError
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Reports = list[pytest.TestReport]
 
 KEPT_CHARACTERS: Final = 100_000
-"""Length to which the output of a claim's phase on one stream is cut, from its start: a report of
-many megabytes would not fit through the channel of a claim's process."""
+"""Length of the tail that a report keeps of each output stream: many megabytes of output would not
+fit through the channel of the claim's process."""
 
 
 def register(config: pytest.Config, session: Session) -> None:
@@ -47,20 +47,20 @@ def register(config: pytest.Config, session: Session) -> None:
         # torch logs each compilation in hundreds of lines, which pytest would show with a failure
         config.option.logger_disable = [*config.option.logger_disable, "torch.__trace"]
     if getattr(config.option, "maxschedchunk", 1) is None:
-        config.option.maxschedchunk = 1  # xdist's larger chunks suit short tests
+        config.option.maxschedchunk = 1  # xdist's default (larger chunks) suits only short tests
     if session.role in (Role.CONTROLLER, Role.WORKER):
         config.pluginmanager.register(Runner(session), "aiperf-runner")
 
 
 class Runner:
-    """A pytest plugin of the controller and the workers of a run that measures."""
+    """The pytest plugin that runs items on the controller and the workers of a measuring run."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.settings = session.settings
         if session.role is Role.WORKER:
-            # killed with the controller: an exception could leave xdist's locks held for ever; the
-            # supervisor of a claim ends all of the claim's processes
+            # The kernel kills the worker when the controller ends: an exception could leave xdist's
+            # locks held for ever. A claim's supervisor then ends all processes of the claim.
             isolation.arm_parent_death()
             session.register_worker(os.getpid())
             # a pool of compilers per claim would disturb the host timings of other claims
@@ -109,7 +109,7 @@ class Runner:
     def _run(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> tuple[Reports, Result | None]:
-        """Run one item; confirm a claim that is not met in a second process."""
+        """Run one item. If its claim is not met, run it again: the second attempt counts."""
         here = self.settings.debug or any(item.iter_markers("skip"))
         for attempt in (1,) if here or self.settings.quick else (1, 2):
             self.session.attempt = attempt
@@ -123,7 +123,7 @@ class Runner:
     def _run_here(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> tuple[Reports, Result | None]:
-        """Run an item in this process, because it is skipped or somebody debugs it."""
+        """Run an item in this process, because it is skipped or a debugger is used."""
         received: list[Result] = []
 
         def send(kind: str, **fields: Any) -> None:
@@ -150,7 +150,7 @@ class Runner:
                 report = config.hook.pytest_report_from_serializable(
                     config=config, data=message["data"]
                 )
-                if isinstance(report.longrepr, list):  # of a skip: JSON has no tuples
+                if isinstance(report.longrepr, list):  # a skip's: JSON turned the tuple into a list
                     report.longrepr = tuple(report.longrepr)
                 reports.append(report)
             elif message["kind"] == "result":
@@ -171,14 +171,14 @@ class Runner:
         return reports, received[-1] if received else None
 
     def _run_in_child(self, item: pytest.Item, channel: isolation.Channel) -> None:
-        """Run the item's three phases in the process of the claim, a fork of this one."""
+        """Run the item's three phases; called in the process of the claim, a fork of pytest's."""
         gpus = self.session.gpus_for(item)
         if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
         item.config.stash[SESSION] = replace(self.session, role=Role.CLAIM, send=channel.send)
-        gc.freeze()  # the objects of the pytest process: a claim can free none of them
+        gc.freeze()  # the collector need not scan pytest's objects: a claim frees none of them
         for report in runtestprotocol(item, log=False, nextitem=None):
-            # cut the output: a report that does not fit into the channel would cost the verdict
+            # a report too large for the channel would be lost, and the claim would have no verdict
             report.sections = [(name, _cut(text)) for name, text in report.sections]
             hook = item.config.hook
             data = hook.pytest_report_to_serializable(config=item.config, report=report)
@@ -187,10 +187,10 @@ class Runner:
     def _with_outcome(
         self, item: pytest.Item, reports: Sequence[pytest.TestReport], result: Result | None
     ) -> Result:
-        """Return the record with an outcome that agrees with the reports."""
+        """Return the record; an error or skip in pytest's reports replaces its outcome."""
         result = result or self.session.new_result(item)
         failed = next((r for r in reports if r.failed), None)
-        # pytest reports an expected failure as skipped, too; its record keeps its outcome
+        # pytest reports an expected failure (xfail) as skipped, too; its record keeps its outcome
         skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
         if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
             crash = getattr(failed.longrepr, "reprcrash", None)
@@ -226,7 +226,7 @@ class Runner:
         aiperf = self.session
         code = pytest.ExitCode
         complete = (code.OK, code.TESTS_FAILED, code.NO_TESTS_COLLECTED)
-        # a second Ctrl-C is in flight here, if it came before pytest noted the first
+        # a second Ctrl-C is still propagating here if it came before pytest handled the first
         in_flight = sys.exception() is not None
         interrupted = in_flight or exitstatus not in complete or bool(session.shouldstop)
         try:
@@ -237,7 +237,7 @@ class Runner:
             return
         claims = list(aiperf.results.values())
         if folder := session.config.option.aiperf_report:
-            from pytest_aiperf.report.page import write_report  # late: with Jinja2
+            from pytest_aiperf.report.page import write_report  # late: imports Jinja2
 
             written = write_report(claims, results.machine_info(aiperf.gpus), Path(folder))
             aiperf.closing.append(f"report: {written}")
@@ -266,11 +266,11 @@ class Runner:
 
 
 def _import_ahead(items: Sequence[pytest.Item]) -> None:
-    """Import here, before the forks, what every claim's process would import for itself."""
+    """Import modules before the forks, so that no claim's process needs time to import them."""
     import_module(".fixtures", __package__)
     stats.t_quantile(0.995, 7)  # imports scipy
     if any("torch.compile(" in file.read_text() for file in {item.path for item in items}):
-        import_module("torch._dynamo")  # takes seconds, per claim that compiles
+        import_module("torch._dynamo")  # otherwise it takes seconds in each claim that compiles
 
 
 def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
@@ -287,7 +287,7 @@ def _failed_report(
 
 
 def _captured_output(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return what a lost process printed, from pytest's capture."""
+    """Return the output of a lost process from pytest's capture."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         return []

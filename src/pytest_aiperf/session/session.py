@@ -37,12 +37,12 @@ RUNS = ".aiperf"  #: Folder of runs, in pytest's root folder.
 NOT_RUN = "not run: "
 """Prefix of skip reasons that come from the session (budget spent), not from the claim."""
 LOST = "its process was lost before it finished"
-"""Reason for a claim without a result that nothing else explains; such a run fails."""
+"""Reason for a missing result if the run was neither interrupted nor stopped; such a run fails."""
 
 
 @dataclass(slots=True)
 class Session:
-    """A checking or measuring session, as one process of it sees it."""
+    """The state of a checking or measuring session in one of its processes."""
 
     settings: Settings
     role: Role  #: Role of this process; differs from the settings' role in a claim's process.
@@ -54,9 +54,9 @@ class Session:
     run: journal.Run | None = None  #: Folder of the run; None in a process that records nothing.
     live: Live | None = None  #: The line that shows progress; None like ``run``.
     send: Callable[..., None] = lambda _kind, **_fields: None
-    """Sends a kind and fields to the process that supervises this one; drops them without one."""
+    """Sends a message (kind and fields) to the supervising process; drops it if there is none."""
     results: dict[str, Result] = field(default_factory=dict)
-    """All results by claim, on the controller at the end."""
+    """Results by claim id; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     attempt: int = 1  #: Number of the current attempt at a claim.
 
@@ -70,11 +70,11 @@ class Session:
             tool, _ = tools.parse(self.settings.profile)
             if required.count > 1 and not tool.ranks:
                 others = ", ".join(t.name for t in tools.TOOLS.values() if t.ranks)
-                return f"a claim of several GPUs: {tool.name} profiles one process, try {others}"
+                return f"a multi-GPU claim: {tool.name} profiles one process, try {others}"
             if required.host and not tool.host:
-                return f"a claim of the host: {tool.name} profiles the GPU, try perf"
+                return f"a host claim: {tool.name} profiles the GPU, try perf"
             try:
-                tools.find(tool.name)
+                tools.require_tool(tool.name)
             except ToolMissing as error:
                 return str(error)
         return reason
@@ -102,7 +102,7 @@ class Session:
         return item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
-        """Build in parallel what these items name; a build error is raised later, by its claim."""
+        """Build in parallel the sources that items name; the claims raise build errors later."""
         wants = {}
         for item in items:
             if list(item.iter_markers("skip")):
@@ -135,21 +135,21 @@ class Session:
         return kept, [i for i in items if i.nodeid not in shard]
 
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-        """Put long items first for several workers, so that none of them runs last and alone.
+        """On an xdist worker, put long items first, so that none of them runs alone at the end.
 
-        With a budget the order stays: long items first would leave the least to the others.
+        With a time budget the order stays: long items first would use it up on few claims.
         """
         if self.role is not Role.WORKER or self.settings.budget_s is not None:
             return list(items)
         try:
             recorded_s = self._recorded_s()
         except UsageError:
-            recorded_s = {}  # a broken results file must not stop a measurement
+            recorded_s = {}  # an unreadable results file must not stop a measurement
         lengths = shards.durations((i.nodeid for i in items), recorded_s)
         return sorted(items, key=lambda item: -lengths[item.nodeid])
 
     def _recorded_s(self) -> dict[str, float]:
-        """Read the seconds of each test in an accepted run; empty without one."""
+        """Return seconds by nodeid from the accepted results; empty if there are none."""
         path = self.settings.results / f"{self.gpus[0].key if self.gpus else 'cpu'}.json"
         return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
 
@@ -182,7 +182,7 @@ class Session:
         )
 
     def record(self, result: Result) -> None:
-        """Write a finished result to this process's journal; it survives a crash."""
+        """Write a finished result to this process's journal, which survives a crash."""
         if self.run is not None:
             self.run.journal(self.settings.worker).append(result)
 
@@ -196,7 +196,7 @@ class Session:
     # the end
 
     def register_worker(self, pid: int | None) -> None:
-        """Write down a worker's process for the controller; None once it has nothing to stop."""
+        """Write a worker's pid to a file for the controller; ``None`` removes the file."""
         if self.run is not None:
             path = self.run.path / f"worker-{self.settings.worker}"
             path.unlink(missing_ok=True) if pid is None else path.write_text(str(pid))
@@ -205,9 +205,9 @@ class Session:
         """Merge the journals, so that every collected claim has one outcome; write the results."""
         assert self.run is not None
         if interrupted:
-            # workers end their claims now: xdist would wait ten seconds and then kill them
+            # the signal lets workers end their claims; xdist would wait 10 s and kill the workers
             for path in self.run.path.glob("worker-*"):
-                with suppress(OSError, ValueError):  # it has just ended
+                with suppress(OSError, ValueError):  # the worker has just ended
                     os.kill(int(path.read_text()), signal.SIGTERM)
         finished, torn = journal.read_journals(self.run.path)
         reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
@@ -238,7 +238,7 @@ def open_session(
     gpus = tuple(machine.gpus()) if measure == "gpu" else ()
     if measure is not None:
         _check_measurable(config, gpus, measure)
-    # read even if it is not needed yet: a bad file must not fail after an hour of measuring
+    # read already here: an invalid file must not fail after an hour of measuring
     expected = expectations.load(settings.expectations) if measure else Expectations({})
     open_here = partial(Session, settings, settings.role, machine, gpus, expected)
     if settings.rank_job is not None:
@@ -268,12 +268,12 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) 
 
 
 def on_cuda(gpus: Sequence[Gpu]) -> bool:
-    """Whether these are CUDA's GPUs, not the fake ones of a test."""
+    """Whether these are real GPUs, not the fake ones of a test."""
     return any(g.uuid.startswith("GPU-") for g in gpus)
 
 
 def stack_of(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the versions that a figure depends on, from metadata: no heavy import."""
+    """Return the software versions that figures depend on, without importing the packages."""
     stack = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "triton", "cupy-cuda13x", "numpy"):
         with suppress(metadata.PackageNotFoundError):

@@ -79,13 +79,13 @@ def measure(
             GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
         metric: The figure to judge. Of several, the first is judged and all are shown.
-        against: What kind of code the baseline is.
+        against: The kind of baseline.
         cache: "warm" allows the inputs to stay in the L2 cache between calls.
         precision: Lower precision in which the optimized arm computes, such as "bf16".
         evidence: Proof of the mechanism, see :mod:`pytest_aiperf.evidence`.
         quick: Accept a wider interval from fewer replicates.
         device: Where to measure; by default on the first GPU, or on the host if there is none.
-        seed: Seed of inputs and of the order of blocks; random by default.
+        seed: Seed of the inputs and of the order of blocks; random by default.
 
     Returns:
         The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds,
@@ -93,8 +93,8 @@ def measure(
         if the comparison cannot be measured. ``message`` gives the reason.
 
     Raises:
-        UsageError: The arguments make no comparison, or the device does not exist. Exceptions of
-            the arms and of ``inputs`` are raised unchanged.
+        UsageError: The arguments do not make a valid comparison, or the device does not exist.
+            Exceptions of the arms and of ``inputs`` are raised unchanged.
 
     """
     claim = claim_of(
