@@ -125,11 +125,11 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_file_is_one_sentence_and_status_2(kind, run):
-    text, says = BAD[kind]
+    text, message = BAD[kind]
     status, out, err = run(text)
     assert (status, out) == (2, "")
     assert err.startswith("accept: ")
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
     assert "expectations.yaml" not in files()
     assert not Path("results").exists()
@@ -189,19 +189,19 @@ def test_wrong_arguments_are_status_2(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--help"], "accept    Write a run's figures into expectations.yaml and results/"),
         (["accept", "--help"], "--dry-run            show what would change, and write nothing"),
     ],
 )
-def test_help_reads_well(arguments, says, tmp_path):
+def test_help_reads_well(arguments, message, tmp_path):
     env = os.environ | {"PYTHONPATH": str(Path(expectations.__file__).parents[2]), "COLUMNS": "100"}
     command = [sys.executable, "-m", "pytest_aiperf", *arguments]
     shown = subprocess.run(
         command, check=True, capture_output=True, text=True, cwd=tmp_path, env=env
     )
-    assert says in shown.stdout
+    assert message in shown.stdout
     assert shown.stderr == ""
 
 

@@ -177,11 +177,11 @@ def test_the_gpu_gets_the_fields_that_only_cuda_has(cuda):
 
 def test_the_device_finds_its_gpu_among_several(cuda):
     cuda.torch.cuda.device_count = lambda: 2
-    chosen = []
-    cuda.torch.cuda.set_device = chosen.append
+    selected = []
+    cuda.torch.cuda.set_device = selected.append
     cuda.torch.cuda.default_generators *= 2
     CudaDevice(cuda_module.dataclasses.replace(GPU, uuid="GPU-5678"))
-    assert chosen == [1]
+    assert selected == [1]
     with pytest.raises(UsageError, match="none of the 2 GPUs"):
         CudaDevice(cuda_module.dataclasses.replace(GPU, uuid="GPU-9999"))
 

@@ -245,13 +245,13 @@ TRAPS = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_each_trap_is_refused_at_its_line(trap, path, either_loader):
-    text, line, says = TRAPS[trap]
+    text, line, message = TRAPS[trap]
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError) as caught:
         load(path)
     where = str(caught.value).removeprefix(str(path))
-    assert where.startswith(f":{line}:") or not says, where
-    assert says in where
+    assert where.startswith(f":{line}:") or not message, where
+    assert message in where
     assert "\n" not in where
 
 
@@ -380,12 +380,12 @@ REFUSALS = {
 @pytest.mark.parametrize("kind", REFUSALS)
 @pytest.mark.parametrize("outcome", [Outcome.PASSED, Outcome.FAILED])
 def test_each_refusal_leaves_the_file_alone(kind, outcome, path):
-    changes, says = REFUSALS[kind]
+    changes, message = REFUSALS[kind]
     path.write_text(GOLDEN)
     poisoned = result(**({"claim": "ch08/new", "outcome": outcome} | changes))
     update = propose_update(path, [poisoned], TODAY)
     assert (update.accepted, [r for r, _ in update.refused]) == ((), [poisoned])
-    assert says in update.refused[0][1]
+    assert message in update.refused[0][1]
     assert update.diff() == ""
     update.write(path.parent / "results")
     assert not (path.parent / "results").exists()

@@ -226,8 +226,8 @@ def test_the_fake_limits_show_in_the_table():
     assert "93 % copy" in quiet[2]
     assert "median share of the limit 93% (1)" in quiet[-1]
     assert not any("bound" in line for line in quiet)
-    told = "\n".join(loud)
-    assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in told
-    assert "ch07/x: evidence: launches <= 1: 1, holds" in told
-    assert "ch07/x: evidence: registers <= 32: not looked at" in told
+    output = "\n".join(loud)
+    assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in output
+    assert "ch07/x: evidence: launches <= 1: 1, holds" in output
+    assert "ch07/x: evidence: registers <= 32: not checked" in output
     assert isinstance(record.speedup, Interval)

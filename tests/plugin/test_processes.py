@@ -73,9 +73,9 @@ def test_only_the_claim_that_goes_wrong_fails(project, workers):
     results = project.results()
     assert len(results) == len(SAID) * TIMES
     for claim, found in results.items():
-        outcome, said = SAID[re.sub(r"\b\d+-|\[\d+\]", "", claim)]
+        outcome, message = SAID[re.sub(r"\b\d+-|\[\d+\]", "", claim)]
         assert found["outcome"] == outcome, claim
-        assert said in found["message"], claim
+        assert message in found["message"], claim
     assert not project.processes()
 
 
@@ -223,8 +223,8 @@ def test_an_unwritable_results_folder_is_reported_before_anything_runs(project):
     project.write(".aiperf", "a file where the folder should be; root may write anywhere else")
     done = project.run("--gpu")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    (said,) = filter(None, done.errlines)
-    pytest.LineMatcher([said]).fnmatch_lines(["ERROR: cannot write */.aiperf*: *"])
+    (message,) = filter(None, done.errlines)
+    pytest.LineMatcher([message]).fnmatch_lines(["ERROR: cannot write */.aiperf*: *"])
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
@@ -242,10 +242,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_is_there(project, work
     )
     done = project.run("--gpu", workers)
     assert done.ret == pytest.ExitCode.INTERNAL_ERROR
-    said = done.stdout.str() + done.stderr.str()
-    assert "No space left on device; free some space" in said
-    assert "Traceback" not in said
-    assert "INTERNALERROR" not in said
+    output = done.stdout.str() + done.stderr.str()
+    assert "No space left on device; free some space" in output
+    assert "Traceback" not in output
+    assert "INTERNALERROR" not in output
     assert project.journaled()["ch07/it[0]"] == "PASSED"
 
 

@@ -44,9 +44,9 @@ def test_missing_requirements_are_described(mark, words):
 
 
 def test_several_architectures_mean_any_of_them():
-    wanted = requirements.requirements_of([pytest.mark.sm90.mark, pytest.mark.sm100.mark])
-    assert wanted.missing([H200]) is None
-    assert wanted.missing([replace(H200, arch="sm121", name="GB10")]) == (
+    needed = requirements.requirements_of([pytest.mark.sm90.mark, pytest.mark.sm100.mark])
+    assert needed.missing([H200]) is None
+    assert needed.missing([replace(H200, arch="sm121", name="GB10")]) == (
         "needs sm100 or sm90, GB10 is sm121"
     )
 

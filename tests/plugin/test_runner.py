@@ -94,7 +94,7 @@ def test_newer(compare): compare(**usual)
     )
     done = project.run("--gpu")
     done.assert_outcomes(skipped=6)
-    (said,) = (line for line in done.outlines if line.startswith("0 claims"))
+    (totals,) = (line for line in done.outlines if line.startswith("0 claims"))
     for reason in (
         "needs 2 GPUs, this machine has 1: 2",
         "needs sm100, Fake H200 is sm90: 1",
@@ -102,7 +102,7 @@ def test_newer(compare): compare(**usual)
         "needs 200 GiB of GPU memory, Fake H200 has 141 GiB: 1",
         "needs sm100 or newer, Fake H200 is sm90: 1",
     ):
-        assert reason in said
+        assert reason in totals
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

@@ -605,14 +605,14 @@ def test_scores(better, ratio):
 
 
 @pytest.mark.parametrize(
-    ("arm", "says"),
+    ("arm", "message"),
     [
         (lambda x: x * 2, "exactly one Score"),
         (lambda x: (x * 2, Score(0.0, "hits")), "a ratio needs more than 0"),
     ],
 )
-def test_a_score_must_be_there_and_positive(arm, says):
-    with pytest.raises(UsageError, match=says):
+def test_a_score_must_be_there_and_positive(arm, message):
+    with pytest.raises(UsageError, match=message):
         measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 
 
