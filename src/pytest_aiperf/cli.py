@@ -250,7 +250,7 @@ def report(given: argparse.Namespace) -> int:
 
 
 def compare(given: argparse.Namespace) -> int:
-    """Compare two runs claim by claim, on the same kind of GPU.
+    """Compare two runs claim by claim, within the same kind of GPU.
 
     Exit status 1 if a claim has regressed.
     """

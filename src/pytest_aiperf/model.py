@@ -360,7 +360,7 @@ class Result:
     evidence: tuple[Finding, ...] = ()  #: Results of checking the evidence.
     limits: Mapping[str, Limit] = field(default_factory=dict)  #: The ceiling that bounds each arm.
     traces: Mapping[str, Trace] = field(default_factory=dict)  #: Trace of one call of each arm.
-    diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What bounds each arm, in words.
+    diagnosis: Mapping[str, str] = field(default_factory=dict)  #: Sentence on what bounds each arm.
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
     notes: tuple[str, ...] = ()  #: Remarks about the claim, for reports.
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)

@@ -89,7 +89,7 @@ class ItemContext:
     def send_result(self, result: Result) -> None:
         self.session.send("result", result=to_json(result))
 
-    # the same test in another pytest
+    # the same test in another pytest process
 
     def arguments(self) -> list[str]:
         """Return pytest arguments that run this test alone, with the settings of this session."""
