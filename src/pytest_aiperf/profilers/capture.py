@@ -108,7 +108,7 @@ def _capture_arms(
     progress: Callable[[str], object],
 ) -> Result:
     pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
-    # "": the baseline's kernels may have other names, so its counters may cover all kernels
+    # "" covers all kernels: the baseline's kernels may have other names
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
     # code evidence may name a kernel of another rung, so only counters require kernels to run
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))

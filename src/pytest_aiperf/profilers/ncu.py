@@ -58,7 +58,7 @@ _STALL: Final = re.compile(
     r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)_per_issue_active\.ratio"
 )
 """Metrics of the stall reasons; a selected warp did not stall."""
-_TOP_STALLS: Final = 3  #: Stall reasons that a profile shows.
+_TOP_STALLS: Final = 3  #: Maximum number of stall reasons in a profile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def normalize_name(name: str) -> str:
 
 
 def counter(metric: str, kernel: str) -> str:
-    """Name the figure of a metric over the kernels whose names contain ``kernel``."""
+    """Return a name for the figure of a metric over the kernels whose names contain ``kernel``."""
     return f"{metric} of {kernel}" if kernel else metric
 
 
@@ -189,7 +189,7 @@ def _rows(
 
 
 def _ncu_report(binary: str | None) -> Any:
-    """Import ncu_report: the pip package, else the module in an installation of Nsight Compute."""
+    """Import ncu_report: from the pip package, else from an Nsight Compute installation."""
     try:
         return importlib.import_module("ncu_report")
     except ImportError:
@@ -198,7 +198,7 @@ def _ncu_report(binary: str | None) -> Any:
             try:
                 return importlib.import_module("ncu_report")
             except ImportError:
-                continue  # built for another Python
+                continue  # the module was built for another Python version
             finally:
                 sys.path.remove(str(folder))
     sys.exit("there is no ncu_report: pip install ncu-report (part of 'pytest-aiperf[profile]')")

@@ -245,7 +245,7 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
 
 @contextmanager
 def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
-    # perf starts disabled and acknowledges each command: it samples only between the two
+    # perf starts disabled; it samples between the acknowledged "enable" and "disable"
     with (
         os.fdopen(os.open(f"{job.scratch}/control", os.O_RDWR), "w") as control,
         os.fdopen(os.open(f"{job.scratch}/ack", os.O_RDWR)) as acknowledged,

@@ -27,7 +27,7 @@ Reading = tuple[Figures, list[str], list[str]]
 """Figures, kernels (the longest-running first) and notes."""
 
 ApiCall = tuple[float, float, int]
-"""Start and end of a call of the CUDA API in seconds, and its correlation id."""
+"""Start and end of a CUDA API call in seconds, and its correlation id."""
 
 _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
@@ -89,7 +89,7 @@ def torch_trace(artefact: Path) -> Reading:
 
 
 def _export(report: Path, exported: Path, binary: str | None) -> None:
-    """Export an nsys report to SQLite, unless there is an export that is not older."""
+    """Export an nsys report to SQLite, unless an up-to-date export exists."""
     if not report.is_file():
         raise CaptureFailed(f"nsys did not write {report}: see the log beside it")
     if exported.is_file() and exported.stat().st_mtime_ns >= report.stat().st_mtime_ns:
@@ -206,7 +206,7 @@ def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> lis
 
 def _self_seconds(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
     """Yield each operator with its self time: its own seconds less those of its callees."""
-    seconds: dict[int, float] = {}  # by id()
+    seconds: dict[int, float] = {}  # by id(operator)
     ordered = sorted(operators, key=lambda o: (str(o.thread), o.start, -o.end))
     callers: list[Event] = []
     for operator in ordered:
