@@ -213,7 +213,7 @@ def test_the_page_shows_what_was_measured_and_on_what():
         "1 FASTER",
         "1 SLOWER",
         "Skipped: needs sm100 (1)",
-        "1.00x geometric mean of 2, no naive baselines",
+        "1.00x geometric mean of 2, without naive baselines",
         "74 % median share of the limit",
         "memory-bound: only fewer bytes help",
         "opcode LDG.E.128 in copy = 1: 1",

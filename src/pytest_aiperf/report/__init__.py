@@ -1,1 +1,1 @@
-"""Results as people read them: terminal, Markdown, HTML."""
+"""Reports of results: terminal, Markdown and HTML."""

@@ -19,24 +19,24 @@ UNTRIED: Final = (Outcome.SKIPPED, Outcome.NOT_RUN)  #: Outcomes of claims that 
 class Summary:
     """Counts and means of a list of results."""
 
-    claims: int  #: Claims that ran: neither skipped nor left out.
-    ends: Mapping[str, int]
-    """How many of them have each verdict, or each outcome without a verdict."""
-    failed: int  #: How many of them did not pass.
-    skipped: Mapping[str, int]  #: Skipped claims by reason.
-    not_run: int  #: Claims that the session did not reach.
+    claims: int  #: Number of claims that ran.
+    by_verdict: Mapping[str, int]
+    """Number of claims that ran by verdict, or by outcome if they have no verdict."""
+    failed: int  #: Number of claims that ran and did not pass.
+    skipped: Mapping[str, int]  #: Number of skipped claims by reason.
+    not_run: int  #: Number of claims that the session did not reach.
     mean: float | None
-    """Geometric mean of the speedups against non-naive baselines; None without any."""
-    averaged: int  #: How many speedups the mean is of.
+    """Geometric mean of the speedups against non-naive baselines; None if there are none."""
+    averaged: int  #: Number of speedups in the mean.
     share: float | None
-    """Median share of the limit that the optimized arms reach; None without any."""
-    shares: int  #: How many shares the median is of.
+    """Median share of the limit that the optimized arms reach; None if no limit is known."""
+    shares: int  #: Number of shares in the median.
 
 
 def summarize(results: Sequence[Result]) -> Summary:
-    """Count and average results; claims that did not run are counted, never averaged."""
+    """Count and average results; claims that did not run are counted but not averaged."""
     ended = [r for r in results if r.outcome not in UNTRIED]
-    speedups = [  # lost claims count too; ratios of bytes and scores are no speedups
+    speedups = [  # lost claims count too; ratios of bytes and scores are not speedups
         r.speedup.value
         for r in ended
         if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
@@ -46,7 +46,7 @@ def summarize(results: Sequence[Result]) -> Summary:
     skips = [r.message for r in results if r.outcome is Outcome.SKIPPED]
     return Summary(
         claims=len(ended),
-        ends=dict(Counter(map(end, ended)).most_common()),
+        by_verdict=dict(Counter(map(verdict_or_outcome, ended)).most_common()),
         failed=sum(r.outcome is not Outcome.PASSED for r in ended),
         skipped=dict(Counter(skips).most_common()),
         not_run=sum(r.outcome is Outcome.NOT_RUN for r in results),
@@ -57,8 +57,8 @@ def summarize(results: Sequence[Result]) -> Summary:
     )
 
 
-def end(result: Result) -> str:
-    """Return a claim's verdict, or its outcome without one."""
+def verdict_or_outcome(result: Result) -> str:
+    """Return a claim's verdict, or its outcome if it has no verdict."""
     if result.outcome in JUDGED and result.verdict is not None:
         return result.verdict.value
     return result.outcome.value
@@ -72,7 +72,7 @@ def folder(result: Result) -> str:
 def ladders(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
     """Group the rungs of each ladder by GPU and test, in the order of the test's parameters.
 
-    A claim without rungs is a ladder of one.
+    A claim without rungs forms a ladder by itself.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:

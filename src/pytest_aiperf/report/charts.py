@@ -1,4 +1,4 @@
-"""Positions of figures on charts: per cent from the left, pixels from the top."""
+"""Positions on charts: per cent from the left, pixels from the top."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Axis:
         return 100 * (value - self.low) / (self.high - self.low)
 
     def ticks(self, max_count: int = 7) -> list[tuple[float, float]]:
-        """List round figures within the scale, each with its position."""
+        """List round values within the scale, each with its position."""
         return [(v, self.at(v)) for v in self._round(max_count)]
 
     def _round(self, max_count: int) -> list[float]:
@@ -56,7 +56,7 @@ class Axis:
 
 
 def speedup_axis(results: Iterable[Result]) -> Axis:
-    """Return a scale for all speedups, and 1."""
+    """Return a scale that covers all speedups and 1."""
     speedups = [r.speedup for r in results if r.speedup is not None]
     low = min([i.low for i in speedups if i.low > 0] + [1.0])
     high = max([i.high for i in speedups if math.isfinite(i.high)] + [2.0])
@@ -65,7 +65,7 @@ def speedup_axis(results: Iterable[Result]) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Positions of an interval."""
+    """Positions of an interval's bounds and value."""
 
     low: float
     value: float
@@ -78,40 +78,41 @@ def bar(interval: Interval, axis: Axis) -> Bar:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Positions of a claim's ratios."""
+    """Positions of a claim's ratios on one axis."""
 
     axis: Axis
-    band: Bar  #: The claim's interval.
-    replicates: tuple[float, ...]  #: Ratio of each replicate.
-    rounds: tuple[tuple[float, int], ...]  #: Ratio of each round, with the index of its replicate.
-    one: float | None  #: Ratio 1; None if it is outside the axis.
+    band: Bar  #: Position of the claim's interval.
+    replicates: tuple[float, ...]  #: Position of each replicate's ratio.
+    rounds: tuple[tuple[float, int], ...]
+    """Position of each round's ratio, with the index of the round's replicate."""
+    one: float | None  #: Position of ratio 1; None if it is outside the axis.
 
 
 def strip(result: Result) -> Strip | None:
-    """Place the ratios of a claim's replicates; None without any."""
+    """Place the ratios of a claim's replicates and rounds; None if there are none."""
     if result.timing is None or result.speedup is None:
         return None
-    over, under = "baseline", "optimized"
+    numerator, denominator = "baseline", "optimized"
     if result.timing.better == "higher":
-        over, under = under, over
+        numerator, denominator = denominator, numerator
     replicates = result.timing.replicates
     try:
-        each = [math.exp(stats.log_ratio(r, over, under)) for r in replicates]
+        ratios = [math.exp(stats.log_ratio(r, numerator, denominator)) for r in replicates]
         rounds = [
-            (math.exp(stats.paired_log_ratio(b, over, under)), i)
+            (math.exp(stats.paired_log_ratio(b, numerator, denominator)), i)
             for i, r in enumerate(replicates)
             for b in r.rounds
         ]
     except (KeyError, ValueError):
         return None  # nothing was measured, or the figures have no ratio
-    shown = [*each, *(ratio for ratio, _ in rounds), result.speedup.low, result.speedup.high]
+    shown = [*ratios, *(ratio for ratio, _ in rounds), result.speedup.low, result.speedup.high]
     shown = [v for v in shown if 0 < v < math.inf]
     low, high = min(shown), max(shown)
     room = max((high - low) * 0.08, result.speedup.value * 0.001)
     axis = Axis(max(low - room, low / 2), high + room, log=high > 3 * low)
     one = axis.at(1.0) if axis.low < 1 < axis.high else None
     dots = tuple((axis.at(ratio), i) for ratio, i in rounds)
-    return Strip(axis, bar(result.speedup, axis), tuple(axis.at(v) for v in each), dots, one)
+    return Strip(axis, bar(result.speedup, axis), tuple(axis.at(v) for v in ratios), dots, one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Step:
     """One rung of a ladder."""
 
     rung: str
-    start: float  #: Position of the rung before.
+    start: float  #: Position of the previous rung.
     end: float  #: Position of this rung.
     height: float  #: Speedup over the bottom of the ladder.
     result: Result
@@ -135,9 +136,9 @@ class Ladder:
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
-    """Place a ladder's measured rungs; None with less than two.
+    """Place a ladder's measured rungs; None with fewer than two.
 
-    The speedup of a rung that is measured against the previous one is multiplied by that one's.
+    A rung that is measured against the previous rung multiplies that rung's height by its speedup.
     """
     measured = [(r, r.speedup.value) for r in rungs if r.speedup and r.speedup.value > 0]
     if len(measured) < 2:
@@ -194,7 +195,7 @@ class Roofline:
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
-    """Place every arm with bytes and flops of work; None without an arm or a ceiling."""
+    """Place every arm whose work has bytes and FLOPs; None without an arm or a ceiling."""
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
     points = [
         (r.work.flops / r.work.bytes, r.work.flops / seconds, arm, r)
@@ -222,7 +223,7 @@ def _down(y: Axis, rate: float) -> float:
 
 
 def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
-    """Draw a compute ceiling, from the intensity at which the memory ceiling reaches it."""
+    """Place a compute ceiling; it begins at the ridge, where the memory ceiling meets it."""
     memory = max((lim.limit for lim in slant), default=math.inf)
     start = min(max(x.low, limit.limit / memory), x.high)
     down = _down(y, limit.limit)
@@ -230,7 +231,7 @@ def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
 
 
 def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
-    """Draw a memory ceiling: FLOP/s are bytes per second times FLOP per byte."""
+    """Place a memory ceiling: FLOP/s are bytes per second times FLOP per byte."""
     left, right = max(x.low, y.low / limit.limit), min(x.high, y.high / limit.limit)
     if left >= right:
         return None

@@ -13,7 +13,7 @@ from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
 from pytest_aiperf.text import percent, si
 
-from .aggregate import end
+from .aggregate import verdict_or_outcome
 
 COLUMNS: Final = {
     "claim": "<", "baseline": ">", "optimized": ">", "ratio [99 % interval]": ">",
@@ -21,23 +21,23 @@ COLUMNS: Final = {
 }  # fmt: skip
 """Columns of the table, with the alignment of each."""
 RIDGE_FLOP_PER_BYTE: Final = 16.0
-"""Arithmetic intensity above which a call's rate is shown in FLOP/s: about the ridge of fp32."""
+"""Arithmetic intensity above which a call's rate is shown in FLOP/s: about fp32's ridge."""
 
 
 def clean(text: object) -> str:
-    """Make a text safe to print: one line, no terminal escape, no command of GitHub's workflows."""
+    """Make text safe to print: one line, no terminal escapes, no GitHub workflow commands."""
     line = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
     return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", line)
 
 
 def escape(text: str) -> str:
-    """Escape what Markdown or HTML would read as structure."""
+    """Escape the characters that have a meaning in Markdown or HTML."""
     safe = html.escape(clean(text), quote=False)
     return re.sub(r"[\\`*_\[\]|~$!]|^[-+#=](?=.)", r"\\\g<0>", safe)
 
 
 def cells(result: Result) -> list[str]:
-    """Return the columns after the claim's name."""
+    """Return the cells of a table row after the claim's name."""
     timing = result.timing if block_times(result) else None
     per_second, unit = rate(result)
     limit = result.limits.get("optimized")
@@ -58,7 +58,7 @@ def _figure(timing: Timing, arm: str) -> str:
 
 
 def rate(result: Result) -> tuple[float, str]:
-    """Return the optimized arm's rate and its unit: FLOP/s or B/s by arithmetic intensity; or 0."""
+    """Return the optimized arm's rate and its unit, FLOP/s or B/s; 0 if it is unknown."""
     work, timing = result.work, result.timing
     if work is None or timing is None or timing.unit != "s" or not block_times(result):
         return 0.0, ""
@@ -72,7 +72,7 @@ def reasons(result: Result) -> list[str]:
     lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]
     for finding in result.evidence:
         state = "holds" if finding.held else "does not hold"
-        figure = "not looked at" if finding.value is None else f"{finding.value:.4g}, {state}"
+        figure = "not checked" if finding.value is None else f"{finding.value:.4g}, {state}"
         lines.append(f"evidence: {stated(finding.evidence)}: {figure}")
     return [clean(f"{result.claim}: {line}") for line in lines]
 
@@ -88,7 +88,9 @@ def stated(piece: Evidence) -> str:
 
 def verdict(result: Result) -> str:
     holds = result.verdict in (Verdict.FASTER, Verdict.SAME)
-    return end(result) + (", lost" if holds and result.outcome is Outcome.FAILED else "")
+    return verdict_or_outcome(result) + (
+        ", lost" if holds and result.outcome is Outcome.FAILED else ""
+    )
 
 
 def _expected(result: Result) -> str:
@@ -105,7 +107,7 @@ def _expected(result: Result) -> str:
 
 
 def capped(rounds: Sequence[Round]) -> str:
-    """Write in how many rounds the power cap was active; empty if in none."""
+    """Format the number of rounds in which the power cap was active; empty if there are none."""
     count = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
     return f"in {count} of {len(rounds)} rounds" if count else ""
 
@@ -120,7 +122,7 @@ def _remarks(timing: Timing) -> list[str]:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return a line for each result that needs an explanation beside its figures."""
+    """Return one line for each result whose figures need an explanation."""
     notes: list[str] = []
     if any(r.against is Against.NAIVE for r in results):
         notes.append("* naive baseline: left out of the geometric mean")

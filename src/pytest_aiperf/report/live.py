@@ -1,4 +1,4 @@
-"""The live line: what is being measured, on the controller's terminal."""
+"""The live line: the progress of the current claim, on the controller's terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Live:
         incoming = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             incoming.bind(self._address)
-        except OSError:  # the path is over 108 bytes: there is no live line
+        except OSError:  # the path is too long for a socket: no live line
             incoming.close()
             return
         threading.Thread(target=self._forward, args=(incoming,), daemon=True).start()
@@ -59,12 +59,12 @@ class Live:
     def _write(self, line: str) -> None:
         if (reporter := self._reporter) is not None:
             if not self._shown:
-                reporter.ensure_newline()  # keep pytest's dots
+                reporter.ensure_newline()  # or the live line would overwrite pytest's dots
             reporter.rewrite(line, erase=True)
             self._shown = True
 
     def clear(self) -> None:
-        """Remove the line before pytest prints."""
+        """Remove the line; call it before pytest prints."""
         if self._shown:
             self._shown = False
             self._reporter.rewrite("", erase=True)

@@ -1,4 +1,4 @@
-"""Results as one HTML file without references: it works offline and can be sent to others."""
+"""Results as one HTML file without external references: it can be read offline and shared."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from . import aggregate, charts, formatting, markdown, source_code, terminal
 from .formatting import cells
 
 MAX_COLORED: Final = 1 << 20
-"""Characters of code that are colored: colors double its size, and a page must open fast."""
+"""Maximum characters of code to color: colors double its size, and the page must open fast."""
 HEADS: Final = (
     *("claim", "verdict", "speedup", "99 % interval", "baseline", "optimized", "library"),
     *("rate", "of limit", "expected"),
 )
-"""Columns of the table."""
+"""Column heads of the table of claims."""
 
 
 def page(
@@ -39,10 +39,11 @@ def page(
     root: Path = Path(),
     folder: Path = Path(),
 ) -> str:
-    """Write the report, with code and explanations from the project's files below ``root``.
+    """Return the report as HTML, with code and explanations from the files below ``root``.
 
     ``machine`` is the machine of a results file; its ``commit`` may be pytest-benchmark's
-    ``commit_info``. Links to artefacts are relative to ``folder``, the page's own.
+    ``commit_info``. Links to artefacts are relative to ``folder``, where the page
+    is written.
     """
     import jinja2  # late: only reports need it
 
@@ -97,7 +98,7 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
     """Return the hardware, software and settings of the results, by name."""
     gpus = {r.gpu.name: r.gpu for r in results if r.gpu}
     stack = versions(results)
-    stack.pop("GPU", None)  # shown with its size
+    stack.pop("GPU", None)  # shown below, together with its size
     rounds = [
         b for r in results if r.timing and r.gpu for rep in r.timing.replicates for b in rep.rounds
     ]
@@ -133,7 +134,7 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
 
 
 def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]:
-    """Collect what the page shows of one test: its docstring once, and each of its claims."""
+    """Collect the contents of one test's article: its docstring once, and each of its claims."""
     first = rungs[0]
     return {
         "name": first.claim.partition("[")[0],
@@ -148,7 +149,7 @@ def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]
 
 
 def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
-    """Collect what the page shows of one claim."""
+    """Collect the contents of one claim's section and table row."""
     baseline, optimized, _, library, rate, limit, verdict, expected = cells(result)
     timing, speedup = result.timing, result.speedup
     of_limit = result.limits.get("optimized")
@@ -162,18 +163,20 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "cells": (
             (f"{speedup.value:.2f}x", speedup.value) if speedup else ("-", 0.0),
             (f"{speedup.low:.3f} to {speedup.high:.3f}", speedup.low) if speedup else ("-", 0.0),
-            (baseline, _typical(timing, "baseline")),
-            (optimized, _typical(timing, "optimized")),
+            (baseline, _median_or_0(timing, "baseline")),
+            (optimized, _median_or_0(timing, "optimized")),
             (library, result.library.value if result.library else 0.0),
             (rate, formatting.rate(result)[0]),
             (limit, of_limit.share if of_limit else 0.0),
         ),
         "expected": expected,
-        "times": [(a, si(_typical(timing, a), timing.unit)) for a in charts.arms(timing) if timing],
+        "times": [
+            (a, si(_median_or_0(timing, a), timing.unit)) for a in charts.arms(timing) if timing
+        ],
         "rate": rate,
         "how": _how(timing),
         "also": [
-            (also.metric.value, arm, si(_typical(also, arm), also.unit))
+            (also.metric.value, arm, si(_median_or_0(also, arm), also.unit))
             for also in result.also
             for arm in charts.arms(also)
         ],
@@ -188,12 +191,12 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
 
 
 def _anchor(name: str) -> str:
-    """Return an id for a name; its digest tells names apart that differ only in punctuation."""
+    """Return an id for a name; the digest distinguishes names that differ only in punctuation."""
     plain = re.sub(r"\W+", "-", name, flags=re.ASCII).strip("-")
     return f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:6]}"
 
 
-def _typical(timing: Timing | None, arm: str) -> float:
+def _median_or_0(timing: Timing | None, arm: str) -> float:
     return median_call_s(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
 
 
@@ -211,7 +214,7 @@ def _how(timing: Timing | None) -> str:
 
 
 def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:
-    """Lay out figures by tool: one row per figure, one column per arm."""
+    """Lay out one table per tool: a row per figure, a column per arm."""
     tables = []
     for tool in dict.fromkeys(p.tool for p in result.profiles):
         arms = [p for p in result.profiles if p.tool == tool]
@@ -222,14 +225,14 @@ def _profiles(result: Result, folder: Path) -> list[dict[str, Any]]:
 
 
 def _link(artefact: str, folder: Path) -> str:
-    """Return a link to a file, relative to the page's folder; empty for another URL."""
+    """Return a link to a file, relative to the page's folder; empty if ``artefact`` is a URL."""
     if not artefact or "\0" in artefact or urllib.parse.urlsplit(artefact).scheme:
         return ""
     return urllib.parse.quote(f"./{os.path.relpath(artefact, folder)}")
 
 
 def _highlighter() -> Callable[[source_code.Code], Any]:
-    """Return the filter that colors code; code beyond MAX_COLORED characters stays plain."""
+    """Return the filter that colors code; after MAX_COLORED characters, code stays plain."""
     colored = 0
 
     def highlight(code: source_code.Code) -> Any:

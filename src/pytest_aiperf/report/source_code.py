@@ -13,14 +13,14 @@ from typing import Any, Final
 from pytest_aiperf.model import Result, Source
 
 MAX_LINES: Final = 140
-"""Lines of one file that are shown of an arm: more cannot be read beside another arm."""
+"""Lines of one file that the page shows of an arm: two arms must stay readable side by side."""
 _LANGUAGES: Final = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
-"""Language of a file by its suffix, as Pygments names it; no other file is shown."""
+"""Suffix of a file to its language in Pygments; other files are not shown."""
 _COLORED: Final = (
     *("Comment", "Keyword", "Literal", "Operator.Word"),
     *("Name.Function", "Name.Class", "Name.Decorator"),
 )
-"""Kinds of tokens that the page colors; each mark makes the page longer."""
+"""Kinds of tokens that the page colors: only a few, because each mark makes the page longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ def _codes(sources: Sequence[Source], root: Path) -> Iterator[Code]:
 
 
 def _read(root: Path, file: str) -> str:
-    """Read a source file; refuse one outside of ``root``, whatever a record names."""
+    """Read a source file that a record names; raise ValueError if it lies outside ``root``."""
     path = (root / file).resolve()
     if not path.is_relative_to(root.resolve()) or path.suffix not in _LANGUAGES:
-        raise ValueError(f"{file} is no source file of the project")
+        raise ValueError(f"{file} is not a source file of the project")
     return path.read_text(encoding="utf-8")
 
 
 def clip(code: Code) -> Code:
-    """Cut code after MAX_LINES, with a comment that counts the rest."""
+    """Cut code after MAX_LINES lines and append a comment that counts the rest."""
     lines = code.text.splitlines()
     if len(lines) <= MAX_LINES:
         return code

@@ -58,7 +58,7 @@ def _has_row(result: Result) -> bool:
 
 
 def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align rows below the heads; clip only names, because a clipped figure would mislead."""
+    """Align rows below their heads; clip only names, because a clipped figure would mislead."""
     rows, align = [[*COLUMNS], *rows], "".join(COLUMNS.values())
     figures = "  ".join(["", *pad(rows, align)[0][1:]])
     room = max(width - len(figures), MIN_NAME)
@@ -66,7 +66,7 @@ def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _fit(text: str, width: int) -> str:
-    """Clip in the middle: claims differ in the name of the test or in its parameter."""
+    """Clip text in the middle: the beginning names the test, the end its parameter."""
     if len(text) <= width:
         return text
     tail = (width - 3) // 2
@@ -86,7 +86,7 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
 
 
 def totals(results: Sequence[Result]) -> str:
-    """Summarize in one line; claims that did not run are counted, never averaged."""
+    """Summarize in one line; claims that did not run are counted but not averaged."""
     summary = aggregate.summarize(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
     counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
@@ -109,7 +109,7 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
     figures = {name: value for name, value in progress.items() if value is not None}
     parts: list[str] = []
     for part in PROGRESS:
-        with suppress(KeyError, ValueError):  # missing, or no figure
+        with suppress(KeyError, ValueError):  # the figure is missing or not a number
             parts.append(part.format_map(figures))
     return _fit(clean("  ".join(parts)), width)
 
@@ -130,7 +130,7 @@ def markdown(results: Sequence[Result]) -> str:
 def grid(
     results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
 ) -> str:
-    """Lay results out as a Markdown table, ``without`` some columns."""
+    """Lay out results as a Markdown table; ``without`` names columns to leave out."""
     kept = [i for i, column in enumerate(COLUMNS) if column not in without]
     sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
     lines = [
@@ -148,7 +148,7 @@ def _mark(result: Result) -> str:
 
 
 def embed(path: Path, mark: str, content: str) -> None:
-    """Replace the text between a document's marks; raise UsageError if it has none."""
+    """Replace the text between the marks in a document; raise UsageError if it lacks the marks."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     try:
         before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
@@ -157,16 +157,17 @@ def embed(path: Path, mark: str, content: str) -> None:
     _, ended, after = rest.partition(end)
     if not begun or not ended or begin in after:
         raise UsageError(
-            f"{path} has no place for it: put a line {begin} and a line {end} there, once each"
+            f"{path} does not mark where to write: put a line {begin} and a line {end} in it"
         )
     atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
 
 
 def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
-    """Add valid, conclusive results to pytest-benchmark's session, before that finishes.
+    """Add valid, conclusive results to pytest-benchmark's session before it finishes.
 
-    ``session`` is the plugin registered as "pytest-benchmark", or None. Called on the controller,
-    it makes --benchmark-json, -save, -autosave, -compare and -histogram work, with workers too.
+    ``session`` is the plugin registered as "pytest-benchmark", or None. Call this on the
+    controller: --benchmark-json, -save, -autosave, -compare and -histogram then work, even with
+    xdist workers.
     The table of pytest-benchmark is left out if it would only repeat this plugin's.
     """
     if session is None:
