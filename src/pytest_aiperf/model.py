@@ -259,7 +259,7 @@ class Profile:
     figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from the artefact.
     units: Mapping[str, str] = field(default_factory=dict)  #: Units of the figures.
     kernels: tuple[str, ...] = ()  #: Names of the kernels.
-    notes: tuple[str, ...] = ()  #: Remarks about the capture, for reports.
+    notes: tuple[str, ...] = ()  #: The profiler run's remarks for reports, such as "ran no kernel".
 
 
 @dataclass(frozen=True, slots=True)

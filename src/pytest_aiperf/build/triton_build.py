@@ -124,7 +124,10 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
 
 
 def _to_json(value: Any) -> Any:
-    """Describe an argument in JSON; a tensor only by its dtype, since all tensors are aligned."""
+    """Describe an argument in JSON; a tensor only by its dtype.
+
+    Triton specializes code for a tensor's dtype and its 16-byte alignment, which is assumed here.
+    """
     if hasattr(value, "data_ptr"):
         return {"dtype": str(value.dtype).removeprefix("torch.")}
     if hasattr(value, "block_shape"):  # a tensor descriptor

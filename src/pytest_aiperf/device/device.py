@@ -64,7 +64,7 @@ class Device(Protocol):
     def estimate_s(self, call: Call) -> float: ...
     # Repeat a call until the device's clocks are those of sustained work.
     def stabilize_clocks(self, call: Call) -> None: ...
-    # Run each block at least once, until an earlier pause no longer affects its time.
+    # Run blocks untimed, each at least once, until the device has recovered from being idle.
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
     # Return the peak of the memory that a call allocates; earlier allocations do not count.
     def peak_bytes(self, call: Call) -> int: ...
@@ -147,7 +147,7 @@ class HostDevice:
         gc.collect()
 
     def free_bytes(self) -> int:
-        return 0  # unused: a host claim prebuilds only its first replicate
+        return 0  # never called: only GPU claims and ceilings ask for device memory
 
     def noise_probe(self) -> NoiseProbe:
         import numpy as np

@@ -80,7 +80,7 @@ class GpuLock:
             self._suspended = True
 
     def resume(self) -> None:
-        """Share the GPUs again; does nothing unless the lock is suspended."""
+        """Take the shared locks of the GPUs again; does nothing unless they are suspended."""
         if self._shared_gpus is not None and self._suspended:
             self._suspended = False
             with self._waiting() as wait:

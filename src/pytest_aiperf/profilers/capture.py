@@ -110,7 +110,8 @@ def _capture_arms(
     pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
     # "" covers all kernels: the baseline's kernels may have other names
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
-    # code evidence may name a kernel of another rung, so only counters require kernels to run
+    # a counter can be read only if its kernel runs; code evidence may name a kernel that is built
+    # for another rung and does not run in this one
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
     reply = CaptureReply()

@@ -30,7 +30,7 @@ class Document:
     path: Path
     text: str
     value: Any  #: The content in dicts, lists, texts and numbers.
-    nodes: Mapping[str, Any]  #: The PyYAML node of each path.
+    nodes: Mapping[str, Any]  #: The PyYAML node of each field, by a place such as ``file.a[0]``.
 
     def refuse(self, message: str) -> NoReturn:
         """Raise UsageError at the place of the field whose path starts the message."""

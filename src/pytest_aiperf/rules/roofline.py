@@ -85,7 +85,7 @@ Where datasheets differ, the larger figure is taken.
 
 def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, float]) -> Limit | None:
     """Return the ceiling at which this work takes the longest; None if no ceiling applies."""
-    amounts = {}  # ceiling: (amount, rate)
+    amounts = {}  # by ceiling: (bytes or operations of one call, the ceiling's rate)
     if work.bytes > 0 and (memory := _memory(work, cache, ceilings)):
         amounts[memory[0]] = (work.bytes, memory[1])
     if work.flops > 0 and work.dtype and work.dtype in ceilings:
