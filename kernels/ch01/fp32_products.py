@@ -9,8 +9,8 @@ import torch
 def fp32_products(precision):
     """Compute fp32 products in full precision ("ieee") or on the tensor cores in TF32 ("tf32").
 
-    The switch is global to the process, so the previous value is restored: other products must not
-    change. torch selects the kernel at launch, so the switch need not outlast the launch.
+    The setting applies to the whole process, so the previous one is restored at the end. torch
+    selects the kernel at launch, so a product that is still queued at the end is not affected.
     """
     matmul = torch.backends.cuda.matmul
     previous, matmul.fp32_precision = matmul.fp32_precision, precision

@@ -38,7 +38,7 @@ def _library():
         # without restrict the pointers may alias, so the compiler cannot interchange the loops
         command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # stays loaded after its file is deleted
+        return ctypes.CDLL(str(library))  # the library stays loaded after its file is deleted
 
 
 def multiply(order, a, b, out):

@@ -33,14 +33,14 @@ def matrix_power(matrix):
 
 @cache
 def worker_pool(threads):
-    """Start the workers, once per thread count: a BLAS library reads it when it is loaded."""
+    """Start workers once per thread count: a BLAS library reads the count only at load time."""
     variables = dict.fromkeys(_VARIABLES, str(threads))
     # by default idle OpenBLAS threads spin for 2**26 cycles (about 30 ms), on cores that the other
     # arm needs; 2**4 cycles is the minimum
     variables["OPENBLAS_THREAD_TIMEOUT"] = "4"
     with mock.patch.dict(os.environ, variables):
         pool = multiprocessing.get_context("spawn").Pool(WORKERS)
-        # sleep long enough that each worker gets one task and loads NumPy with these variables
+        # sleep 0.2 s per task, so that every worker has time to start before the first timed call
         pool.map(time.sleep, [0.2] * WORKERS, chunksize=1)
         pool.map(matrix_power, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
     atexit.register(pool.terminate)

@@ -36,7 +36,7 @@ def one_f_one_b(ranks, micro_batches):
 
 
 def interleaved(ranks, micro_batches, chunks=2):
-    def passes(kind):  # micro-batches in groups of `ranks`, each group through every chunk
+    def passes(kind):  # each group of `ranks` micro-batches passes through every chunk
         order = range(chunks) if kind == "F" else range(chunks - 1, -1, -1)
         return [
             (kind, chunk, m)

@@ -38,6 +38,6 @@ class PinnedRing:
 
     def _read(self, fd, i, length):
         slot = i % len(self._views)
-        self._copied[slot].synchronize()  # the copy of the block's previous content is complete
+        self._copied[slot].synchronize()  # the block's previous content is on the GPU
         if os.preadv(fd, [self._views[slot][:length]], i * BLOCK_BYTES) != length:
             raise EOFError(f"the file ends within block {i}")

@@ -1,7 +1,8 @@
 """Delta-coded sorted ids, four bits per gap: decoders for the CPU (C, OpenMP) and GPU (Triton).
 
 A frame holds 1024 ids in 512 bytes, two gaps per byte with the earlier one in the low nibble. The
-first gap counts from the frame's ``start``. An id is the start plus all gaps up to its own.
+first gap counts from the frame's ``start``. An id is the start plus all gaps up to its own, which is
+included.
 """
 
 import ctypes
@@ -68,11 +69,11 @@ def _library():
         source.write_text(SOURCE)
         command = [compiler, "-O3", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # stays loaded after its file is deleted
+        return ctypes.CDLL(str(library))  # the library stays loaded after its file is deleted
 
 
 def _decode_slice(packed, starts, ids, threads):
-    """Decode frames in C. OpenMP keeps its threads from one slice to the next."""
+    """Decode one slice of frames in C. OpenMP reuses its threads for the next slice."""
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (packed, starts, ids))
     _library().decode(*pointers, ctypes.c_int64(len(ids)), threads)
 
@@ -90,7 +91,7 @@ def decode_on_cpu(threads):
                 _decode_slice(frames, slice_starts, decoded, threads)
                 part.copy_(decoded, non_blocking=True)
             if out.is_cuda:
-                torch.cuda.current_stream().synchronize()  # the next call overwrites the pinned ids
+                torch.cuda.current_stream().synchronize()  # the next call overwrites `ids`
 
         return run
 

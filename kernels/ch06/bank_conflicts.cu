@@ -1,9 +1,9 @@
-// Rotates 32 x 32 tiles by 90 degrees, many times each: what the layout of a shared tile costs.
+// Rotates 32 x 32 tiles by 90 degrees, many times each, with three layouts in shared memory.
 //
 // A block rotates one tile `rotations` times: out[row][column] = in[column][31 - row]. Each
 // rotation writes the tile to shared memory by rows and reads it back by columns. Device memory is
 // accessed twice per tile, shared memory 2 * rotations times, so shared memory is the bottleneck.
-// (With one rotation per tile, device memory would hide most of the cost of a layout.)
+// (With one rotation per tile, device-memory time would hide most of the layouts' differences.)
 //
 // Shared memory has 32 banks of 4-byte words. Each bank serves one word per clock. The rungs differ
 // only in where the tile keeps element (row, column):
@@ -21,7 +21,7 @@
 //                                          TMA copies need.
 //
 // In the conflicted layout a warp writes a row in 1 clock and reads a column in 32 clocks. In the
-// others it takes 1 clock for each. The gain is at most 33 / 2 = 16.5x.
+// other layouts, writing and reading take 1 clock each. The gain is at most 33 / 2 = 16.5x.
 
 #include <cuda_runtime.h>
 

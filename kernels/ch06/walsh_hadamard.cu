@@ -5,10 +5,10 @@
 // throughout, so a thread needs about 80 registers. An SM has 65536 registers, enough for 768 such
 // threads of the 2048 that it can hold.
 //
-//   full_occupancy  __launch_bounds__(256, 8) asks for all 2048 threads (on GPUs with 1536 threads
-//                   per SM, 6 blocks), which leaves 32 (40) registers per thread. The other values
-//                   spill to local memory, which is device memory behind the L1 and L2: each stage
-//                   stores them there and loads them again.
+//   full_occupancy  __launch_bounds__(256, 8) asks for all 2048 threads, which leaves 32 registers
+//                   per thread. (GPUs with 1536 threads per SM: 6 blocks, 40 registers.) The other
+//                   values spill to local memory, which is device memory behind the L1 and L2: each
+//                   stage stores them there and loads them again.
 //   unbounded       No __launch_bounds__: the compiler takes the registers it needs, and fewer
 //                   threads are resident.
 //   matched         __launch_bounds__(256, 2) requires only two resident blocks and allows 128

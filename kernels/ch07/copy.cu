@@ -16,7 +16,7 @@
 //                      memory is saturated, more loads in flight only wait longer, and fewer blocks
 //                      are left to spread over the SMs.
 //
-// cuda_memcpy calls cudaMemcpyAsync, the library's copy.
+// cuda_memcpy calls cudaMemcpyAsync, the copy of the CUDA runtime.
 
 #include <cstdint>
 #include <cuda_runtime.h>

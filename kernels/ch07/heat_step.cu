@@ -26,7 +26,7 @@
 
 constexpr int WIDTH = 128, HEIGHT = 32;        // the tile that a block computes
 constexpr int HALO = 2;                        // points needed on each side of the tile
-constexpr int LEFT = 8;                        // points loaded to its left: 16 bytes, for alignment
+constexpr int LEFT = 8;                        // points loaded left of the tile: 16 bytes, aligned
 constexpr int PITCH = LEFT + WIDTH + 8;        // points per row in shared memory
 constexpr int ROWS = HALO + HEIGHT + HALO;     // rows of the box in shared memory
 constexpr int COLUMNS = HALO + WIDTH + HALO;   // points that the stencil needs per row

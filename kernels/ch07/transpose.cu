@@ -24,7 +24,7 @@ constexpr int ROWS = 8;  // a block has 32 x 8 threads; each thread takes TILE /
 template <int PITCH>
 __device__ void transpose_tile(float (*tile)[PITCH], const float* in, float* out, int n) {
     const int x = blockIdx.x * TILE, y = blockIdx.y * TILE;
-    const int column = threadIdx.x, row = threadIdx.y;  // row: the first of four, ROWS apart
+    const int column = threadIdx.x, row = threadIdx.y;  // row: first of a thread's four, ROWS apart
     for (int k = 0; k < TILE; k += ROWS)
         tile[row + k][column] = in[size_t(y + row + k) * n + x + column];
     __syncthreads();

@@ -16,7 +16,7 @@
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 128;
-constexpr int VALUES = 8;  // per thread
+constexpr int VALUES = 8;  // values per thread
 
 struct Chains1 {
     static constexpr int CHAINS = 1;

@@ -7,7 +7,7 @@
 // block size and bytes moved are the same in every rung:
 //
 //   eighth   One block reserves all shared memory of an SM: 8 of 64 warps, 12.5 % occupancy.
-//   quarter  Two blocks share it.
+//   quarter  Two blocks share the memory.
 //   half     Four blocks share it.
 //   full     No reservation: as many blocks as threads and registers allow.
 //
@@ -18,7 +18,7 @@
 
 constexpr int THREADS = 256;
 
-template <int BLOCKS>  // per SM; one kernel per rung, because the carveout is set per kernel
+template <int BLOCKS>  // per SM; one kernel per rung, because each sets its own carveout
 __global__ void __launch_bounds__(THREADS) scale(const float4* in, float4* out, float factor,
                                                  size_t n) {
     const size_t threads = size_t(gridDim.x) * THREADS;

@@ -13,8 +13,8 @@
 //                 reads the sums of its peers and scales its part. 2 passes.
 //
 // In a cluster of 4, a part of a row of 64 Ki floats takes 64 KiB, so blocks of several rows share
-// an SM. In a cluster of 2 it takes 128 KiB, so a single block fits on an SM, which idles at the
-// barrier.
+// an SM. In a cluster of 2 it would take 128 KiB: a single block would fit on an SM, and the SM
+// would idle at the barrier.
 
 #include <cooperative_groups.h>
 #include <cstdint>
@@ -72,7 +72,7 @@ norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
     __syncthreads();
     scale = shared_scale;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += 1024)  // streaming: x and out are not used again
+    for (int i = threadIdx.x; i < vectors; i += 1024)  // streaming: neither x nor out is reused
         __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 

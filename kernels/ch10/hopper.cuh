@@ -58,7 +58,9 @@ __device__ void store_fragments(const float (&acc)[COUNT], bf16* out, int n, int
     }
 }
 
-// --- mbarriers: a phase completes when all arrivals and all expected bytes are in --------------
+// --- mbarriers ---------------------------------------------------------------------------------
+//
+// A phase completes when all arrivals and all expected bytes have arrived.
 
 __device__ inline void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
@@ -166,7 +168,7 @@ __device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int PENDING>
-__device__ inline void wgmma_wait() {  // until at most PENDING groups are in flight
+__device__ inline void wgmma_wait() {  // waits until at most PENDING are in flight
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
 }
 

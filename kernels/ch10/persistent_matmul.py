@@ -101,7 +101,7 @@ def descriptor(a, b, out):
 
 def persistent(a, b, out):
     size, matrices = (len(a), len(b), a.shape[1]), _descriptors(a, b, out)
-    programs = 3  # in the interpreter: few, so that a program has several tiles
+    programs = 3  # few in Triton's interpreter, so that a program has several tiles
     if a.is_cuda:
         programs = torch.cuda.get_device_properties(a.device).multi_processor_count
     programs = min(programs, _tiles(a, b))

@@ -46,7 +46,7 @@ __device__ void commit(uint64_t* barrier) {
                  :: "r"(shared_address(barrier)) : "memory");
 }
 
-// Multiply a stage: four k slices of 16, 32 bytes apart. `empty` tracks when it may be refilled.
+// Multiply a stage: four k slices of 16, 32 bytes apart. `empty` completes when the stage is free.
 __device__ void mma_stage(uint32_t acc, uint32_t stage, bool add, uint64_t* empty) {
     for (int k = 0; k < 4; ++k)
         mma(acc, matrix_descriptor(stage + 32 * k), matrix_descriptor(stage + A_BYTES + 32 * k),

@@ -25,7 +25,7 @@ def data_parallel(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
 
 def split_k(tiles: int, slices: int, workers: int, parts: int = 2) -> list[list[Segment]]:
     cuts = [slices * part // parts for part in range(parts + 1)]
-    # the later parts first, so that the owner of a tile does not wait for them
+    # the last parts of all tiles come first, so that the owner of a tile does not wait for them
     segments = [(t, cuts[p], cuts[p + 1]) for p in reversed(range(parts)) for t in range(tiles)]
     return [segments[w::workers] for w in range(workers)]
 
@@ -40,7 +40,7 @@ def stream_k(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
             last = min(slices, first + end - position)
             segments.append((tile, first, last))
             position += last - first
-        # the end of another worker's tile, if there is one, comes first: that worker waits for it
+        # a segment that ends another worker's tile comes first, because that worker waits for it
         schedule.append(segments)
     return schedule
 

@@ -45,7 +45,7 @@ __device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, in
             copy_tile(a + size_t(origin.row) * k + step * TILE_K, k, stage);
             copy_tile(b + size_t(origin.column) * k + step * TILE_K, k, stage + TILE_BYTES);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");  // even if empty: groups are counted
+        asm volatile("cp.async.commit_group;" ::: "memory");  // also if empty: the wait counts
     };
     Mma mma;
     for (int step = 0; step < STAGES - 1; ++step) copy(step);
@@ -148,7 +148,7 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         wgmma_k_tile(acc, stage + row * ROW_BYTES, stage + TILE_BYTES, 1);
         wgmma_wait<1>();  // this warpgroup's previous product is complete
-        __syncthreads();  // the other's as well, so its stage may be overwritten
+        __syncthreads();  // the other warpgroup's too: the stage may be overwritten
         const int next = step - 1 + STAGES;
         if (threadIdx.x == 0 && step > 0 && next < steps) load(next);
     }

@@ -16,7 +16,7 @@
 #include <cuda_runtime.h>
 
 constexpr int TASKS = 16;
-constexpr int BLOCKS = 8;  // per task
+constexpr int BLOCKS = 8;  // per simulation
 constexpr int THREADS = 256;
 constexpr int PENDULUMS = BLOCKS * THREADS;
 constexpr float TIME_STEP = 5e-4f;

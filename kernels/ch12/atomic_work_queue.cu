@@ -55,7 +55,7 @@ walk_queue(const int* table, const int* lengths, int* out, int items) {
         __syncthreads();  // all threads have read the ticket
         if (first >= items) return;
         for (int item = first; item < end - 1; ++item) walk(shared, lengths[item], item, out);
-        // only at the last item: idle blocks cannot get items that a busy block has reserved
+        // reserve the next chunk only now: no other block can process items that this one reserves
         if (threadIdx.x == 0) ticket = atomicAdd(&next_item, CHUNK);
         walk(shared, lengths[end - 1], end - 1, out);
     }

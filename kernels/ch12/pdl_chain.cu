@@ -12,7 +12,8 @@
 //               (griddepcontrol.wait), and loads the state. A block takes 72 KiB of shared memory,
 //               so blocks of up to three layers are resident on an SM.
 //
-// Before the wait, a kernel must not read what the kernel before writes, nor write what it reads.
+// Before the wait, a kernel must not read what the kernel before writes, nor write what the kernel
+// before reads.
 
 #include <cstdint>
 #include <cuda_bf16.h>

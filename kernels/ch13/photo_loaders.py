@@ -68,7 +68,7 @@ def workers(photos, order, model):
     epoch_indices = (photo_set * len(photos) + order).tolist()
 
     def run(_photos, _order, model):
-        indices[:] = epoch_indices  # the sampler of the persistent loader
+        indices[:] = epoch_indices  # the loader takes its batches from this list
         return run_epoch(loader, model)
 
     return run

@@ -34,7 +34,7 @@ def eager(x, target, weights, momentum):
 
 
 def _capture(call, *args):
-    """Capture one call in a graph. The call first runs once: a capture may not load kernels."""
+    """Capture a call in a CUDA graph, after a first call outside the graph loads the kernels."""
     call(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -17,7 +17,7 @@ SCHEDULE = {"TM": 128, "TN": 256, "TK": 128, "GROUP_M": 8, "num_warps": 8, "num_
 
 
 @triton.jit
-def _tile_origin(  # noqa: PLR0917  as below
+def _tile_origin(  # noqa: PLR0917  as in the kernels below
     tile, M, N, TM: tl.constexpr, TN: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
     """Grouped tile order: groups of GROUP_M rows of tiles, each group column by column."""

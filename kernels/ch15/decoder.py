@@ -40,7 +40,7 @@ class Decoder(NamedTuple):
 
 
 def random_decoder(layers, width, vocabulary, **options):
-    """Draw weights with which each layer adds about as much to x as the embedding contributes."""
+    """Draw weights scaled so that each layer adds about as much to x as the embedding does."""
     shapes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
     weights = [torch.randn(layers, *s, **options).mul_(s[0] ** -0.5) for s in shapes]
     tables = [torch.randn(vocabulary, width, **options) for _ in range(2)]
@@ -105,7 +105,7 @@ def capture_graph(step, *pool):
     This does not use torch.cuda.graph(), which first returns all unused memory to the driver:
     returning and reallocating it takes many times as long as a capture.
     """
-    step()  # libraries initialize in their first call, which a capture forbids
+    step()  # initializes the libraries, which a capture forbids
     graph, gc_was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()  # a collection may destroy another graph, which would invalidate this capture
     try:
@@ -114,7 +114,7 @@ def capture_graph(step, *pool):
             try:
                 step()
             except BaseException:
-                with suppress(RuntimeError):  # the error of the step is the more useful one
+                with suppress(RuntimeError):  # the error of the step explains more
                     graph.capture_end()
                 raise
             graph.capture_end()

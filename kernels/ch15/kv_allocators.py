@@ -130,7 +130,7 @@ def serve(prompts, lengths, values, pool, allocator_class):
                 allocator.release(youngest)
                 queue.append(youngest)
             if sequence not in running:
-                continue  # preempted
+                continue  # it has just been preempted
             memory[allocator.slots(sequence, length, length + 1)] = values[sequence, length]
             running[sequence] = length + 1
             if running[sequence] == lengths[sequence]:

@@ -1,4 +1,4 @@
-"""Decode given tokens one by one after their prompts, without a KV cache and with two kinds of it.
+"""Decode given tokens after their prompts: without a KV cache, and with two kinds of KV cache.
 
 recompute  No cache: prompt and new tokens run through the model for each new token.
 concat     ``torch.cat`` appends the keys and values of each new token to those of all earlier

@@ -38,7 +38,7 @@ class Sequence:
         self.caches = [model.embedding.new_zeros(shape) for _ in model.qkv]
 
     def predict(self, tokens, first, layers=None):
-        """Return the next token after each of ``tokens``, the first of which is at ``first``."""
+        """Predict the successor of each of ``tokens``; ``first`` is the position of the first."""
         positions = first + self.positions[: len(tokens)]
         mask = self.positions <= positions[:, None]
         x = self.model.embedding[tokens][None]
@@ -68,7 +68,7 @@ class Sequence:
         drafted = draft_tokens(self)
         verified = self.predict(torch.cat([self.tokens[self.last], drafted]), self.last)
         accepted = (verified[:-1] == drafted).long().cumprod(0).sum()
-        # tokens beyond the first wrong one are wrong, too; the next round overwrites them
+        # tokens beyond the first wrong one are not accepted; the next round overwrites them
         self.tokens.index_copy_(0, self.last + 1 + self.positions[: DRAFT_LENGTH + 1], verified)
         self.last += accepted + 1
 
@@ -128,7 +128,7 @@ def decode_in_fp64(model, prompts, count):
     """Decode greedily in fp64 without a cache: the tokens, and each sequence's smallest margin.
 
     The margin of a decision is the difference of the two largest logits, divided by the standard
-    deviation of all.
+    deviation of all logits.
     """
     model = model.to(torch.float64)
     sequences = prompts

@@ -2,8 +2,8 @@
 
 exact    finds a prompt only if the whole prompt was served before.
 blocks   keeps every full block of 16 tokens under a hash of its own and all earlier tokens.
-radix    keeps a radix tree of token runs. A prompt that diverges within a run splits it; eviction
-         drops leaves.
+radix    keeps a radix tree whose nodes hold consecutive tokens. A prompt that diverges within a
+         node splits it; eviction drops leaves.
 
 ``match(prompt)`` returns the kv of the longest cached prefix; ``insert(prompt, kv)`` adds a prompt.
 The ``kv`` of a token stands for its keys and values: one number computed from the token and all
@@ -89,7 +89,7 @@ class Blocks:
         return np.concatenate([np.empty(0, int), *hits])
 
     def insert(self, prompt, kv):
-        # last block first, so that the earlier blocks, which it needs, are evicted after it
+        # a block is useless without the earlier ones: insert the last first, to evict it first
         for at, prefix_hash in reversed(list(self._hashes(prompt))):
             self.blocks[prefix_hash] = kv[at : at + BLOCK]
             self.blocks.move_to_end(prefix_hash)
@@ -98,7 +98,7 @@ class Blocks:
 
 
 class Node:
-    """A run of tokens, its kv, the time of its last use, and the runs that follow it."""
+    """Consecutive tokens, their kv, the time of their last use, and the nodes that follow."""
 
     def __init__(self, tokens, kv, parent=None):
         self.tokens, self.kv, self.parent = tokens, kv, parent
@@ -111,7 +111,7 @@ class Radix:
         self.root = Node((), np.empty(0, int))
 
     def _walk(self, prompt):
-        """Yield each node on the prompt's path and how many of its tokens the prompt shares."""
+        """Yield each node that the prompt reaches, and how many of its tokens match the prompt."""
         node, at = self.root, 0
         while at < len(prompt) and prompt[at] in node.children:
             node = node.children[prompt[at]]
@@ -145,7 +145,7 @@ class Radix:
             self._evict(min(self._leaves(self.root), key=lambda leaf: leaf.last_use))
 
     def _split(self, node, at):
-        """Split a run; the second part keeps the children and the time of its last use."""
+        """Move a node's tokens from ``at`` on, its children and its last use to a new child."""
         rest = Node(node.tokens[at:], node.kv[at:], node)
         rest.last_use, rest.children = node.last_use, node.children
         for child in rest.children.values():

@@ -8,7 +8,7 @@ piecewise   one graph per piece between two attentions. The pieces treat each to
             a prompt uses the smallest bucket that fits. Attention needs the exact length and is
             launched eagerly.
 
-Each writes the last hidden state of each prompt.
+Each of the three writes the last hidden state of each prompt.
 """
 
 import torch
@@ -64,7 +64,7 @@ class Pieces:
         ]
 
     def piece(self, i):
-        """Run from attention ``i - 1`` to attention ``i``; the first piece embeds the tokens."""
+        """Compute what lies between two attentions; the first piece embeds the tokens."""
         if i == 0:
             self.x.copy_(self.model.embedding[self.tokens])
         else:

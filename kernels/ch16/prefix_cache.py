@@ -2,7 +2,7 @@
 
 A token's keys and values depend only on the tokens before it, so prompts with a common prefix share
 those of the prefix. An array of them (``kv``) has the shape tokens x layers x (key, value) x width;
-a slice of its first axis belongs to a run of tokens.
+a slice of its first axis belongs to consecutive tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ Tokens = tuple[int, ...]
 
 
 def prefill(prompt: Tokens, embedding, layers, past=()):
-    """Run the tokens after the cached runs in ``past``.
+    """Run the model on the tokens of the prompt that follow the cached ones.
 
     Return the last hidden state and the kv of these tokens.
 
-    ``layers`` holds the query, key, value and output matrices of each layer. Attention reads the
-    cached runs in place: joining them would copy the whole prompt's kv for each request.
+    ``past`` is a list of arrays, which together are the kv of the cached tokens. Attention reads
+    them in place: joining them would copy the whole cached kv for each request. ``layers`` holds
+    the query, key, value and output matrices of each layer.
     """
     cached = sum(map(len, past))
     x = embedding[list(prompt[cached:])]
@@ -65,7 +66,7 @@ class ExactCache:
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens and its kv. Children are keyed by the first token of their runs."""
+    """Consecutive tokens and their kv. The key of a child is its first token."""
 
     tokens: Tokens
     kv: np.ndarray
@@ -73,21 +74,21 @@ class Node:
 
 
 class RadixCache:
-    """A radix tree of runs: a prefix that several prompts share is one path, stored once."""
+    """A radix tree, which stores a prefix once even if several prompts begin with it."""
 
     def __init__(self):
         self.root = Node((), np.empty(0))
 
     def match(self, prompt: Tokens):
-        """Return the cached kv of the longest shared prefix: one array per node on its path."""
+        """Return the kv of the longest cached prefix of the prompt: one array per tree node."""
         return [node.kv[:shared] for node, shared in self._path(prompt)]
 
     def insert(self, prompt: Tokens, kv):
-        """Add the end of the prompt that ``match`` did not find; ``kv`` belongs to that end."""
+        """Add the tokens of the prompt that ``match`` did not find; ``kv`` is theirs."""
         node = self.root
         for child, shared in self._path(prompt):
             node = child
-            if shared < len(child.tokens):  # the prompt diverges within a run: split it there
+            if shared < len(child.tokens):  # the prompt diverges within a node: split it
                 rest = Node(child.tokens[shared:], child.kv[shared:], child.children)
                 child.tokens, child.kv = child.tokens[:shared], child.kv[:shared]
                 child.children = {rest.tokens[0]: rest}
@@ -96,7 +97,7 @@ class RadixCache:
             node.children[new[0]] = Node(new, kv)
 
     def _path(self, prompt: Tokens) -> list[tuple[Node, int]]:
-        """Return the nodes on the prompt's path, each with the number of tokens it shares."""
+        """Return each node that the prompt reaches, and how many of its tokens match the prompt."""
         path, node, at = [], self.root, 0
         while at < len(prompt) and prompt[at] in node.children:
             node = node.children[prompt[at]]
@@ -109,6 +110,6 @@ class RadixCache:
 
 
 def _shared_length(a: Tokens, b: Tokens) -> int:
-    """Return the length of the common prefix of two runs."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

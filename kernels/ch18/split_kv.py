@@ -76,7 +76,7 @@ def attend(q, k, v, parts):
     heads, group, width = q.shape
     length = k.shape[1]
     part_length = triton.cdiv(triton.cdiv(length, parts), TILE) * TILE
-    parts = triton.cdiv(length, part_length)  # rounding up may leave fewer parts, none empty
+    parts = triton.cdiv(length, part_length)  # fewer if part_length was rounded up; none is empty
     part_out = torch.empty(heads, parts, group, width, device=q.device)
     part_max, part_denominator = torch.empty(2, heads, parts, group, device=q.device)
     _part[heads, parts](

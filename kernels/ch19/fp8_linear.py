@@ -17,7 +17,7 @@ def quantize(x):
 
 
 def scaled_mm(a, scale_a, b, scale_b):
-    """Multiply a @ b.T."""
+    """Return a @ b.T in bf16, with each fp8 operand multiplied by its scale."""
     multiply = torch._scaled_mm  # noqa: SLF001  its public wrapper breaks torch.compile's graph
     return multiply(a, b.T, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 

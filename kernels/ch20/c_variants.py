@@ -107,7 +107,7 @@ def _library():
         source.write_text("".join(v.source for v in {START, *VARIANTS}))
         command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # stays loaded after its file is deleted
+        return ctypes.CDLL(str(library))  # the library stays loaded after its file is deleted
 
 
 def arm(variant):

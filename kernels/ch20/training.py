@@ -5,8 +5,8 @@ fused     AdamW in one kernel.
 compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 
-The step updates weights and both moments in place and returns the loss. Each of the three is a
-Decoder (embedding, lm_head and one tensor per kind of weight, see kernels/ch15/decoder.py).
+The step updates weights and both moments in place and returns the loss. Weights and moments
+are each a Decoder (embedding, lm_head and one tensor per kind of weight, see kernels/ch15/decoder.py).
 """
 
 import torch
@@ -86,7 +86,7 @@ def graph(*state):
     compiled(*state)  # compile first: a capture forbids it
     replay = captured(whole_step, state[0].device)
 
-    def run(*_):  # the graph holds the addresses of the state
+    def run(*_):  # unused: the graph reads the state by address
         replay()
         return outputs["loss"]
 

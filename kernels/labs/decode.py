@@ -32,7 +32,7 @@ def cache_slab(past, tokens):
     return slabs
 
 
-def eager(model, past, tokens):  # noqa: ARG001  decode() takes the model
+def eager(model, past, tokens):  # noqa: ARG001  model: used in decode()
     slabs, length = cache_slab(past, tokens), past.shape[3]
 
     def decode(model, past, tokens):  # noqa: ARG001  the slabs contain the past
@@ -137,7 +137,7 @@ def _attend(  # noqa: PLR0917  as above
     v = tl.load(qkv + (2 * heads + head) * D + column)
     tl.store(keys + (head * capacity + length) * D + column, k)
     tl.store(values + (head * capacity + length) * D + column, v)
-    # start with the new token itself, whose key and value are in registers
+    # start with the new token, whose key and value are already in registers
     running_max = tl.sum(q * k.to(tl.float32), 0)
     denominator = tl.exp(running_max - running_max)
     accumulator = v.to(tl.float32)

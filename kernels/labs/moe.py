@@ -32,7 +32,7 @@ def sort_by_expert(x, router):
     """Return the weights, the slots in the order of their experts, and the ends of the groups."""
     weights, experts = route(x, router)
     slots = experts.flatten().sort(stable=True).indices
-    # not bincount, which synchronizes to learn the length of its result
+    # not bincount, which waits for the GPU to compute the length of its result
     counts = torch.zeros(router.shape[1], device=x.device, dtype=torch.int32)
     counts = counts.index_add(0, experts.flatten(), torch.ones_like(slots, dtype=torch.int32))
     return weights, slots, counts.cumsum(0, dtype=torch.int32)
@@ -110,7 +110,7 @@ def graph(*inputs):
 
     replay = captured(step, inputs[0].device)
 
-    def run(*_):  # the graph holds the addresses of the inputs
+    def run(*_):  # unused: the graph reads the inputs by address
         replay()
         return outputs["out"]
 

@@ -2,11 +2,11 @@
 //
 //   three_kernels  Scan-then-propagate: scan each tile of 4096 and store its sum; scan the sums;
 //                  then add the sum of all previous tiles to each tile. Two reads and two writes.
-//   look_back      Single pass with decoupled look-back: one read, one write. A tile publishes its
-//                  sum as soon as it has it (AGGREGATE) and then looks back: it adds the sums of
-//                  its predecessors, 32 at a time, until it meets one that has published its
-//                  inclusive prefix (PREFIX); then it publishes its own. It rarely looks back far,
-//                  because all tiles do this concurrently.
+//   look_back      Single pass with decoupled look-back: one read, one write. A tile first
+//                  publishes its sum (AGGREGATE). Then it looks back: it adds the sums of its
+//                  predecessors, 32 at a time, until it reaches one that has published its
+//                  inclusive prefix (PREFIX); then it publishes its own prefix. It rarely looks
+//                  back far, because all tiles do this concurrently.
 //
 // Two points make look_back safe. Tiles are numbered in the order in which blocks start (a ticket),
 // so a tile waits only for tiles that are running or done. State and sum share one 64-bit word, so
