@@ -1,4 +1,4 @@
-"""Compile .cu files to shared libraries, in a cache keyed by content."""
+"""Compile .cu files to shared libraries, and keep these in a cache keyed by content."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def build(
                 _compile(command, name, scratch, stop or threading.Event())
                 if entry.name != _key(nvcc, read_sources(source, include)):
                     continue  # the source was edited meanwhile: the library may match neither text
-                shutil.rmtree(entry, ignore_errors=True)  # an incomplete entry may block it
+                shutil.rmtree(entry, ignore_errors=True)  # an incomplete one would block rename()
                 scratch.rename(entry)  # atomic: readers see no incomplete entry
     except OSError as error:
         raise BuildError(
@@ -199,7 +199,7 @@ def _scratch_folder(entry: Path) -> Iterator[Path]:
     scratch, locks = entry.with_suffix(".new"), entry.parent / "locks"
     create_tagged(locks, 0o700)
     with locked(locks / entry.name):
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed run may have left it
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left it
         create_tagged(scratch, 0o700)
         try:
             yield scratch
@@ -283,7 +283,7 @@ def build_parallel(
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 progress(done, len(requests), future.result())
-        except BaseException:  # Ctrl-C: no compiler may outlive the session
+        except BaseException:  # such as Ctrl-C: no compiler may outlive the session
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -300,7 +300,7 @@ def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
         match node:
             case ast.Call(ast.Name("nvcc"), [ast.Constant(str(name)), *rest], keywords):
                 flags = [*rest, *(keyword.value for keyword in keywords)] or [ast.Tuple([])]
-                # a call with computed flags is left out: the test builds when it runs
+                # raised for computed arguments: that file is built only when the test runs
                 with suppress(TypeError, ValueError):
                     calls[name, tuple(map(str, ast.literal_eval(flags[0])))] = None
     return list(calls)

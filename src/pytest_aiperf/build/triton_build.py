@@ -31,8 +31,8 @@ Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 def launched_kernels(call: Callable[[], object]) -> list[Compiled]:
     """Call ``call`` again on the GPU, and return the Triton kernels that it launches.
 
-    An earlier call must have compiled them. Triton's hook does not see the replay of a CUDA graph:
-    if it sees no launch, return all kernels that Triton compiled in this process.
+    An earlier call must have compiled them. Triton does not call its launch hook when a CUDA graph
+    is replayed: if the hook is never called, return all kernels that this process compiled.
     """
     kernels = list(_compiled_kernels()) if "triton.knobs" in sys.modules else []
     if not kernels:
@@ -59,7 +59,7 @@ def _compiled_kernels() -> Iterator[tuple[str, Any]]:
     """Yield (source file, kernel) for each kernel that Triton compiled in this process."""
     jit = sys.modules["triton.runtime.jit"]
     gc.unfreeze()  # get_objects leaves out frozen objects, and all imported modules are frozen
-    # found through the garbage collector: Triton keeps no list of its functions
+    # ask the garbage collector, because Triton keeps no list of its functions
     functions = [o for o in gc.get_objects() if type(o) is jit.JITFunction]
     gc.freeze()
     for function in functions:
@@ -73,9 +73,10 @@ def _compiled_kernels() -> Iterator[tuple[str, Any]]:
 
 
 def compile_for_targets(launches: Sequence[Launch], archs: Sequence[str]) -> list[Compiled]:
-    """Compile interpreted kernels for absent GPUs, specialized for the arguments of each launch.
+    """Compile the kernels of interpreted launches for architectures whose GPU is absent.
 
-    A separate process compiles, because in this one the interpreter replaces Triton's language.
+    Each launch's kernel is specialized for its arguments. A separate process compiles, because in
+    this one Triton's interpreter replaces the functions of ``triton.language``.
     """
     jobs: dict[str, dict[str, Any]] = {}
     for kernel, args, kwargs in launches:
@@ -124,9 +125,10 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
 
 
 def _to_json(value: Any) -> Any:
-    """Describe an argument in JSON; a tensor only by its dtype.
+    """Describe a kernel's argument in JSON.
 
-    Triton specializes code for a tensor's dtype and its 16-byte alignment, which is assumed here.
+    For a tensor the dtype suffices: apart from it, the code depends only on whether the address is
+    aligned to 16 bytes, which is assumed.
     """
     if hasattr(value, "data_ptr"):
         return {"dtype": str(value.dtype).removeprefix("torch.")}
@@ -175,12 +177,12 @@ def _absent_driver(target: Any) -> Any:
 def _jit_function(job: Mapping[str, Any]) -> Any:
     try:
         module: Any = importlib.import_module(job["module"])
-    except ImportError:  # a test file: pytest imports it by its path
+    except ImportError:  # a test file may not be importable by name
         spec: Any = importlib.util.spec_from_file_location(job["module"], job["file"])
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     function = getattr(module, job["name"])
-    while not hasattr(function, "device_caches"):  # inside an autotuner or heuristics
+    while not hasattr(function, "device_caches"):  # unwrap autotuners and heuristics
         function = function.fn
     return function
 

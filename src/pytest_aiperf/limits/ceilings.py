@@ -44,7 +44,7 @@ def get(
     *,
     fresh: bool = False,
 ) -> dict[str, float]:
-    """Return the ceilings of a device's GPU; measure missing ones, or all if ``fresh``.
+    """Return the ceilings of a device's GPU; measure those missing, or all if ``fresh``.
 
     The units are bytes or operations per second, and seconds per launch. A ceiling that cannot be
     measured here is left out. Measuring takes about ten seconds and needs the exclusive lock.
@@ -102,7 +102,7 @@ def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
 
 
 def _read(path: Path, versions: Mapping[str, str]) -> dict[str, float]:
-    """Read the ceilings in a file; empty if it is torn or was written for other versions."""
+    """Read the ceilings in a file; none if it is incomplete or of other versions."""
     try:
         content = loads(path.read_text(encoding="utf-8"), path.name)
         ceilings = content.pop("ceilings")
@@ -134,7 +134,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
         run = benchmarks[name]
         try:
             rate = _run_undisturbed(device, run) or _run_undisturbed(device, run)
-        except (RuntimeError, AiperfError) as why:  # only this ceiling is lost; no claim fails
+        except (RuntimeError, AiperfError) as why:  # the other ceilings can still be measured
             progress(f"{name} is not measured: {str(why).partition(chr(10))[0]}")
             continue
         finally:
@@ -148,7 +148,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
 
 def _run_undisturbed(device: Device, benchmark: Callable[[], float]) -> float | None:
     """Run a micro-benchmark; return None if the GPU was throttled meanwhile."""
-    # the SM clock is not compared: it is higher under light work
+    # ignore the SM clock: even without throttling it changes with the load
     before = replace(device.telemetry(), sm_mhz=None)
     rate = benchmark()
     return None if round_problem(before, replace(device.telemetry(), sm_mhz=None)) else rate
@@ -175,6 +175,6 @@ def table(ceilings: Mapping[str, float], key: str) -> list[str]:
 
 
 def record(gpu: Gpu, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    """Return ceilings as a record to share: the GPU's model without its UUID."""
+    """Return ceilings as a record that can be published: with the GPU's model, not its UUID."""
     about = {"gpu": to_json(replace(gpu, uuid="")), "torch": metadata.version("torch")}
     return {**about, "ceilings": dict(ceilings)}

@@ -29,7 +29,7 @@ class Sizes:
     """Sizes of the buffers and matrices that the micro-benchmarks use."""
 
     memory: int  #: Bytes that are read or copied in device memory.
-    l2: tuple[int, ...]  #: Bytes that are read or copied in the L2.
+    l2: tuple[int, ...]  #: Sizes in bytes of the buffers that are read or copied in the L2.
     host: int  #: Bytes that are copied between host and GPU.
     products: tuple[tuple[int, int, int], ...]  #: M, N and K of matrix products.
     launches: int = 200  #: Launches that are timed together.
@@ -89,18 +89,18 @@ class Microbenchmarks:
         return self._sizes.memory / min(map(self._best_s, calls))
 
     def _passes(self, source: Any, target: Any, *, write: bool) -> list[Call]:
-        """Return kernels that read or copy a buffer once, one per number of vectors per thread."""
+        """Return a call per number of vectors per thread; each reads or copies the buffer once."""
         move = partial(self._kernels["move"], source, target, source.nbytes)
-        # one thread block per chunk, in one step
+        # blocks=0, steps=1: one thread block per chunk, which it moves in one step
         return [partial(move, vectors, write, 0, 1) for vectors in (2, 4, 8)]
 
     def _l2(self) -> float:
-        """Read or copy a buffer that stays in the L2, again and again; return the higher rate."""
+        """Return the highest rate of reading or copying a buffer that stays in the L2."""
         move, blocks, highest = self._kernels["move"], 8 * self._sms, 0.0
         for size in self._sizes.l2:
             source, target = self._bytes(size), self._bytes(size)
             for vectors, write in ((4, False), (8, False), (4, True)):
-                # as many bytes in all as the benchmark of device memory moves
+                # repeat until as many bytes have moved as in the benchmark of device memory
                 step = blocks * _THREADS * vectors * 16
                 steps = math.ceil(self._sizes.memory / step)
                 part = size // 2 if write else size
@@ -114,7 +114,7 @@ class Microbenchmarks:
         return blocks * rounds * 1024 * 8 * 16 / best_s
 
     def _fp32(self) -> float:
-        """Run a kernel of FMAs, in bursts as the matrix products do."""
+        """Return the highest rate of a kernel of FMAs, in bursts and continuously."""
         target, blocks, rounds = self._bytes(16), 8 * self._sms, self._sizes.rounds
         target = target.view(self._torch.float32)
         best_s = self._best_s(lambda: self._kernels["multiply"](blocks, rounds, target), _BURSTS)
@@ -128,7 +128,7 @@ class Microbenchmarks:
         """
         highest = 0.0
         for m, n, k in self._sizes.products:
-            if dtype == "fp64":  # slower: an eighth of the work suffices
+            if dtype == "fp64":  # fp64 is slow: an eighth of the work suffices
                 m, n, k = m // 2, n // 2, k // 2  # noqa: PLW2901
             call = self._multiplication(dtype, m, n, k)
             with self._tf32() if dtype == "tf32" else contextlib.nullcontext():
@@ -140,7 +140,7 @@ class Microbenchmarks:
         a, b = (self._matrix(dtype, rows, k) for rows in (m, n))
         b = b.t()  # both are contiguous along k, as 8-bit products require
         if dtype == "int8":
-            return lambda: torch._int_mm(a, b)  # noqa: SLF001  no public name
+            return lambda: torch._int_mm(a, b)  # noqa: SLF001  it has no public name
         if dtype == "fp8":
             scale = torch.ones((), device=a.device)
             product = partial(torch._scaled_mm, scale_a=scale, scale_b=scale)  # noqa: SLF001
@@ -167,10 +167,10 @@ class Microbenchmarks:
             matmul.fp32_precision = before
 
     def _launch(self) -> float:
-        """Return the host's seconds per launch from C++, where a launch costs the least."""
+        """Return the host's seconds per launch, in a loop in C++ because Python would add time."""
         launch, times, best_s = self._kernels["launch"], self._sizes.launches, math.inf
         for _ in range(2 * _BLOCKS):
-            self._device.synchronize()  # empties the launch queue, so that it has room for all
+            self._device.synchronize()  # empty the launch queue: a full one would block
             begun = now()
             launch(times)
             best_s = min(best_s, (now() - begun) * 1e-9 / times)
@@ -187,7 +187,7 @@ class Microbenchmarks:
         size = self._sizes.host
         on_device = self._bytes(size)
         on_host = self._torch.empty(size, dtype=self._torch.uint8, pin_memory=pinned)
-        on_host.copy_(on_device)  # also makes the host allocate every page
+        on_host.copy_(on_device)  # the write makes the host allocate every page
         target, source = (on_host, on_device) if down else (on_device, on_host)
         # the host itself copies pageable memory: events on the GPU would not cover all of it
         mode = Mode.PLAIN if pinned else Mode.WALL
@@ -199,7 +199,7 @@ class Microbenchmarks:
         return buffer.random_(generator=self._random)
 
     def _best_s(self, call: Call, bursts: int = 0) -> float:
-        """Return the seconds per call of the fastest block; the first ``bursts`` follow a pause."""
+        """Return the fastest block's seconds per call; pause before each of ``bursts`` blocks."""
         for _ in range(2):  # warm up: the first call may load libraries
             call()
         estimate_s = self._device.estimate_s(call)

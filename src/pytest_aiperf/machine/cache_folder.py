@@ -15,7 +15,7 @@ Signature: 8a477f597d28d172789f06886806bc55
 
 
 def create_tagged(folder: Path, mode: int = 0o777) -> None:
-    """Create a folder and tag it; one that has content stays untagged: it may belong to others."""
+    """Create a folder and tag it, unless it exists with content, which may belong to others."""
     folder.mkdir(mode, parents=True, exist_ok=True)
     if any(folder.iterdir()):
         return
@@ -28,7 +28,7 @@ def create_tagged(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_tagged(folder: Path) -> bool:
-    """Whether this plugin created a folder for the current user; links are not followed."""
+    """Whether this plugin created a folder for the current user; a symbolic link never counts."""
     tag = folder / TAG_FILE
     if folder.is_symlink() or tag.is_symlink() or not tag.is_file():
         return False

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, Final
 
-VARIABLE: Final = "PYTEST_AIPERF_RANKS"  #: Environment variable of a rank: its job as JSON.
+VARIABLE: Final = "PYTEST_AIPERF_RANKS"  #: Environment variable that holds a rank's job as JSON.
 
 
 class RankGroup:
@@ -61,7 +61,7 @@ class TorchRankGroup(RankGroup):
         return float(value)
 
     def barrier(self) -> None:
-        self.max(0.0)  # dist.barrier() would allocate on the GPU that the group is bound to
+        self.max(0.0)  # dist.barrier() would allocate GPU memory
 
     def stream_barrier(self) -> None:
         self._dist.all_reduce(self._zero)

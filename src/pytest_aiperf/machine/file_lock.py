@@ -16,7 +16,7 @@ def locked(
 ) -> Iterator[None]:
     """Hold a lock, exclusively or shared; call ``wait`` once if another process holds it.
 
-    A process that is forked meanwhile does not hold the lock.
+    A process that is forked while the lock is held does not keep it locked.
     """
     fd = _open(path)
     try:
@@ -29,12 +29,12 @@ def locked(
             fcntl.flock(fd, mode)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: forked processes hold the handle
+        fcntl.flock(fd, fcntl.LOCK_UN)  # not only close(): forked processes keep the file open
         os.close(fd)
 
 
 def is_shared(path: Path) -> bool:
-    """Return whether a lock has shared holders, so is neither free nor held exclusively."""
+    """Return whether at least one process holds a lock in shared mode."""
     fd = _open(path)
     try:
         for mode, shared in ((fcntl.LOCK_EX, False), (fcntl.LOCK_SH, True)):

@@ -54,25 +54,25 @@ class GpuLock:
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
-        self._shared_gpus: ExitStack | None = None  # the locks of the GPUs, while they are shared
+        self._shared_gpus: ExitStack | None = None  # shared locks of the GPUs, while held
         self._suspended = False
 
     def shared(self) -> AbstractContextManager[None]:
-        """Hold the host and the GPUs shared, while a claim prepares."""
+        """Hold shared locks on the host and the GPUs, while a claim prepares."""
         return self._lock_scope(exclusive_host=False, exclusive_gpus=False)
 
     def exclusive_gpu(self) -> AbstractContextManager[None]:
-        """Hold the GPUs exclusively and the host shared."""
+        """Hold exclusive locks on the GPUs and a shared lock on the host."""
         return self._lock_scope(exclusive_host=False, exclusive_gpus=True)
 
     def exclusive_host(self) -> AbstractContextManager[None]:
-        """Hold the host and the GPUs exclusively."""
+        """Hold exclusive locks on the host and the GPUs."""
         return self._lock_scope(exclusive_host=True, exclusive_gpus=True)
 
     def suspend(self, before: Callable[[], object]) -> None:
-        """Release the GPUs of a shared lock until :meth:`resume`; the host stays shared.
+        """Release the shared locks of the GPUs until :meth:`resume`, but not that of the host.
 
-        ``before`` is called first: no work of this process may be left on the GPUs.
+        ``before`` is called first: it must end all work of this process on the GPUs.
         """
         if self._shared_gpus is not None and not self._suspended:
             before()
@@ -93,7 +93,7 @@ class GpuLock:
         self._held = True
         try:
             with ExitStack() as scope:
-                # the same order in all processes, so that no two claims wait for each other
+                # all processes lock in the same order, so that no two claims wait for each other
                 with self._waiting() as wait:
                     host = self._folder / "host"
                     _lock(scope, host, partial(wait, "the host"), exclusive=exclusive_host)
@@ -136,9 +136,10 @@ def default_folder() -> Path:
 def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusive: bool) -> None:
     """Lock a resource until ``scope`` ends, with a readers-writer lock that prefers writers.
 
-    Writers hold the gate shared; a reader must pass it exclusively. So no reader enters once a
-    writer waits, and queued writers run back to back. A writer closes the gate only after a
-    grace period: while one claim compiles for 10 s, others may prepare as well.
+    The gate is a second lock. A reader takes it exclusively, but only while it takes the first
+    lock; writers hold it in shared mode while they wait and work. So no reader enters once a writer
+    holds the gate, and queued writers follow one another directly. A writer takes the gate only
+    after a grace period, in which more readers may enter: claims can prepare side by side.
     """
     path = resource.with_name(resource.name + ".lock")
     lock = partial(locked, path, wait=wait)

@@ -61,7 +61,7 @@ class Channel:
         self._pid = os.getpid()
 
     def send(self, kind: str, **payload: object) -> None:
-        """Send one message of plain builtins.
+        """Send one message, whose values must be JSON types.
 
         The kind ``waiting`` pauses the claim's deadline while it waits for other processes;
         ``working`` resumes it.
@@ -84,7 +84,7 @@ class Channel:
 class ProcessExit:
     """How a claim's process ended, and the messages that it sent."""
 
-    messages: tuple[Message, ...]  #: All messages, except those of a transient kind.
+    messages: tuple[Message, ...]  #: The claim's messages, except the ``TRANSIENT`` kinds.
     status: Status
     """``interrupted``: the supervisor was killed from outside. ``stuck``: SIGKILL did not end the
     process, so its GPU cannot be trusted."""
@@ -158,8 +158,8 @@ def describe(end: ProcessExit) -> str:
 def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
     """Have the kernel send this process a signal when its parent ends.
 
-    ``parent`` is the pid of the parent; give it if the parent may have ended already. For the
-    kernel, the parent is the *thread* that started this process.
+    Pass the parent's pid as ``parent`` if it may have ended already. The kernel takes the *thread*
+    that started this process as its parent: the signal also comes when only that thread ends.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
@@ -167,7 +167,7 @@ def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) ->
 
 
 class _Deadline:
-    """The claim's remaining working time, and the commands for the supervisor after it."""
+    """The claim's remaining working time; when it is over, the commands to the supervisor."""
 
     def __init__(self, seconds: float, grace_s: float) -> None:
         self.seconds = seconds
@@ -197,7 +197,7 @@ class _Deadline:
 
 
 def _batches(inbox: FileIO) -> Iterator[list[Message]]:
-    """Yield the complete messages of each read, until the channel is closed."""
+    """Read the channel until it is closed; yield the messages that each read completes."""
     partial = bytearray()
     with inbox:
         while data := inbox.read(2**20):
@@ -242,7 +242,7 @@ def _watch(
     while report is None and not deadline.stuck:
         sources: list[Any] = [control] if inbox.closed else [control, inbox]
         ready: Sequence[object] = wait(sources, deadline.left())
-        if inbox in ready:  # before the report is read: nothing is lost
+        if inbox in ready:  # first the messages: the report ends the loop
             for message in next(batches, []):
                 deadline.update(message["kind"])
                 if message["kind"] not in TRANSIENT:
@@ -251,7 +251,7 @@ def _watch(
         if control in ready:
             report = control.recv(64)
         elif deadline.left() == 0:
-            with contextlib.suppress(OSError):  # the supervisor is gone: wait() will show it
+            with contextlib.suppress(OSError):  # if the supervisor is gone, wait() tells
                 control.send(deadline.next_command())
 
     status: Status = "stuck" if deadline.stuck else "interrupted"
@@ -266,7 +266,7 @@ def _watch(
 
 def _reap(supervisor: int) -> None:
     """Wait for the supervisor to end; if it does not, kill it, and the claim dies with it."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by a SIGCHLD handler
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # a SIGCHLD handler reaped it
         pidfd = os.pidfd_open(supervisor)
         if not wait([pidfd], KILL_TIMEOUT_S):
             os.kill(supervisor, signal.SIGKILL)
@@ -282,7 +282,7 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        gc.freeze()  # a collection would finalise the pytest process's objects, or copy their pages
+        gc.freeze()  # garbage collection would finalise pytest's objects or copy their pages
         supervisor = os.getpid()
         claim = os.fork()
         if claim == 0:
@@ -301,11 +301,11 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
 
 def _kill_descendants(claim: int) -> bytes:
     """Kill and reap all descendants of this process; return the claim's status and peak RSS."""
-    with contextlib.suppress(ProcessLookupError):  # no process group yet
-        os.killpg(claim, signal.SIGKILL)  # all at once: none of them can escape by forking
+    with contextlib.suppress(ProcessLookupError):  # the claim has no group yet
+        os.killpg(claim, signal.SIGKILL)  # the whole group at once: no member can fork first
     os.kill(claim, signal.SIGKILL)
     _, status, usage = os.wait4(claim, 0)
-    with contextlib.suppress(ChildProcessError):  # no child is left
+    with contextlib.suppress(ChildProcessError):  # no child remains
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for child in _children():

@@ -95,7 +95,7 @@ def telemetry(uuid: str) -> GpuState:
 def _nvml() -> tuple[Any, str]:
     """Return the initialised NVML, or None and the reason.
 
-    Nothing is cached: NVML counts its initialisations, and a forked process simply adds one.
+    NVML may be initialised repeatedly, also in a forked process, so nothing is cached.
     """
     try:
         import pynvml
@@ -114,7 +114,7 @@ def _board(uuid: str) -> tuple[Any, Any]:
 
 
 def _read(nvml: Any, figure: str, *arguments: object) -> Any:
-    # a board, a driver or a virtual machine may not support a figure; newer NVMLs drop some
+    # not every board, driver or virtual machine supports a query, and newer NVMLs drop some
     try:
         return getattr(nvml, f"nvmlDeviceGet{figure}")(*arguments)
     except (nvml.NVMLError, AttributeError):

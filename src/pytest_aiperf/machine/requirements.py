@@ -21,15 +21,15 @@ _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
 
 def fixtures_of(item: pytest.Item) -> frozenset[str]:
-    """Return the plugin's fixtures that an item uses; a user's fixture of that name is left out."""
-    # pytest has no public way to see, before setup, which function a fixture's name stands for
+    """Return the plugin's fixtures that an item uses, not a user's own of the same name."""
+    # pytest has no public API that tells, before setup, which function provides a fixture
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     used = set()
     for name in FIXTURES & definitions.keys():
         for definition in reversed(definitions[name]):  # overrides come last
             if definition.func.__module__ == _PLUGIN:
                 used.add(name)
-            if name not in definition.argnames:  # it does not use the fixture that it overrides
+            if name not in definition.argnames:  # the override does not use the overridden one
                 break
     return frozenset(used)
 
@@ -62,7 +62,7 @@ class Requirements:
     count: int = 1  #: Minimum number of GPUs.
     min_sm: int | None = None  #: Minimum compute capability: 90 for sm90.
     memory: float | None = None  #: Minimum GPU memory in bytes.
-    archs: tuple[str, ...] = ()  #: Architectures, one of which is required; empty for any.
+    archs: tuple[str, ...] = ()  #: Architectures, one of which is required; if empty, any will do.
     cpu: bool = True  #: Whether a multi-GPU claim is checked on the CPU without ``--gpu``.
 
     @property

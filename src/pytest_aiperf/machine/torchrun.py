@@ -36,7 +36,7 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank ended; also how all ranks together ended."""
+    """The exit of one rank, or the combined exit of all ranks."""
 
     result: Result | None = None  #: Record of the claim, if the rank measured it.
     message: str = ""  #: Error, or reason of a skip; empty after a success.
@@ -64,12 +64,12 @@ def run(
 ) -> RankExit:
     """Run pytest with these arguments in every rank; return the exit of the claim.
 
-    It is rank 0's exit, or that of the rank that failed first. Unless its message is a root cause,
-    the output of all ranks is printed.
+    The exit of the claim is rank 0's or, after a failure, that of the rank that failed first. If
+    the failure's message is not its root cause, the output of all ranks is printed.
     """
     argv, log = command(count, *args), Path(job.scratch, "log")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    # torchrun warns if it must set the thread count; gloo may fail to resolve the host's name
+    # without these, torchrun warns about the thread count, and gloo may not resolve the host name
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     rank_environ = defaults | inherited | {distributed.VARIABLE: json.dumps(to_json(job))}
     rank_environ |= environ
@@ -98,7 +98,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
             if rank_exit.message:
                 priority = 0 if rank_exit.is_cause else 2
                 failures.append((priority, rank_exit.at_s, rank, rank_exit))
-        elif trace.exists() and not trace.stat().st_size:  # begun, not ended by torchrun
+        elif trace.exists() and not trace.stat().st_size:  # empty trace: torchrun did not stop it
             lost = RankExit(message="its process ended without a result (os._exit, or a crash?)")
             failures.append((1, 0.0, rank, lost))
     results = [e.result for e in exits.values() if e.result is not None]
@@ -113,7 +113,7 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
     if first.skipped:
         return first
     message = f"rank {rank}: {first.message}"
-    if first.result is None or first.result.outcome is Outcome.PASSED:  # it failed after it
+    if first.result is None or first.result.outcome is Outcome.PASSED:  # failed after passing
         return _failed(job, message, is_cause=first.is_cause)
     return replace(first, message=message, result=replace(first.result, message=message))
 
@@ -130,7 +130,7 @@ class Rank:
         self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")
         self._exit = RankExit()
         # torchrun stops the other ranks with SIGTERM when one fails. faulthandler writes a trace
-        # then, even inside a collective that never returns; a rank that is lost writes nothing.
+        # then, even inside a collective that never returns; a rank that crashed has written none.
         self._trace = self._file.with_suffix(".trace").open("w")
         faulthandler.register(signal.SIGTERM, self._trace, chain=True)
 
@@ -167,7 +167,7 @@ class Rank:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         if self._exit.message and not self._exit.skipped:
-            # the others may wait for this rank in a collective: an orderly exit would hang, too
+            # other ranks may wait for this one in a collective, and then an orderly exit would hang
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()

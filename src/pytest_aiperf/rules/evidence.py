@@ -17,9 +17,9 @@ Per = Literal["", "baseline", "work"]
 def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
     """Require a SASS instruction: ``opcode("LDG.E.128", kernel="copy_vectors")``.
 
-    ``name`` is the opcode's beginning (``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``; ``*``
-    matches anything), ``kernel`` a part of the kernels' names. The bounds are counts of
-    instructions in the code. Without bounds there must be at least one; ``max=0`` forbids it.
+    ``name`` is the beginning of the opcode (``HGMMA`` matches ``HGMMA.64x128x16.F32.BF16``; ``*``
+    matches anything). Only kernels whose name contains ``kernel`` are checked. ``min`` and ``max``
+    bound how often the instruction occurs in the code: without them, at least once.
     """
     min = 1 if min is None and max is None else min
     return _evidence(EvidenceKind.OPCODE, name, kernel, min=min, max=max)
@@ -31,7 +31,7 @@ def registers(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evid
 
 
 def spills(*, min: Bound = None, max: Bound = None, kernel: str = "") -> Evidence:
-    """Bound the bytes of spill stores and loads per thread; without bounds there are none."""
+    """Bound the bytes of spill stores and loads per thread; without bounds, max is 0."""
     max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.SPILLS, kernel=kernel, min=min, max=max)
 
@@ -47,7 +47,7 @@ def kernels(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
 
 
 def graph_breaks(*, min: Bound = None, max: Bound = None) -> Evidence:
-    """Bound how often torch.compile falls back to Python in the optimized arm; default: never."""
+    """Bound how often torch.compile falls back to Python in the optimized arm; default: max=0."""
     max = 0 if min is None and max is None else max
     return _evidence(EvidenceKind.GRAPH_BREAKS, min=min, max=max)
 
@@ -126,14 +126,14 @@ def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
 
 
 def broken(findings: Sequence[Finding]) -> str:
-    """Describe the pieces that do not hold, one sentence each; an empty string when all hold."""
+    """Describe each finding that does not hold in one sentence; return "" when all hold."""
     return "; ".join(_sentence(finding) for finding in findings if not finding.held)
 
 
 def _check_code(piece: Evidence, facts: Facts) -> Finding:
     """Check each kernel whose name matches; opcodes without a kernel name are counted per build.
 
-    Return a finding that fails, if there is one.
+    Return a finding that fails or, if all hold, one of those.
     """
     needs_sass = piece.kind is EvidenceKind.OPCODE
     readable = [c for c in facts.code if not needs_sass or c.opcodes is not None]
@@ -169,7 +169,7 @@ def _in_code(piece: Evidence, code: Compiled) -> float:
 
 
 def matches(pattern: str, opcode: str) -> bool:
-    """Whether an opcode matches, as it stands or with further modifiers."""
+    """Whether a pattern matches an opcode, or the opcode without its last modifiers."""
     return fnmatchcase(opcode, pattern) or fnmatchcase(opcode, f"{pattern}.*")
 
 

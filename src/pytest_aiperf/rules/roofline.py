@@ -17,11 +17,11 @@ MEMORY: Final = ("copy", "read", "l2")
 
 _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
-_OVERHEAD_SHARE = 0.3  #: At this idle share of its time or more, an arm is overhead-bound.
-_NEAR = 0.8  #: At this share of its ceiling or more, an arm gains only from less work.
+_OVERHEAD_SHARE = 0.3  #: An overhead-bound arm leaves the GPU idle for at least this share of time.
+_NEAR = 0.8  #: Above this share of its ceiling, only less work makes an arm faster.
 _FAR = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
-_BUSY = 0.6  #: At this utilisation or more in ncu's counters, a unit limits an arm.
-_WASTE = 1.5  #: At this many times the bytes of ``work`` or more, traffic is avoidable.
+_BUSY = 0.6  #: Above this utilisation in ncu's counters, a unit limits an arm.
+_WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
 _FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
 
 _UNITS = {
@@ -54,7 +54,7 @@ _HOPPER = _MATRIX | {"fp8": 1979e12, "int8": 1979e12, "h2d": _PCIE_5, "d2h": _PC
 
 
 def _sheet(memory: float, link: float = 0.0, **others: float) -> Mapping[str, float]:
-    # datasheets add both directions of a link; a copy uses one
+    # datasheets give the sum of both directions of a link; one copy uses one direction
     links = {"p2p": link / 2, "p2p_both": link} if link else {}
     return {"copy": memory, "read": memory, **links, **others}
 
@@ -70,11 +70,11 @@ DATASHEET: Final[Mapping[str, Mapping[str, float]]] = {
         8e12, 1.8e12, fp64=40e12, fp32=80e12, tf32=1.13e15, bf16=2.25e15, fp16=2.25e15,
         fp8=4.5e15, int8=4.5e15, h2d=_PCIE_5, d2h=_PCIE_5,
     ),
-    # its datasheets disagree on int8 and on the number of PCIe lanes: both are left out
+    # datasheets of the B300 disagree on int8 and on the number of PCIe lanes: both are left out
     "b300": _sheet(
         8e12, 1.8e12, fp64=1.3e12, fp32=80e12, tf32=1.25e15, bf16=2.5e15, fp16=2.5e15, fp8=5e15,
     ),
-    # the only matrix rate that NVIDIA states is sparse FP4
+    # no matrix rates: NVIDIA states only that of sparse FP4, which is no ceiling here
     "gb10": _sheet(301e9, fp32=31e12),
 }  # fmt: skip
 """NVIDIA's peak rates by GPU key and ceiling, in units per second: dense, without sparsity.
@@ -102,7 +102,7 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
     """Return the ceiling of a call's memory traffic and its rate in bytes per second.
 
     Every switch between reading and writing costs time on the memory bus, and a copy switches most
-    often. Between pure reads (or pure writes) and a copy the time per byte is interpolated.
+    often. The time per byte is interpolated between that of pure reads (or writes) and of a copy.
     """
     if cache == "warm":
         return ("l2", ceilings["l2"]) if "l2" in ceilings else None
@@ -154,7 +154,7 @@ def _overhead(limit: Limit | None, trace: Trace | None, seconds: float) -> str |
     if trace is None or not 0 < seconds < math.inf:
         return None
     # The traced call may hit caches that the timed calls miss, and then its busy time is too short.
-    # An arm at 90 % of a ceiling is busy for at least 90 % of its time: the larger share counts.
+    # An arm at 90 % of a ceiling is busy for at least 90 % of its time, so the larger share counts.
     idle = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
     if idle < _OVERHEAD_SHARE:
         return None
@@ -196,7 +196,7 @@ def _bound(limit: Limit | None) -> str | None:
 
 
 def _busiest(counters: Mapping[str, float]) -> str | None:
-    """Name the busiest unit, for an arm whose limit ``work`` does not show."""
+    """Name the busiest unit by ncu's counters, if ``work`` does not show what limits the arm."""
     name = max((n for n in _UNITS if n in counters), key=counters.__getitem__, default=None)
     if name is None or counters[name] < _BUSY:
         return None

@@ -37,8 +37,8 @@ def log_ratio(replicate: Replicate, numerator: str, denominator: str) -> float:
 def interval(logs: Sequence[float]) -> Interval:
     """Student's t-interval of the mean of log-ratios, as a ratio.
 
-    One figure has no spread, and its interval is infinitely wide. Equal figures (bytes, counts)
-    give an interval of zero width.
+    A single log-ratio has no spread, so its interval is infinitely wide. Equal log-ratios, as of
+    bytes or counts, give an interval of zero width.
     """
     mean = statistics.fmean(logs)
     if len(logs) < 2:

@@ -25,7 +25,7 @@ MAX_CAPPED_CLOCK_CHANGE = 0.15
 """Largest change under the power cap: the clock fluctuates, but for both arms in ABBA order."""
 POWER_CAP = 0x04  #: Clock event reason of NVML: the software power cap.
 
-# The power cap (0x4), an idle GPU (0x1) and clocks set by a user (0x2, 0x100) are normal.
+# left out as normal: power cap (0x4), idle GPU (0x1), clocks set by a user (0x2, 0x100)
 _REASONS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
     "PYTHONDEVMODE": "Python checks itself while it runs",
     "PYTHONTRACEMALLOC": "Python traces every allocation",
 }
-_SET_IS_ON = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # even if 0: torch tests only whether it is set
+_SET_IS_ON = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # the value 0 turns it on, too
 _PROFILER_VARIABLE = re.compile(
     r"(CUDA|NVTX)_INJECTION64_PATH|(NV_(COMPUTE_)?SANITIZER|NV_NSIGHT|NSYS_PROFILING)_.+"
 )
@@ -198,7 +198,7 @@ def _find(name: str) -> object:
 
 
 def _carve_out(torch: Any) -> dict[str, str]:
-    """Read how many bytes of the L2 this context reserves for persisting accesses."""
+    """Read how many bytes of the L2 this CUDA context reserves for persisting accesses."""
     import ctypes  # imported late: only timed claims need it
 
     cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
@@ -221,7 +221,7 @@ def _flag(torch: Any, name: str) -> str:
     except (AttributeError, RuntimeError) as error:
         # torch lacks the setting, or refuses because an arm mixed old and new precision settings
         return f"unreadable ({type(error).__name__})"
-    if setting == "none" and name.endswith("fp32_precision"):  # inherited from torch.backends
+    if setting == "none" and name.endswith("fp32_precision"):  # torch.backends decides
         inherited = str(getattr(torch.backends, "fp32_precision", "none"))
         return "ieee" if inherited == "none" else inherited
     return setting

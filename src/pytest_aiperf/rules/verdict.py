@@ -21,12 +21,12 @@ class Judgement:
     """Whether a claim holds, and why."""
 
     holds: bool
-    why: str  #: The reasons in words, or the verdict and the ratio where the claim holds.
-    notes: tuple[str, ...] = ()  #: Remarks that do not decide.
+    why: str  #: Why the claim fails; if it holds, its verdict and ratio.
+    notes: tuple[str, ...] = ()  #: Remarks that do not affect whether the claim holds.
 
 
 def depends_on_host(result: Result) -> bool:
-    """Whether the host affects the figure as much as the GPU; hosts differ more than GPUs do."""
+    """Whether the figure depends on the host so much that two hosts' figures are not comparable."""
     return result.host or (result.timing is not None and result.timing.metric is Metric.WALL)
 
 
@@ -55,10 +55,10 @@ def judge(
 ) -> Judgement:
     """Judge a comparison by its expectation.
 
-    Without an expectation a claim needs only FASTER. The interval's lower end must meet
-    ``require``. A claim fails against its recorded figure when its whole interval lies below the
-    recorded one by more than ``SESSIONS_APART``; a figure recorded as SAME allows SAME. Figures
-    recorded from other code, or on another host (``compare_recorded`` false), are not compared.
+    The verdict must be FASTER; SAME suffices if the recorded interval is parity or the required
+    speedup is at most 1. The lower end of the interval must meet ``require``, and the interval must
+    not lie wholly below the recorded one by more than ``SESSIONS_APART``. The recorded interval is
+    ignored if the code has changed since, or if ``compare_recorded`` is false.
     """
     expectation = expectation or Expectation()
     reached = verdict(ratio, floor)
@@ -77,7 +77,7 @@ def judge(
         allowed.add(Verdict.SAME)
     required = expectation.require.speedup
     if required is not None and required <= 1:
-        allowed.add(Verdict.SAME)  # parity is the claim
+        allowed.add(Verdict.SAME)  # the claim requires no speedup
     if reached not in allowed:
         failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
     if required is not None and ratio.low < required:
