@@ -1,4 +1,4 @@
-"""`python -m pytest_aiperf gate` and `drift`."""
+"""The commands `python -m pytest_aiperf gate` and `python -m pytest_aiperf drift`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_aiperf.report import formatting
 from . import history
 
 OK: Final = 0
-"""Exit status if no drop is confirmed and no lasting change is found."""
+"""Exit status if `gate` confirmed no drop, or `drift` found no lasting change."""
 
 FAILED: Final = 1
 """Exit status if `gate` confirmed a drop or `drift` found a lasting change."""
@@ -81,7 +81,7 @@ def gate(arguments: argparse.Namespace) -> int:
         text.append(f"{key}: {len(night.claims)} claims, {counts}, {len(confirmed)} confirmed")
         flagged |= {flag.claim for flag in judgement.flags}
         is_failed |= bool(confirmed or (judgement.shift and again))
-        # add a night only once: flagged claims are measured again first
+        # if claims are flagged, add the night only after they were measured again
         if again or not judgement.flags:
             history.append(path, replace(night, void=judgement.void))
     if arguments.flagged:
@@ -120,5 +120,5 @@ def drift(arguments: argparse.Namespace) -> int:
 
 
 def _print(lines: Iterable[object]) -> None:
-    """Print lines without control characters, which a record may contain."""
+    """Print lines without control characters, which a claim's record may contain."""
     sys.stdout.write("".join(f"{formatting.clean(line)}\n" for line in lines))

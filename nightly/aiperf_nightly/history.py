@@ -20,25 +20,25 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART
 from pytest_aiperf.schema import from_json, to_json
 
 MAX_NIGHTS: Final = 30
-"""Number of valid nights from which a band is computed: the latest month."""
+"""Maximum number of nights from which a band is computed: about the latest month."""
 
 MIN_NIGHTS: Final = 8
-"""Minimum number of nights for a band: with fewer, their spread is too uncertain."""
+"""Minimum number of nights for a band: with fewer, the spread is too uncertain."""
 
 SIGMAS: Final = 4.0
-"""Width of a band in standard deviations, if that is more than SESSIONS_APART."""
+"""Standard deviations from the median to a band's end, if that is more than SESSIONS_APART."""
 
 MAX_SENTINEL_CHANGE: Final = 0.10
-"""A night is void if a sentinel's time leaves its band and changes by more than this share."""
+"""A night is void if a sentinel's time leaves its band and changes by more than this fraction."""
 
 SHIFT_MIN_FLAGS: Final = 5
-"""Minimum number of flagged claims that counts as a shift of the whole machine."""
+"""Minimum number of flagged claims for a shift of the whole machine."""
 
 SHIFT_MIN_SHARE: Final = 0.2
-"""Minimum share of the claims with a band that must be flagged as well."""
+"""For a shift, at least this fraction of the claims with a band must be flagged, too."""
 
 MIN_STEP: Final = 0.01
-"""A lasting change of a log speedup is listed by `drift` if it exceeds this: about 1 %."""
+"""`drift` lists a lasting change of a log speedup if it exceeds this, about 1 %."""
 
 MAD_TO_SIGMA: Final = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
@@ -46,22 +46,22 @@ MAD_TO_SIGMA: Final = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """A nightly run on one kind of GPU: one line of the history."""
+    """A nightly run on one kind of GPU; stored as one line of the history file."""
 
     started: str
     """Time at which the first claim started, in ISO 8601."""
     run: str
-    """Id of the run."""
+    """Run id."""
     key: str
     """Kind of GPU, such as h200 or 2xh200."""
     epoch: str
     """GPU model and software versions; only nights of the same epoch are compared."""
     claims: Mapping[str, float]
-    """Claim id to speedup."""
+    """Each claim's id and speedup."""
     sentinels: Mapping[str, float] = field(default_factory=dict)
-    """Id of a sentinel claim to its seconds per call."""
+    """Each sentinel claim's id and seconds per call."""
     void: str = ""
-    """Why the night does not count; empty if it does."""
+    """Why the night is void; empty if it is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Flag:
 
     claim: str
     median: float
-    """Median speedup of the past nights."""
+    """Median of the claim's speedups in past nights."""
     least: float
     """Lower end of the band."""
     value: float
-    """Speedup of this night."""
+    """The claim's speedup this night."""
 
     def __str__(self) -> str:
         drop = 1 - self.value / self.median
@@ -86,9 +86,9 @@ class Gate:
     """The outcome of comparing a night with its history."""
 
     void: str = ""
-    """Why the night does not count; empty if it does."""
+    """Why the night is void; empty if it is valid."""
     shift: str = ""
-    """Description of a drop of many claims at once; empty if there is none."""
+    """Description of a drop of many claims at once; empty if there is no such drop."""
     flags: tuple[Flag, ...] = ()
     """Claims that fell below their bands."""
     provisional: tuple[str, ...] = ()
@@ -129,10 +129,10 @@ def _is_valid(result: Result) -> bool:
 
 
 def band(past: Sequence[float]) -> tuple[float, float]:
-    """Return the median of past figures, and the lower end of their band.
+    """Return the median of past speedups, and the lower end of their band.
 
-    The standard deviation is estimated from the median absolute deviation, because one outlier
-    does not change that.
+    The standard deviation is estimated from the median absolute deviation, which one outlier hardly
+    changes.
     """
     logs = [math.log(value) for value in past]
     median = statistics.median(logs)
@@ -142,7 +142,7 @@ def band(past: Sequence[float]) -> tuple[float, float]:
 
 
 def judge(history: Sequence[Night], tonight: Night) -> Gate:
-    """Compare a night with the valid nights of its epoch."""
+    """Compare tonight's run with the latest valid nights of the same epoch."""
     past = [n for n in history if n.epoch == tonight.epoch and not n.void][-MAX_NIGHTS:]
     if void := tonight.void or _sentinel_problem(past, tonight):
         return Gate(void=void)
@@ -164,7 +164,7 @@ def judge(history: Sequence[Night], tonight: Night) -> Gate:
 
 
 def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
-    """Describe a sentinel that is missing or outside its band; return "" if there is none."""
+    """Describe a sentinel that is missing or outside its band; "" if all are within theirs."""
     for claim in {claim for night in past for claim in night.sentinels}:
         seconds = [n.sentinels[claim] for n in past if claim in n.sentinels]
         if len(seconds) < MIN_NIGHTS:
@@ -179,18 +179,18 @@ def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
 
 
 def confirmed(flags: Iterable[Flag], again: Sequence[Sequence[Result]]) -> list[Flag]:
-    """Return the flags whose claim has a figure below its band in every further run."""
+    """Return the flags of claims whose speedup is below the band in every further run."""
     runs = [{r.claim: r.speedup.value for r in run if r.speedup and _is_valid(r)} for run in again]
     return [f for f in flags if runs and all(r.get(f.claim, math.inf) < f.least for r in runs)]
 
 
 def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
-    """Find lasting steps in the latest epoch: (claim, start of the first night after it, ratio).
+    """Find lasting changes in the latest epoch: (claim, first night with the change, ratio).
 
     The library ruptures applies PELT (Killick, Fearnhead and Eckley 2012) to the log speedups of a
-    claim. The penalty per step is 3 variances times log n for n nights.
+    claim. The penalty per change is 3 times the variance times log n for n nights.
     """
-    # imported here, because both load slowly and only `drift` needs them
+    # imported here, because both modules load slowly and only `drift` needs them
     import numpy as np
     import ruptures
 
@@ -201,7 +201,7 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
         if len(nights) < 2 * MIN_NIGHTS:
             continue
         logs = [math.log(n.claims[claim]) for n in nights]
-        # estimated from differences between successive nights, which a single step hardly affects
+        # from differences between successive nights: a lasting change affects only one of them
         differences = [abs(b - a) for a, b in itertools.pairwise(logs)]
         sigma = max(MAD_TO_SIGMA * statistics.median(differences) / math.sqrt(2), 1e-4)
         search = ruptures.Pelt(model="l2", min_size=3, jump=1)
@@ -232,7 +232,7 @@ def read_history(path: Path) -> list[Night]:
 
 
 def append(path: Path, night: Night) -> None:
-    """Append a night, and return when it is on disk."""
+    """Append a night to the file, and wait until it is on disk."""
     line = dumps(to_json(night), path.name) + "\n"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,17 +22,17 @@ from . import other_timers
 from .ground_truth import SHORT, Comparison, HeatedDevice, Workbench, calibrate_slowdown, compare
 
 SPINS_S: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
-"""Durations of the spin kernels: from the shortest calls of claims to the longest."""
+"""Durations of the spin kernels: from the shortest to the longest call of usual claims."""
 
 SLOWDOWNS: Final = (0.005, 0.01, 0.02, 0.05)
-"""Shares by which ``power`` slows one arm: 1 to 10 times the half-width at which claims stop."""
+"""Fractions by which ``power`` slows one arm: claims stop at an interval half-width of 0.005."""
 
 _DEVICE_MODES: Final = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)
 """Modes that measure time on the GPU; the remaining mode, wall, measures time on the host."""
 
 _PLAIN_FROM_S: Final = 1e-3
-"""Shortest spin for which plain mode is fitted. The times of shorter calls include launch gaps,
-and claims time such calls in another mode."""
+"""Shortest spin for which plain mode is checked. Claims time shorter calls in another mode,
+because their times in plain mode include gaps between launches."""
 
 _DRIFT_KINDS: Final = ("gemm", "copy")
 """Kinds of arms that ``drift`` compares: one bound by arithmetic, one by memory."""
@@ -43,16 +43,16 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sample sizes of the parts."""
+    """Sample sizes of the self-check's parts."""
 
     runs: int
-    """Timed blocks per figure, of which the median counts."""
+    """Timed blocks per figure; the figure is their median."""
     aa: int
-    """Comparisons of identical arms in ``aa``, over all kinds."""
+    """Comparisons of identical arms in ``aa``, for all kinds of arms together."""
     power: int
     """Comparisons per slowdown in ``power``."""
     drift: int
-    """Comparisons per kind on a heated GPU, and as many on a rested one."""
+    """Comparisons in ``drift`` per kind of arms on a heated GPU, and as many on a rested GPU."""
     repeat: int
     """Processes of ``repeat`` that measure the same claim."""
     cases: int
@@ -63,21 +63,19 @@ FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, cases=len(othe
 QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, cases=4)
 
 
-# times
-
-
 def spin(workbench: Workbench, scale: Scale) -> Figures:
     """Fit each mode's block times to the true times of kernels that spin for 2 µs to 100 ms.
 
     The true times come from a reference block that runs right before each timed block. Its kernels
-    read the GPU's global timer at their start and at their end. The kernels of the timed block
-    write nothing, because a kernel ends only after its writes. A kernel starts before its first
-    timer read and ends after its second: the fit's constant per call contains the difference.
+    read the GPU's global timer at their start and end, and store the difference. The kernels of the
+    timed block store nothing, because stores would delay the end of a kernel. The time that a
+    kernel needs before the first and after the second read of the timer is part of the fit's
+    constant per call.
 
-    The global timer does not follow the SM clock. Its step is 32 ns on an H200 (1 µs on some GPUs),
-    which averages out over a block's calls. CUDA events may use the same oscillator, so
-    ``host_clock`` compares the timer with the host's clock: the time of a 100 ms spin minus that of
-    a 20 ms spin, in which the launch cancels.
+    The global timer does not depend on the SM clock. Its step is 32 ns on an H200 (1 µs on some
+    GPUs), which averages out over a block's calls. CUDA events may use the same oscillator.
+    Therefore ``host_clock`` compares the timer with the host's clock. Both measure a 100 ms spin
+    and a 20 ms spin: the launch time cancels in the difference.
     """
     fits: Figures = {}
     for mode in _DEVICE_MODES:
@@ -105,7 +103,7 @@ def _is_used(mode: Mode, seconds: float) -> bool:
 def _time_spins(
     workbench: Workbench, mode: Mode, seconds: float, runs: int
 ) -> tuple[float, int, float]:
-    """Return the true seconds of a block, its number of calls, and its measured seconds."""
+    """Return the true seconds of a block of spins, its number of calls and measured seconds."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
     block, reference = (
         workbench.device.block([partial(kernel, seconds)] * calls, mode)
@@ -117,7 +115,7 @@ def _time_spins(
     true_s, excess_s = [], []
     for _ in range(runs):
         reference.run()
-        # a mean, because a block runs again if its blocking kernel was too short
+        # a mean, because a block whose blocking kernel was too short runs more than once
         true_s.append(workbench.pop_mean_spin_s() * calls)
         excess_s.append(block.run() - true_s[-1])
     truth = statistics.median(true_s)
@@ -144,7 +142,7 @@ def fit(
 
 
 def floor(workbench: Workbench, scale: Scale) -> Figures:
-    """Time an empty kernel: the shortest time per call that each mode can report."""
+    """Time an empty kernel: each mode reports at least this time per call."""
     per_call_us = {}
     for mode in Mode:
         calls = calls_per_block(mode, 1e-6, 1e-6)
@@ -156,12 +154,12 @@ def floor(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def flush(workbench: Workbench, scale: Scale) -> Figures:
-    """Check that rotated inputs are cold: time the same read in three ways.
+    """Check that rotated inputs are not in the L2 cache: time the same read in three ways.
 
     ``rotated`` rotates over several buffers, as claims do. ``flushed`` reads one buffer after a
-    read of eight times the size of the L2; the time of that read is subtracted. ``warm`` reads one
-    buffer repeatedly. Only a warm read can be faster than device memory. To compute a rate, the
-    time of an empty kernel is subtracted.
+    read of eight times the size of the L2; the time of this larger read is subtracted. ``warm``
+    reads one buffer repeatedly; only it may be faster than device memory. Rates are computed from
+    the times minus that of an empty kernel.
     """
     assert workbench.device.gpu is not None
     l2 = workbench.device.gpu.l2_bytes or 32 << 20
@@ -196,7 +194,7 @@ def flush(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def modes(workbench: Workbench, scale: Scale) -> Figures:
-    """Time one copy in each mode; blocks of the modes alternate."""
+    """Time the same copy in each mode, with blocks of the modes in turn."""
     inputs, arm = workbench.kinds["copy"]
     workbench.device.seed(workbench.seed())
     args = inputs(Bench(workbench.device.torch_device, 0, full=True))
@@ -215,14 +213,11 @@ def modes(workbench: Workbench, scale: Scale) -> Figures:
     return {"us": us, "apart": max(device_us) / min(device_us) - 1}
 
 
-# verdicts
-
-
 def aa(workbench: Workbench, scale: Scale) -> Figures:
     """Compare identical arms, each time with new allocations; repeat each false alarm.
 
-    A failed claim is measured again before it counts, so a false alarm is, too. ``confirmed``
-    counts the false alarms that recur with the same verdict.
+    The plugin measures a failed claim a second time, so a false alarm is measured twice, too.
+    ``confirmed`` counts the false alarms with the same verdict in both measurements.
     """
     noise_floor = workbench.noise_floor()
     comparisons: dict[str, list[Comparison]] = {name: [] for name in workbench.kinds}
@@ -238,7 +233,7 @@ def aa(workbench: Workbench, scale: Scale) -> Figures:
                 confirmed += again.verdict is comparison.verdict
             comparisons[name].append(comparison)
             _progress(workbench, "aa", i, scale.aa)
-    except Exception as why:  # noqa: BLE001  on any error, keep the comparisons made so far
+    except Exception as why:  # noqa: BLE001  after any error, keep the earlier comparisons
         workbench.progress(traceback.format_exc())
         error = f"{type(why).__name__}: {why}"
     return {
@@ -251,7 +246,7 @@ def aa(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def aggregate(comparisons: Sequence[Comparison]) -> Figures:
-    """Count the verdicts on identical arms; average widths and standard deviations."""
+    """Count verdicts on identical arms; average interval widths and standard deviations."""
     valid = [c for c in comparisons if c.ratio]
     ratios = [c.ratio.value for c in comparisons if c.ratio]
     widths = [stats.half_width(c.ratio) for c in comparisons if c.ratio]
@@ -303,10 +298,10 @@ def power(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def drift(workbench: Workbench, scale: Scale) -> Figures:
-    """Compare identical arms on a GPU that is heated before random blocks, and on a rested GPU.
+    """Compare identical arms on a GPU that is heated before random blocks, and on a cool GPU.
 
-    ``ours`` counts verdicts of the harness. ``sequential`` judges a ratio of two medians by a
-    threshold of 2 %: 20 blocks of one arm, then 20 of the other.
+    ``ours`` counts the verdicts of pytest-aiperf. ``sequential`` counts those of a simple method:
+    20 blocks of one arm, then 20 of the other, and a threshold of 2 % for the ratio of the medians.
     """
     noise_floor = workbench.noise_floor()
     figures: Figures = {}
@@ -382,7 +377,7 @@ def one(workbench: Workbench, _: Scale) -> Figures:
 
 
 def repeat(workbench: Workbench, scale: Scale) -> Figures:
-    """Measure the claim of ``one`` in several new processes."""
+    """Measure ``workbench.claim`` in several new processes."""
     ratios = []
     for i in range(1, scale.repeat + 1):
         ratios.append(workbench.measure_in_new_process())
@@ -395,14 +390,14 @@ def repeat(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def head_to_head(workbench: Workbench, scale: Scale) -> Figures:
-    """Let the harness and other timers judge the same cases."""
+    """Let pytest-aiperf and other timers judge the same cases."""
     return other_timers.head_to_head(
         workbench, other_timers.CASES[: scale.cases], other_timers.on_gpu(workbench)
     )
 
 
 def _cycle(names: Iterable[str], count: int) -> Iterator[tuple[str, int]]:
-    """Yield ``count`` names in turn, numbered from 1."""
+    """Yield ``count`` pairs of a name and a number from 1; the names take turns."""
     listed = list(names)
     return ((listed[i % len(listed)], i + 1) for i in range(count))
 
@@ -424,4 +419,4 @@ PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
     "repeat": repeat,
     "one": one,
 }
-"""The parts in the order of the record. By default, ``one`` runs in the processes of ``repeat``."""
+"""The parts by name, in the record's order. The processes of ``repeat`` run the part ``one``."""

@@ -1,4 +1,4 @@
-"""`python -m pytest_aiperf prove`."""
+"""The command `python -m pytest_aiperf prove`."""
 
 from __future__ import annotations
 

@@ -30,16 +30,16 @@ from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import verdict
 
 SHORT: Final = replace(STANDARD, max_replicates=12, time_budget_s=0.4)
-"""Stopping rule of parts with hundreds of comparisons: each takes about half a second."""
+"""Stopping rule for parts with hundreds of comparisons; one takes about half a second."""
 
 MIN_SPIN_S: Final = 1e-6
-"""Shortest spin. The faster arm of a slowdown spins, too: both arms launch the extra kernel."""
+"""Duration of the spin in the faster arm, so that both arms launch a spin kernel."""
 
 _HEAT_MATRIX_SIDE: Final = 8192
 """Rows and columns of the matrices that heat the GPU: a product takes 1.6 ms on an H200."""
 
 _HEAT_PRODUCTS: Final = 12
-"""Matrix products per heating: 20 ms on an H200, time enough for its power cap to lower clocks."""
+"""Matrix products per heating: 20 ms on an H200, enough for its power cap to lower the clock."""
 
 _KERNELS: Final = Path(__file__).with_name("ground_truth.cu")
 
@@ -55,13 +55,13 @@ class Workbench:
     device: Device
     """The device whose timing is checked."""
     kinds: Mapping[str, NoiseProbe]
-    """Inputs and arm of each kind of work that comparisons use, by name."""
+    """Name of each kind of work that comparisons use, to its inputs and arm."""
     claim: tuple[Callable[[Bench], object], Arm, Arm]
     """Inputs, baseline and optimized arm of a claim with a large speedup: two softmaxes."""
     spin: Callable[[float], object]
     """Occupy the device for about this many seconds."""
     timed_spin: Callable[[float], object]
-    """As ``spin``, but add its duration on the GPU's global timer to a running total."""
+    """Spin and add the spin's duration, by the GPU's global timer, to a running total."""
     pop_mean_spin_s: Callable[[], float]
     """Return the mean seconds per ``timed_spin`` in the running total, and reset the total."""
     empty: Call
@@ -69,7 +69,7 @@ class Workbench:
     sweep: Callable[[int], Call]
     """Make a call that reads the given number of bytes."""
     read_limit: Callable[[], float]
-    """Return the read ceiling of device memory in bytes per second."""
+    """Return the measured bandwidth for reads of device memory in bytes per second."""
     heat: Call
     """Slow the device down for a while."""
     measure_in_new_process: Callable[[], float]
@@ -77,14 +77,14 @@ class Workbench:
     progress: ceilings.ProgressLine
     """Print a line of progress."""
     random: random.Random
-    """Source of seeds and orders."""
+    """Source of random seeds and random orders."""
     rest_s: float = 0.7
-    """Seconds of rest before a comparison on a cold GPU."""
+    """Seconds for which the GPU rests before a comparison on a cool GPU."""
     cached_noise_floor: float | None = None
     """The noise floor, once it has been measured."""
 
     def noise_floor(self) -> float:
-        """Return the noise floor, measured once, as in a session."""
+        """Return the noise floor, which is measured once, as in a pytest session."""
         if self.cached_noise_floor is None:
             self.cached_noise_floor = measure_noise_floor(
                 self.device, self.seed(), STANDARD, no_progress
@@ -97,7 +97,7 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Verdict, ratio and duration of one comparison, unless a guard refused to measure."""
+    """The outcome of one comparison."""
 
     verdict: Verdict | None
     """None if a guard refused the measurement."""
@@ -112,11 +112,11 @@ class Comparison:
 
     @property
     def is_alarm(self) -> bool:
-        """Whether the verdict is that the arms differ."""
+        """Whether the verdict says that the arms differ."""
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER)
 
 
-def compare(  # noqa: PLR0917  the same order everywhere
+def compare(  # noqa: PLR0917  all callers use the same order
     device: Device,
     inputs: Callable[[Bench], object],
     arms: Arms,
@@ -125,7 +125,7 @@ def compare(  # noqa: PLR0917  the same order everywhere
     seed: int,
     cache: CacheName = "cold",
 ) -> Comparison:
-    """Compare two arms as a claim does, with new allocations."""
+    """Compare two arms in the way that a claim's arms are compared, with new allocations."""
     started = time.monotonic()
     baseline, optimized = arms
     claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
@@ -157,8 +157,9 @@ def deviations(timing: Timing) -> tuple[float, float]:
 def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:
     """Return a function that makes two arms from ``kind``, the first slower by a given share.
 
-    Both arms spin before they call the kind's arm. The slowdown by one long spin, next to which
-    noise is negligible, is measured as a claim would be. The spin for a share is scaled from it.
+    Both arms spin before they call the kind's arm; the slower one spins longer. The slowdown by a
+    long extra spin is measured as a claim is, because noise is negligible next to it. The extra
+    spin for a given share is scaled down from that.
     """
     inputs, arm = kind
 
@@ -176,7 +177,7 @@ def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[floa
     del call
     fast = with_spin(MIN_SPIN_S)
     slow = with_spin(MIN_SPIN_S + extra_s)
-    # 0.0: the noise floor only affects the verdict, which is not used
+    # a noise floor of 0.0, because it affects only the verdict, which is not used here
     comparison = compare(workbench.device, inputs, (slow, fast), 0.0, STANDARD, workbench.seed())
     if comparison.ratio is None or comparison.ratio.value < 1.05:
         raise InvalidMeasurement(
@@ -199,7 +200,7 @@ class HeatedDevice:
 
     def block(self, calls: Sequence[Call], mode: Mode) -> Block:
         block = self._device.block(calls, mode)
-        if mode is Mode.WALL:  # only used for warming up: its time counts nowhere
+        if mode is Mode.WALL:  # these blocks only warm up: their times are not used
             return block
         self._log_seconds.append(([], []))
         return _HeatedBlock(block, self._heat_at_random, self._log_seconds[-1])
@@ -211,7 +212,7 @@ class HeatedDevice:
         return is_heated
 
     def effect(self) -> float:
-        """Return the share by which blocks took longer with heating than without."""
+        """Return the fraction by which heating lengthened the time of blocks."""
         means = [[statistics.fmean(run) for run in both] for both in self._log_seconds if all(both)]
         return math.expm1(statistics.fmean(hot - cold for cold, hot in means)) if means else 0.0
 
@@ -238,11 +239,8 @@ class _HeatedBlock:
         self.last = self._block.last
 
 
-# a real GPU
-
-
 def kinds() -> dict[str, NoiseProbe]:
-    """Return inputs and arms that are bound by memory, arithmetic, both, or launch overhead."""
+    """Return kinds of work bound by memory, by arithmetic, by both and by launch overhead."""
     import torch
 
     def copy_inputs(bench: Bench) -> tuple[Any, ...]:
@@ -274,7 +272,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
 
     assert device.gpu is not None
     kernels = nvcc.Nvcc([_KERNELS.parent], [device.gpu.arch])(_KERNELS.name)
-    # look kernels up once: a lookup takes longer than a launch
+    # look kernels up only once, because a lookup takes longer than a launch
     names = ("empty", "sweep", "spin", "timed_spin")
     empty, sweep_bytes, launch_spin, launch_timed_spin = (kernels[name] for name in names)
     totals = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
@@ -290,7 +288,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
         device.block([lambda: launch_timed_spin(cycles, totals)], Mode.WALL).run()
         return cycles / pop_mean_spin_s()
 
-    measure_clock_hz(10_000_000)  # raises the clocks of an idle GPU
+    measure_clock_hz(10_000_000)  # makes an idle GPU raise its clock
     clock_hz = measure_clock_hz(100_000_000)
 
     def spin(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Comparisons with a known answer, judged by the harness and by other timers."""
+"""Comparisons with a known answer, judged by pytest-aiperf and by other timers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pytest_aiperf.model import Bench, CacheName, Verdict
 from .ground_truth import Arm, Arms, HeatedDevice, Workbench, calibrate_slowdown, compare
 
 THRESHOLD: Final = 1.02
-"""A ratio above this, measured by another timer, counts as a difference. Other timers give no
-interval, and differences up to 2 % are commonly taken for noise."""
+"""A ratio above this, measured by another timer, counts as a difference. Other timers have no
+intervals to judge by, and differences up to 2 % are commonly taken for noise."""
 
 _EVENT_PAIRS: Final = 100
 """Number of calls that ``events`` times, each between two CUDA events."""
@@ -27,10 +27,10 @@ _EVENT_WARM_UPS: Final = 10
 """Number of untimed calls that ``events`` makes first."""
 
 _WALL_BUDGET_S: Final = 0.25
-"""Time that ``wall`` spends per arm, to save time; pytest-benchmark's default is 1 s."""
+"""Seconds that ``wall`` times an arm: less than pytest-benchmark's default of 1 s."""
 
 Timer = Callable[[Call], float]
-"""Returns the seconds per call."""
+"""A function that times a call and returns its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Case:
     kind: str | float
     """Name of one of the workbench's kinds, or the seconds of a kernel that only spins."""
     share: float = 0.0
-    """Share by which the optimized arm is faster; 0 for identical arms."""
+    """Fraction by which the optimized arm is faster; 0 for identical arms."""
     host_overhead_s: float = 0.0
     """Seconds that each call of the optimized arm occupies the host."""
     condition: str = ""
-    """``heated``: the GPU is heated at random. ``cold``: the GPU rests before the comparison."""
+    """``heated``: the GPU is heated at random times. ``cold``: it rests before the comparison."""
 
     def __str__(self) -> str:
         name = self.kind if isinstance(self.kind, str) else f"spin {self.kind * 1e6:g} us"
@@ -53,7 +53,7 @@ class Case:
 
 
 CASES: Final = (
-    # identical and different arms alternate, so that the first few cases are a fair sample
+    # identical and different arms alternate, so that the first few cases have as many of both
     Case(5e-6), Case(5e-6, 0.05),
     Case("copy", condition="heated"), Case("copy", 0.03, condition="heated"),
     Case(5e-6, host_overhead_s=20e-6), Case(5e-6, 0.05, host_overhead_s=20e-6),
@@ -104,7 +104,7 @@ def score(judgements: Sequence[Judgement]) -> dict[str, float | int | None]:
 
 
 def by_threshold(ratio: float) -> Verdict:
-    """Judge a ratio without an interval."""
+    """Judge a ratio by THRESHOLD."""
     if ratio > THRESHOLD:
         return Verdict.FASTER
     return Verdict.SLOWER if ratio < 1 / THRESHOLD else Verdict.SAME
@@ -113,7 +113,7 @@ def by_threshold(ratio: float) -> Verdict:
 def head_to_head(
     workbench: Workbench, cases: Sequence[Case], timers: Mapping[str, Timer]
 ) -> dict[str, Any]:
-    """Let the harness (``ours``) and the timers judge each case, in a new random order per case."""
+    """Let pytest-aiperf (``ours``) and the timers judge each case, in random order."""
     noise_floor = workbench.noise_floor()
     slowdowns: dict[str, Callable[[float], Arms]] = {}
     judgements: dict[str, list[Judgement]] = {name: [] for name in ("ours", *timers)}
@@ -183,7 +183,7 @@ def _judge_by_harness(
     device: Any = workbench.device
     if case.condition == "heated":
         device = HeatedDevice(device, workbench.heat, workbench.random)
-    # "warm" for spin kernels: they read nothing, so inputs need not rotate
+    # spin kernels read nothing, so their inputs need not rotate to stay out of the cache
     cache: CacheName = "cold" if isinstance(case.kind, str) else "warm"
     comparison = compare(device, kind[0], arms, noise_floor, STANDARD, workbench.seed(), cache)
     return comparison.verdict, comparison.ratio.value if comparison.ratio else None
@@ -194,14 +194,14 @@ def _judge_by_timer(
 ) -> tuple[Verdict | None, float | None]:
     """Time the arms one after the other on the same inputs.
 
-    In a heated case, the GPU is heated before each arm with probability 1/2.
+    If the case's condition is ``heated``, the GPU is heated before each arm with probability 1/2.
     """
     workbench.device.seed(workbench.seed())
     args = kind[0](Bench(workbench.device.torch_device, 0, full=True))
     seconds = []
     for arm in arms:
         call: Call = partial(arm, *args)
-        call()  # untimed: loads libraries
+        call()  # untimed, because the first call loads libraries
         workbench.device.synchronize()
         if case.condition == "heated" and workbench.random.random() < 0.5:
             workbench.heat()
@@ -211,11 +211,11 @@ def _judge_by_timer(
 
 
 def on_gpu(workbench: Workbench) -> dict[str, Timer]:
-    """Return the other timers for a real GPU, in their usual form.
+    """Return the other timers by name, each as it is usually applied to a GPU.
 
     ``do_bench`` is the median of Triton's function of that name. ``events`` is the median of 100
     calls, each between two CUDA events. ``wall`` is the minimum wall time of a call that
-    synchronizes, which is what pytest-benchmark reports when a round is one call.
+    synchronizes, as pytest-benchmark reports it for rounds of one call.
     """
     import torch
 

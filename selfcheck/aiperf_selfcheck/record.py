@@ -1,4 +1,4 @@
-"""The record of a self-check: run its parts, store their figures, show them in tables."""
+"""The record of a self-check: its parts are run, stored and shown in tables."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .checks import FULL, PARTS, QUICK, Figures
 from .ground_truth import Workbench
 
 SCHEMA: Final = 1
-"""Version of the record's JSON."""
+"""Version of the record's JSON format."""
 
 ALL: Final = tuple(name for name in PARTS if name != "one")
 """Parts that run by default."""
 
 _LOCKS_ITSELF: Final = "repeat"
-"""Part that measures in new processes, which acquire the GPU lock: the caller must not hold it."""
+"""Part whose new processes acquire the GPU lock; this process must not hold it meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Row:
     """One line of the table of checks."""
 
     check: str
-    """What is checked."""
+    """Name of the check."""
     measured: str
     """The measured figures."""
     bound: str = ""
@@ -66,7 +66,7 @@ def run(
     *,
     quick: bool = False,
 ) -> None:
-    """Run each part under the exclusive lock, and store its figures as soon as it ends.
+    """Run each part under the exclusive GPU lock, and store its figures as soon as it ends.
 
     If a part raises, its error is stored as ``failed``, and the remaining parts still run.
     """
@@ -99,7 +99,7 @@ class Record:
         self._path = path
         self.content: dict[str, Any] = {
             "schema": SCHEMA,
-            "gpu": to_json(replace(gpu, uuid="")),  # the model, not the individual GPU
+            "gpu": to_json(replace(gpu, uuid="")),  # the model only, not the individual GPU
             "torch": metadata.version("torch"),
             "command": "python -m pytest_aiperf prove",
             "parts": {},
@@ -137,9 +137,6 @@ def read(path: Path) -> dict[str, Any]:
             "write a new one with prove --json FILE"
         )
     return content
-
-
-# tables
 
 
 def rows(parts: Mapping[str, Figures]) -> list[Row]:
@@ -198,7 +195,7 @@ def _drift(f: Figures) -> Iterator[Row]:
         harness, sequential = g["ours"], g["sequential"]
         measured = f"{harness['false_alarms']} of {g['comparisons']}{_refused(harness)}; "
         measured += f"medians in sequence: {sequential['false_alarms']}"
-        # if every comparison was refused, none was tested
+        # if all comparisons were refused, none tested the verdict
         is_met = not harness["false_alarms"] and harness["refused"] < g["comparisons"]
         yield Row(f"false alarms, {gpu}", measured, "none", is_met)
 
@@ -282,7 +279,7 @@ def tables(parts: Mapping[str, Figures], escape_cell: Callable[[str], str] = str
 
 
 def lines(parts: Mapping[str, Figures]) -> list[str]:
-    """Return the tables as lines for a terminal; no lines if no part has ended."""
+    """Return the tables as lines for a terminal; no lines if no part has figures yet."""
     return tables(parts).splitlines() if parts else []
 
 

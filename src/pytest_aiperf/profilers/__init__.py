@@ -1,1 +1,1 @@
-"""Run calls under a profiler, and read its reports."""
+"""Run a claim's calls under a profiler, and read the profiler's reports."""

@@ -30,30 +30,30 @@ from . import ncu, parsers, tools
 from .target import VARIABLE, CaptureJob, CaptureReply
 from .tools import Invocation, Tool
 
-ARTIFACTS: Final = "artifacts"  #: Folder of the artefacts, in pytest's root folder.
+ARTIFACTS: Final = "artifacts"  #: Folder of profilers' output files, in pytest's root folder.
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureRequest:
-    """What to capture, and with which tool."""
+    """The settings of one profiler run."""
 
     tool: Tool
     preset: str  #: One of the tool's presets.
     folder: Path  #: Where artefacts and logs are written.
     target: tuple[str, ...]  #: Command of the process that is profiled; it runs one arm.
     deadline_s: float  #: Seconds after which the process is killed.
-    calls: int = 1  #: Calls inside the profiled range.
-    seed: int = 1  #: Seed of the arm's inputs.
+    calls: int = 1  #: Number of calls inside the profiled range.
+    seed: int = 1  #: Random seed for the arm's inputs.
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedKernels:
-    """Kernels and counters that a capture must contain; a kernel is given as part of its name."""
+    """Kernels and counters that a report must contain; a kernel is given by a part of its name."""
 
-    required: tuple[str, ...] = ()  #: Kernels that must all have run.
-    built: tuple[str, ...] = ()  #: Kernels that the claim builds: at least one must have run.
+    required: tuple[str, ...] = ()  #: Each of these kernels must have run.
+    built: tuple[str, ...] = ()  #: Kernels that the claim compiles: at least one must have run.
     counters: tuple[tuple[str, str], ...] = ()
-    """ncu metrics that evidence bounds, each with part of a kernel name; "" means all kernels."""
+    """Pairs of an ncu metric that the evidence names and a part of a kernel name ("": all)."""
     cache: str = "cold"  #: "cold": ncu flushes the caches before a kernel; "warm": it does not.
 
 
@@ -65,7 +65,7 @@ def run_folder(root: Path, run: str) -> Path:
 
 
 def folder_name(claim: str) -> str:
-    """Derive a folder name from a claim id; different ids get different names."""
+    """Return a folder name for a claim id; different ids get different names."""
     name = re.sub(r"[^\w-]+", ".", claim, flags=re.ASCII).strip(".")[:100]
     plain = re.fullmatch(r"[\w-]+(/[\w-]+)?(\[[\w-]+\])?", claim, re.ASCII)
     return name if plain and len(claim) <= 100 else f"{name}-{zlib.crc32(claim.encode()):08x}"
@@ -78,10 +78,10 @@ def run(
     built: Sequence[str],
     progress: Callable[[str], object],
 ) -> tuple[Result, AiperfError | None]:
-    """Capture each arm of a claim; return the claim's record and the error to raise, if any.
+    """Profile each arm of a claim; return the claim's record and the error to raise, if any.
 
-    ``built`` names the kernels that the claim builds. A missing tool is not an outcome of the
-    claim, so ToolMissing is raised here.
+    ``built`` names the kernels that the claim compiles. ToolMissing is raised instead of returned,
+    because a missing profiler says nothing about the claim.
     """
     started = time.monotonic()
     result = replace(record, against=claim.against)
@@ -108,17 +108,16 @@ def _capture_arms(
     progress: Callable[[str], object],
 ) -> Result:
     pieces = [piece for piece in claim.evidence if piece.kind is EvidenceKind.COUNTER]
-    # "" covers all kernels: the baseline's kernels may have other names
+    # "" (all kernels) is for the baseline, whose kernels may have other names
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
-    # a counter can be read only if its kernel runs; code evidence may name a kernel that is built
-    # for another rung and does not run in this one
+    # code evidence is left out, because it may name a kernel that only another rung runs
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
     profiles: dict[str, Profile] = {}
     reply = CaptureReply()
     for arm, call in claim.arms.items():
         kernels = ExpectedKernels(
             required=named if arm == "optimized" else (),
-            # the library arm may be a launcher that calls a library instead of a built kernel
+            # the library arm may call a library instead of a kernel that the claim compiles
             built=tuple(built) if arm != "library" and getattr(call, "needs_gpu", False) else (),
             counters=tuple(counters),
             cache=claim.cache,
@@ -139,13 +138,13 @@ def _capture_arms(
 def _findings(
     pieces: Sequence[Evidence], profiles: Mapping[str, Profile], work: Work | None
 ) -> list[Finding]:
-    """Check the evidence against ncu's counters, which no other tool has."""
+    """Check the evidence; counter evidence is checked only in a profile by ncu."""
     findings: list[Finding] = []
     for piece in pieces:
         figures = {}
         if piece.kind is EvidenceKind.COUNTER and profiles["optimized"].tool == "ncu":
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
-            for arm in ("baseline", "optimized"):  # the library arm may run no kernel
+            for arm in ("baseline", "optimized"):  # not library: that arm may run no kernel
                 profile = profiles[arm]
                 values = [profile.figures[name] for name in names if name in profile.figures]
                 if not values:
@@ -159,7 +158,7 @@ def _findings(
 
 
 def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str) -> dict[str, str]:
-    """Diagnose each arm from its ncu counters, and from its limit if the ceilings were measured."""
+    """Diagnose each arm from its ncu counters and, if ceilings were measured, from its limit."""
     diagnosis = {}
     for arm, profile in profiles.items():
         seconds = profile.figures.get("duration", 0.0)
@@ -172,7 +171,7 @@ def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str)
 
 
 def _first_finding(profiles: Sequence[Profile]) -> str:
-    """Describe the first finding of a checker such as compute-sanitizer; empty if there is none."""
+    """Describe a checker's first finding, such as an invalid access; return "" if it has none."""
     for profile in profiles:
         if tools.TOOLS[profile.tool].is_checker and profile.figures["findings"]:
             count = f"{profile.figures['findings']:.0f} findings"
@@ -187,9 +186,9 @@ def capture(
     kernels: ExpectedKernels = ExpectedKernels(),
     before: Sequence[Profile] = (),
 ) -> tuple[Profile, CaptureReply]:
-    """Profile one arm and read its artefact.
+    """Profile one arm and read the file that the profiler wrote.
 
-    The preset's invocations are tried in order; only the error of the last one is raised.
+    The preset's invocations are tried in order; an error is raised only if the last one fails.
     """
     *earlier, last = request.tool.presets[request.preset]
     for invocation in earlier:
@@ -223,7 +222,7 @@ def _capture(
         job = CaptureJob(tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,))
         step_command = [*command, *tool.steps.get(step, ())]
         reply = _run_target(request, job, step_command, invocation.environ)
-        # an error that the checker found may have made the arm fail: then report the finding
+        # if a checker has findings, report these: they may be the cause of the arm's error
         if reply.error:
             file = Path(f"{stem}{tool.suffix}")
             if not (tool.is_checker and parsers.read(tool.name, file, arm).figures["findings"]):
@@ -258,14 +257,14 @@ def _run_target(
     tool_command: Sequence[str],
     environ: Mapping[str, str],
 ) -> CaptureReply:
-    """Run the target under the tool; raise CaptureFailed or ToolMissing if no artefact is left.
+    """Run the target under the tool; raise CaptureFailed or ToolMissing if no file was written.
 
-    A target that runs no kernel may leave none; this is not an error.
+    It is no error if the tool writes no file because the target ran no kernel.
     """
     tool, stem = request.tool, Path(job.stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     log, artefact = Path(f"{stem}.log"), Path(f"{stem}{tool.suffix}")
-    artefact.unlink(missing_ok=True)  # left by an earlier invocation
+    artefact.unlink(missing_ok=True)  # an earlier invocation may have left it
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         names = {"stem": str(stem), "step": stem.name, "scratch": scratch}
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}

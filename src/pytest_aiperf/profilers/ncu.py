@@ -1,4 +1,4 @@
-"""Read an Nsight Compute report and aggregate its counters over the kernels of one call."""
+"""Read an Nsight Compute report and aggregate its metrics over the kernels of one call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
     "l1 hit rate": ("l1tex__t_sector_hit_rate.pct",),
     "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
-    # the counter of all shared accesses would also count shuffles, which touch no bank
+    # loads and stores only: the metric of all accesses also counts warp shuffles
     "bank conflicts": (
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
@@ -44,57 +44,58 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
     ),
 }
-"""Figure to the ncu metrics from which it is computed."""
+"""Name of each figure, and the ncu metrics from which it is computed."""
 NCU_SECTIONS: Final = ("WarpStateStats",)
-"""ncu sections to collect: stall reasons, whose metrics differ between chips."""
+"""ncu section with the stall reasons; not listed as metrics, which differ between chips."""
 _TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
 
 _RATIOS: Final = ("sectors per load", "sectors per store")
-"""Figures that divide their first metric by their second."""
+"""Figures that are the first metric divided by the second."""
 _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
-"""Scale and unit of a figure by the unit that ncu uses."""
+"""ncu's unit of a metric, and the factor that converts it to this plugin's unit."""
 _STALL: Final = re.compile(
     r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)_per_issue_active\.ratio"
 )
-"""Metrics of the stall reasons; a selected warp did not stall."""
+"""Pattern of the stall reasons' metrics, without "selected": such a warp did not stall."""
 _TOP_STALLS: Final = 3  #: Maximum number of stall reasons in a profile.
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel of a report."""
+    """One kernel launch in a report."""
 
     name: str
     seconds: float
-    values: Mapping[str, float]  #: Values by metric, in ncu's units.
+    values: Mapping[str, float]  #: Metric to value, in ncu's unit.
 
 
 def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
-    """List the metrics to collect on a GPU: those of the figures, and the evidence's counters."""
+    """List the metrics to collect on a GPU: those of all figures, and ``counters``."""
     tc_pipe = [_TC_PIPE] if arch in ("sm100", "sm103") else []
     metrics = itertools.chain.from_iterable(NCU_METRICS.values())
     return list(dict.fromkeys([*metrics, *tc_pipe, *counters]))
 
 
 def normalize_name(name: str) -> str:
-    """Write a kernel's name as compilers do: ``turn<4>``, where ncu writes ``turn<(int)4>``."""
+    """Convert a kernel's name from ncu's ``turn<(int)4>`` to the compiler's ``turn<4>``."""
     return re.sub(
         r"\((?:unsigned |signed )?(?:bool|char|short|int|long|long long)\)(?=-?\d)", "", name
     )
 
 
 def counter(metric: str, kernel: str) -> str:
-    """Return a name for the figure of a metric over the kernels whose names contain ``kernel``."""
+    """Name the figure of a metric that is aggregated over kernels with ``kernel`` in their name."""
     return f"{metric} of {kernel}" if kernel else metric
 
 
 def ncu(
     artefact: Path, counters: Collection[tuple[str, str]] = (), binary: str | None = None
 ) -> tuple[dict[str, tuple[float, str]], list[str], list[str]]:
-    """Read an ncu report; ``counters`` are further metrics, each with part of a kernel's name.
+    """Read an ncu report and return its figures, kernels and notes.
 
-    Counters keep ncu's units.
+    ``counters`` are pairs of a further metric and a part of a kernel's name. Their figures stay in
+    ncu's units.
     """
     kernels = _kernels(artefact, [metric for metric, _ in counters], binary)
     if not kernels:
@@ -138,22 +139,22 @@ def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
 def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple[float, str] | None:
     values = [value for m in metrics if (value := aggregate(m, kernels)) is not None]
     if len(values) < len(metrics):
-        return None  # not on this chip, or not collected
+        return None  # a metric does not exist on this chip or was not collected
     if name in _RATIOS:
-        # without loads there are no sectors per load
+        # the divisor is 0 if there were no loads or no stores
         return (values[0] / values[1], "") if values[1] else None
     scale, unit = _UNITS.get(_unit(metrics[0]), (1.0, ""))
     return math.fsum(values) * scale, unit
 
 
 def _unit(metric: str) -> str:
-    """Return the unit that ncu uses for a metric; empty if its name does not show it."""
+    """Return ncu's unit of a metric, derived from its name; "" if the name has no unit."""
     units = {"_duration": "ns", "bytes": "byte", "pct": "%"}
     return next((unit for part, unit in units.items() if part in metric), "")
 
 
 def _kernels(artefact: Path, counters: Collection[str], binary: str | None) -> list[Kernel]:
-    """Read a report in a separate process: NVIDIA's reader may crash on an unknown report."""
+    """Read a report in a separate process, because NVIDIA's reader may crash the process."""
     if not artefact.is_file():
         raise CaptureFailed(f"ncu did not write {artefact}: see the log beside it")
     command = [sys.executable, "-m", __name__, str(artefact), binary or "", *counters]
@@ -178,7 +179,7 @@ def _rows(
         values = {}
         for metric in metrics & present | stalls:
             value = action.metric_by_name(metric).value()
-            # a metric that could not be collected is NaN, which JSON lacks
+            # ncu reports NaN for a metric that it could not collect; JSON cannot represent NaN
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values[metric] = float(value)
         [time] = NCU_METRICS["duration"]
@@ -205,10 +206,10 @@ def _ncu_report(binary: str | None) -> Any:
 
 
 def python_folders(binary: str | None) -> Iterator[Path]:
-    """Yield the folders with the module ncu_report that was installed together with ``binary``.
+    """Yield folders that may contain the module ncu_report of the ncu ``binary``.
 
-    The bin/ncu of a CUDA toolkit may be a script that starts Nsight Compute from another folder:
-    from the toolkit, or from /opt/nvidia, where NVIDIA's packages install it.
+    In a CUDA toolkit, bin/ncu may be a script. Nsight Compute itself, with the module, is then in
+    another folder of the toolkit or below /opt/nvidia.
     """
     homes = [*Path(binary).resolve().parents[:3], Path("/opt/nvidia")] if binary else []
     for home in homes:

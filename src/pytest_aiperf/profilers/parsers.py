@@ -1,4 +1,4 @@
-"""Parse the artefact of each profiler into the figures of one arm."""
+"""Read the figures of one arm from the file that a profiler wrote."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def read(
     counters: Collection[tuple[str, str]] = (),
     binary: str | None = None,
 ) -> Profile:
-    """Read the artefact that a tool wrote for one arm; raise CaptureFailed if it captured nothing.
+    """Read the file that a tool wrote for one arm; raise CaptureFailed if it has no figures.
 
-    ``required`` are parts of the names of kernels that must have run, for tools that name kernels;
-    ``counters`` are ncu metrics, each with part of a kernel's name; ``binary`` is the ncu or nsys
-    that wrote the artefact.
+    ``required`` are parts of the names of kernels that must have run, if the tool reports names.
+    ``counters`` are pairs of an ncu metric and a part of a kernel's name. ``binary`` is the ncu or
+    nsys that wrote the file.
     """
     parsers: dict[str, Callable[[Path], Reading]] = {
         "ncu": functools.partial(ncu, counters=counters, binary=binary),
@@ -75,7 +75,7 @@ def hta(folder: Path) -> Reading:
         kinds = analysis.get_gpu_kernel_breakdown(visualize=False)[0].to_dict("records")
         communicates = any("COMMUNICATION" in row["kernel_type"] for row in kinds)
         overlaps = analysis.get_comm_comp_overlap(visualize=False) if communicates else None
-    except Exception as error:  # HTA may raise any exception: it fails only this capture
+    except Exception as error:  # HTA may raise any exception; only this claim must fail
         raise CaptureFailed(f"HTA could not analyze {folder} ({error!r})") from error
     figures: Figures = {
         "ranks": (len(ranks), ""),
@@ -102,7 +102,7 @@ def _mean(rows: list[dict[str, Any]], column: str) -> float:
 
 
 def proton(artefact: Path) -> Reading:
-    """Read Proton's tree: the part below the scope "aiperf", if it has this scope."""
+    """Read Proton's tree: below the scope "aiperf" if that exists, otherwise the whole tree."""
     tree = load_json(artefact, "Proton hatchet tree")
     roots = [node for node in tree if "frame" in node] if isinstance(tree, list) else []
     try:
@@ -173,7 +173,7 @@ def sanitizer(artefact: Path) -> Reading:
 
 def _records(file: Path) -> Iterator[ET.Element]:
     try:
-        # safe: this run's own compute-sanitizer wrote it
+        # trusted: this run's compute-sanitizer wrote the file
         root = ET.fromstring(file.read_text(errors="replace"))  # noqa: S314
     except (OSError, ET.ParseError) as error:
         raise CaptureFailed(
@@ -189,7 +189,7 @@ def _records(file: Path) -> Iterator[ET.Element]:
 
 
 def _sentence(record: ET.Element) -> str:
-    """Return a record's message with its kernel, file and line."""
+    """Return a sanitizer record's message with its kernel, file and line."""
 
     def text(path: str) -> str:
         return " ".join((record.findtext(path) or "").split())
@@ -205,7 +205,7 @@ def _sentence(record: ET.Element) -> str:
 
 
 def perf(artefact: Path) -> Reading:
-    """Read the text of ``perf report --stdio``: each symbol's share of the host's time."""
+    """Read the text of ``perf report --stdio``: the fraction of host time in each symbol."""
     try:
         text = artefact.read_text(errors="replace")
     except OSError as error:

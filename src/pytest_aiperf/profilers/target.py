@@ -1,4 +1,4 @@
-"""The profiled process: run one call inside the range that the profiler records."""
+"""The profiled process: run the calls of one arm inside the range that is profiled."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .timeline import RANGE
 from .tools import TOOLS, Tool
 
 VARIABLE: Final = "PYTEST_AIPERF_CAPTURE"
-"""Environment variable with the process's CaptureJob, as JSON."""
+"""Environment variable that passes a CaptureJob, as JSON, to the profiled process."""
 WARM_UP_CALLS: Final = 3
-"""Calls before the captured ones: they compile, load modules and choose algorithms."""
+"""Calls before the profiled ones: they compile kernels, load modules and choose algorithms."""
 SAMPLING_S: Final = 1.0
-"""How long to repeat calls under perf, in seconds: about 1000 samples at 999 Hz."""
+"""Seconds for which calls repeat under perf: at 999 Hz it then takes about 1000 samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob:
-    """What the profiled process captures."""
+    """The task of the profiled process."""
 
     tool: str
     preset: str
     arm: str
-    calls: int  #: Calls inside the profiled range.
-    seed: int  #: Seed of the inputs.
+    calls: int  #: Number of calls inside the profiled range.
+    seed: int  #: Random seed for the inputs.
     stem: str  #: Path of the artefact without its suffix.
     scratch: str  #: Folder for the reply and for perf's FIFOs.
     before: tuple[Profile, ...] = ()
-    """Profiles of the captures before this one in the same test; they are not captured again."""
+    """Profiles that the same test made before this one: the process does not make them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReply:
-    """What the profiled process returns in addition to the artefact."""
+    """What the profiled process reports to its parent, besides the profiler's file."""
 
-    work: Work | None = None  #: Work of one call.
+    work: Work | None = None  #: Bytes and FLOPs of one call.
     gpu: Gpu | None = None  #: The GPU that the process used, if any.
     error: str = ""  #: First line of the exception that ended the process.
 
@@ -59,8 +59,8 @@ class CaptureReply:
 def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
     """Return the capture job of this process; None if no profiler runs it.
 
-    In a multi-GPU claim every rank writes its own artefact. HTA reads all of them; for other
-    profilers only that of rank 0 is read.
+    In a multi-GPU claim every rank writes its own file. HTA reads the files of all ranks; for other
+    profilers only the file of rank 0 is read.
     """
     if not (text := environ.get(VARIABLE)):
         return None
@@ -74,11 +74,11 @@ def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
 
 
 def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) -> None:
-    """Capture one arm of a claim at full size, or at check size under a checker.
+    """Profile one arm of a claim at full size, or at check size under a checker.
 
-    Checkers slow a call down a hundredfold, and the check sizes contain the ragged edges where
-    invalid accesses occur. A prepared arm is called with the inputs that it was prepared with:
-    copying new inputs could read memory that was never written, which initcheck would report.
+    Checkers get the small check size because they slow a call down a hundredfold; inputs of this
+    size have the ragged edges where invalid accesses occur. A prepared arm is called with the inputs of its
+    preparation: a copy of new inputs may read unwritten memory, which initcheck would report.
     """
 
     def make_call() -> tuple[Callable[[], object], Work | None]:
@@ -99,11 +99,11 @@ def perform(
     *,
     cold: bool = True,
 ) -> None:
-    """Make a call, warm it up, run it inside the range and write the reply.
+    """Make a call, warm it up, run it inside the profiled range and write the reply.
 
-    Profiled processes may start and warm up at the same time, but each captures under the exclusive
-    lock. Checkers and the memory recorder measure no time, so the shared lock suffices for them:
-    under an exclusive lock, the slow sanitizer would block all others.
+    Several profiled processes may start and warm up at the same time, but each holds the exclusive
+    GPU lock while it is profiled. Checkers and the memory recorder measure no time, so they hold
+    the shared lock: otherwise the slow sanitizer would block all other processes.
     """
     tool = TOOLS[job.tool]
     reply = CaptureReply(gpu=device.gpu)
@@ -126,7 +126,7 @@ def perform(
                 calls.run()
                 while time.monotonic() < end:
                     calls.run()
-                # the first rank to leave the range may end the capture of all ranks
+                # wait: the first rank that leaves the range may end the profiling of all ranks
                 device.ranks.barrier()
     except Exception as error:
         name = "" if isinstance(error, AiperfError) else f"{type(error).__name__}: "
@@ -138,7 +138,7 @@ def perform(
 
 
 def _flush_l2(device: Device) -> None:
-    """Fill the L2 with other data, so that the first call reads from device memory."""
+    """Fill the L2 cache with other data, so that the first call reads from device memory."""
     if device.torch_device == "cuda" and device.gpu is not None and device.gpu.l2_bytes:
         import torch
 
@@ -147,7 +147,7 @@ def _flush_l2(device: Device) -> None:
 
 @contextmanager
 def _range(tool: Tool, device: Device) -> Iterator[None]:
-    """Mark the captured calls in the way that the tool expects."""
+    """Mark the profiled calls in the way that the tool expects."""
     with ExitStack() as marks:
         if tool.hook == "torch":
             from torch.autograd.profiler import record_function
@@ -181,7 +181,7 @@ def _nvtx(torch: Any) -> AbstractContextManager[object]:
 
 Run = Callable[[], object]
 Hook = Callable[[CaptureJob, Device, Run], AbstractContextManager[None]]
-"""Context manager around the profiled calls; its last argument runs a warm-up call."""
+"""Returns a context manager for the profiled calls; its last argument runs warm-up calls."""
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
     deep = job.preset == "deep_dive"
     with profiler.profile(
         activities=kinds,
-        # without the warm-up step, CUPTI would start inside the captured call
+        # without the warm-up step, CUPTI would start inside the profiled call
         schedule=profiler.schedule(wait=0, warmup=1, active=1),
         record_shapes=deep,
         profile_memory=deep,
@@ -245,7 +245,7 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
 
 @contextmanager
 def _perf(job: CaptureJob, _device: Device, _warm_up: Run) -> Iterator[None]:
-    # perf starts disabled; it samples between the acknowledged "enable" and "disable"
+    # perf starts disabled; it samples from the "enable" command to the "disable" command
     with (
         os.fdopen(os.open(f"{job.scratch}/control", os.O_RDWR), "w") as control,
         os.fdopen(os.open(f"{job.scratch}/ack", os.O_RDWR)) as acknowledged,

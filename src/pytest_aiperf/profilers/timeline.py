@@ -1,4 +1,4 @@
-"""GPU activities of one call and their times, from reports of nsys and PyTorch's profiler."""
+"""GPU activities and CUDA API calls with their times, from nsys and PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.text import si
 
 RANGE: Final = "aiperf"
-"""Name of the NVTX range, or of the record_function, around a captured call."""
+"""Name of the NVTX range, or of the record_function, around the profiled calls."""
 TOP: Final = 5  #: Maximum number of kernels, and of operators, in a profile's notes.
 
-Figures = dict[str, tuple[float, str]]  #: Name of a figure to its value and unit.
+Figures = dict[str, tuple[float, str]]  #: A figure's name to its value and unit.
 Reading = tuple[Figures, list[str], list[str]]
-"""Figures, kernels (the longest-running first) and notes."""
+"""Figures, kernel names (in order of decreasing time) and notes."""
 
 ApiCall = tuple[float, float, int]
 """Start and end of a CUDA API call in seconds, and its correlation id."""
@@ -32,11 +32,11 @@ ApiCall = tuple[float, float, int]
 _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
 }  # fmt: skip
-"""Kind of a copy by its CUpti_ActivityMemcpyKind."""
+"""CUPTI's number for a kind of copy (CUpti_ActivityMemcpyKind), and the kind's name."""
 
 
 def nsys(artefact: Path, binary: str | None = None) -> Reading:
-    """Read an nsys report or its SQLite export; ``binary`` is the nsys that exports a report."""
+    """Read an nsys report or its SQLite export; ``binary`` is the nsys that makes the export."""
     exported = artefact
     if artefact.suffix != ".sqlite":
         exported = artefact.with_suffix(".sqlite")
@@ -61,7 +61,7 @@ def nsys(artefact: Path, binary: str | None = None) -> Reading:
 
 
 def torch_trace(artefact: Path) -> Reading:
-    """Read a Chrome trace of torch.profiler, with its operators and graph breaks."""
+    """Read a Chrome trace of torch.profiler; the notes list operators and graph breaks."""
     content = load_json(artefact, "torch.profiler trace")
     if not isinstance(content, dict):
         raise CaptureFailed(f"{artefact} is not a torch.profiler trace: it has no events")
@@ -109,7 +109,7 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
 def _rows(
     db: sqlite3.Connection, table: str, columns: str, clauses: str = "", *values: object
 ) -> list[Any]:
-    """Query a table; a missing table has no rows, because nsys leaves out empty tables."""
+    """Query a table; nsys leaves out empty tables, so a missing table has no rows."""
     exists = db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
     query = f"SELECT {columns} FROM {table} {clauses}"  # noqa: S608  all are constants
     return db.execute(query, values).fetchall() if exists else []
@@ -148,7 +148,7 @@ def _is_inside(ranges: Collection[tuple[float, float]], moment: float) -> bool:
 def _within(
     ranges: Collection[tuple[float, float]], activities: list[Activity], calls: list[ApiCall]
 ) -> tuple[list[Activity], list[ApiCall]]:
-    """Keep the API calls inside the ranges and their activities, which the GPU may run later."""
+    """Keep the API calls that start in a range, and the activities that these calls launched."""
     if not ranges:
         return activities, calls
     calls = [call for call in calls if _is_inside(ranges, call[0])]
@@ -185,7 +185,7 @@ def _reading(
 
 
 def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> list[str]:
-    """Describe the operators with the most self time on the GPU; the host's decides ties."""
+    """Describe the operators with the most self time on the GPU, or on the host in a tie."""
     by_id: defaultdict[int, float] = defaultdict(float)
     for event in events:
         if event.category in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -205,7 +205,7 @@ def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> lis
 
 
 def _self_seconds(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Yield each operator with its self time: its own seconds less those of its callees."""
+    """Yield each operator with its self time: its seconds without those of its callees."""
     seconds: dict[int, float] = {}  # by id(operator)
     ordered = sorted(operators, key=lambda o: (str(o.thread), o.start, -o.end))
     callers: list[Event] = []

@@ -26,7 +26,7 @@ class Invocation:
     arguments: tuple[str, ...] = ()  #: Arguments of the program.
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the profiled process."""
-    note: str = ""  #: What this way leaves out; shown in reports.
+    note: str = ""  #: What this invocation cannot show; printed in reports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,29 @@ class Tool:
     """A profiler.
 
     In ``command``, ``steps`` and ``report``, ``{stem}`` is the artefact's path without its suffix,
-    ``{step}`` the name of the step and ``{scratch}`` a folder that exists during the run.
+    ``{step}`` the name of the step, and ``{scratch}`` a folder that is deleted after the run.
     """
 
     name: str  #: Name in ``--profile=NAME``.
-    install: str  #: What to do if it is missing.
-    suffix: str  #: Suffix of its artefact.
+    install: str  #: How to install it.
+    suffix: str  #: Suffix of the file that it writes (the artefact).
     presets: Mapping[str, tuple[Invocation, ...]]
-    """Preset to its invocations: if one fails, the next one is tried."""
+    """Name of a preset to its invocations: if one fails, the next one is tried."""
     program: str = ""  #: Program to run; empty for a Python module.
     min_version: tuple[int, int] = (0, 0)  #: Oldest version of the program that works.
     module: str = ""  #: Python module that it needs, if any.
     command: tuple[str, ...] = ()  #: Arguments between the program and the profiled command.
     report: tuple[str, ...] = ()
-    """Arguments that make the program print the artefact, if only it can read its own files."""
+    """Arguments with which the program prints its file as text, for files in its own format."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Separate runs, each with additional arguments; they write their artefacts to one folder."""
+    """Runs, by name, with their additional arguments; each writes a file to the same folder."""
     hook: Literal["", "torch", "proton", "memory", "perf"] = ""
-    """Hook that the profiled process runs around the calls."""
-    host: bool = False  #: Whether it can profile host claims.
+    """The context manager of target.py in which the profiled process makes its calls."""
+    host: bool = False  #: Whether it can profile claims that run on the host.
     is_checker: bool = False  #: Whether its findings fail the claim; a checker measures no time.
     no_kernels_message: str = ""
-    """Message that it prints if no kernel ran; it then leaves no artefact."""
-    ranks: bool = False  #: Whether it can capture all ranks of a multi-GPU claim.
+    """Message that it prints if no kernel ran; it then writes no file."""
+    ranks: bool = False  #: Whether it can profile all ranks of a multi-GPU claim.
 
 
 def _single_invocation(*arguments: str, **environ: str) -> tuple[Invocation, ...]:
@@ -64,7 +64,7 @@ def _single_invocation(*arguments: str, **environ: str) -> tuple[Invocation, ...
 
 
 _IN_PROCESS: Final = {"minimal": _single_invocation(), "deep_dive": _single_invocation()}
-"""Presets of profilers that run inside the profiled process: its hooks implement each preset."""
+"""Presets without arguments, of profilers that a hook starts inside the profiled process."""
 _LIBRARIES: Final = "--trace=cuda,nvtx,osrt,cublas,cudnn"
 _NSYS: Final = (_LIBRARIES, "--cudabacktrace=all")
 _NO_CPU_SAMPLING: Final = ("--sample=none", "--cpuctxsw=none")
@@ -136,8 +136,8 @@ _TOOLS: Final = (
         ".xml",
         {
             "minimal": (
-                # one allocation per tensor: in a shared one, an access beyond a tensor hits
-                # its neighbour, and reused memory counts as initialized
+                # without the caching allocator, each tensor has an allocation of its own, so that
+                # accesses beyond a tensor, and reads before the first write, are found
                 Invocation((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
                 Invocation(
                     note="with torch's caching allocator, which hides accesses beyond a tensor "
@@ -152,7 +152,7 @@ _TOOLS: Final = (
             *("--destroy-on-device-error", "kernel"),  # continue after the first finding
         ),
         steps={
-            # libraries try API calls that the driver may refuse; a failed launch raises anyway
+            # no API errors: libraries expect some, and a failed launch raises an exception anyway
             "memcheck": ("--report-api-errors", "no"),
             "racecheck": (),
             "initcheck": (),
@@ -211,7 +211,7 @@ _REFUSALS: Final = {
         "this version does not support this GPU or driver: install a newer one"
     ),
 }
-"""Pattern in a failed tool's output to the cause and the remedy; the first match counts."""
+"""Pattern of a failed tool's output to its cause and remedy; the first match counts."""
 
 
 def parse(text: str) -> tuple[Tool, str]:
@@ -262,7 +262,7 @@ def require_tool(name: str) -> str | None:
 
 
 def raise_if_refused(tool: Tool, output: str) -> None:
-    """Raise ToolMissing if a tool's output shows that it cannot or may not work here."""
+    """Raise ToolMissing if a tool's output says that it cannot work on this machine."""
     for pattern, advice in _REFUSALS.items():
         if match := re.search(pattern, output):
             raise ToolMissing(f"{tool.name} cannot work here: {advice.format(**match.groupdict())}")

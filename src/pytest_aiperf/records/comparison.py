@@ -12,12 +12,12 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART, depends_on_host
 
 
 class State(StrEnum):
-    """How a claim changed between two runs; the worst state comes first."""
+    """How a claim changed between two runs, in order from the worst state to the best."""
 
     REGRESSED = "regressed"
     GONE = "gone"
     STALE = "stale"  #: The test or the kernels of the claim changed.
-    MOVED = "moved"  #: Changed, but the figure depends on the host, and the hosts may differ.
+    MOVED = "moved"  #: Changed, perhaps because of a different host.
     IMPROVED = "improved"
     NEW = "new"
     SAME = "same"
@@ -35,7 +35,7 @@ class Change:
 
 
 def changes(old: Sequence[Result], new: Sequence[Result]) -> list[Change]:
-    """Compare claims on the same kind of GPU; the worst changes come first."""
+    """Compare each claim on the same kind of GPU; return the worst changes first."""
     before, after = ({(r.claim, r.key): r for r in results} for results in (old, new))
     listed = [_change(before.get(k), after.get(k)) for k in {**before, **after}]
     order = list(State)
@@ -77,7 +77,7 @@ def ratio_of(new: Interval, old: Interval) -> Interval:
 
 
 def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
-    """List differences of software and GPU between two runs: ``torch 2.10.0 -> 2.11.0``."""
+    """List differences in software and GPU between two runs, as ``torch 2.10.0 -> 2.11.0``."""
     before, after = (versions(results) for results in (old, new))
     return [
         f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
@@ -87,7 +87,7 @@ def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
 
 
 def versions(results: Sequence[Result]) -> dict[str, str]:
-    """Return the software versions and the GPUs of some results, by the name of the component."""
+    """Return the software versions and GPUs of results, by name of the software or "GPU"."""
     by_name: dict[str, set[str]] = {}
     for result in results:
         for name, version in result.stack.items():

@@ -26,9 +26,9 @@ from pytest_aiperf.schema import from_json
 from .results import atomic_write, merge_results, writing
 from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
-MAX_NOISE: Final = 0.02  #: Largest A/A difference of a session whose results may be accepted.
+MAX_NOISE: Final = 0.02  #: Results are refused if identical arms differ by more than this.
 MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
-"""Upper bounds of figures; a share may exceed 1, since it refers to a *measured* limit."""
+"""Upper bounds of figures. A share of the limit may exceed 1, since the limit is measured."""
 SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
 STACK: Final = ("torch", "CUDA", "driver")  #: Software whose versions an entry records, in order.
 NEW_FILE: Final = """\
@@ -42,7 +42,7 @@ Section = TypeVar("Section", Require, Recorded)
 _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-# unquoted names that every YAML version reads as text
+# names that every YAML version reads as text even without quotes
 _UNQUOTED = re.compile(r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
 
 
@@ -52,7 +52,7 @@ class ClaimEntry:
 
     require: Require = field(default_factory=Require)  #: Written by people.
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
-    """Accepted figures by GPU (h200) or architecture (sm90)."""
+    """Accepted figures, by GPU (h200) or by architecture (sm90)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Expectations:
     def lookup(self, claim: str, key: str, arch: str, code: str) -> Expectation:
         """Return the expectation of a claim on a GPU.
 
-        A GPU without an entry falls back to its architecture: h200 to sm90, 2xh200 to 2xsm90.
+        If the GPU has no entry, that of its architecture counts: sm90 for h200, 2xsm90 for 2xh200.
         """
         entry = self.claims.get(claim, ClaimEntry())
         fallback = "" if key == "cpu" else re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
@@ -81,14 +81,14 @@ def load(path: Path) -> Expectations:
 
 
 def is_claim_id(name: str) -> bool:
-    """Whether a claim may have this id: ``folder/name`` or ``folder/name[param]``."""
+    """Whether a name has the form of a claim id: ``folder/name`` or ``folder/name[param]``."""
     return is_text(name) and _CLAIM.fullmatch(name) is not None
 
 
 def stack_line(stack: Mapping[str, str]) -> str:
     """Format software versions: "torch 2.9.0, CUDA 13.0, driver 580.65".
 
-    An entry whose line differs starts its count of runs again.
+    If a new result's line differs from that of its entry, the entry's count of runs restarts.
     """
     versions = {name.lower(): version for name, version in stack.items()}
     first = [(name, versions[name.lower()]) for name in STACK if name.lower() in versions]
@@ -103,7 +103,7 @@ class _File:
 
 def _claims(document: Document) -> dict[str, ClaimEntry]:
     schema = document.value.get("schema") if isinstance(document.value, dict) else None
-    # checked first: the rest of another version's file may differ too
+    # checked first, since the fields of another version may cause misleading errors
     if isinstance(schema, int) and schema != SCHEMA:
         newer = f"written by a newer pytest-aiperf (schema {schema}); upgrade pytest-aiperf"
         document.refuse(f"{ROOT}.schema: {newer if schema > SCHEMA else f'must be {SCHEMA}'}")
@@ -142,10 +142,10 @@ def _within_bounds(kind: type[Section], entry: object, where: str) -> Section:
 
 
 def acceptable(result: Result, expectation: Expectation) -> str | None:
-    """Return the reason why a result must not be recorded, or None.
+    """Return the reason why a result must not be recorded; None if it may be recorded.
 
-    Only ``require`` counts, not the recorded figure: a result that failed because its figure
-    changed is acceptable. Parity is accepted only if it was recorded before or is required.
+    A result must meet ``require``, but its figure may differ from the recorded one. Parity is
+    accepted only if parity was recorded before, or ``require`` allows it.
     """
     return next(itertools.chain(_unfit(result), _unmet(result, expectation)), None)
 
@@ -182,7 +182,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    require = replace(require, share=None)  # only the test itself judges the share
+    require = replace(require, share=None)  # the test has already judged the share
     judgement = judge(figure, result.floor, Expectation(require), library=result.library)
     if not judgement.holds:
         yield judgement.why
@@ -193,10 +193,10 @@ class Update:
     """A proposed change of expectations.yaml, not yet written."""
 
     path: Path
-    before: str | None  #: The text of the file; None if there is none.
+    before: str | None  #: The text of the file; None if there is no file.
     after: str | None  #: The new text.
     accepted: tuple[Result, ...]
-    refused: tuple[tuple[Result, str], ...]  #: Results with the reason of their refusal.
+    refused: tuple[tuple[Result, str], ...]  #: Refused results, with the reason for each.
     results: tuple[Result, ...]
     today: date
 
@@ -207,7 +207,7 @@ class Update:
         return [_one_line(line) for line in lines]
 
     def diff(self) -> str:
-        """Return the change as a unified diff, empty without a change."""
+        """Return the change as a unified diff; empty if nothing changes."""
         before, after = ((text or "").splitlines() for text in (self.before, self.after))
         old = os.devnull if self.before is None else str(self.path)
         return "\n".join(difflib.unified_diff(before, after, old, str(self.path), lineterm=""))
@@ -215,20 +215,21 @@ class Update:
     def write(
         self, folder: Path | None = None, machine: Mapping[str, object] | None = None
     ) -> Update:
-        """Write the accepted results into ``folder``, then the file; return the written update.
+        """Write the accepted results into ``folder``, then expectations.yaml.
 
-        The update is computed again under a lock, since another process may have changed the file.
+        The update is computed again under a lock, since another process may have changed the file;
+        the new update is returned.
         """
         if not self.accepted:
             return self
-        path = self.path.resolve()  # of a link, replace the target
+        path = self.path.resolve()  # replace the file that a link points to, not the link
         lock = path.parent / ".aiperf" / f"{path.name}.lock"
         with writing(lock):
             create_tagged(lock.parent)
         with locked(lock):
             update = propose_update(self.path, self.results, self.today)
             if update.accepted and update.after is not None:
-                # atomic_write renames, which would replace even a read-only file
+                # atomic_write renames a new file over the old one, even over a read-only one
                 mode = path.stat().st_mode if path.exists() else None
                 if mode is not None and not mode & 0o222:
                     raise UsageError(f"{path}: is read-only; make it writable, then accept again")
@@ -268,7 +269,7 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         if reason is not None:
             refused.append((result, reason))
             continue
-        # a failed result missed only the recorded figure, which it now replaces
+        # an acceptable result failed only because it missed the figure that it now replaces
         passed = result.outcome is Outcome.PASSED
         accepted.append(result if passed else replace(result, outcome=Outcome.PASSED, message=""))
         old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
@@ -280,7 +281,9 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         for claim, new in entries.items():
             entry = claims.get(claim, ClaimEntry())
             expected[claim] = replace(entry, recorded={**entry.recorded, **new})
-        if _claims(parse(path, after)) != expected:  # better no change than a wrong one
+        if (
+            _claims(parse(path, after)) != expected
+        ):  # refuse an edit that lost or changed something else
             raise UsageError(
                 f"{path}: cannot be updated in place; write one claim and one GPU per line"
             )
@@ -303,12 +306,12 @@ def _entry(result: Result, old: Recorded | None, today: date) -> Recorded:
     return Recorded((low, value, high), runs, result.code, stack, today.isoformat(), share)
 
 
-# The text is edited in place; an entry is one line. A round trip through ruamel.yaml would change
-# the spaces and the indentation of other lines, and lose comments inside braces.
+# The functions below edit the text line by line. To load and dump it with ruamel.yaml would change
+# spaces and indentation in other lines, and lose comments inside braces.
 
 
 def _layout_problem(document: Document, result: Result) -> str | None:
-    """Return the place and the problem if the layout gives a result's entry no line of its own."""
+    """Return an error message if a result's entry cannot be written as a line of its own."""
     nodes, claim = document.nodes, f"{CLAIMS}.{result.claim}"
     parents = (nodes[ROOT], nodes[CLAIMS] if nodes[CLAIMS].value else None, nodes.get(claim))
     problems = [node for node in parents if node is not None and node.flow_style]
@@ -345,7 +348,7 @@ def _edited(document: Document, changes: Mapping[str, Mapping[str, Recorded]]) -
         values = values or [value for _, value in parent.value] or [parent]
         block = [f"{_name(claim)}:", *(f"  {item}" for item in items)]
         added.append((last_line(values[-1]), indent, block))
-    added.sort(key=lambda place: (place[0], -place[1]))  # at the same line, deeper blocks first
+    added.sort(key=lambda place: (place[0], -place[1]))  # at the same line, most indented first
     for line, column, block in reversed(added):  # from the end, so that line numbers stay valid
         at = line + 1
         while at < len(lines) and re.match(rf" {{{column + 1},}}#", lines[at]):
@@ -361,7 +364,7 @@ def _replace(lines: list[str], node: Any, new: str) -> None:
 
 
 def _flow(entry: Recorded) -> str:
-    # texts are quoted as in JSON, because a hash such as 123456789012 would read as a number
+    # texts are quoted, because YAML reads an unquoted hash such as 123456789012 as a number
     fields = [f"{name}: {_json(v)}" for name, v in asdict(entry).items() if v is not None]
     return f"{{{', '.join(fields)}}}"
 

@@ -29,7 +29,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The folder of one pytest session: manifest, journals and, in the end, results."""
+    """The folder of one pytest session: a manifest, journals and, at the end, results.json."""
 
     path: Path
 
@@ -42,7 +42,7 @@ class Run:
         return (self.path / "manifest.json").exists()
 
     def write_manifest(self, collected: Iterable[tuple[str, str]]) -> None:
-        """Write the manifest from (claim, nodeid) pairs, unless another xdist worker wrote it."""
+        """Write the manifest of (claim, nodeid) pairs, unless another xdist worker wrote it."""
         if not self.collected:
             manifest = Manifest(self.id, datetime.now(UTC).isoformat(), dict(collected))
             text = dumps(to_json(manifest), "manifest", indent=1)
@@ -64,7 +64,7 @@ class Run:
 
 
 def new_run_id(now: datetime, pid: int) -> str:
-    """Return a run id; ids sort by start time and differ between processes."""
+    """Return a run id from start time and process id; ids sort in the order of start times."""
     return f"{now.astimezone(UTC):%Y%m%dT%H%M%S.%f}-{pid}"
 
 
@@ -73,7 +73,7 @@ def open_run(folder: Path, run_id: str) -> Run:
     run = Run(folder / run_id)
     with writing(folder):
         create_tagged(folder)
-    # written before the first measurement, so that an unwritable disk shows at once
+    # written before the first measurement, so that an unwritable disk is an error at once
     atomic_write(folder / ".gitignore", "*\n")
     with writing(run.path):
         run.path.mkdir()
@@ -82,13 +82,13 @@ def open_run(folder: Path, run_id: str) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The results of one process, one per line, each on disk before the next claim starts."""
+    """The file with one process's results, one per line, each on disk before the next claim."""
 
     path: Path
 
     def append(self, result: Result) -> None:
-        """Append a result; earlier lines stay intact, whatever fails."""
-        # a newline before the record too, so that an earlier torn record stays on its own line
+        """Append a result; an error leaves earlier lines intact."""
+        # the newline in front ends an earlier record that a crash left incomplete
         line = f"\n{dumps(to_json(result), result.claim)}\n".encode()
         with writing(self.path), self.path.open("ab") as file:
             is_new = file.tell() == 0
@@ -100,9 +100,9 @@ class Journal:
 
 
 def read_journals(folder: Path) -> tuple[list[Result], int]:
-    """Read the journals of a run: the last result of each claim, and the number of torn lines.
+    """Read the journals of a run: each claim's last result, and the number of incomplete lines.
 
-    Torn lines, which a crash left incomplete, are skipped; a complete line must be a result.
+    Lines that a crash left incomplete are skipped; any other line that is no result is an error.
     """
     results: list[Result] = []
     torn = 0
@@ -120,7 +120,7 @@ def read_journals(folder: Path) -> tuple[list[Result], int]:
 
 
 def latest(results: Iterable[Result]) -> list[Result]:
-    """Keep the last result of each claim, sorted by claim, whatever the order of the input."""
+    """Keep the last result of each claim, sorted by claim."""
     ordered = sorted(results, key=lambda r: (r.claim, r.attempts, r.started, r.seed))
     return list({result.claim: result for result in ordered}.values())
 
@@ -137,8 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
 def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list[Result]:
     """Return exactly one result per collected claim, in collection order.
 
-    Claims without a result are NOT_RUN with ``reason`` as the message. Results of claims that the
-    manifest does not list come last.
+    A claim without a result gets the outcome NOT_RUN, with ``reason`` as its message. Results of
+    claims that the manifest does not list come last.
     """
     lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0, message=reason)
     completed = {

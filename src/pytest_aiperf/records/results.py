@@ -19,17 +19,17 @@ from pytest_aiperf.model import SCHEMA, Gpu, Result
 from pytest_aiperf.schema import from_json, to_json
 
 _DUPLICATE: Final = object()
-"""Replaces the value of a key that occurs twice; ``_strict`` finds it and raises with its place."""
+"""Stands for the value of a key that occurs twice, until ``_strict`` raises an error for it."""
 
 
 def dumps(value: object, where: str, indent: int | None = None) -> str:
-    """Format strict JSON; raise ValueError with the place of a value that it cannot represent."""
+    """Format strict JSON; raise ValueError with the place of a value that JSON cannot contain."""
     _strict(value, where)
     return json.dumps(value, allow_nan=False, indent=indent)
 
 
 def loads(text: str, where: str) -> Any:
-    """Parse JSON without NaN, infinities and duplicate keys; ValueError names the place."""
+    """Parse JSON; raise ValueError with the place of a NaN, infinity or duplicate key."""
     value = json.loads(text, object_pairs_hook=_object)
     _strict(value, where)
     return value
@@ -60,7 +60,7 @@ def _strict(value: object, where: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError in the block into a UsageError: ``path`` cannot be written."""
+    """Convert an OSError in the block into a UsageError: "cannot write ``path``"."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a file: after a crash it holds either the old text or the new."""
+    """Replace a file so that, after a crash, it contains either the old text or the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,12 +128,12 @@ _EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
 
 
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of schema 1; invalid parts stay as they are: ``from_json`` refuses them."""
+    """Convert a record of schema 1; leave invalid parts for ``from_json`` to refuse."""
     work, findings = record.get("work"), record.get("evidence", [])
     upgraded = {**record, "schema": SCHEMA}
     if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
         written = work.get("written")
-        written = total / 2 if written is None else written  # schema 1 assumed half
+        written = total / 2 if written is None else written  # in schema 1, half by default
         kept = {name: value for name, value in work.items() if name != "bytes"}
         upgraded["work"] = {**kept, "read": total - written, "written": written}
     if isinstance(findings, list):
@@ -157,7 +157,7 @@ def read_results(path: Path) -> list[Result]:
     records = [
         (f"benchmarks[{i}].aiperf", entry["aiperf"])
         for i, entry in enumerate(benchmarks)
-        if isinstance(entry, Mapping) and "aiperf" in entry  # others are not claims
+        if isinstance(entry, Mapping) and "aiperf" in entry  # other entries are not claims
     ]
     records += [(f"aiperf_untimed[{i}]", record) for i, record in enumerate(untimed)]
     if not records and "aiperf_untimed" not in content:
@@ -201,10 +201,10 @@ def document_text(content: Mapping[str, Any]) -> str:
 
 
 def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str, Any]) -> None:
-    """Write results into the file of their GPU, ``<key>.json``, and keep its other claims."""
+    """Write results into the file of their GPU, ``<key>.json``, and keep the other claims in it."""
     new: dict[str, list[Result]] = {}
     for result in results:
-        # without the UUID, because these files are shared
+        # remove the GPU's UUID, because these files are published
         gpu = result.gpu and replace(result.gpu, uuid="")
         new.setdefault(result.key, []).append(replace(result, gpu=gpu))
     for key, new_results in new.items():
@@ -216,14 +216,14 @@ def merge_results(folder: Path, results: Iterable[Result], machine: Mapping[str,
 
 
 def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
-    """Describe the kind of this machine, without host name or serial numbers."""
+    """Describe this machine without its host name and serial numbers."""
     names = ("system", "machine", "python_implementation", "python_version")
     info = {name: getattr(platform, name)() for name in names}
     return {**info, "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus]}
 
 
 def block_times(result: Result) -> tuple[float, ...]:
-    """Return the value per call of each block of the optimized arm, empty without a timing."""
+    """Return the optimized arm's value per call in each block; empty if it was not timed."""
     replicates = result.timing.replicates if result.timing else ()
     return tuple(s for r in replicates for b in r.rounds for s in b.seconds.get("optimized", ()))
 
@@ -231,7 +231,7 @@ def block_times(result: Result) -> tuple[float, ...]:
 def benchmark(result: Result) -> Any:
     """Convert a result with times to pytest-benchmark's own class.
 
-    The rungs of a ladder form a group, so that its tables compare rungs only.
+    The rungs of a ladder form a group, so that pytest-benchmark shows them in one table.
     """
     from pytest_benchmark.stats import Metadata  # imported late: measuring does not need it
 

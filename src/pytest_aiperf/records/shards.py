@@ -13,11 +13,11 @@ from pytest_aiperf.model import Outcome, Result
 from . import journal
 from .results import read_results
 
-WHOLE: Final = "whole"  #: Folder in a shard's run for the manifest of the whole session.
+WHOLE: Final = "whole"  #: Folder, in a shard's run, with the manifest of all shards.
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Parse I/N: shard I of N, counted from 1."""
+    """Parse I/N, which means shard I of N shards, counted from 1."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise UsageError(f"{text!r} is not a shard: 2/3 is the second of three")
@@ -25,9 +25,9 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[set[str]]:
-    """Split tests into shards of about equal time, independently of their order.
+    """Split tests into shards of about equal time; the order of ``ids`` does not matter.
 
-    The tests are dealt longest first, each to the shard with the least time so far.
+    Beginning with the longest, each test is added to the shard with the least time so far.
     """
     duration = durations(ids, seconds)
     shards: list[set[str]] = [set() for _ in range(count)]
@@ -40,7 +40,7 @@ def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[
 
 
 def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each test; tests without a time get the median."""
+    """Return the seconds of each test; tests without a known time get the median."""
     measured = [s for s in seconds.values() if s > 0]
     median = statistics.median(measured) if measured else 1.0
     return {i: seconds.get(i) or median for i in ids}

@@ -1,4 +1,4 @@
-"""Read YAML strictly: numbers and texts only, errors with line and column."""
+"""Read YAML that has only numbers and texts as values; errors name line and column."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pytest_aiperf.errors import UsageError
 
 MAX_BYTES: Final = 1 << 20  #: Largest file: 1 MiB holds thousands of claims.
 MAX_DEPTH: Final = 20  #: Deepest nesting; expectations use five levels.
-MAX_NODES: Final = 100_000  #: Largest number of parser events: a small text can be slow to parse.
+MAX_NODES: Final = 100_000  #: Maximum of parser events: even small files can have many.
 MAX_TEXT: Final = 500  #: Longest text, in characters.
-ROOT: Final = "file"  #: Path of the whole document; the paths of fields follow `schema.from_json`.
+ROOT: Final = "file"  #: Name of the whole document in paths such as ``file.claims``.
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,15})(\.\d+)?", re.ASCII)
-# also unusual line breaks and the byte order mark, about which loaders disagree
+# control characters, and line breaks and marks that YAML loaders treat differently
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
     "|\r(?!\n)"
@@ -25,15 +25,15 @@ _FORBIDDEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file."""
+    """A parsed YAML file."""
 
     path: Path
     text: str
     value: Any  #: The content in dicts, lists, texts and numbers.
-    nodes: Mapping[str, Any]  #: The PyYAML node of each field, by a place such as ``file.a[0]``.
+    nodes: Mapping[str, Any]  #: The PyYAML node of each field, by a path such as ``file.a[0]``.
 
     def refuse(self, message: str) -> NoReturn:
-        """Raise UsageError at the place of the field whose path starts the message."""
+        """Raise UsageError with the line and column of the field whose path begins ``message``."""
         paths = [path for path in self.nodes if message.startswith(f"{path}: ")]
         node = self.nodes[max(paths, key=len, default=ROOT)]
         _refuse(self.path, node.start_mark, message)
@@ -45,7 +45,7 @@ def is_text(text: str) -> bool:
 
 
 def read(path: Path) -> str | None:
-    """Read the text of a file; None if there is no file."""
+    """Return the text of a file; None if it does not exist."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: is not a file; name the file itself")
@@ -71,7 +71,7 @@ def parse(path: Path, text: str) -> Document:
     """Parse a text; raise UsageError at the line and column of the first mistake."""
     import yaml  # imported late: only a session with such a file needs it
 
-    # the C loader is 25 times as fast; no object is ever constructed, so no tag is executed
+    # the C loader is 25 times as fast; both are safe, since no Python object is constructed
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check_events(path, yaml.parse(text, Loader=loader))
@@ -82,7 +82,7 @@ def parse(path: Path, text: str) -> Document:
         place = min(_Place(mark.line, mark.column), end) if mark else end
         problem = ": ".join(filter(None, (error.context, error.problem)))
         _refuse(path, place, f"this is not YAML, {problem}; the file is incomplete or mistyped")
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML also raises these
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises all three
         _refuse(path, _end(text), f"this is not YAML, {error}; the file is incomplete or mistyped")
     if root is None:
         _refuse(path, _Place(0, 0), "is empty; write it or remove it")
@@ -91,7 +91,7 @@ def parse(path: Path, text: str) -> Document:
 
 
 def last_line(node: Any) -> int:
-    """Return the last line of a node; the end mark of a block lies after its comments."""
+    """Return the last line of a node, without the comments that PyYAML counts as part of it."""
     if node.id == "scalar" or node.flow_style:
         return int(node.end_mark.line)
     last = node.value[-1]
@@ -114,7 +114,7 @@ def _end(text: str) -> _Place:
 
 
 def _check_events(path: Path, events: Any) -> None:
-    """Refuse anchors, tags, block texts and huge documents before any node is composed."""
+    """Refuse anchors, tags, block texts and huge documents before PyYAML builds nodes from them."""
     import yaml
 
     depth = count = 0

@@ -1,4 +1,4 @@
-"""Aggregates of many results: counts of outcomes, means, ladders."""
+"""Counts, means and ladders of many results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Summary:
     skipped: Mapping[str, int]  #: Number of skipped claims by reason.
     not_run: int  #: Number of claims that the session did not reach.
     mean: float | None
-    """Geometric mean of the speedups against non-naive baselines; None if there are none."""
+    """Geometric mean of the speedups against non-naive baselines; None without such speedups."""
     averaged: int  #: Number of speedups in the mean.
     share: float | None
-    """Median share of the limit that the optimized arms reach; None if no limit is known."""
+    """Median fraction of its limit that an optimized arm reaches; None if no limit is known."""
     shares: int  #: Number of shares in the median.
 
 
 def summarize(results: Sequence[Result]) -> Summary:
     """Count and average results; claims that did not run are counted but not averaged."""
     ended = [r for r in results if r.outcome not in UNTRIED]
-    speedups = [  # lost claims count too; ratios of bytes and scores are not speedups
+    speedups = [  # slowdowns too, but no ratios of bytes or scores
         r.speedup.value
         for r in ended
         if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
@@ -65,7 +65,7 @@ def verdict_or_outcome(result: Result) -> str:
 
 
 def folder(result: Result) -> str:
-    """Return the folder of a claim's test, which is its chapter."""
+    """Return the folder of a claim's test; reports show one chapter per folder."""
     return result.claim.rpartition("/")[0] or "."
 
 

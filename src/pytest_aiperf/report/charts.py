@@ -1,4 +1,4 @@
-"""Positions on charts: per cent from the left, pixels from the top."""
+"""Positions on charts: x in per cent from the left, y in pixels from the top."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
 
 
 def arms(timing: Timing | None) -> list[str]:
-    """List the arms that every round of a comparison measured."""
+    """List the arms that were measured in every round."""
     rounds = [b for r in timing.replicates for b in r.rounds] if timing else []
     return [arm for arm in ARMS if rounds and all(b.seconds.get(arm) for b in rounds)]
 
@@ -29,7 +29,7 @@ class Axis:
     log: bool = True
 
     def at(self, value: float) -> float:
-        """Return a figure's position in per cent; figures outside the scale are at its edge."""
+        """Return a figure's position in per cent; outside the scale, the edge's position."""
         value = min(max(value, self.low), self.high)
         if self.log:
             return 100 * math.log(value / self.low) / math.log(self.high / self.low)
@@ -56,7 +56,7 @@ class Axis:
 
 
 def speedup_axis(results: Iterable[Result]) -> Axis:
-    """Return a scale that covers all speedups and 1."""
+    """Return a scale that contains 1 and the speedups of all results."""
     speedups = [r.speedup for r in results if r.speedup is not None]
     low = min([i.low for i in speedups if i.low > 0] + [1.0])
     high = max([i.high for i in speedups if math.isfinite(i.high)] + [2.0])
@@ -78,7 +78,7 @@ def bar(interval: Interval, axis: Axis) -> Bar:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Positions of a claim's ratios on one axis."""
+    """Positions of a claim's measured ratios on one axis."""
 
     axis: Axis
     band: Bar  #: Position of the claim's interval.
@@ -89,7 +89,7 @@ class Strip:
 
 
 def strip(result: Result) -> Strip | None:
-    """Place the ratios of a claim's replicates and rounds; None if there are none."""
+    """Place the ratios of a claim's replicates and rounds; None if the claim has no ratios."""
     if result.timing is None or result.speedup is None:
         return None
     numerator, denominator = "baseline", "optimized"
@@ -122,7 +122,7 @@ class Step:
     rung: str
     start: float  #: Position of the previous rung.
     end: float  #: Position of this rung.
-    height: float  #: Speedup over the bottom of the ladder.
+    height: float  #: Speedup over the ladder's first baseline.
     result: Result
 
 
@@ -136,9 +136,9 @@ class Ladder:
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
-    """Place a ladder's measured rungs; None with fewer than two.
+    """Place a ladder's measured rungs; None if fewer than two rungs were measured.
 
-    A rung that is measured against the previous rung multiplies that rung's height by its speedup.
+    If a rung's baseline is the previous rung, its height is that rung's height times its speedup.
     """
     measured = [(r, r.speedup.value) for r in rungs if r.speedup and r.speedup.value > 0]
     if len(measured) < 2:
@@ -156,14 +156,14 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
 
 
 def shares(results: Iterable[Result]) -> list[tuple[Result, list[tuple[str, Limit]]]]:
-    """List the claims whose ceiling is known, with the limit of each arm."""
+    """List the claims that have limits, each with the limits of its arms."""
     limits = ((r, [(arm, r.limits[arm]) for arm in ARMS if arm in r.limits]) for r in results)
     return [(result, by_arm) for result, by_arm in limits if by_arm]
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """One arm on the roofline."""
+    """One arm on the roofline chart."""
 
     x: float
     y: float
@@ -175,7 +175,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """One ceiling on the roofline: a line from (x1, y1) to (x2, y2)."""
+    """One ceiling on the roofline chart: a line from (x1, y1) to (x2, y2)."""
 
     limit: Limit
     x1: float
@@ -186,7 +186,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """FLOP/s over FLOP per byte: the arms below the measured ceilings."""
+    """A chart of FLOP/s over FLOP per byte, with arms as dots and measured ceilings as lines."""
 
     x: Axis
     y: Axis
@@ -195,7 +195,7 @@ class Roofline:
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
-    """Place every arm whose work has bytes and FLOPs; None without an arm or a ceiling."""
+    """Place every arm with known bytes and FLOPs; None without such an arm or a ceiling."""
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
     points = [
         (r.work.flops / r.work.bytes, r.work.flops / seconds, arm, r)
@@ -223,7 +223,7 @@ def _down(y: Axis, rate: float) -> float:
 
 
 def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
-    """Place a compute ceiling; it begins at the ridge, where the memory ceiling meets it."""
+    """Place a compute ceiling; it begins at the ridge, where it meets the memory ceiling."""
     memory = max((lim.limit for lim in slant), default=math.inf)
     start = min(max(x.low, limit.limit / memory), x.high)
     down = _down(y, limit.limit)
@@ -231,7 +231,7 @@ def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
 
 
 def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
-    """Place a memory ceiling: FLOP/s are bytes per second times FLOP per byte."""
+    """Place a memory ceiling: its FLOP/s are bytes per second times FLOP per byte."""
     left, right = max(x.low, y.low / limit.limit), min(x.high, y.high / limit.limit)
     if left >= right:
         return None

@@ -1,4 +1,4 @@
-"""Figures, verdict and notes of a result as text, the same in all reports."""
+"""Figures, verdict and notes of a result as text for all reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COLUMNS: Final = {
     "claim": "<", "baseline": ">", "optimized": ">", "ratio [99 % interval]": ">",
     "library": ">", "rate": ">", "of limit": ">", "verdict": "<", "expected": "<",
 }  # fmt: skip
-"""Columns of the table, with the alignment of each."""
+"""Columns of the table of results, with the alignment of each."""
 RIDGE_FLOP_PER_BYTE: Final = 16.0
-"""Arithmetic intensity above which a call's rate is shown in FLOP/s: about fp32's ridge."""
+"""Arithmetic intensity above which rates are shown in FLOP/s: about the ridge point of fp32."""
 
 
 def clean(text: object) -> str:
@@ -37,7 +37,7 @@ def escape(text: str) -> str:
 
 
 def cells(result: Result) -> list[str]:
-    """Return the cells of a table row after the claim's name."""
+    """Return the cells that follow the claim's name in its table row."""
     timing = result.timing if block_times(result) else None
     per_second, unit = rate(result)
     limit = result.limits.get("optimized")
@@ -58,7 +58,7 @@ def _figure(timing: Timing, arm: str) -> str:
 
 
 def rate(result: Result) -> tuple[float, str]:
-    """Return the optimized arm's rate and its unit, FLOP/s or B/s; 0 if it is unknown."""
+    """Return the optimized arm's rate and its unit, FLOP/s or B/s; 0 and "" if unknown."""
     work, timing = result.work, result.timing
     if work is None or timing is None or timing.unit != "s" or not block_times(result):
         return 0.0, ""
@@ -68,7 +68,7 @@ def rate(result: Result) -> tuple[float, str]:
 
 
 def reasons(result: Result) -> list[str]:
-    """Return the diagnosis of each arm and the state of each piece of evidence, one line each."""
+    """Return a line for each arm's diagnosis and for each piece of evidence: value, and if held."""
     lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]
     for finding in result.evidence:
         state = "holds" if finding.held else "does not hold"
@@ -78,7 +78,7 @@ def reasons(result: Result) -> list[str]:
 
 
 def stated(piece: Evidence) -> str:
-    """Write a piece of evidence as the claim states it: kind, metric, kernel and bounds."""
+    """Format a piece of evidence: its kind, metric, kernel and bounds."""
     pairs = [("=", piece.min)] if piece.min == piece.max else [(">=", piece.min), ("<=", piece.max)]
     bounds = [f"{sign} {bound:.4g}" for sign, bound in pairs if bound is not None]
     kernel = f"in {piece.kernel}" if piece.kernel else ""
@@ -107,7 +107,7 @@ def _expected(result: Result) -> str:
 
 
 def capped(rounds: Sequence[Round]) -> str:
-    """Format the number of rounds in which the power cap was active; empty if there are none."""
+    """Format the number of rounds in which the power cap was active; empty if it is 0."""
     count = sum(bool((r.event_reasons or 0) & POWER_CAP) for r in rounds)
     return f"in {count} of {len(rounds)} rounds" if count else ""
 

@@ -15,9 +15,9 @@ from . import formatting, terminal
 
 
 class Live:
-    """The live line; without a terminal it shows nothing.
+    """The live line; nothing is shown if the output is not a terminal.
 
-    A worker sends its line to ``address`` as a datagram, so that it never waits for the terminal.
+    An xdist worker sends its line as a datagram to ``address``, so that it never has to wait.
     """
 
     def __init__(self, plugins: pytest.PytestPluginManager, address: Path, *, worker: bool) -> None:
@@ -28,7 +28,7 @@ class Live:
 
     @property
     def _reporter(self) -> Any:
-        # looked up each time: pytest creates its reporter after plugins are configured
+        # not stored, because pytest creates its reporter after it configures this plugin
         reporter = self._plugins.getplugin("terminalreporter")
         return reporter if reporter is not None and reporter.isatty else None
 
@@ -39,7 +39,7 @@ class Live:
         incoming = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             incoming.bind(self._address)
-        except OSError:  # the path is too long for a socket: no live line
+        except OSError:  # the socket's path is too long: show no live line
             incoming.close()
             return
         threading.Thread(target=self._forward, args=(incoming,), daemon=True).start()
@@ -53,18 +53,18 @@ class Live:
         if self._outgoing is None:
             self._write(line)
         else:
-            with suppress(OSError):  # the controller is busy or has no terminal
+            with suppress(OSError):  # the controller is busy or does not listen
                 self._outgoing.sendto(line.encode(), socket.MSG_DONTWAIT, self._address)
 
     def _write(self, line: str) -> None:
         if (reporter := self._reporter) is not None:
             if not self._shown:
-                reporter.ensure_newline()  # or the live line would overwrite pytest's dots
+                reporter.ensure_newline()  # keeps pytest's dots from being overwritten
             reporter.rewrite(line, erase=True)
             self._shown = True
 
     def clear(self) -> None:
-        """Remove the line; call it before pytest prints."""
+        """Remove the line; call this before pytest prints."""
         if self._shown:
             self._shown = False
             self._reporter.rewrite("", erase=True)

@@ -1,4 +1,4 @@
-"""Chapters in Markdown: each claim with its explanation, and the README's tables."""
+"""Results as Markdown: a report with each claim's explanation, and the README's tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .formatting import escape
 
 
 def markdown(results: Sequence[Result], root: Path) -> str:
-    """Write the report: a summary, then each chapter's claims."""
+    """Return the report: a summary, then each chapter's claims."""
     parts = [terminal.markdown(results)]
     for name, claims in _by_chapter(results).items():
         parts.append(f"## {escape(name)}\n\n{_chapter(claims, root)}")
@@ -20,7 +20,7 @@ def markdown(results: Sequence[Result], root: Path) -> str:
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Write the README's results: the totals, then one table per chapter."""
+    """Return the results for the README: the totals, then one table per chapter."""
     parts = [escape(terminal.totals(results))]
     for name, claims in _by_chapter(results).items():
         keys = ", ".join(sorted({r.key for r in claims}))

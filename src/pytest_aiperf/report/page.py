@@ -1,4 +1,4 @@
-"""Results as one HTML file without external references: it can be read offline and shared."""
+"""Results as one HTML file without external references, so that it can be read offline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import aggregate, charts, formatting, markdown, source_code, terminal
 from .formatting import cells
 
 MAX_COLORED: Final = 1 << 20
-"""Maximum characters of code to color: colors double its size, and the page must open fast."""
+"""Maximum characters of code to color: colors double the code's size, which slows the page."""
 HEADS: Final = (
     *("claim", "verdict", "speedup", "99 % interval", "baseline", "optimized", "library"),
     *("rate", "of limit", "expected"),
@@ -41,11 +41,11 @@ def page(
 ) -> str:
     """Return the report as HTML, with code and explanations from the files below ``root``.
 
-    ``machine`` is the machine of a results file; its ``commit`` may be pytest-benchmark's
-    ``commit_info``. Links to artefacts are relative to ``folder``, where the page
-    is written.
+    ``machine`` describes the machine as in a results file; its ``commit`` may be pytest-benchmark's
+    ``commit_info``. Links to profilers' files are relative to ``folder``, where the page is
+    written.
     """
-    import jinja2  # late: only reports need it
+    import jinja2  # imported late: only reports need it
 
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -95,10 +95,10 @@ def write_report(results: Sequence[Result], machine: Mapping[str, Any], folder: 
 
 
 def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the hardware, software and settings of the results, by name."""
+    """Return the hardware, software and settings of the results as pairs of name and value."""
     gpus = {r.gpu.name: r.gpu for r in results if r.gpu}
     stack = versions(results)
-    stack.pop("GPU", None)  # shown below, together with its size
+    stack.pop("GPU", None)  # shown below, together with its properties
     rounds = [
         b for r in results if r.timing and r.gpu for rep in r.timing.replicates for b in rep.rounds
     ]
@@ -191,7 +191,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
 
 
 def _anchor(name: str) -> str:
-    """Return an id for a name; the digest distinguishes names that differ only in punctuation."""
+    """Return an HTML id; its digest distinguishes names that differ only in punctuation."""
     plain = re.sub(r"\W+", "-", name, flags=re.ASCII).strip("-")
     return f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:6]}"
 
@@ -232,7 +232,7 @@ def _link(artefact: str, folder: Path) -> str:
 
 
 def _highlighter() -> Callable[[source_code.Code], Any]:
-    """Return the filter that colors code; after MAX_COLORED characters, code stays plain."""
+    """Return a Jinja filter that colors code until it has colored MAX_COLORED characters."""
     colored = 0
 
     def highlight(code: source_code.Code) -> Any:

@@ -13,14 +13,14 @@ from typing import Any, Final
 from pytest_aiperf.model import Result, Source
 
 MAX_LINES: Final = 140
-"""Lines of one file that the page shows of an arm: two arms must stay readable side by side."""
+"""Maximum number of lines from one file that the page shows for an arm."""
 _LANGUAGES: Final = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
-"""Suffix of a file to its language in Pygments; other files are not shown."""
+"""File suffix to the name of its language in Pygments; other files are not shown."""
 _COLORED: Final = (
     *("Comment", "Keyword", "Literal", "Operator.Word"),
     *("Name.Function", "Name.Class", "Name.Decorator"),
 )
-"""Kinds of tokens that the page colors: only a few, because each mark makes the page longer."""
+"""Kinds of tokens that the page colors: only a few, because HTML tags enlarge the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Code:
 
 
 def explanation(nodeid: str, root: Path) -> tuple[str, ...]:
-    """Return the paragraphs below the title in a test file's docstring; none without the file."""
+    """Return the paragraphs below the title in a test file's docstring; () without the file."""
     try:
         tree = ast.parse(_read(root, nodeid.partition("::")[0]))
     except (OSError, ValueError, SyntaxError, RecursionError):
@@ -43,7 +43,7 @@ def explanation(nodeid: str, root: Path) -> tuple[str, ...]:
 
 
 def arms(result: Result, root: Path) -> dict[str, tuple[Code, ...]]:
-    """Return each arm's code by file; a file whose lines changed since the run is left out."""
+    """Return each arm's code, one Code per file; omit code that changed since the run."""
     codes = {arm: tuple(_codes(sources, root)) for arm, sources in result.sources.items()}
     return {arm: files for arm, files in codes.items() if files}
 
@@ -69,7 +69,7 @@ def _read(root: Path, file: str) -> str:
 
 
 def clip(code: Code) -> Code:
-    """Cut code after MAX_LINES lines and append a comment that counts the rest."""
+    """Keep the first MAX_LINES lines, and append a comment with the number of omitted lines."""
     lines = code.text.splitlines()
     if len(lines) <= MAX_LINES:
         return code
@@ -79,8 +79,8 @@ def clip(code: Code) -> Code:
 
 
 def highlight(code: Code) -> str:
-    """Return code as HTML, its tokens marked with Pygments' short classes."""
-    from pygments import format as to_html  # late: only reports need it
+    """Return code as HTML; tokens have the CSS classes of Pygments."""
+    from pygments import format as to_html  # imported late: only reports need it
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
     from pygments.token import Text

@@ -24,7 +24,7 @@ PROGRESS: Final = (
     *("{claim}", "{phase}", "{done}/{total}", "replicate {replicate}/{most}"),
     *("{ratio:.2f}x", "+-{half_width:.2%}", "{sm_mhz} MHz", "{temperature_c} C"),
 )
-"""Parts of the live line; a part without its figure is left out."""
+"""Parts of the live line; a part whose figure is unknown is left out."""
 MIN_NAME: Final = 24
 """Characters of a claim's name that are always shown, even if the table gets too wide."""
 
@@ -58,7 +58,7 @@ def _has_row(result: Result) -> bool:
 
 
 def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align rows below their heads; clip only names, because a clipped figure would mislead."""
+    """Align the rows' cells in columns; clip only names, because clipped figures would mislead."""
     rows, align = [[*COLUMNS], *rows], "".join(COLUMNS.values())
     figures = "  ".join(["", *pad(rows, align)[0][1:]])
     room = max(width - len(figures), MIN_NAME)
@@ -66,7 +66,7 @@ def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _fit(text: str, width: int) -> str:
-    """Clip text in the middle: the beginning names the test, the end its parameter."""
+    """Clip text in the middle, to keep the test's name in front and its parameter at the end."""
     if len(text) <= width:
         return text
     tail = (width - 3) // 2
@@ -86,7 +86,7 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
 
 
 def totals(results: Sequence[Result]) -> str:
-    """Summarize in one line; claims that did not run are counted but not averaged."""
+    """Summarize results in one line; claims that did not run are counted but not averaged."""
     summary = aggregate.summarize(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
     counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
@@ -105,7 +105,7 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
-    """Write the progress of a claim in one line."""
+    """Format the progress of a claim as one line."""
     figures = {name: value for name, value in progress.items() if value is not None}
     parts: list[str] = []
     for part in PROGRESS:
@@ -115,7 +115,7 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Write the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
+    """Return the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
     shown = [r for r in results if _has_row(r)]
     blocks: list[str] = []
     for key in sorted({r.key for r in shown}):
@@ -130,7 +130,7 @@ def markdown(results: Sequence[Result]) -> str:
 def grid(
     results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
 ) -> str:
-    """Lay out results as a Markdown table; ``without`` names columns to leave out."""
+    """Format results as a Markdown table; ``without`` names columns to leave out."""
     kept = [i for i, column in enumerate(COLUMNS) if column not in without]
     sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
     lines = [
@@ -148,7 +148,7 @@ def _mark(result: Result) -> str:
 
 
 def embed(path: Path, mark: str, content: str) -> None:
-    """Replace the text between the marks in a document; raise UsageError if it lacks the marks."""
+    """Replace the text between the marks in a document; raise UsageError if there are no marks."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     try:
         before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
@@ -163,12 +163,12 @@ def embed(path: Path, mark: str, content: str) -> None:
 
 
 def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
-    """Add valid, conclusive results to pytest-benchmark's session before it finishes.
+    """Add timed results with a conclusive verdict to pytest-benchmark's session.
 
-    ``session`` is the plugin registered as "pytest-benchmark", or None. Call this on the
-    controller: --benchmark-json, -save, -autosave, -compare and -histogram then work, even with
-    xdist workers.
-    The table of pytest-benchmark is left out if it would only repeat this plugin's.
+    ``session`` is what pytest-benchmark registers as "pytest-benchmark", or None. Call this before
+    pytest-benchmark's session finishes, on the controller if there are xdist workers: then
+    --benchmark-json, -save, -autosave, -compare and -histogram work. Pytest-benchmark's table is
+    switched off if it would only repeat this plugin's.
     """
     if session is None:
         return
@@ -188,7 +188,7 @@ def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
     for r in results:
         if r.profiles:
             lines += profile(r.claim, r.profiles, width)
-            # not clipped: the advice comes last
+            # not clipped to the width, because a diagnosis ends with advice
             lines += [f"  {arm}: {clean(diagnosis)}" for arm, diagnosis in r.diagnosis.items()]
     return lines
 
