@@ -39,9 +39,9 @@ Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  #: Longest message of a claim; pytest holds it in memory.
 TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
-"""Kinds of messages for the live display only: they are passed on but not kept."""
+"""Kinds of messages that are passed to ``on_message`` but not kept."""
 KILL_TIMEOUT_S: Final = 10.0
-"""How long a process may take to die of SIGKILL before it counts as stuck in the kernel."""
+"""How long a process may take to end after SIGKILL before it counts as stuck."""
 
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 POLL_S: Final = 0.02
-"""Interval of checks whether the process has ended: short compared with a build or a capture."""
+"""Seconds between two checks whether the process has ended: short compared with a build."""
 
 
 def run_in_group(

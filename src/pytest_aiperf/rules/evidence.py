@@ -112,7 +112,7 @@ class Facts:
     code: Sequence[Compiled] = ()  #: The compiled kernels that are known.
     complete: bool = False  #: Whether ``code`` has all kernels of the claim.
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Arm to figures; a figure's name is an EvidenceKind or an ncu metric."""
+    """The figures of each arm by name: an EvidenceKind or an ncu metric."""
     at_least: bool = False  #: Whether the counts of launches and kernels are lower bounds.
     work: Work | None = None  #: The work of one call.
 

@@ -77,7 +77,7 @@ DATASHEET: Final[Mapping[str, Mapping[str, float]]] = {
     # no matrix rates: NVIDIA states only that of sparse FP4, which is no ceiling here
     "gb10": _sheet(301e9, fp32=31e12),
 }  # fmt: skip
-"""NVIDIA's peak rates by GPU key and ceiling, in units per second: dense, without sparsity.
+"""NVIDIA's peak rates (dense) by GPU key and ceiling, in bytes or operations per second.
 
 Where datasheets differ, the larger figure is taken.
 """

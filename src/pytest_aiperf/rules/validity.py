@@ -22,7 +22,7 @@ MAX_INPUT_SETS = 256
 """Largest number of input sets: inputs so small that they need more cannot be kept cold."""
 MAX_CLOCK_CHANGE = 0.05  #: Largest relative change of the SM clock across a round.
 MAX_CAPPED_CLOCK_CHANGE = 0.15
-"""Largest change under the power cap: the clock fluctuates, but for both arms in ABBA order."""
+"""Largest change under the power cap: the clock then fluctuates for both arms alike."""
 POWER_CAP = 0x04  #: Clock event reason of NVML: the software power cap.
 
 # left out as normal: power cap (0x4), idle GPU (0x1), clocks set by a user (0x2, 0x100)
