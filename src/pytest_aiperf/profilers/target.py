@@ -77,8 +77,9 @@ def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) ->
     """Profile one arm of a claim at full size, or at check size under a checker.
 
     Checkers get the small check size because they slow a call down a hundredfold; inputs of this
-    size have the ragged edges where invalid accesses occur. A prepared arm is called with the inputs of its
-    preparation: a copy of new inputs may read unwritten memory, which initcheck would report.
+    size have the ragged edges where invalid accesses occur. A prepared arm is called with the
+    inputs of its preparation: to copy new inputs into them may read unwritten memory, which
+    initcheck would report.
     """
 
     def make_call() -> tuple[Callable[[], object], Work | None]:

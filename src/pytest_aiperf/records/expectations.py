@@ -281,9 +281,8 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         for claim, new in entries.items():
             entry = claims.get(claim, ClaimEntry())
             expected[claim] = replace(entry, recorded={**entry.recorded, **new})
-        if (
-            _claims(parse(path, after)) != expected
-        ):  # refuse an edit that lost or changed something else
+        # an edit that also changed or lost something else is refused
+        if _claims(parse(path, after)) != expected:
             raise UsageError(
                 f"{path}: cannot be updated in place; write one claim and one GPU per line"
             )
