@@ -1,8 +1,8 @@
 """Delta-coded sorted ids, four bits per gap: decoders for the CPU (C, OpenMP) and GPU (Triton).
 
 A frame holds 1024 ids in 512 bytes, two gaps per byte with the earlier one in the low nibble. The
-first gap counts from the frame's ``start``. An id is the start plus all gaps up to its own, which is
-included.
+first gap counts from the frame's ``start``. An id is the start plus all gaps up to and
+including its own.
 """
 
 import ctypes

@@ -4,8 +4,8 @@ prefill   Arithmetic is the limit, so the GEMMs multiply fp8 operands. The kerne
           row and the kernel that applies the gate also quantize their results, so no 16-bit copy of
           them is written. The GEMMs are library calls.
 decode    Reading the weights is the limit. Two matrix-vector kernels convert the weights in
-          registers and do not quantize the token. The norm scales the whole token by one factor, so the kernel
-          applies it after the product.
+          registers and do not quantize the token. The norm scales the whole token by one
+          factor, so the kernel applies it after the product.
 
 Each row of a weight (an output) and each token has a scale of its own.
 """

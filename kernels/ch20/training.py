@@ -6,7 +6,7 @@ compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 
 The step updates weights and both moments in place and returns the loss. Weights and moments
-are each a Decoder (embedding, lm_head and one tensor per kind of weight, see kernels/ch15/decoder.py).
+are each a Decoder: embedding, lm_head and one tensor per kind of weight (kernels/ch15/decoder.py).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Corpus of dishonest and honest arms, and how an entry is measured and judged."""
+"""A corpus of dishonest and honest arms, and functions that measure and judge them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def measure_entry(
         clock = HostDevice() if entry.clock == "host" else fake
     machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
     claim = a_claim(**entry.make(**fixtures))
-    # lock a real GPU: other work on it could delay the check until a late arm has finished
+    # lock a real GPU: other work could delay the check until an arm has written its late result
     lock = GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock()
     with lock.exclusive_gpu():
         ceilings = machine.ceilings(clock, _no_progress())
@@ -108,7 +108,7 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
     """Assert that a guard refuses the entry with its message."""
     try:
         result, problem = measure_entry(entry, clock, **fixtures)
-    except RuntimeError as crash:  # a CUDA error, which would end the process of the claim
+    except RuntimeError as crash:  # a CUDA error also refuses the arm
         result, problem = replace(BLANK, message=str(crash)), crash
     summary = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
     assert problem is not None, summary

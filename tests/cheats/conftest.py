@@ -21,7 +21,7 @@ PATCHED = (  # attributes that dishonest arms replace
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cuda.matmul, "allow_tf32"),
 )
-SUMMARY = {  # part of a test id, and the text of the line that counts these tests
+SUMMARY = {  # part of a test id -> text of the summary line that counts the tests with it
     "test_dishonest.py::test_it_is_caught[": "wrong or dishonest arms caught",
     "test_dishonest_on_gpu.py::test_it_is_caught[": "wrong or dishonest arms caught on the GPU",
     "test_honest.py::test_it_passes[": "honest arms that look like cheats passed",

@@ -193,7 +193,7 @@ def calls_that_come_slowly():
     state = State(time=0.0, result=None)
 
     def arm(x):
-        # CPU time of this thread, which does not depend on other load
+        # CPU time of this thread: time of other processes does not count
         previous, state.time = state.time, time.thread_time()
         if state.time - previous > 2e-3 or state.result is None:
             state.result = returning(LONG, x * 2)
@@ -236,7 +236,7 @@ def every_second_call_into_its_buffer():
 
     def write(x, out):
         calls.n += 1
-        if calls.n < 30 or calls.n % 2:  # a check of one call alone would see one that writes
+        if calls.n < 30 or calls.n % 2:  # a check of one single call sees a call that writes
             torch.mul(x, 2, out=out)
 
     return into(write)
@@ -492,7 +492,7 @@ def a_thread_that_is_late_once_it_is_timed():
 
     def arm(x, out):
         calls.n += 1
-        calls.next.set()  # lets the thread of the previous call finish
+        calls.next.set()  # lets the previous call's thread write its result
         calls.next = threading.Event()
         work = pool.submit(late, x.copy(), out, calls.next)
         if calls.n < 5:
@@ -592,7 +592,7 @@ def arms_for_other_inputs():
     return {"optimized": lambda x, hint: returning(SHORT, x * 2)}
 
 
-# less work
+# skipped work
 
 
 @cheat(WRONG)

@@ -67,7 +67,7 @@ def products(optimized, **words):
     }
 
 
-# wrong or dishonest
+# wrong or dishonest arms
 
 
 @cheat(f"{STRAY}|{WRONG}", clock="gpu")
@@ -134,7 +134,7 @@ def a_graph_of_old_values(nvcc):
         with torch.cuda.graph(graph):
             out = copy * 2
 
-        def replay(_, copy=copy):  # the default keeps the memory that the graph reads
+        def replay(_, copy=copy):  # the default value keeps `copy`, which the graph reads, alive
             graph.replay()
             return out
 
@@ -237,7 +237,7 @@ def bytes_that_do_not_pass(nvcc):
     return doubling(lambda x: x * 2, work=lambda x: Work(read=20 * x.nbytes, written=20 * x.nbytes))
 
 
-# honest
+# honest arms
 
 
 @honest(clock="gpu")

@@ -119,7 +119,7 @@ def refused_devices(_path, _patch):
 
 
 def a_drift(_path, _patch):
-    """A mirrored round cancels a drift in which each block is slower than the previous one."""
+    """Check that a mirrored round cancels a drift: each block is slower than the one before."""
     timed = sampler.Sampler.__new__(sampler.Sampler)
     seconds = [1.0]
 
@@ -187,7 +187,7 @@ GUARDS = {
         {(agreement, "MAX_BASELINE_ERROR"): 1e9, (agreement, "MAX_BASELINE_BUDGETS"): 1e18},
         caught("a_baseline_that_is_wrong"),
     ),
-    # the timed calls do the checked work
+    # work of the timed calls
     "timed results are verified": Guard(
         {(sampler.Sampler, "_verify_later"): nothing}, caught("the_first_hundred_calls")
     ),
@@ -353,7 +353,7 @@ def test_without_the_guard_its_test_fails(name, tmp_path, monkeypatch):
 
 
 def test_all_guarded_functions_exist():
-    """If a function were renamed, the guard would no longer watch it."""
+    """A guard would no longer watch a function that has been renamed."""
     for name in validity._FOREIGN:
         assert validity._find(name) is not None, name
     for name, function in validity._WATCHED.items():
@@ -361,6 +361,6 @@ def test_all_guarded_functions_exist():
 
 
 def test_a_caught_cheat_is_not_a_failure():
-    """``pytest.raises(FAILURES)``, used above, must fail if the guard's test passes."""
+    """The test above relies on it: ``pytest.raises(FAILURES)`` fails if the inner test passes."""
     with pytest.raises(pytest.fail.Exception), pytest.raises(FAILURES):
         assert_caught(CHEATS["constant"])

@@ -59,7 +59,7 @@ def test_the_tests_of_a_row_exist(row):
     assert [proof for proof in proofs if not exists(proof)] == []
 
 
-# faults that cannot occur, because the package never makes the call that they need
+# faults that cannot occur: the package never makes the call that would cause them
 
 
 def calls():

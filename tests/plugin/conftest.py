@@ -63,7 +63,7 @@ class Project:
         self.path = pytester.path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
-        # set by the outer pytest run; must not reach the inner one
+        # the outer pytest run sets these; the inner one must not inherit them
         for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
             monkeypatch.delenv(name, raising=False)
         self.fake(noise=STEADY)
@@ -89,8 +89,8 @@ class Project:
         return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=180)
 
     def start(self, *arguments: str):
-        """Start a run without waiting for it; it leads a session, as under a terminal."""
-        command = self.pytester._getpytestargs()  # what runpytest_subprocess uses
+        """Start pytest as the leader of a session, as in a terminal, and do not wait for its end."""
+        command = self.pytester._getpytestargs()  # as in runpytest_subprocess
         out = (self.path / "out").open("wb")
         return self.pytester.popen(
             [*command, *self.command(*arguments)],
@@ -122,7 +122,7 @@ class Project:
                 if is_in_project and int(process.name) != os.getpid():
                     commands.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
-                continue  # it has ended, or belongs to another user
+                continue  # the process has ended, or belongs to another user
         return commands
 
 

@@ -237,7 +237,7 @@ def test_a_command_that_cannot_be_loaded_costs_only_itself(monkeypatch, capsys):
     assert loaded == ["broken"] * 2
     with pytest.raises(SystemExit, match="0"):
         main(["clean", "--help"])
-    assert loaded == ["broken"] * 2  # built-in commands load no other distribution
+    assert loaded == ["broken"] * 2  # a built-in command loads no entry point
 
 
 @pytest.mark.parametrize(

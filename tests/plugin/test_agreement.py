@@ -65,7 +65,7 @@ def test_no_garbage_is_collected_while_an_arm_prepares_or_runs():
     assert gc.isenabled()
 
 
-# effects on arguments
+# effects of the baseline on its arguments
 
 
 def test_a_destination_is_write_only_and_an_update_is_not():
@@ -149,7 +149,7 @@ def test_names_come_from_a_signature():
     assert agreement.parameter_names(ArgumentEffects().label) == ("path",)
 
 
-# agreement
+# agreement of the arms with the reference
 
 
 def test_equal_work_agrees():
@@ -465,7 +465,7 @@ def test_gradients_are_part_of_the_result():
 def test_a_prepared_arm_prepares_before_the_poison():
     def make(a, out):
         double(a, out)
-        return lambda a, out: None  # the work was done while preparing
+        return lambda a, out: None  # make() has already done the work
 
     with wrong("out[0] is nan"):
         judge(prepared(make))

@@ -178,7 +178,7 @@ def test_a_refusal_becomes_one_sentence(output, why):
     tools.raise_if_refused(tools.TOOLS["nsys"], "all went well")
 
 
-# one capture
+# the capture of one arm
 
 
 def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path):
@@ -261,7 +261,7 @@ def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path)
     assert time.monotonic() - before < 60
     started = int((tmp_path / "artifacts" / "started").read_text())
     stat = Path(f"/proc/{started}/stat")
-    patience = time.monotonic() + 60  # a killed process may take a while to end
+    patience = time.monotonic() + 60  # seconds that a killed process may take to end
     while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         if time.monotonic() > patience:
             break
@@ -278,7 +278,7 @@ def test_ids_of_claims_become_names_of_folders():
     assert all(re.fullmatch(r"[\w.-]{1,120}", name) for name in names)
 
 
-# a claim
+# the captures of a claim
 
 
 def test_each_arm_is_captured(make_request):
@@ -351,7 +351,7 @@ def test_an_arm_that_fails_because_of_a_finding_reports_the_finding(make_request
     assert "first: memcheck" in run(make_request)[0].message
 
 
-# in the profiled process
+# the profiled process
 
 
 def perform(tmp_path, tool, make=None, calls=1, **claim):
@@ -424,7 +424,7 @@ def test_perf_samples_between_enable_and_disable_only(tmp_path, monkeypatch):
     assert len(calls) == target.WARM_UP_CALLS + 4
 
 
-# the report
+# the report of captures
 
 
 def test_figures_of_both_arms_are_shown_with_their_ratio():
@@ -453,7 +453,7 @@ def test_figures_of_both_arms_are_shown_with_their_ratio():
     assert "baseline: a note" in text
 
 
-# whole runs
+# whole pytest runs
 
 
 def command(*words):
@@ -505,7 +505,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
     figures = {"duration": 1e-3, "dram share": 0.91, "dram bytes": 4e9}
     profiles = {
         "baseline": Profile("ncu", "baseline", "", figures),
-        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # a copy is not a kernel
+        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # copies are no kernels
     }
     answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(captures.ceilings, "cached", lambda gpu: {"copy": 4.28e12})

@@ -211,7 +211,7 @@ def test_the_kernels_build_without_spills(tmp_path):
     assert sum(kernel.spill_bytes for kernel in built.kernels) == 0
 
 
-# the cache
+# the cache of ceilings
 
 
 @pytest.fixture

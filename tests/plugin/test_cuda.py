@@ -254,7 +254,7 @@ def test_a_blocking_kernel_that_is_too_short_is_made_longer(cuda):
     assert 1 < len(cuda.spins) - spins <= 5
     spins = len(cuda.spins)
     assert block.run() == pytest.approx(100e-6, rel=1e-6)
-    assert len(cuda.spins) - spins == 1  # the longer spin is kept for the next run
+    assert len(cuda.spins) - spins == 1  # the block still uses the longer spin
 
 
 def test_a_call_that_synchronises_is_refused_in_backlog(cuda):
@@ -338,7 +338,7 @@ def test_an_estimate_leaves_launch_gaps_out_if_it_can(cuda):
     assert device.estimate_s(lambda: call(3e-3)) == pytest.approx(3e-3, rel=0.01)
     assert len(seen) == 1
     assert device.estimate_s(lambda: call(2e-6)) == pytest.approx(2e-6, rel=0.01)
-    assert len(seen) == 1 + 1 + 10  # repeated, because events take time next to a short call
+    assert len(seen) == 1 + 1 + 10  # repeated, because events add time to a short call
 
     def synchronising():
         cuda.launch(2e-3)
@@ -362,7 +362,7 @@ def test_the_peak_does_not_count_earlier_allocations(cuda):
     [
         ([1980] * 99, 0.063),
         ([*range(1000, 1980, 40), *[1980] * 99], 0.41),  # rises for 25 readings, 16 ms apart
-        (None, 1.0),  # never stable
+        (None, 1.0),  # the clock never becomes stable
     ],
 )
 def test_stabilizing_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds):
@@ -391,7 +391,7 @@ def test_warming_up_keeps_the_gpu_busy_for_a_while(cuda):
     assert ran[:3] == ["short", "other", "short"]
     ran.clear()
     device.warm_up([block("long", 0.1), block("other", 0.1)])
-    assert ran == ["long", "other"]  # each block runs at least once
+    assert ran == ["long", "other"]  # even a block longer than the warm-up runs once
 
 
 def test_free_memory_is_the_drivers(cuda):
@@ -465,7 +465,7 @@ def test_an_unused_cupy_allocates_nothing(cuda, monkeypatch):
         device.random_padding(random.Random(seed))
 
     replicate(1)
-    assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # for generators made later
+    assert (seeds, pads, os.environ["CUPY_SEED"]) == ([], [], "1")  # for generators created later
     states[0], pool.total_bytes = "made", lambda: 512
     replicate(2)
     assert (seeds, len(pads)) == ([2], 2)

@@ -152,7 +152,7 @@ def test_seeding_reaches_every_loaded_generator():
     import torch
 
     def draw():
-        return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - the global generator, too
+        return random.random(), np.random.random(), torch.rand(1).item()  # noqa: NPY002 - the global generator is seeded, too
 
     HostDevice().seed(2**40 + 3)
     first = draw()

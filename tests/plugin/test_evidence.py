@@ -156,8 +156,8 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
     with pytest.raises(UsageError, match=f"evidence of LDG: no kernel of this claim .*{kernels}"):
         hold([evidence.opcode("LDG", "copy<8>")], FACTS)
     with pytest.raises(UsageError, match=r"evidence of spills: no kernel of k\.cu for sm_100a has"):
-        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if removes it on sm_100a
-    # no error without a GPU: such a kernel may be compiled on a GPU only
+        hold([evidence.spills(kernel="copy<1>")], FACTS)  # an #if removes copy<1> on sm_100a
+    # without a GPU a missing kernel is no error: it may be compiled on a GPU only
     (finding,) = hold([evidence.opcode("LDG", "_softmax")], Facts(CODE))
     assert finding.value is None
 
@@ -218,7 +218,7 @@ def test_a_binary_is_disassembled_once(tmp_path):
     code, entry = sass.parse(SASS), tmp_path / "new"
     assert sass.cached(entry, lambda: code) == code
     assert sass.cached(entry, lambda: pytest.fail("disassembled again")) == code
-    (entry / "sass.json").write_text('{"copy": {"LDG.E": 1}}')  # an older format: read again
+    (entry / "sass.json").write_text('{"copy": {"LDG.E": 1}}')  # an older format: disassemble again
     assert sass.cached(entry, lambda: code) == sass.cached(entry, dict) == code
     unwritable = Path("/dev/null/x")
     assert sass.cached(unwritable, lambda: code) == code

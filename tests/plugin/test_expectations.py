@@ -98,7 +98,7 @@ def changed_lines(before, after):
     ]
 
 
-# reading
+# reading the file
 
 
 def test_reads_everything(path, either_loader):
@@ -463,7 +463,7 @@ def test_each_result_has_one_line(path):
     ]
 
 
-# writing
+# writing the file
 
 
 def body(code="1a2b3c4d5e6f"):
@@ -488,7 +488,7 @@ BESIDE = "ch01/beside"
 @pytest.mark.parametrize(
     ("odd", "line"),
     [
-        # an entry in block style, one in braces over several lines, one in its claim's braces
+        # an entry in YAML block style, a braced entry of several lines, one inside a claim's braces
         (result("ch07/tile", key="h200"), 20),
         (result("ch07/tile", key="sm90", gpu=dataclasses.replace(H200, key="sm90")), 17),
         (result("ch09/chain"), 29),

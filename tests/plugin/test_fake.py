@@ -241,7 +241,7 @@ def test_seeding_makes_inputs_repeatable():
     import numpy as np
 
     FakeDevice().seed(3)
-    first = random.random(), np.random.random()  # noqa: NPY002 - inputs may draw from it
+    first = random.random(), np.random.random()  # noqa: NPY002 - inputs may draw from NumPy
     FakeDevice().seed(3)
     assert (random.random(), np.random.random()) == first  # noqa: NPY002
 
@@ -322,7 +322,7 @@ def test_claim(compare, gpu, n):
 
 
 def test_pytest_measures_on_it_and_each_claim_draws_its_own_noise(pytester, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # of the outer pytest run
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
     monkeypatch.setenv("PYTEST_AIPERF_FAKE", '{"gpus": [{"key": "h300"}], "seed": 1}')
     pytester.makepyfile(CLAIMS)
     options = ("-ptests.fake_gpu", "--gpu", "--quick", "--reproducible")

@@ -246,7 +246,7 @@ def test_a_lock_that_is_not_suspended_is_not_resumed(claim, tmp_path):
 
     with lock.shared():
         other = claim("exclusive_gpu")
-        assert other.waits  # and holds the gate, at which a resumed lock would wait
+        assert other.waits  # it holds the gate, and a resumed lock would wait there
         with pytest.raises(RuntimeError):
             lock.suspend(fault)
         lock.resume()
@@ -394,7 +394,7 @@ def test_sharing_the_host_limits_the_threads(tmp_path):
     def threads():
         return {pool["num_threads"] for pool in threadpool_info()}
 
-    np.linalg.norm(np.ones(2))  # loads its BLAS
+    np.linalg.norm(np.ones(2))  # loads NumPy's BLAS
     lock = GpuLock([A], tmp_path / "locks", threads=1)
     with threadpool_limits(2):
         with lock.shared():

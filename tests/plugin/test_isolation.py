@@ -300,7 +300,7 @@ def test_a_process_that_the_claim_forks_neither_reports_nor_returns():
             if (pid := os.fork()) == 0:
                 if fails:
                     raise ValueError("in the fork")
-                return  # to _run_claim, as the claim itself does
+                return  # the fork returns into _run_claim, as the claim does
             os.waitpid(pid, 0)
         if (pid := os.fork()) == 0:
             try:
@@ -374,7 +374,7 @@ supervise(work, deadline_s=30, on_message=print)
 
 
 def test_buffered_output_is_written_once():
-    environ = {"PYTHONPATH": os.pathsep.join(sys.path)}  # not PYTHONUNBUFFERED
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path)}  # no PYTHONUNBUFFERED: buffered
     out = subprocess.check_output([sys.executable, "-c", PRINTER], env=environ, text=True)
     assert sorted(out.split()) == ["child", "child-in-C", "parent", "parent-in-C"]
 
@@ -462,7 +462,8 @@ def test_arm_parent_death():
 def test_arm_parent_death_when_the_parent_is_dead_already():
     pid = os.fork()
     if pid == 0:
-        isolation.arm_parent_death(signal.SIGTERM, parent=os.getpid())  # not its actual parent
+        # the pid of this process instead of its parent's
+        isolation.arm_parent_death(signal.SIGTERM, parent=os.getpid())
         time.sleep(300)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM

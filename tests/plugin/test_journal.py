@@ -56,7 +56,7 @@ def test_the_first_manifest_stays(run):
 
 
 def test_a_journal_cut_at_any_byte_keeps_every_complete_line(run):
-    bare = {"timing": None, "agreement": (), "gpu": None, "stack": {}}  # short lines: many cuts
+    bare = {"timing": None, "agreement": (), "gpu": None, "stack": {}}  # short lines: fewer cuts
     results = [result("a/0", **bare), result("a/1", **bare)]
     writer = run.journal("gw0")
     lines = []
@@ -69,7 +69,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_complete_line(run):
         writer.path.write_bytes(whole[:cut])
         into = cut - len(lines[0])
         kept = len(lines[1]) - 1 <= into  # a line that lacks only its newline is kept
-        torn = into > 1 and not kept  # each line begins with a newline, which is no part of it
+        torn = into > 1 and not kept  # the writer puts a newline before each line
         assert journal.read_journals(run.path) == (results[: 1 + kept], torn)
 
 

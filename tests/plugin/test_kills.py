@@ -91,10 +91,10 @@ class Session:
 
 
 def family(folder):
-    """Map each process whose working directory is ``folder``, as a session's are, to its parent."""
+    """Map each process to its parent, for the processes whose working directory is ``folder``."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if (process / "cwd").readlink() == folder:
                 parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
                 found[int(process.name)] = int(parent)
@@ -172,7 +172,7 @@ def test_a_kill_costs_no_finished_result_and_leaves_no_process(tmp_path, seed, r
     if role != "controller" and list(folder.glob(".aiperf/*/manifest.json")):
         outcomes = [record["outcome"] for record in records(merged).values()]
         assert len(outcomes) == CLAIMS, case
-        stops = role == "worker" and signum != signal.SIGKILL  # it ends the session in order
+        stops = role == "worker" and signum != signal.SIGKILL  # the worker then ends by itself
         assert stops or outcomes.count("PASSED") >= CLAIMS - 1, case
 
     following = Session(folder, ("-n0",))

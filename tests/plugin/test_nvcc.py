@@ -51,7 +51,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The folder of the build cache, which is also the default one."""
+    """Set a temporary folder as the default build cache."""
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -136,7 +136,7 @@ def test_racing_processes_publish_one_build(source, cache):
     assert len(published(cache)) == 1
 
 
-# the cache
+# the build cache
 
 WRITES = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 

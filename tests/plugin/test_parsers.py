@@ -335,7 +335,7 @@ def test_a_real_torch_trace_of_the_host_is_read():
     assert profile.figures["kernels"] == profile.figures["launches"] == 0
     assert 0 < profile.figures["operators"] < 20
     assert any(note.startswith("aten::mm: 0.000 s on the GPU, ") for note in profile.notes)
-    assert not any("aten::sin" in note for note in profile.notes)  # before the range
+    assert not any("aten::sin" in note for note in profile.notes)  # called before the range
 
 
 @pytest.mark.skipif(

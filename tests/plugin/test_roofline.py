@@ -37,7 +37,7 @@ def test_the_copy_ceiling_limits_a_copy():
         (0.1, "read", 1 / (0.2 / 4.28e12 + 0.8 / 4.5e12)),
         (0.4, "copy", 1 / (0.8 / 4.28e12 + 0.2 / 4.5e12)),
         (0.5, "copy", 4.28e12),
-        (1.0, "read", 4.5e12),  # only writes: like only reads, they never turn the bus around
+        (1.0, "read", 4.5e12),  # only writes: the bus never changes direction, as with only reads
     ],
 )
 def test_the_memory_ceiling_lies_between_read_and_copy(written, ceiling, rate):

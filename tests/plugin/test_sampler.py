@@ -163,16 +163,16 @@ def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
         inputs=lambda bench: calls.append(bench.seed) or vectors(bench), optimized=arm
     )
     bound.check_agreement()
-    # 2 to infer effects, 2 to compare two seeds; per seed one for each arm and the reference
+    # 2 calls infer effects, 2 compare two seeds; per seed, one for each arm and the reference
     assert len(calls) == 4 + AGREEMENT_SEEDS * (2 + calls_per_set)
     calls.clear()
     timing = measure_metric(bound, Metric.DEVICE, STANDARD)
     sets = len(timing.replicates) * timing.sets
-    # 1 to measure the size of a set, 3 for the check with new inputs
+    # 1 call measures the size of a set, 3 make the check with new inputs
     assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
     calls.clear()
     bound.verify()
-    # 1 per replicate, 2 for the check with new inputs
+    # 1 call per replicate, 2 for the check with new inputs
     assert len(calls) == len(timing.replicates) + 2
 
 
@@ -272,7 +272,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     timed = a_sampler(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
-    assert maxima[-1] == pytest.approx(2 * seconds)  # ranks agree on it
+    assert maxima[-1] == pytest.approx(2 * seconds)  # the ranks exchange it
 
 
 def test_a_gpu_that_throttles_all_the_time_is_invalid():
@@ -295,7 +295,7 @@ def test_outputs_of_timed_calls_are_verified():
 
 @pytest.mark.parametrize(("memory", "verified"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
 def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, verified):
-    """The outputs of two arms take 1 KiB per seed: if 5 KiB may be kept, the sixth is too much."""
+    """Two arms' outputs take 1 KiB per seed. With 5 KiB of room, the sixth seed forces a check."""
     calls = []
     bound = a_bound_claim(
         FakeDevice(replace(FAKE_GPU, memory_bytes=memory), WHITE),
@@ -360,7 +360,7 @@ def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
     bound.check_agreement()
     copies = sampler.agreement.copies
     monkeypatch.setattr(sampler.agreement, "copies", lambda x: seen.append("copy") or copies(x))
-    # left out, because it copies results without a wait
+    # skip this check, because it copies results without a wait
     monkeypatch.setattr(sampler.Sampler, "check_with_new_inputs", lambda *_: None)
     measure_metric(bound, Metric.DEVICE, STANDARD)
     before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
@@ -464,7 +464,7 @@ def test_half_of_the_memory_is_left_to_others():
 
         def free_bytes(self):
             self.queries += 1
-            return self.gpu.memory_bytes // 2 + 2 - self.queries  # other processes allocate, too
+            return self.gpu.memory_bytes // 2 + 2 - self.queries  # less per query: others allocate
 
     assert built_under_the_lock(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
@@ -533,7 +533,7 @@ def test_a_slow_call_has_one_input_set_unless_the_cache_is_cold(cache, sets):
         (Mode.PLAIN, [1], False),
         (Mode.GRAPH, [1], True),  # capturing must not be a call's first run
         (Mode.GRAPH, [2], False),
-        (Mode.WALL, [2], True),  # prebuilt long before: caches may be cold again
+        (Mode.WALL, [2], True),  # prebuilt long ago: the caches may be cold again
     ],
 )
 def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, prebuilt, warmed):

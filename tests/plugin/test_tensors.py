@@ -40,7 +40,7 @@ def test_shared_bytes_count_once():
     assert tensors.nbytes((t[60:], t[:80], torch.zeros(5))) == 420
 
 
-# changes
+# detection of changes
 
 
 @pytest.mark.parametrize("zeros", [torch.zeros, np.zeros], ids=["torch", "numpy"])

@@ -367,7 +367,7 @@ def inner(pytester, monkeypatch):
 
     def run(records, *options):
         (pytester.path / "records.json").write_text(json.dumps(to_json(records)))
-        # without this repository's settings
+        # run pytest without this repository's settings
         apart = ("-pno:aiperf", "-pno:hypothesispytest", "-c/dev/null", "--rootdir=.")
         return pytester.runpytest_subprocess(*apart, *options)
 

@@ -148,7 +148,7 @@ def test_dependabot_keeps_the_pins():
     assert "github-actions" in {u["package-ecosystem"] for u in config["updates"]}
 
 
-# the scripts
+# scripts of the workflows
 
 
 def run(script, *arguments, cwd, **variables):

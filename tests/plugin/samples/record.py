@@ -67,7 +67,7 @@ def ranged() -> None:
 def faulty() -> None:
     import torch
 
-    out = torch.empty(1 << 22, device="cuda")  # so large that it shares its allocation with none
+    out = torch.empty(1 << 22, device="cuda")  # 16 MiB: has an allocation of its own
     Nvcc(roots=[HERE], archs=[visible()[0].arch])("faulty.cu")["beyond"](out, out.numel())
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
@@ -173,7 +173,8 @@ def record(folder: Path, scratch: Path) -> None:
         run_tool(nsys, "export", "--type=sqlite", "--force-overwrite=true", *files)
         shrink(database)
     if sanitizer := shutil.which("compute-sanitizer"):
-        Nvcc(roots=[HERE], archs=[visible()[0].arch], load=False)("faulty.cu")  # not under the tool
+        # compile here, so that the sanitizer only loads the library
+        Nvcc(roots=[HERE], archs=[visible()[0].arch], load=False)("faulty.cu")
         for what in ("ranged", "faulty"):
             saved = folder / f"{what}.memcheck.xml"
             run_tool(sanitizer, "--tool", "memcheck", "--xml", "--save", saved, *this, what)
