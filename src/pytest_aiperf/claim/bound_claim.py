@@ -25,13 +25,13 @@ DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
 such a seed, so whatever the arm computes from decoys is wrong for the timed values."""
 PENDING_SHARE = 1 / 64
-"""Share of the GPU's memory that outputs may fill while they wait for verification. They wait for
-the end of the exclusive lock, because the reference takes longer than the timed calls."""
-ASSUMED_MEMORY_BYTES = 64 << 30  #: GPU memory to assume where it cannot be read.
+"""Fraction of the GPU's memory that outputs may fill while they wait for verification. They wait
+until the exclusive lock is released, because the reference takes longer than the timed calls."""
+ASSUMED_MEMORY_BYTES = 64 << 30  #: Assumed memory of a GPU that does not report its size.
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
-Results = Mapping[str, list[NamedTensor]]  #: Results of all arms for the same inputs.
+Results = Mapping[str, list[NamedTensor]]  #: Each arm's result for the same inputs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class _Pending:
     results: Sequence[Results]  #: Copies, which later calls do not overwrite.
     seed: int  #: Seed of the inputs.
     values_seed: int | None  #: Seed of the values that overwrote the dynamic inputs, if any.
-    when: str  #: When the outputs were taken, for the message.
+    when: str  #: Which calls wrote these outputs, for the error message.
 
 
 class BoundClaim:
-    """A claim on one device, from one seed, at full or at check sizes."""
+    """A claim on one device, with one seed, at full input sizes or at the small check sizes."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BoundClaim:
         self.full = full
         self.progress = progress
         self.effects = agreement.ArgumentEffects()
-        self.random = random.Random(seed)  # noqa: S311  orders of blocks, not secrets
+        self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self._settings = validity.flags()
         self._pending: list[_Pending] = []
 
@@ -78,11 +78,11 @@ class BoundClaim:
         )
 
     def make_inputs_with(self, seed: int, values_seed: int) -> Inputs:
-        """Build the inputs of a seed, and overwrite the dynamic ones with another seed's values.
+        """Build the inputs of ``seed``, then overwrite the dynamic ones with those of another seed.
 
-        If the inputs of the two seeds differ in more than array elements (shapes, plain numbers,
-        files), they keep the values of ``seed``. If they cannot be overwritten (read-only or
-        expanded arrays), the returned inputs have no dynamic positions.
+        If the inputs of the two seeds differ in more than array elements (in shapes, numbers or
+        files), nothing is overwritten. If an array cannot be overwritten because it is read-only
+        or expanded, the returned inputs have no dynamic positions.
         """
         inputs, fresh = self.make_inputs(seed), self.make_inputs(values_seed)
         for source in (fresh, None) if tensors.alike(inputs.args, fresh.args) else (None,):
@@ -95,14 +95,14 @@ class BoundClaim:
         return replace(inputs, dynamic=())
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
-        """Return the callable to time; a prepared arm prepares on decoy values."""
+        """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
         arm = self.claim.arms[name]
         _check_signature(name, arm, inputs.args)
         if not isinstance(arm, Prepared):
             return arm
         self._refuse_all_static(name, inputs)
         inputs.overwrite(self.make_inputs(inputs.seed + DECOY_OFFSET))
-        with gc_disabled():  # destroying a CUDA graph would invalidate a capture by make()
+        with gc_disabled():  # if make() captures a CUDA graph, collecting an old one would break it
             call = arm.make(*inputs.args)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
@@ -126,7 +126,7 @@ class BoundClaim:
             return self.claim.work(*inputs.args) if self.claim.work else None
 
     def note_settings(self) -> None:
-        """Note the current global settings: they differ between locks, which may limit threads."""
+        """Note the global settings; the number of threads among them depends on the lock held."""
         self._settings = validity.flags()
 
     def refuse_changed_settings(self) -> None:
@@ -140,18 +140,18 @@ class BoundClaim:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Check the settings after a step, and wait until the device has finished it."""
+        """After the body: check that global settings are unchanged, and wait for the device."""
         self.note_settings()
         try:
             yield
         finally:
-            self.refuse_changed_settings()  # after an error, too: the setting may be its cause
-        self.device.synchronize()  # otherwise work could still run while another claim is timed
+            self.refuse_changed_settings()  # also after an error: the setting may have caused it
+        self.device.synchronize()  # work left on the GPU would disturb the timing of another claim
 
     def check_agreement(self, share: Share = lambda step: step()) -> tuple[Error, ...]:
-        """Check all arms against the reference on several seeds; return each arm's worst error.
+        """Check all arms against the reference on several seeds; return the worst errors.
 
-        Each seed is a shared step of its own, so that other claims can be timed in between.
+        Each seed takes the shared lock anew, so that other claims can be timed between seeds.
         """
         share(self._infer_effects)
         seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
@@ -184,11 +184,11 @@ class BoundClaim:
                 self.claim.precision,
             )
         if seed == self.seed + AGREEMENT_SEEDS:
-            self.device.release()  # only once: other processes' driver calls wait for it
+            self.device.release()  # only once: this delays other processes' driver calls
         return errors
 
     def _refuse_constant_inputs(self) -> None:
-        """Refuse inputs that do not depend on the seed: a constant would be a correct result."""
+        """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""
         first, second = self.make_inputs(self.seed).args, self.make_inputs(self.seed + 1).args
         arrays = tensors.arrays(first)
         counters = [p for p in self.effects.mutated if p in arrays and tensors.is_exact(arrays[p])]
@@ -202,10 +202,10 @@ class BoundClaim:
             )
 
     def call_again(self, inputs: Inputs, call: Step) -> object:
-        """Restore the inputs, which calls updated in place, and return the result of a new call."""
+        """Restore the inputs that calls updated in place; call again and return the result."""
         inputs.overwrite(self.make_inputs(inputs.seed), range(len(inputs.args)))
         returned = call()
-        self.device.synchronize()  # only then is a result in pinned memory complete
+        self.device.synchronize()  # a copy into pinned host memory may still be in flight
         return returned
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
@@ -229,7 +229,7 @@ class BoundClaim:
             self.verify()
 
     def verify(self) -> None:
-        """Check the queued outputs; successive ones of the same inputs share a reference result."""
+        """Check the queued outputs; successive ones with equal inputs need one reference result."""
         key: tuple[int, int | None] | None = None
         expected: object = None
         while self._pending:
@@ -256,7 +256,7 @@ def _check_signature(name: str, arm: Arm, args: Args) -> None:
     call = arm.make if isinstance(arm, Prepared) else arm
     try:
         signature = inspect.signature(call)
-    except (TypeError, ValueError):  # builtins and launchers check their own arguments
+    except (TypeError, ValueError):  # some builtins and launchers have no readable signature
         return
     try:
         signature.bind(*args)

@@ -40,8 +40,8 @@ def check(
 ) -> None:
     """Check the evidence that needs no GPU: compiled code, and launches counted on the CPU.
 
-    Without ``bound`` the arms cannot run here, and only the code of ``builds`` is checked. Triton
-    kernels are compiled for ``archs``.
+    If ``bound`` is None, the arms cannot run here, and only the code of ``builds`` is checked.
+    Triton kernels are compiled for ``archs``.
     """
     if not claim.evidence:
         return
@@ -57,7 +57,7 @@ def check(
             try:
                 code += triton_build.compile_for_targets(counted.triton, archs)
                 complete = True
-            except BuildError:  # this evidence is checked on a machine with a GPU instead
+            except BuildError:  # a machine with a GPU can still check this evidence
                 complete = False
     facts = Facts(code=code, complete=complete, figures={"optimized": figures}, at_least=True)
     if broken := evidence.broken(evidence.hold(claim.evidence, facts)):
@@ -80,7 +80,7 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
 def explain(
     bound: BoundClaim, record: Result, builds: Sequence[Build], ceilings: Mapping[str, float]
 ) -> Result:
-    """Inspect the arms after their timing. Time nothing afterwards: CUPTI slows launches down."""
+    """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down."""
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
     seconds = {a: stats.median_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
@@ -97,7 +97,7 @@ def explain(
     code: list[Compiled] = []
     if _has(claim.evidence, *STATIC):
         code = [*compiled_code(claim.evidence, builds), *inspection.triton_kernels()]
-    # on a GPU every kernel of the claim is built by now: a name that matches none is an error
+    # on a GPU all kernels are built by now: evidence that names any other kernel is an error
     complete = bool(code) or device.torch_device != "cpu"
     facts = Facts(code=code, complete=complete, figures=inspection.figures, work=work)
     diagnosis = {
@@ -130,13 +130,13 @@ def refuse_impossible_times(record: Result) -> None:
         on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
         for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):
-                continue  # warm data may stay in registers or shared memory and bypass the L2
+                continue  # warm data may stay in registers or shared memory: no such limit applies
             if problem := roofline.too_fast(limit, source):
                 raise InvalidMeasurement(f"{arm}: {problem}")
 
 
 def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> float | None:
-    """Return the lower confidence bound of the optimized arm's share of its limit."""
+    """Return the lower confidence bound of the optimized arm's fraction of its roofline limit."""
     limit, timing = limits.get("optimized"), _first_in_seconds(timings)
     if limit is None or timing is None:
         return None
@@ -149,7 +149,7 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 
 
 class _Inspection:
-    """Inspects calls of the arms outside the timing; each inspection has new inputs."""
+    """Inspects calls that are not timed; each inspection builds new inputs."""
 
     def __init__(self, bound: BoundClaim) -> None:
         self.bound = bound
@@ -172,22 +172,22 @@ class _Inspection:
                 peak = self._call(name, partial(peak_bytes, self.bound.device))
                 if peak is not None:
                     self.figures[name][EvidenceKind.PEAK_MEMORY] = peak
-        if _has(pieces, EvidenceKind.GRAPH_BREAKS):  # last: this discards torch's compiled code
+        if _has(pieces, EvidenceKind.GRAPH_BREAKS):  # last, as it discards torch's compiled code
             self.figures["optimized"] |= self._call("optimized", _graph_breaks) or {}
 
     def triton_kernels(self) -> list[Compiled]:
-        """Return the Triton kernels that the optimized arm launches or captures in a graph."""
+        """Return the Triton kernels that the optimized arm launches, alone or in a CUDA graph."""
         if self.bound.device.torch_device == "cpu":
             return []
         return triton_build.launched_kernels(lambda: self._call("optimized", lambda call: call()))
 
     def _call(self, name: str, inspect: Callable[[Callable[[], object]], Any]) -> Any:
-        """Inspect an arm's call; an error becomes a note, because the claim is already measured."""
+        """Inspect a call of an arm; an error becomes a note, because the timing is still valid."""
         bound = self.bound
         try:
             inputs = bound.make_inputs(bound.seed)
             return inspect(partial(bound.prepare(name, inputs), *inputs.args))
-        except Exception as why:  # noqa: BLE001  the claim is timed and agrees already
+        except Exception as why:  # noqa: BLE001  becomes a note
             message = str(why).strip().partition("\n")[0]
             self.notes.append(f"{name} was not inspected: {type(why).__name__}: {message}")
             return None
@@ -207,7 +207,7 @@ def _graph_breaks(call: Callable[[], object]) -> dict[str, float]:
 
     dynamo.reset()
     counters.clear()
-    with torch.compiler.set_stance("default", force_backend="eager"):  # generates no code
+    with torch.compiler.set_stance("default", force_backend="eager"):  # generate no code
         call()
     if not counters["frames"]["total"]:
         return {}

@@ -29,11 +29,11 @@ from .torch_compile import uncompiled
 T = TypeVar("T")
 
 QUIET_FLOOR = 0.1
-"""A noise floor above this is measured again, because one stalled block must not raise the floor
-for all claims of the session."""
+"""A noise floor above this is measured again: one stalled block would otherwise raise it for all
+claims of the session."""
 FLOOR_REPEATS = 3
-"""Measurements of a noisy floor. Their median counts: one stall does not raise it, but a host that
-is always noisy gets a high floor."""
+"""How often a floor above QUIET_FLOOR is measured. The median counts: a single stall does not raise
+it, but permanent noise does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ClaimContext:
 
     record: Result  #: The record so far: the claim's id, its seed and the software versions.
     device: Device  #: Device on which the arms are timed.
-    lock: GpuLock  #: Lock of the claim's GPUs and of the host; not held at the start.
+    lock: GpuLock  #: Lock of the claim's GPUs and of the host; the caller does not hold it.
     rule: StoppingRule  #: When the measurement of the judged metric stops.
     progress: Progress  #: Reports phases and figures to the live display.
     expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
@@ -54,7 +54,7 @@ class ClaimContext:
     """The device's roofline ceilings by name; only claims with ``work`` need them."""
 
     def share(self, step: Callable[[], T]) -> T:
-        """Run a step under the shared lock; if memory runs out, again under the exclusive lock."""
+        """Run a step under the shared lock; when out of memory, repeat it under the exclusive."""
         try:
             with self.lock.shared():
                 return step()
@@ -76,7 +76,7 @@ def check_claim(
 ) -> Result:
     """Check agreement at check sizes, and the evidence that needs no GPU; return the record.
 
-    Without a ``device`` the arms cannot run here, and only their builds are checked.
+    If ``device`` is None, the arms cannot run here, and only their builds are checked.
     """
     agreement: tuple[Error, ...] = ()
     if device is None:
@@ -132,7 +132,7 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
     timings: list[Timing] = []
     notes: list[str] = []
     for metric in bound.claim.metrics:
-        # only the first metric is judged: for the others, a quick measurement suffices
+        # only the first metric is judged, so a quick measurement suffices for the others
         measurement = Measurement(bound, metric, QUICK if timings else context.rule)
         context.share(measurement.prepare)
         lock = context.lock
@@ -141,10 +141,10 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
-                    bound.verify()  # reports a wrong result instead: it explains more
+                    bound.verify()  # a wrong result explains more than this error
                     raise
                 notes.append(f"{metric} is not shown: {why}")
-            context.device.release()  # still locked: freeing memory later disturbs the next claim
+            context.device.release()  # freeing memory later would disturb another claim
         context.share(measurement.check_with_new_inputs)
     context.progress("verifying")
     context.share(bound.verify)
@@ -195,7 +195,7 @@ def failed(record: Result, error: AiperfError) -> Result:
 
 
 def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progress) -> float:
-    """Return the relative difference that an arm shows when it is compared with itself.
+    """Return the relative difference that is measured between an arm and itself.
 
     Call it under the exclusive lock.
     """

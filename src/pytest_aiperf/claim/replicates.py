@@ -1,4 +1,4 @@
-"""Measures one metric of a claim: replicates until the stopping rule is met."""
+"""Measures one metric of a claim in replicates, until the stopping rule is met."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Measurement:
             self.bound.refuse_changed_settings()
             timing = self.sampler.timing(tuple(replicates))
             half_width = self._report(timing)
-            ranks = self.bound.device.ranks  # scores may differ by rank, but all stop together
+            ranks = self.bound.device.ranks  # all ranks must stop at the same replicate
             elapsed_s = ranks.max(time.monotonic() - started)
             stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
         return replace(timing, stopped=stopped)
 
     def check_with_new_inputs(self) -> None:
-        """Check the timed arms on new inputs (a cached result now fails), then free the buffers."""
+        """Check the timed arms on new inputs, so that a cached result fails; free the buffers."""
         with self.bound.step():
             self.sampler.check_with_new_inputs()
 
@@ -55,7 +55,7 @@ class Measurement:
         return self.bound.seed + 1000 * (replicate + 1)
 
     def _report(self, timing: Timing) -> float:
-        """Report progress; return the half-width of the interval so far."""
+        """Report progress; return the half-width of the speedup's confidence interval so far."""
         ratio = speedup(timing)
         half_width = stats.half_width(ratio)
         state = self.bound.device.telemetry()

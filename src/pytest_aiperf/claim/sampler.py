@@ -20,12 +20,12 @@ from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim, bind
 from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
-"""Repeats of a disturbed round: the first at once, the others after the clocks are stable."""
-CHECKED_CALLS = 5  #: Successive calls checked on new inputs: an arm may skip every n-th call.
-SLOW_CALL_S = 0.01  #: If calls take longer than this, only two are checked, to save time.
+"""Most repeats of a disturbed round: the first at once, the others after the clocks are stable."""
+CHECKED_CALLS = 5  #: Successive calls to check: an arm may skip the work of every n-th call.
+SLOW_CALL_S = 0.01  #: Of calls slower than this, only two are checked, to save time.
 PREBUILT_SHARE = 1 / 32
-"""Share of the GPU's memory for inputs that are built before the exclusive lock is taken."""
-WARM_SETS = 3  #: Input sets with a warm cache: successive calls see other data and addresses.
+"""Fraction of the GPU's memory for inputs that are built before the exclusive lock is taken."""
+WARM_SETS = 3  #: Input sets with a warm cache: successive calls get different data.
 NEW_VALUES_OFFSET = 250_031
 """Added to a set's seed to draw the new values of ``check_with_new_inputs``."""
 
@@ -35,7 +35,7 @@ class ArmBuffers:
     """One arm's buffers in one replicate."""
 
     name: str
-    padding: object  #: Allocation of random size in front of the inputs, held as long as they are.
+    padding: object  #: Random-sized allocation that shifts the addresses of the inputs.
     inputs: list[Inputs]  #: The input sets.
     calls: list[Callable[[], object]]  #: One call per input set.
     block: Block = field(init=False)  #: The timed block, which cycles through the calls.
@@ -56,9 +56,9 @@ class Sampler:
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of later ones while memory allows.
 
-        This runs before the exclusive lock is taken, so other claims may use the device meanwhile.
-        Built under the lock, the buffers would take half of the time for which it is held. Host
-        claims, which need all threads, and multi-GPU claims prebuild only the first replicate.
+        This runs before the exclusive lock is taken, so that other claims can use the device
+        meanwhile: building takes as long as timing. Host claims and multi-GPU claims build only
+        the first replicate here.
         """
         device = self.device
         self.bound.progress("preparing")
@@ -68,14 +68,14 @@ class Sampler:
         if device.gpu is None or device.ranks.count > 1:
             return
         slowest = max(device.block(b.calls[:1], Mode.WALL).run() for b in first)
-        # twice the limit, because other claims on the GPU may double the time
+        # twice the limit: other claims on the GPU may have slowed the call down
         if self.min_calls == 1 and slowest > 2 * MAX_BLOCK_S:
-            self.sets = 1  # its blocks hold one call, so one input set suffices
+            self.sets = 1  # a block will hold one call, which needs one input set
         size = sum(tensors.nbytes(i.args) for b in first for i in b.inputs[: self.sets])
         budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
         for seed in seeds[1 : int(budget / max(1, size))]:
             if device.free_bytes() < device.gpu.memory_bytes / 2:
-                break  # calls of this claim and of other claims need memory, too
+                break  # leave memory for the calls and for other claims
             try:
                 self._prebuilt[seed] = self._build_and_warm(seed)
             except Exception as why:
@@ -97,8 +97,8 @@ class Sampler:
         first_run_s = self._choose_mode(buffers, fast, slow)
         self.sets = min(self.sets, self.calls)  # a block uses at most one set per call
         self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
-        # The first run counts, too: the host may need longer to enqueue a backlog than the GPU to
-        # run it. All ranks use the maximum, or they would run different numbers of rounds.
+        # A round takes at least as long as the host needs to enqueue its blocks. The maximum over
+        # the ranks makes all of them choose the same number of rounds.
         first_run_s = self.device.ranks.max(first_run_s)
         round_s = max(sum(seconds) * 2 * self.calls, 2 * first_run_s)
         affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
@@ -108,12 +108,12 @@ class Sampler:
         """Return the number of input sets, and the calls per block that rotate through them all."""
         gpu = self.device.gpu
         if gpu is None:
-            return 1, 1  # a host claim does not rotate its inputs: the CPU's caches stay warm
+            return 1, 1  # a host claim has one input set: the CPU's caches stay warm
         if self.bound.claim.cache == "warm":
             return WARM_SETS, 1
         size = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
         sets = validity.rotation(size, gpu.l2_bytes)
-        # a set several times as large as the L2 evicts itself: even a block of one call is cold
+        # one call on so large a set evicts the set's start from the L2: the next call is cold
         return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
 
     def _build(self, seed: int) -> list[ArmBuffers]:
@@ -144,7 +144,7 @@ class Sampler:
         self.device.block(arm.calls[: self.sets], Mode.WALL).run()
 
     def _estimate_s(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the seconds per call: the shortest of three, but a slow call runs only once."""
+        """Return the least seconds per call of three estimates, or of one if the call is slow."""
         shortest = math.inf
         for call in (*calls, *calls, *calls)[:3]:
             if self.metric is Metric.WALL:
@@ -157,10 +157,10 @@ class Sampler:
         return shortest
 
     def _choose_mode(self, buffers: list[ArmBuffers], fast: float, slow: float) -> float:
-        """Fall back from graph to backlog to plain until all arms run in one mode.
+        """Fall back from graph to backlog mode, then to plain mode, until all arms run in one.
 
-        Graph and backlog can fail, so each block runs once in them: return the host's seconds for
-        these runs. Return about 0 in the other modes, which run nothing here.
+        Graph and backlog mode can fail, so each block runs once to try them. Return the host's
+        seconds for these runs; they are about 0 in the other modes, which need no try.
         """
         while True:
             try:
@@ -182,17 +182,17 @@ class Sampler:
             arm.block = self.device.block(calls, self.mode)
 
     def replicate(self, seed: int) -> Replicate:
-        """Time all arms on buffers of their own, and queue the last outputs for verification."""
+        """Time each arm on its own buffers, and queue the last outputs for verification."""
         buffers = self._prebuilt.pop(seed, [])
-        # Free cached memory, so that the next allocations are new. With prebuilt buffers, only
-        # backlog and plain mode need this: a graph owns its memory, and wall mode would time the
-        # requests for new memory.
+        # Free cached memory, so that new buffers, or outputs allocated in the calls, get new
+        # addresses. With prebuilt buffers, graph and wall mode skip this: a graph owns its memory,
+        # and wall mode would time the driver's allocation.
         if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.device.release()
         to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)
         buffers = buffers or self._build(seed)
         padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
-        for arm in buffers if to_warm else ():  # otherwise prebuilding or warm_up() runs them
+        for arm in buffers if to_warm else ():  # else they ran before, or warm_up() runs them
             self._run_once(arm)
         self._make_blocks(buffers)
         if self.metric is Metric.DEVICE:
@@ -215,7 +215,7 @@ class Sampler:
     ) -> tuple[Round, int, GpuState]:
         """Run a round until it is undisturbed; return it, its repeats and the GPU's state."""
         for repeat in range(MAX_REPEATS + 1):
-            if repeat > 1:  # the first repeat suffices if an idle GPU's clock had just risen
+            if repeat > 1:  # not yet at the first repeat: an idle GPU's clock may just have risen
                 self.device.stabilize_clocks(next(iter(buffers.values())).calls[0])
                 state = self.device.telemetry()
             round_, problem, state = self._round(buffers, state)
@@ -229,7 +229,7 @@ class Sampler:
     def _round(
         self, buffers: Mapping[str, ArmBuffers], before: GpuState
     ) -> tuple[Round, str | None, GpuState]:
-        """Run a mirrored round; return it, its disturbance if any, and the GPU's state after it."""
+        """Run a mirrored round; return it, what disturbed it, and the GPU's state after it."""
         half = list(buffers)
         self.bound.random.shuffle(half)
         order = [*half, *reversed(half)]  # mirrored: a steady drift affects all arms equally
@@ -265,12 +265,12 @@ class Sampler:
         """Overwrite the timed inputs with new values and queue the outputs for verification.
 
         An arm that cached its results fails. Successive calls get two sets of values in turn, and
-        each output is checked, because an arm may skip only some of its calls. Outputs are copied
-        in stream order, because a wait would let unfinished work finish. Then the timed block
-        itself runs on the new values. The buffers are freed at the end.
+        each call's output is checked, because an arm may skip the work of some calls. Outputs are
+        copied in stream order: a wait before the copy would hide work that the stream does not
+        wait for. Then the timed block runs on the new values, and the buffers are freed.
         """
         bound = self.bound
-        self._prebuilt.clear()  # buffers of replicates that were not needed
+        self._prebuilt.clear()  # buffers of replicates that were not run
         if self._timed is None:
             return
         seed, buffers = self._timed
@@ -294,7 +294,7 @@ class Sampler:
         when = "on values that were put into the timed inputs"
         bound.verify_later(results[1::2], seed, when)
         bound.verify_later(results[::2], seed, when, values_seed)
-        if not bound.effects.updates:  # else the block's calls would update the inputs repeatedly
+        if not bound.effects.updates:  # a block makes several updates, the reference only one
             block_outputs: dict[str, list[NamedTensor]] = {}
             for name in names:
                 arm = buffers[name]
@@ -310,7 +310,7 @@ class Sampler:
         outputs = agreement.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
         if self.device.torch_device == "cpu":
             return agreement.copies(outputs)
-        # the caller copies outputs on the host, which are complete only after a wait
+        # outputs in host memory are complete only after a wait: the caller copies them then
         on_gpu = [(p, x) for p, x in outputs if str(getattr(x, "device", "cpu")) != "cpu"]
         copies = dict(agreement.copies(on_gpu))
         return [(path, copies.get(path, value)) for path, value in outputs]
@@ -320,7 +320,7 @@ class Sampler:
             metric=self.metric,
             mode=self.mode,
             calls=self.calls,
-            # a host claim has a single input set, which stays in the CPU's caches: never cold
+            # a host claim's single input set stays in the CPU's caches
             cache=self.bound.claim.cache if self.device.gpu else "warm",
             sets=self.sets,
             replicates=replicates,

@@ -20,16 +20,15 @@ class ScoreSampler:
         self.bound = bound
         self.metric = metric
 
-    # Nothing to do in these three. Inputs built in advance would take memory that the arms need.
-    # Clocks do not affect a score. Each replicate has new inputs, for which a result that an arm
-    # cached in an earlier replicate is wrong. The memory metric calls an arm more than once on
-    # these inputs: a result that the first of these calls caches is not detected.
+    # These three do nothing: inputs built in advance would take memory that the arms need, clocks
+    # do not affect a score, and each replicate has new inputs, which expose a result cached in an
+    # earlier replicate. A result cached in an earlier call of the same replicate is not detected.
     def prepare(self, seeds: Sequence[int]) -> None: ...
     def begin(self) -> None: ...
     def check_with_new_inputs(self) -> None: ...
 
     def replicate(self, seed: int) -> Replicate:
-        """Score all arms on inputs of their own, and queue the outputs for verification."""
+        """Score each arm on its own inputs, and queue the outputs for verification."""
         bound = self.bound
         names = list(bound.claim.arms)
         bound.random.shuffle(names)

@@ -11,13 +11,12 @@ class StoppingRule:
 
     target_half_width: float = 0.005  #: Relative half-width of the interval at which to stop.
     min_replicates: int = 6
-    """Fewest replicates. Stopping at a width makes a 99 % interval miss the true ratio in up to
-    1.9 % of measurements with normal noise; with a minimum of 8 it would be 1.7 %."""
-    max_replicates: int = 32  #: Replicates after which to stop in any case.
+    """Fewest replicates. Because the width decides when to stop, a 99 % interval misses the true
+    ratio in up to 1.9 % of measurements with normal noise (1.7 % with a minimum of 8)."""
+    max_replicates: int = 32  #: Most replicates.
     rounds_per_replicate: int = 2
-    """Rounds in each replicate. Building and checking a replicate takes as long as two rounds. More
-    rounds would not average out memory layout, which is half of the noise: it differs only between
-    replicates."""
+    """Rounds in each replicate. Half of the noise comes from the memory layout, which only a new
+    replicate changes; building and checking a replicate takes as long as two rounds."""
     time_budget_s: float = 0.6  #: Seconds after which to stop.
 
 

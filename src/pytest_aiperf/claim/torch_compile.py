@@ -1,4 +1,4 @@
-"""Controls torch.compile: off in checks; in measurements, without holding the GPU lock."""
+"""Disables torch.compile in checks; in measurements, releases the GPU lock while it compiles."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pytest_aiperf.machine.gpu_lock import GpuLock
 
 _AUTOTUNE = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _HOST_ONLY = ("DYNAMO", "LAZY_BACKWARD")
-"""Triggers of Dynamo's callbacks for which only the host works, unlike CUDA graph capture."""
+"""Events of Dynamo's callbacks in which only the host works (CUDA graph capture uses the GPU)."""
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run compiled arms eagerly: torch.compile would generate CPU code, not the GPU's code."""
+    """Run compiled arms eagerly: on the CPU, torch.compile would not generate the GPU's code."""
     torch = sys.modules.get("torch")
     if torch is None or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return nullcontext()
@@ -53,6 +53,6 @@ def suspend_while_compiling(lock: GpuLock, device: Device, files: Iterable[Path]
     try:
         yield
     finally:
-        with suppress(ValueError):  # torch._dynamo.reset() may have removed them
+        with suppress(ValueError):  # torch._dynamo.reset() may have removed the callbacks
             handler.remove_start_callback(begin)
             handler.remove_end_callback(end)

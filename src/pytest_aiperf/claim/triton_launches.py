@@ -1,4 +1,4 @@
-"""Counts on the CPU how many GPU launches a call needs at least; records its Triton kernels."""
+"""Counts, on the CPU, the fewest GPU launches of a call; records its Triton kernels."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Count:
 def count(call: Callable[..., object], args: tuple[Any, ...]) -> Count:
     """Count a call's torch functions that compute on the inputs, and its Triton launches.
 
-    Each such torch function launches at least once on a GPU. Not counted are functions in a
-    torch.compile region, which a GPU runs as fused kernels; views and allocations; and work that
-    does not depend on the inputs, because the host may do it.
+    Each such torch function launches at least once on a GPU. Three kinds are not counted: those
+    inside a torch.compile region, which may fuse them; views and allocations; and those that do
+    not depend on the inputs, because a GPU arm may compute them on the host.
     """
     counted = Count()
     with contextlib.ExitStack() as modes:
@@ -47,7 +47,7 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # keeps the storages alive: a new storage could reuse the id of one that depends on the inputs
+    # holds the storages themselves: the id of a freed storage could be reused
     dependent = _storages(torch, [leaf for _, leaf in tensors.walk(args, "")])
     computed: set[str] = set()
 
@@ -68,7 +68,7 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             computed.clear()
-            result = func(*args, **(kwargs or {}))  # torch's own calls in it are not intercepted
+            result = func(*args, **(kwargs or {}))  # functions that func itself calls do not count
             if computed and not _in_compiled_code():
                 counted.launches += 1
                 counted.kernels += not computed.issubset(_COPIES)
@@ -79,7 +79,7 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
 
 @contextlib.contextmanager
 def _counting_interpreter(counted: Count) -> Iterator[None]:
-    """Count a kernel in Triton's interpreter as one launch, and not the torch functions in it."""
+    """Count a kernel that Triton interprets as one launch; ignore torch functions inside it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
@@ -121,6 +121,6 @@ def _computes(func: Any) -> bool:
 
 
 def _in_compiled_code() -> bool:
-    """Whether the call is inside a torch.compile region, which a GPU runs as fused kernels."""
+    """Whether the caller is inside a torch.compile region."""
     files = (f.f_code.co_filename for f, _ in traceback.walk_stack(inspect.currentframe()))
     return any(file.endswith("torch/_dynamo/eval_frame.py") for file in files)

@@ -27,7 +27,7 @@ Element = tuple[tuple[int, ...], Any, Any]  #: Index, value in a result, value i
 _NOWHERE: Element = ((), 0.0, 0.0)
 
 MAX_ERROR_RATIO = 4
-"""An arm's error may be this many times the baseline's; another summation order stays below it."""
+"""An arm's error may be this many times the baseline's: another summation order adds less."""
 ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp64": 64 * 2.0**-52,
     "fp32": 64 * 2.0**-23,
@@ -40,11 +40,11 @@ ERROR_BUDGETS: Mapping[PrecisionName, float] = {
 """Relative error that is always allowed at a precision: a few units in the last place."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
-"""The baseline's largest error, unless its budget is larger: a result of zeros has error 0.5."""
-CHUNK = 1 << 23  #: Elements compared at a time on a GPU: fp64 temporaries stay far below 1 GiB.
+"""Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
+CHUNK = 1 << 23  #: Elements compared at a time on a GPU, so that fp64 temporaries stay small.
 HOST_CHUNK = 1 << 15
-"""Elements compared at a time on the host: few enough to stay in its caches, and for torch to use
-one thread. Several threads would wait for one another while other claims keep the cores busy."""
+"""Elements compared at a time on the host: they fit in its caches, and torch uses one thread for so
+few. Several threads would wait for one another while other claims keep the cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ArgumentEffects:
 
     @property
     def updates(self) -> bool:
-        """Whether a call reads an argument that it changes, so that a second call differs."""
+        """Whether a call reads an argument that it changes: a second call has another result."""
         return bool(set(self.mutated) - set(self.write_only))
 
     def label(self, path: str) -> str:
@@ -67,23 +67,23 @@ class ArgumentEffects:
 
 
 def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
-    """Return the names of the positional parameters; none for builtins and launchers."""
+    """Return the names of the positional parameters; () for builtins and launchers."""
     code = getattr(call, "__code__", None)
     bound = int(hasattr(call, "__self__"))
     return code.co_varnames[bound : code.co_argcount] if code else ()
 
 
 def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> ArgumentEffects:
-    """Find out which argument tensors a call changes, and which of those it does not read.
+    """Find out which argument tensors a call changes, and which of the changed ones it never reads.
 
-    The seed of ``make`` must be new: if freed memory still held its correct output from an earlier
-    call, writing this output again would look like no write.
+    ``make`` must use a seed that no call has used yet: reused memory could still hold the call's
+    output from before, and writing equal values would not be noticed.
     """
     inputs = _make_filled(make)
     before = tensors.fingerprint(inputs.args)
     sizes = [(backend_of(a).module, a.nbytes) for a in tensors.arrays(inputs.args).values()]
     del inputs
-    # numpy and cupy reuse freed memory unchanged: overwrite the results that it may hold
+    # numpy and cupy hand out freed memory as it is: overwrite any results left in it
     scrubbed = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
     del scrubbed
     inputs = _make_filled(make)
@@ -125,7 +125,7 @@ def _make_filled(make: Callable[[], Any]) -> Any:
         return make()
     mode = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings(action="ignore"):
-        # not use_deterministic_algorithms(), which imports inductor: 3 to 5 s
+        # use_deterministic_algorithms() would import inductor, which takes 3 to 5 s
         torch.set_deterministic_debug_mode("warn")
         try:
             return make()
@@ -136,8 +136,8 @@ def _make_filled(make: Callable[[], Any]) -> Any:
 def _may_poison(array: Any) -> bool:
     """Whether a tensor may be poisoned to find out whether the call reads it.
 
-    Floating-point tensors may. Integers may only if inputs() left them unset, which only torch
-    shows: poisoned counters, flags or indices could make a kernel hang or fault.
+    Poisoned counters, flags or indices could make a kernel hang or fault. So an integer tensor is
+    poisoned only if inputs() left it unset, which is known only for torch.
     """
     module = backend_of(array).module
     if not is_exact(array) or module.__name__ != "torch":
@@ -150,8 +150,8 @@ def _run(
 ) -> tuple[object, tuple[str, ...]]:
     """Call an arm on inputs whose write-only arguments are poisoned.
 
-    Return its result, and the paths of arguments that it changed beyond ``effects.mutated``.
-    Garbage collection is off: destroying a CUDA graph would invalidate a capture in progress.
+    Return what it returned, and the paths of arguments that it changed but ``effects.mutated``
+    lacks. Garbage collection is off: destroying a CUDA graph would break a capture in progress.
     """
     with gc_disabled():
         call = prepare(inputs)
@@ -172,7 +172,7 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
 
 
 def copies(result: Outputs) -> list[NamedTensor]:
-    """Copy a result, so that a later arm that writes into the same buffer cannot correct it."""
+    """Copy a result: a later arm may write its own result into the same buffer."""
     return [(path, backend_of(x).copy(x)) for path, value in result for x in [_numbers(value)]]
 
 
@@ -185,8 +185,9 @@ def agree(
 ) -> list[Error]:
     """Check all arms against the reference on one seed.
 
-    The optimized arm runs first and the reference last, each on new inputs, so that freed memory
-    holds no correct result for it. A prepared arm prepares before its arguments are poisoned.
+    The optimized arm runs first and the reference last, each on new inputs: the optimized arm
+    cannot find a correct result in freed memory. A prepared arm prepares before its arguments are
+    poisoned.
     """
     results, aliases = {}, {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
@@ -213,7 +214,7 @@ def agree(
 
 
 def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence[bool]]) -> None:
-    """Refuse an output that is a view of inputs or an expanded tensor, unless the baseline's is."""
+    """Refuse outputs that are views of inputs or expanded, unless the baseline's are so, too."""
     for arm, flags in aliases.items():
         rows = zip(results[arm], flags, aliases["baseline"], strict=True)
         for (path, _), is_view, allowed in rows:
@@ -238,7 +239,7 @@ def verify(
 
     Return the worst error of each output in each arm, the baseline's first. An error that is not
     allowed raises WrongResult, with ``when`` in its message; a wrong reference raises UsageError.
-    ``located=False`` omits the index of an allowed error, which takes further waits for the GPU.
+    ``located=False`` leaves out where an allowed error is, because finding it waits for the GPU.
     """
     base, want = results["baseline"], tensors.walk(reference, "reference")
     if len(base) != len(want):
@@ -270,7 +271,7 @@ def _compare(
     *,
     located: bool,
 ) -> Iterator[Error]:
-    """Compare one output of every arm, the baseline first: its error bounds the others' errors."""
+    """Compare one output of every arm; the baseline comes first, as its error limits the others."""
     base, want = _numbers(results["baseline"][1]), _numbers(reference)
     rms = _check_reference(results["baseline"][0], base, want)
     name = dtype(base).replace("bfloat", "bf").replace("float", "fp")
@@ -344,7 +345,7 @@ def _check_reference(path: str, base: Any, want: Any) -> float:
 
 
 def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Element]]:
-    """Return the largest error of an element, and a function that locates the element.
+    """Return the largest error of any element, and a function that returns this element.
 
     The error is |got - want| / (|want| + rms). It is 1 where integers differ, and infinite where
     ``got`` is not finite.
@@ -353,7 +354,7 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Element
 
     backend, exact = backend_of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
-    # an output on the host is compared where the reference is: most likely on a GPU
+    # compare a host output on the reference's device, because a GPU compares faster
     like = want if _on_host(got) and backend_of(want) is backend else got
     size = _chunk(like)
     pairs = list(zip(_parts(got, size), _parts(want, size), strict=True))
@@ -379,7 +380,7 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Element
         index = np.unravel_index(i * size + offset, tuple(got.shape))
         return tuple(map(int, index)), part[offset].item(), truth[offset].item()
 
-    return float(maxima.max()), locate  # the only wait for a GPU, however many parts there are
+    return float(maxima.max()), locate  # one wait for the GPU for all parts
 
 
 def _on_host(array: Any) -> bool:

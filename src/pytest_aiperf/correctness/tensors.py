@@ -16,7 +16,7 @@ from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
-NamedTensor = tuple[str, Any]  #: The path and the value of a leaf; not every leaf is an array.
+NamedTensor = tuple[str, Any]  #: A leaf's path and value, which need not be an array.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Inputs:
 def walk(value: Any, name: str) -> list[NamedTensor]:
     """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
-    None is not a leaf. Nor is a Score: it is the judged figure, not part of the result. ``.grad``
-    is a leaf, because backward() writes it. The containers' own methods are bypassed: an overridden
-    one could compute the items here, after the timed call.
+    None is not a leaf, and neither is a Score, which is the judged figure and no part of the
+    result. A tensor's ``.grad`` is one, because backward() writes it. Containers are read without
+    their own methods, which an arm could override to compute the items after the timed call.
     """
     torch = sys.modules.get("torch")
     leaves: list[NamedTensor] = []
@@ -85,8 +85,8 @@ class ArrayBackend:
 
     module: Any  #: The library's module.
     is_array: Callable[[Any], bool]
-    """Whether a value is a dense array of numbers. An array of a subclass is not: it could compute
-    its elements when they are read."""
+    """Whether a value is a dense array of numbers. Arrays of subclasses are excluded: they could
+    compute their elements when they are read."""
     as_real_view: Callable[[Any], Any]
     """View an array without its gradient, and complex numbers as pairs of real numbers."""
     copy: Callable[[Any], Any]  #: Copy an array.
@@ -145,7 +145,7 @@ def is_exact(array: Any) -> bool:
 
 
 def signature(array: Any) -> str:
-    """Describe dtype, shape and device, which must be equal for all arms."""
+    """Return an output's dtype, shape and device as text; they must be equal for all arms."""
     return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
 
 
@@ -161,7 +161,7 @@ def as_int_bits(array: Any) -> Any:
 
 
 def arrays(args: Args) -> dict[str, Any]:
-    """Return the arrays in arguments by path; an array that is passed twice counts once."""
+    """Return the arrays in arguments by path; an array that is passed twice appears once."""
     leaves = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
     first = {view(value): (path, value) for path, value in reversed(leaves)}
     return dict(reversed(first.values()))
@@ -222,13 +222,13 @@ def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -
     """Return the paths of arrays whose bits changed, or that were added or removed."""
     now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
     both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
-    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all enqueued before a wait
+    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all enqueued before the first wait
     same = [p for p, flag in equal if bool(flag)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
 
 
 def poison(args: Args, paths: Collection[str]) -> None:
-    """Fill the arrays at these paths with wrong values; memory around a view stays as it is."""
+    """Fill the arrays at these paths with wrong values, but not the memory around a view."""
     for array in (a for p, a in arrays(args).items() if p in paths):
         if dtype(array) == "bool":
             flat = backend_of(array).module.zeros_like(array).reshape(-1)

@@ -25,16 +25,17 @@ from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled
 from .trace import trace
 
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
-_MIN_BLOCKING_S: Final = 100e-6  #: Shortest blocking kernel: covers the events and first launch.
+_MIN_BLOCKING_S: Final = 100e-6  #: Shortest spin: the host needs this long for the first launch.
 _MAX_BLOCKING_S: Final = 1.0
-"""Longest blocking kernel: each try costs this much, even for a call that always synchronises."""
+"""Longest blocking kernel: a call that synchronises waits this long in vain."""
 _LONG_BLOCKING_S: Final = 0.05
-"""A blocking kernel this long gets one retry only: a call that outlasts both synchronises."""
+"""After a blocking kernel of this length only one retry follows: a call that takes still longer to
+enqueue most likely synchronises."""
 _UNSYNCED_SHARE: Final = 0.03
 """If the GPU works on after the end event for more than this share of the block, a call left work
 on a stream that the timed stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
-"""Shorter work after the end event never counts: synchronising takes the host some time, too."""
+"""Work that ends sooner after the end event is ignored: the synchronisation takes time, too."""
 _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0
@@ -49,7 +50,7 @@ watched(now, __name__, "now")  # this module has a reference of its own to the f
 
 
 class CudaDevice:
-    """Times calls on one GPU, all of them on one stream of this device."""
+    """Times calls on one GPU, on a stream that this object owns."""
 
     torch_device = "cuda"
 
@@ -70,12 +71,12 @@ class CudaDevice:
         self._cupy_used = False
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
-        self._unsynced_blocks = -3  # the three spins below are exempt: a sanitizer may delay them
+        self._unsynced_blocks = -3  # ignore the three spins below: a sanitizer may delay them
         self._failed_captures: list[object] = []
         self.blocking_s = 0.0
         """Spin time that sufficed for the last block; first guess for the next."""
         self._cycles_per_s = 1e9
-        # the fastest of three: an idle GPU runs the first at a low clock
+        # the fastest of three, because an idle GPU starts at a low clock
         spin = min(self.timed(lambda: self._spin(0.003))[0] for _ in range(3))
         self._cycles_per_s *= 0.003 / spin
         self._unsynced_blocks = 0
@@ -83,8 +84,8 @@ class CudaDevice:
     def seed(self, seed: int) -> None:
         seed_all(seed)
         if cupy := sys.modules.get("cupy"):
-            # Creating a generator is slow, and often only another test imported cupy: seed the
-            # existing ones, and let later ones read their seed from the environment.
+            # Seed existing generators; later ones read their seed from the environment. Creating
+            # one here would be slow, and the claim may not use cupy at all.
             generators = getattr(cupy.random._generator, "_random_states", True)  # noqa: SLF001  no public name
             if generators:
                 cupy.random.seed(seed % 2**32)
@@ -118,7 +119,7 @@ class CudaDevice:
 
         timed = self.time_behind_blocking_kernel
         seconds, blocking_s = timed(call, _MIN_BLOCKING_S, tries=1)
-        if not blocking_s and seconds < MAX_BLOCK_S:  # launch gaps of a longer call do not matter
+        if not blocking_s and seconds < MAX_BLOCK_S:  # else launch gaps are negligible
             seconds, _ = timed(call, 2 * _MIN_BLOCKING_S, tries=2)
         return seconds if seconds > 1e-3 else timed(ten, _MIN_BLOCKING_S, tries=3)[0] / 10
 
@@ -147,13 +148,13 @@ class CudaDevice:
             cold = runs < len(blocks) or (now() - begun) * 1e-9 < _WARM_UP_S
             if not self.ranks.all(cold):
                 break
-            block.run()  # a first run also finds the block's spin time
+            block.run()  # the first run also finds the block's spin time
 
     def telemetry(self) -> GpuState:
         return nvml.telemetry(self._uuid)
 
     def peak_bytes(self, call: Call) -> int:
-        """Return the peak of torch's allocator; memory of other allocators is not counted."""
+        """Return the peak bytes in torch's allocator; other allocators' memory is not counted."""
         memory = self._torch.cuda
         with self.current():
             self.synchronize()
@@ -187,7 +188,7 @@ class CudaDevice:
     def noise_probe(self) -> NoiseProbe:
         torch = self._torch
 
-        # a pass over 32 MiB: bound by memory, whose layout is the largest source of noise
+        # a memory-bound call on 32 MiB: the memory layout is the largest source of noise
         def inputs(bench: Bench) -> tuple[Any, ...]:
             return (torch.randn(bench.size(1 << 23, check=1 << 10), device=self.torch_device),)
 
@@ -209,9 +210,9 @@ class CudaDevice:
     ) -> tuple[float, float]:
         """Time work that the host enqueues completely while a blocking kernel spins.
 
-        If the kernel ends too early, try again with a longer spin. Return the seconds on the
-        device and the spin time for the next run. A spin time of 0 means that no try sufficed;
-        the seconds then include launch gaps.
+        If the kernel ends too early, try again with a longer spin. Return the work's seconds on the
+        device and the spin time for its next run. A spin time of 0 means that every kernel ended
+        too early, so that the seconds include launch gaps.
         """
         seconds = 0.0
         for retry in range(tries):
@@ -219,7 +220,7 @@ class CudaDevice:
             if self.ranks.all(blocked):
                 return seconds, max(_MIN_BLOCKING_S, 1.5 * enqueued)
             if retry and not self.ranks.all(blocking_s < _LONG_BLOCKING_S):
-                break  # even twice the enqueue time did not suffice: the call waits for the GPU
+                break  # twice the enqueue time did not suffice, so the call waits for the GPU
             blocking_s = min(_MAX_BLOCKING_S, 2 * max(blocking_s, enqueued))
         return seconds, 0.0
 
@@ -244,13 +245,13 @@ class CudaDevice:
             self._end.synchronize()
             ended = now()
             self.synchronize()
-            after = self.ranks.max((now() - ended) * 1e-9)  # all ranks must fail together
+            after = self.ranks.max((now() - ended) * 1e-9)  # so all ranks fail together
         seconds = self.ranks.max(self._start.elapsed_time(self._end) * 1e-3)
         self._refuse_unsynced_work(seconds, after)
         return seconds, enqueued, blocked
 
     def _refuse_unsynced_work(self, seconds: float, after: float) -> None:
-        # only three blocks in a row count: the host may delay one
+        # three blocks in a row: the host may delay a single one
         unsynced = after > max(_UNSYNCED_SHARE * seconds, _UNSYNCED_S)
         self._unsynced_blocks = self._unsynced_blocks + 1 if unsynced else 0
         if self._unsynced_blocks == 3:
@@ -262,7 +263,7 @@ class CudaDevice:
 
     def _spin(self, seconds: float) -> None:
         cycles = int(seconds * self._cycles_per_s)
-        self._torch.cuda._sleep(cycles)  # noqa: SLF001  torch's own tests use it: no public name
+        self._torch.cuda._sleep(cycles)  # noqa: SLF001  no public name
 
     def _capture(self, calls: Sequence[Call]) -> tuple[Any, object]:
         torch = self._torch
@@ -271,25 +272,25 @@ class CudaDevice:
         failure: Exception | None = None
         self.synchronize()
         with warnings.catch_warnings(), gc_disabled(), self.current():
-            # an empty graph means that the calls use a stream that is not captured
+            # an empty graph: the calls launch on another stream, or launch nothing
             warnings.filterwarnings("error", message=".*CUDA Graph is empty")
             try:
-                # NCCL's watchdog thread would invalidate a global capture
+                # calls of NCCL's watchdog thread would invalidate a global capture
                 error_mode = "global" if self.ranks.count == 1 else "thread_local"
                 graph.capture_begin(pool=pool, capture_error_mode=error_mode)
                 with self._cupy_memory():
                     for call in calls:
                         last = call()
-            except Exception as error:  # noqa: BLE001  any error means: not capturable
+            except Exception as error:  # noqa: BLE001  whatever it is, the calls cannot be captured
                 failure = error
             try:
-                graph.capture_end()  # after a failure too: the stream must stop capturing
+                graph.capture_end()  # even after a failure, because the stream still captures
             except Exception as error:  # noqa: BLE001  as above; the first failure is the cause
                 failure = failure or error
             try:
                 if not self.ranks.all(failure is None):
                     raise CannotCapture("another rank cannot capture its calls")  # noqa: TRY301  handled like any other
-                graph.replay()  # the first launch also uploads the graph
+                graph.replay()  # once untimed: the first launch also uploads the graph
             except Exception as error:  # noqa: BLE001  as above
                 failure = failure or error
         if failure is not None:
@@ -302,9 +303,9 @@ class CudaDevice:
     def _undo_failed_capture(self, graph: Any, pool: Any) -> None:
         """Reset the state that an invalidated capture leaves in torch.
 
-        torch's allocator would go on asking the graph which allocations to divert: end the
-        diversion, and keep the graph alive. torch's generator would refuse every random number as
-        if the capture were still active: replace its state with a copy that was never captured.
+        torch's allocator still diverts allocations to the graph's pool: end the diversion, and keep
+        the graph alive, which the allocator still refers to. torch's random generator still refuses
+        numbers, as in a capture: replace its state with a copy that was never captured.
         """
         torch = self._torch
         try:
@@ -319,10 +320,10 @@ class CudaDevice:
         self.synchronize()
 
     def _cupy_memory(self) -> Any:
-        """Let cupy allocate from torch during a capture, because torch's graphs own their memory.
+        """Let cupy allocate from torch during a capture, because a torch graph keeps its memory.
 
-        cupy's own pool would hand out the memory of a captured call again, while the graph still
-        writes to it.
+        cupy's own pool would give the memory of a captured call to other arrays, but each replay
+        of the graph still writes to it.
         """
         cupy = sys.modules.get("cupy")
         if cupy is None:
@@ -337,9 +338,9 @@ class CudaDevice:
     def _make_stream(self) -> Any:
         """Create a blocking stream: it is ordered with the legacy default stream.
 
-        torch's own streams are not: a launcher that ignores the current stream would run beside
-        them, seem to take no time, and be missing from a graph. With a blocking stream, its work
-        is timed, and a capture fails.
+        torch's own streams are not. A launcher that ignores the current stream would run
+        concurrently with them: it would seem to take no time, and a graph would lack its work.
+        With a blocking stream, its work is timed, and a capture of it fails.
         """
         handle = ctypes.c_void_p()
         status = self._torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))
@@ -351,7 +352,7 @@ class CudaDevice:
         count = self._torch.cuda.device_count()
         for index in range(count):
             uuid = str(self._torch.cuda.get_device_properties(index).uuid)
-            if count == 1 or gpu.uuid.endswith(uuid):  # a single GPU may report another UUID
+            if count == 1 or gpu.uuid.endswith(uuid):  # a lone GPU may report another UUID
                 return index
         raise UsageError(
             f"{gpu.name} ({gpu.uuid}) is none of the {count} GPUs that CUDA shows this process: "

@@ -29,7 +29,8 @@ MAX_BLOCK_S: Final = 20e-3
 _MIN_BLOCK_S: Final = {Mode.GRAPH: 5e-4, Mode.BACKLOG: 1e-3, Mode.PLAIN: 5e-3, Mode.WALL: 2e-3}
 """Shortest block in each mode: long enough that the timer's resolution is negligible."""
 _MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mode.WALL: 100_000}
-"""Most calls per block: a queue holds about 1,024 launches, and one call may need several."""
+"""Most calls per block. Backlog mode has the fewest: a stream's queue holds about 1,024 launches,
+and one call may need several."""
 
 Call = Callable[[], object]
 NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
@@ -41,7 +42,7 @@ class Block(Protocol):
 
     last: object  #: Return value of the last call.
 
-    # Return the seconds of all calls together.
+    # Run all calls; return their total seconds.
     def run(self) -> float: ...
     def run_untimed(self) -> None: ...
 
@@ -56,9 +57,9 @@ class Device(Protocol):
     def seed(self, seed: int) -> None: ...
     def synchronize(self) -> None: ...
     def telemetry(self) -> GpuState: ...
-    # Allocate a random size, which moves later allocations; drop the result to free it.
+    # Allocate a random size to shift later allocations; deleting the result frees it.
     def random_padding(self, rng: random.Random) -> object: ...
-    # Make a block of calls that have run before; graph mode may raise CannotCapture.
+    # Make a block of calls that are warmed up; graph mode may raise CannotCapture.
     def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
     # Estimate the seconds per call, to choose the mode and the calls per block.
     def estimate_s(self, call: Call) -> float: ...
@@ -66,7 +67,7 @@ class Device(Protocol):
     def stabilize_clocks(self, call: Call) -> None: ...
     # Run blocks untimed, each at least once, until the device has recovered from being idle.
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
-    # Return the peak of the memory that a call allocates; earlier allocations do not count.
+    # Return the peak bytes that a call allocates, without those allocated before it.
     def peak_bytes(self, call: Call) -> int: ...
     # Trace one warmed-up call; None on the host.
     def trace(self, call: Call) -> Trace | None: ...
@@ -74,7 +75,7 @@ class Device(Protocol):
     def release(self) -> None: ...
     # Return the device memory that no process has allocated.
     def free_bytes(self) -> int: ...
-    # Return inputs, and an arm whose comparison with itself shows this device's noise.
+    # Return inputs and an arm; comparing this arm with itself shows the device's noise.
     def noise_probe(self) -> NoiseProbe: ...
 
 
@@ -88,7 +89,7 @@ def choose_mode(metric: Metric, fastest_s: float) -> Mode:
 
 
 def calls_per_block(mode: Mode, fastest_s: float, slowest_s: float) -> int:
-    """Return the calls per block: enough for the fastest arm, few enough for the slowest."""
+    """Return the calls per block: the fastest arm sets the minimum, the slowest the maximum."""
     enough = math.ceil(_MIN_BLOCK_S[mode] / max(fastest_s, 1e-9))
     affordable = int(MAX_BLOCK_S / max(slowest_s, 1e-9))
     return max(1, min(enough, affordable, _MAX_CALLS[mode]))
@@ -140,7 +141,7 @@ class HostDevice:
             tracemalloc.stop()
         return int(self.ranks.max(max(0, peak - before)))
 
-    def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  a call has no launches here
+    def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  no GPU to trace
         return None
 
     def release(self) -> None:
@@ -152,7 +153,7 @@ class HostDevice:
     def noise_probe(self) -> NoiseProbe:
         import numpy as np
 
-        # a sort of 100,000 numbers: about a millisecond of memory traffic and arithmetic
+        # sorting 100,000 numbers takes about a millisecond
         def inputs(bench: Bench) -> tuple[Any, ...]:
             return (np.random.default_rng(bench.seed).random(bench.size(100_000, check=100)),)
 
@@ -161,7 +162,7 @@ class HostDevice:
 
 @dataclass(eq=False)
 class WallBlock:
-    """Calls timed by the host; the device's queue is empty before and after them."""
+    """Calls timed by the host's clock, from an empty queue of the device to an empty queue."""
 
     calls: Sequence[Call]  #: The calls, in order.
     ranks: RankGroup  #: Processes that start together; the slowest one's time counts.
@@ -188,7 +189,7 @@ class WallBlock:
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection, which would fall into one arm's block or another by chance."""
+    """Disable garbage collection, which would lengthen a block of an arm at random."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -205,5 +206,5 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # torch.manual_seed would record a stack trace: 2 ms
+        if torch.cuda.is_initialized():  # faster than torch.manual_seed, which takes 2 ms
             torch.cuda.manual_seed_all(seed)

@@ -1,4 +1,4 @@
-"""Trace one call on the GPU through CUPTI: launches, kernels, copies and their times."""
+"""Traces one call on the GPU through CUPTI: launches, kernels, copies and their times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_aiperf.model import Trace
 from pytest_aiperf.rules.stats import covered
 
 MAX_NAMES: Final = 16
-"""Kernel names in a trace, those with the longest total times: a limit keeps records small."""
+"""Most kernel names in a trace, to keep records small; those with the longest times are kept."""
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
     "DtoD": "device to device", "PtoP": "peer to peer",
@@ -25,19 +25,19 @@ _DIRECTIONS: Final = {
 
 
 def trace(call: Callable[[], object], device: Any) -> Trace | None:
-    """Trace one warmed-up call on the device's stream; None if it ran nothing on the GPU.
+    """Trace one warmed-up call on the device's stream; None if the call uses no GPU.
 
     CUPTI traces the launches of all libraries in the process. It stays loaded and slows later
     launches down: time nothing after a trace.
     """
     import torch
 
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # CUPTI's restart breaks captured graphs
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # restarting CUPTI breaks captured graphs
     kinds = torch.profiler.ProfilerActivity
-    # the warm-up step keeps the start of CUPTI out of the traced call
+    # CUPTI starts in the warm-up step, before the traced call
     steps = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with warnings.catch_warnings(), device.current():
-        warnings.simplefilter("ignore")  # the profiler warns about options that are not used here
+        warnings.simplefilter("ignore")  # about profiler options that this code does not set
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], schedule=steps) as profiler:
             call()
             device.synchronize()
@@ -59,7 +59,7 @@ class Event:
     name: str
     start: float
     end: float
-    thread: tuple[object, object]  #: Process and thread.
+    thread: tuple[object, object]  #: Ids of the process and the thread.
     args: Mapping[str, Any]
 
 
@@ -83,7 +83,7 @@ class Activity:
 def events(content: Iterable[Mapping[str, Any]]) -> list[Event]:
     """Read the complete events of a Chrome trace, whose times are in microseconds."""
     complete = [e for e in content if e.get("ph") == "X" and "cat" in e]
-    # relative times: as floats, seconds since boot are too coarse for the length of a kernel
+    # relative to the first event: a float of seconds since boot would round a kernel's time
     first = min((float(e["ts"]) for e in complete), default=0.0)
     parsed = []
     for e in complete:
@@ -121,7 +121,7 @@ def kernel_seconds(activities: Iterable[Activity]) -> dict[str, float]:
     for activity in activities:
         if activity.kind == "kernel":
             seconds[activity.name] += activity.end - activity.start
-    # rounded, so that equal times whose last bits differ keep their order
+    # rounded, so that times that differ only by rounding errors keep their order
     return dict(sorted(seconds.items(), key=lambda item: -round(item[1], 12)))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-# these patterns match code with one space between two tokens
+# the patterns below match code in which one space separates tokens
 _CALLED: Final = re.compile(r"\b(?!__\w+__\b|alignas\b|decltype\b|requires\b)(\w+) \(")
-"""A name before a parenthesis, attributes excepted; the first one is the function's name."""
+"""A name before a parenthesis, but no attribute; the first in a function is the function's name."""
 _TYPE: Final = re.compile(r"\b(?:struct|class|union|enum|using) (?:alignas \([^)]*\) )?(\w+)")
 _VARIABLE: Final = re.compile(r"\b(\w+) (?:\[ [^\]]*\] )*[={;]")
 _WRAPPER: Final = re.compile(r'((inline )?namespace\b[^(=]*|extern " C ") \{$')
@@ -34,7 +34,7 @@ class _Piece:
 
 
 def needed(text: str, launcher: str) -> list[tuple[int, int]]:
-    """Return the first and last line of each piece that a launcher needs, its own included."""
+    """Return the first and last line of the launcher and of each piece that it needs."""
     pieces = list(_pieces(text))
     spans: set[tuple[int, int]] = set()
     seen, names = {launcher}, [launcher]
@@ -49,11 +49,11 @@ def needed(text: str, launcher: str) -> list[tuple[int, int]]:
 
 
 def _pieces(text: str) -> Iterator[_Piece]:
-    """Split a file at its outermost level; braces of namespaces and extern "C" do not count."""
-    tokens: list[_Token] = []  # tokens of the current piece
+    """Split a file into its outermost pieces; a namespace or extern "C" block is no piece."""
+    tokens: list[_Token] = []  # tokens of the current piece so far
     comment = _Token("comment", "", 0, -1)  # comment above the current piece
-    wrappers: list[bool] = []  # for each open brace: does it open a namespace or extern "C"
-    complete, end = False, 0  # whether only a semicolon may follow; last line of the piece before
+    wrappers: list[bool] = []  # whether each open brace belongs to a namespace or extern "C"
+    complete, end = False, 0  # whether the piece may end here; last line of the previous piece
     for token in [*_tokens(text), _Token("directive", "", 0, 0)]:
         if tokens and complete and token.text != ";":
             yield _piece(tokens, comment)

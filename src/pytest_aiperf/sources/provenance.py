@@ -64,7 +64,7 @@ class _File:
                 if first <= line <= last:
                     return node
             elif isinstance(node, ast.Lambda) and node.lineno == line:
-                body = node.body  # tells apart several lambdas that begin on one line
+                body = node.body  # the body's position tells apart lambdas on one line
                 if (body.lineno, body.col_offset) in starts:
                     return node
         return None
@@ -85,7 +85,7 @@ class _Search:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._seen: dict[int, object] = {}  # by id; the values stay alive, so no id is reused
+        self._seen: dict[int, object] = {}  # by id; a value held here keeps its id
         self._files: dict[Path, _File | None] = {}
         self._named: set[tuple[Path, str, frozenset[str]]] = set()
         self._spans: dict[Path, set[tuple[int, int]]] = {}
@@ -97,7 +97,7 @@ class _Search:
                 yield Source.of(path.relative_to(self._root).as_posix(), first, last, lines)
 
     def visit(self, value: Any, strings: Collection[str] = ()) -> None:
-        """Add the lines of a callable; of Kernels and dicts, add only the keys in ``strings``."""
+        """Add the lines of a callable; of Kernels or a dict, only of the keys in ``strings``."""
         value = _unwrapped(value)
         if isinstance(value, Kernels):
             for name in {*value} & {*strings}:
@@ -150,7 +150,7 @@ class _Search:
     def _add_name(
         self, path: Path, name: str, namespace: Mapping[str, Any], attributes: frozenset[str]
     ) -> None:
-        """Add the definition of a global name; for a module, those of ``attributes`` in it."""
+        """Add a global name's definition; if it names a module, add the module's ``attributes``."""
         file = self._file(path)
         if file is None or name not in namespace or (path, name, attributes) in self._named:
             return
@@ -167,14 +167,14 @@ class _Search:
         self.visit(value)
 
     def _file(self, path: Path) -> _File | None:
-        """Read a Python file of the project; None for a file of a library or of this plugin."""
+        """Read a Python file; None if it is a library's or this plugin's, or cannot be parsed."""
         if path not in self._files:
             self._files[path] = None
             real = path.resolve()
             project = real.suffix == ".py" and real.is_relative_to(self._root)
             library = "site-packages" in real.parts or real.is_relative_to(_PLUGIN)
             if project and not library:
-                # the file may have been deleted, or be invalid because it is being edited
+                # somebody may have deleted the file, or be editing it
                 with contextlib.suppress(OSError, ValueError, SyntaxError):
                     self._files[path] = _File(real)
         return self._files[path]
@@ -185,12 +185,12 @@ def _parts(value: Any, strings: Collection[str]) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, dict):
         return [part for key, part in value.items() if key in strings]
-    return [part for part in value if not isinstance(part, (int, float, str))]  # lists may be long
+    return [part for part in value if not isinstance(part, (int, float, str))]
 
 
 def _unwrapped(value: Any) -> Any:
     """Return the function that a prepared arm, a bound method or a compiled function wraps."""
-    # __dict__, not getattr: some objects return an attribute for every name
+    # getattr would not do: some objects return an attribute for every name
     attributes = getattr(value, "__dict__", {})
     inner: Any = attributes.get("__wrapped__")  # functools.wraps and torch.compile set it
     if isinstance(value, Prepared):

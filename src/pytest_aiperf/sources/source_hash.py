@@ -27,7 +27,7 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
             continue
         foreign = current.__name__.partition(".")[0] == package or "site-packages" in path
         if foreign or not Path(path).is_relative_to(root):
-            continue  # a claim stays the same when the plugin or a library changes
+            continue  # a change of the plugin or of a library does not change the claim
         paths[current.__name__] = Path(path)
         for value in list(vars(current).values()):
             module = value if isinstance(value, ModuleType) else None
