@@ -3,8 +3,8 @@
 All state lives in tensors (the request of each slot, its position, its next token), so that one
 CUDA graph serves every step. Two rules decide when a slot whose request has ended is refilled:
 
-static       when the requests of all slots have ended. Until then the slot computes padding.
-continuous   in the same step.
+static       Only when the requests of all slots have ended. Until then the slot computes padding.
+continuous   In the step in which its request ends.
 """
 
 import heapq

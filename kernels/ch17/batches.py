@@ -5,7 +5,7 @@ bucketed   the same, with sequences sorted by length.
 packed     all sequences concatenated into one row of tokens; variable-length attention gets the
            offset at which each begins.
 
-``lengths`` are the lengths of the sequences, on the host; ``limits`` are the same on the GPU.
+``lengths`` are the lengths of the sequences, on the host; ``limits`` is a copy on the GPU.
 """
 
 import torch

@@ -5,7 +5,7 @@ batched     All requests in one batch, with the same KV cache.
 graph       The decode step is a captured CUDA graph. Tokens and position live in tensors, and keys
             and values are written into preallocated slabs.
 
-Each returns the tokens (requests x count) and the last hidden states. All of them run prefill
+Each stage returns the tokens (requests x count) and the last hidden states. All of them run prefill
 eagerly, inside the timed region.
 """
 

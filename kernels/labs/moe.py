@@ -7,9 +7,9 @@ loop     Slots are sorted by expert, and a Python loop runs the tokens of one ex
          loop needs the group sizes, so the CPU waits for the GPU.
 grouped  One grouped GEMM (`grouped_mm`) for all experts; it reads the group offsets on the GPU, so
          there is no loop and no wait.
-fused    The same, with gate and activation in one Triton kernel, and the weighted sum of a token's
-         results in another, which reads them where the GEMM wrote them.
-graph    fused in a CUDA graph: no step depends on the CPU any more.
+fused    As grouped, but gate and activation are one Triton kernel, and the weighted sum of a
+         token's results is another, which reads them where the GEMM wrote them.
+graph    The fused rung in a CUDA graph: no step depends on the CPU any more.
 """
 
 import torch

@@ -89,7 +89,7 @@ class Project:
         return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=180)
 
     def start(self, *arguments: str):
-        """Start pytest as the leader of a session, as in a terminal, and do not wait for its end."""
+        """Start pytest as the leader of a session, as in a terminal, and return before it ends."""
         command = self.pytester._getpytestargs()  # as in runpytest_subprocess
         out = (self.path / "out").open("wb")
         return self.pytester.popen(

@@ -505,7 +505,7 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
     figures = {"duration": 1e-3, "dram share": 0.91, "dram bytes": 4e9}
     profiles = {
         "baseline": Profile("ncu", "baseline", "", figures),
-        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # copies are no kernels
+        "optimized": Profile("ncu", "optimized", "", {"kernels": 0.0}),  # it only copies
     }
     answer = CaptureReply(gpu=FAKE_GPU, work=Work(read=2.5e08, written=2.5e08))
     monkeypatch.setattr(captures.ceilings, "cached", lambda gpu: {"copy": 4.28e12})

@@ -69,7 +69,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_complete_line(run):
         writer.path.write_bytes(whole[:cut])
         into = cut - len(lines[0])
         kept = len(lines[1]) - 1 <= into  # a line that lacks only its newline is kept
-        torn = into > 1 and not kept  # the writer puts a newline before each line
+        torn = into > 1 and not kept  # the newline before a line is no torn line
         assert journal.read_journals(run.path) == (results[: 1 + kept], torn)
 
 

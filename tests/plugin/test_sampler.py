@@ -272,7 +272,7 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     timed = a_sampler(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
-    assert maxima[-1] == pytest.approx(2 * seconds)  # the ranks exchange it
+    assert maxima[-1] == pytest.approx(2 * seconds)  # all ranks take the maximum
 
 
 def test_a_gpu_that_throttles_all_the_time_is_invalid():

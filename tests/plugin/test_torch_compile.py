@@ -67,7 +67,7 @@ def test_others_can_time_while_a_claim_compiles(lock, other, compiled, tmp_path)
             call(torch.ones(3, dtype=torch.int))
     with lock.shared():
         call(torch.ones(3, dtype=torch.double))
-    assert seen == [True, False, False]  # then: an exclusive lock stays; no callback after the end
+    assert seen == [True, False, False]  # False: the lock is exclusive; the context has ended
 
 
 def test_a_claim_may_reset_the_compiler(lock, other, tmp_path):
