@@ -80,14 +80,15 @@ _MODULES = {
     "evidence": "rules.evidence",
     "measure": "session.standalone",
 }
-"""Submodules of the names that are imported on first use; names not listed are in ``model``."""
+"""Submodule that defines each public name; names not listed are defined in ``model``."""
 
 
 def __getattr__(name: str) -> Any:
-    # Import on first use: every pytest run imports this package for its plugin, few have claims.
+    # A name's submodule is imported on first use: every pytest run loads this package for its
+    # plugin, and few runs have claims.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         return metadata.version("pytest-aiperf")
     module = import_module(f".{_MODULES.get(name, 'model')}", __name__)
-    return getattr(module, name, module)  # `evidence` is the module itself
+    return getattr(module, name, module)  # `evidence` is a module

@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
-    """Return the parser, and the commands that cannot run, each with the reason.
+    """Return the parser, and the reason why each unavailable command cannot run.
 
-    Other distributions are imported only if ``command`` is not one of the functions below.
+    Commands of other distributions are loaded only if ``command`` is not defined in this file.
     """
     parser = argparse.ArgumentParser(
         prog="python -m pytest_aiperf",
@@ -110,7 +110,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
         for entry in entry_points(group="pytest_aiperf.commands"):
             try:
                 entry.load()(subcommands)
-            except Exception as error:  # noqa: BLE001  any failure costs only this command
+            except Exception as error:  # noqa: BLE001  a broken command must not stop the others
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
                 broken[entry.name] = f"{entry.value} cannot be loaded ({why}); install it again"
     text = "not installed; install it from a clone: pip install ./"
@@ -121,7 +121,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
 def _command(
     subcommands: Any, run: Callable[[argparse.Namespace], int]
 ) -> Callable[..., argparse.Action]:
-    """Add a command that calls ``run``; its docstring is the help. Return its ``add_argument``."""
+    """Add a command that calls ``run`` and shows its docstring as help; return ``add_argument``."""
     text = inspect.getdoc(run) or ""
     parser = subcommands.add_parser(
         run.__name__, help=text.partition("\n")[0].rstrip("."), description=text
@@ -129,9 +129,6 @@ def _command(
     parser.set_defaults(run=run)
     add: Callable[..., argparse.Action] = parser.add_argument
     return add
-
-
-# this machine
 
 
 def doctor(given: argparse.Namespace) -> int:
@@ -190,7 +187,7 @@ def capture(given: argparse.Namespace) -> int:
     tool, preset = tools.parse(given.tool)
     path, _, name = given.function.partition("::")
     job = target.job_from(os.environ)
-    if job is not None:  # this is the process under the profiler
+    if job is not None:  # only the process under the profiler has a job
         gpus = CudaMachine().gpus()[:1]
         device = CudaMachine().open_device(gpus[0] if gpus else None)
         lock = GpuLock([g.uuid for g in gpus])
@@ -209,16 +206,13 @@ def _function(path: Path, name: str) -> Callable[[], object]:
     spec = spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file: name FILE.py::FUNCTION")
-    sys.path.insert(0, str(path.parent))  # as for a script: it can import the files beside it
+    sys.path.insert(0, str(path.parent))  # the file can import its neighbours
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Callable[[], object] | None = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{path} has no function {name!r}")
     return function
-
-
-# results
 
 
 def report(given: argparse.Namespace) -> int:
@@ -268,7 +262,7 @@ def compare(given: argparse.Namespace) -> int:
 
 def _results_in(path: Path) -> list[Result]:
     """Read one results file, or all results files of a folder."""
-    other = ("ceilings-", "proof-")  # other kinds of files in the folder of accepted results
+    other = ("ceilings-", "proof-")  # files in the results folder that are not results
     folder = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
     files = folder if path.is_dir() else [path]
     return [result for file in files for result in read_results(file)]
@@ -293,9 +287,6 @@ def accept(given: argparse.Namespace) -> int:
     return FAILED if update.refused and not update.accepted else DONE
 
 
-# CI
-
-
 def merge(given: argparse.Namespace) -> int:
     """Merge the results of the shards of a run; the last result of a claim counts.
 
@@ -305,7 +296,7 @@ def merge(given: argparse.Namespace) -> int:
     for claim, key in merged:
         if not claim.isprintable():
             raise UsageError(f"{claim!r} is not a claim's name: it contains a control character")
-        if not re.fullmatch(r"[a-z0-9]*", key):  # the key becomes part of file names
+        if not re.fullmatch(r"[a-z0-9]*", key):  # `accept` uses the key in file names
             raise UsageError(f"{key!r} is not a kind of GPU, such as h200 or 2xh200")
     machine = read_json(given.parts[0]).get("machine_info", {})
     content = document([merged[k] for k in sorted(merged)], machine, datetime.now(UTC))
@@ -330,9 +321,6 @@ def complete(given: argparse.Namespace) -> int:
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
     _print([*text, f"{len(outcomes)} claims: {counts or 'none'}"])
     return FAILED if text else DONE
-
-
-# housekeeping
 
 
 def clean(given: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ class LaunchError(AiperfError):
 
 
 class InvalidMeasurement(AiperfError):
-    """The measured times mean nothing, for example because the GPU was throttled."""
+    """The measured times are not valid, for example because the GPU was throttled."""
 
 
 class CannotCapture(AiperfError):
@@ -40,9 +40,9 @@ class WrongResult(AiperfError, AssertionError):
 
 
 class ClaimNotMet(AiperfError, AssertionError):
-    """The optimized arm is not as fast as claimed, or evidence does not hold."""
+    """The optimized arm is not as fast as claimed, or a figure of its evidence is out of bounds."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch or cupy ran out of GPU memory. Compares names, to import neither."""
+    """Whether torch or cupy ran out of GPU memory; found by name, so that neither is imported."""
     return type(error).__name__ == "OutOfMemoryError"

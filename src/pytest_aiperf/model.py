@@ -1,4 +1,4 @@
-"""The data types of the package: frozen dataclasses, which are also the JSON schema of records."""
+"""The data types of the package. Their fields and types define the JSON format of records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA: Final = 2
 
 T = TypeVar("T")
 
-# The strings that compare() accepts, for type checkers; a test compares them with the enums.
+# Type checkers verify compare()'s strings with these; a test keeps them equal to the enums.
 MetricName = Literal["device", "wall", "memory", "score"]
 AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
 CacheName = Literal["cold", "warm"]
@@ -32,10 +32,10 @@ class Metric(StrEnum):
 class Mode(StrEnum):
     """How a block of calls is timed."""
 
-    GRAPH = "graph"  #: On the GPU, as one CUDA graph: for short calls.
-    BACKLOG = "backlog"  #: On the GPU, queued behind a blocking kernel, without launch gaps.
-    PLAIN = "plain"  #: On the GPU, launched directly: for calls much longer than a launch.
-    WALL = "wall"  #: With the host's clock.
+    GRAPH = "graph"  #: GPU time of a CUDA graph that contains the calls: for short calls.
+    BACKLOG = "backlog"  #: GPU time; a blocking kernel holds the calls until all are queued.
+    PLAIN = "plain"  #: GPU time of directly launched calls: for calls much longer than a launch.
+    WALL = "wall"  #: Time by the host's clock.
 
 
 class Against(StrEnum):
@@ -48,7 +48,7 @@ class Against(StrEnum):
 
 
 class Verdict(StrEnum):
-    """Conclusion from the interval of a speedup and the noise floor."""
+    """Conclusion drawn from a speedup's confidence interval and the noise floor."""
 
     FASTER = "FASTER"
     SLOWER = "SLOWER"
@@ -72,7 +72,7 @@ ARMS: Final = ("baseline", "optimized", "library")  #: The implementations that 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum work of one call: turns a time into a rate and a share of a limit."""
+    """The minimum work of one call; divided by a time, it is a rate to compare with a limit."""
 
     read: float = 0.0  #: Bytes that a call must read from device memory: each input once.
     written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
@@ -82,7 +82,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Compulsory traffic: bytes read and written."""
+        """Bytes that a call must read or write."""
         return self.read + self.written
 
 
@@ -101,7 +101,7 @@ class Bench:
 
     device: str  #: Where to allocate: "cuda" or "cpu".
     seed: int  #: Seed of the inputs; random, numpy and torch are already seeded with it.
-    full: bool  #: Whether the claim is measured at full size, and not only checked.
+    full: bool  #: Whether inputs have full size; False when results are only checked.
 
     def size(self, full: int, *, check: int) -> int:
         """Return ``full`` when the claim is timed and ``check`` when it is only checked."""
@@ -147,9 +147,9 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Blocks of all arms in mirrored order."""
+    """One or more blocks of each arm, in a mirrored order such as "OBBO"."""
 
-    order: str  #: Initials of the arms in the order of their blocks, such as "OBBO".
+    order: str  #: Initials of the arms in the order of their blocks.
     seconds: Mapping[str, tuple[float, ...]]
     """By arm, one value per block: seconds per call, or the metric's figure if it is not a time."""
     sm_mhz: int | None = None  #: SM clock after the round.
@@ -158,10 +158,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Rounds on one set of fresh allocations and inputs; the statistics treat it as one sample."""
+    """Rounds that use the same allocations and inputs; the statistics count them as one sample."""
 
     seed: int  #: Seed of the inputs.
-    rounds: tuple[Round, ...]  #: The rounds that were not disturbed.
+    rounds: tuple[Round, ...]  #: Rounds in which nothing disturbed the GPU.
     redone: int = 0  #: Number of disturbed rounds, which were repeated.
 
 
@@ -170,17 +170,17 @@ class Error:
     """An arm's largest error against the reference."""
 
     arm: str  #: Name of the arm.
-    output: str  #: Path of the output tensor.
+    output: str  #: Where the output is in the arm's result.
     index: tuple[int, ...]  #: Index of the element.
     got: float  #: The arm's value.
     want: float  #: The reference's value.
     error: float  #: Relative error.
-    allowed: float  #: Largest error that is allowed.
+    allowed: float  #: Largest relative error that passes.
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """The compiler's figures of one kernel in one build."""
+    """What the compiler reports about one kernel in one build."""
 
     source: str  #: Source file.
     arch: str  #: Architecture of the build.
@@ -208,8 +208,8 @@ class Evidence:
     """Bounds on a figure that shows the optimized arm's mechanism, such as an opcode count."""
 
     kind: EvidenceKind  #: Kind of the figure.
-    of: str = ""  #: Name of the opcode or of the ncu metric.
-    kernel: str = ""  #: Substring of the kernels' names; empty for all kernels.
+    of: str = ""  #: Name of the opcode or ncu metric; empty for other kinds.
+    kernel: str = ""  #: Only kernels with this text in their name count; empty for all.
     min: float | None = None  #: Lower bound.
     max: float | None = None  #: Upper bound.
     per: Literal["", "baseline", "work"] = ""
@@ -232,7 +232,7 @@ class Limit:
 
     ceiling: str  #: Name of the ceiling.
     rate: float  #: The arm's rate.
-    limit: float  #: The ceiling.
+    limit: float  #: The ceiling's value.
     unit: str  #: Unit of the rate and of the ceiling.
     share: float  #: Rate divided by the ceiling.
 
@@ -241,9 +241,9 @@ class Limit:
 class Trace:
     """GPU activity of one call of an arm."""
 
-    launches: int  #: API calls of the host that launch kernels, graphs, copies or memsets.
-    kernels: int  #: Kernels that ran.
-    copies: int  #: Copies and memsets.
+    launches: int  #: Number of API calls that launch kernels, graphs, copies or memsets.
+    kernels: int  #: Number of kernels that ran.
+    copies: int  #: Number of copies and memsets.
     busy: float  #: Seconds in which at least one kernel, copy or memset ran.
     span: float  #: Seconds from the first start to the last end.
     names: tuple[str, ...] = ()  #: Names of the kernels, the longest-running first.
@@ -251,15 +251,15 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Figures and artefact of one arm, or of one captured call, from one profiler."""
+    """What one profiler found about an arm, or about a call of the ``capture`` fixture."""
 
     tool: str  #: Name of the profiler.
-    arm: str  #: Name of the arm.
+    arm: str  #: Name of the arm or of the call, such as "call-1".
     artefact: str  #: Path of the file that the profiler wrote.
     figures: Mapping[str, float] = field(default_factory=dict)  #: Figures read from the artefact.
     units: Mapping[str, str] = field(default_factory=dict)  #: Units of the figures.
     kernels: tuple[str, ...] = ()  #: Names of the kernels.
-    notes: tuple[str, ...] = ()  #: The profiler run's remarks for reports, such as "ran no kernel".
+    notes: tuple[str, ...] = ()  #: Remarks for reports, such as "ran no kernel".
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +294,11 @@ class Timing:
     mode: Mode  #: How blocks were timed.
     calls: int  #: Calls per block.
     cache: str  #: State of the L2 cache: "cold" or "warm".
-    sets: int  #: Input sets that the calls rotate through.
+    sets: int  #: Number of input sets that successive calls use in turn.
     replicates: tuple[Replicate, ...]  #: The samples.
     unit: str = "s"  #: Unit of the samples.
     better: Literal["higher", "lower"] = "lower"  #: Whether higher or lower values are better.
-    stopped: str = ""  #: Limit that was met: interval "width", "seconds" or "replicates".
+    stopped: str = ""  #: What ended sampling: interval "width", "seconds" or "replicates".
     notes: tuple[str, ...] = ()  #: Remarks about the timing, for reports.
 
 
@@ -306,9 +306,9 @@ class Timing:
 class Require:
     """Bounds that an author sets in expectations.yaml for all GPUs; the tool never writes them."""
 
-    speedup: float | None = None  #: Minimum for the lower end of the speedup.
-    library: float | None = None  #: Minimum for the lower end of the speedup over the library.
-    share: float | None = None  #: Minimum share of the limit that the optimized arm reaches.
+    speedup: float | None = None  #: Lowest acceptable lower end of the speedup's interval.
+    library: float | None = None  #: The same for the speedup over the library.
+    share: float | None = None  #: Lowest acceptable ratio of the optimized arm's rate to its limit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,11 +316,11 @@ class Recorded:
     """Figures recorded for a claim on one kind of GPU, from its latest accepted run."""
 
     speedup: tuple[float, float, float]  #: Lower end, estimate and upper end.
-    runs: int  #: Accepted runs in a row with this code and stack.
+    runs: int  #: Number of consecutive accepted runs with this code and stack.
     code: str  #: Hash of the source code.
     stack: str  #: Versions of the software.
     recorded: str  #: Date of the last update, as YYYY-MM-DD.
-    share: float | None = None  #: Share of the limit that the optimized arm reached.
+    share: float | None = None  #: Ratio of the optimized arm's rate to its limit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class Expectation:
     """Entry of expectations.yaml for a claim on this GPU."""
 
     require: Require = field(default_factory=Require)  #: Bounds set by an author.
-    recorded: Recorded | None = None  #: Recorded figures.
+    recorded: Recorded | None = None  #: Figures of the latest accepted run.
     key: str | None = None  #: GPU or architecture that the figures are recorded for.
     stale: bool = False  #: Whether the claim's code has changed since the recorded run.
 
@@ -358,9 +358,9 @@ class Result:
     agreement: tuple[Error, ...] = ()  #: Largest error of each arm.
     kernels: tuple[KernelRecord, ...] = ()  #: Kernels of the CUDA builds.
     evidence: tuple[Finding, ...] = ()  #: Results of checking the evidence.
-    limits: Mapping[str, Limit] = field(default_factory=dict)  #: The ceiling that bounds each arm.
+    limits: Mapping[str, Limit] = field(default_factory=dict)  #: Each arm's ceiling and rate.
     traces: Mapping[str, Trace] = field(default_factory=dict)  #: Trace of one call of each arm.
-    diagnosis: Mapping[str, str] = field(default_factory=dict)  #: Sentence on what bounds each arm.
+    diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What limits each arm's speed.
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
     notes: tuple[str, ...] = ()  #: Remarks about the claim, for reports.
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
@@ -369,12 +369,12 @@ class Result:
     code: str = ""  #: Hash of the source code.
     gpu: Gpu | None = None  #: GPU that the claim ran on.
     stack: Mapping[str, str] = field(default_factory=dict)  #: Versions of the software.
-    seconds: float = 0.0  #: Duration without waiting for locks.
+    seconds: float = 0.0  #: Duration, without the time spent waiting for locks.
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.
     rung_index: int = 0
     """Position among the rungs of its ladder, in the order of the test's parameters."""
-    schema: int = SCHEMA  #: Version of the record.
+    schema: int = SCHEMA  #: Version of the record's format.
 
 
 class Prepared:
@@ -391,7 +391,8 @@ def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
 
     ``make(*inputs)`` runs untimed for each input set and returns the callable to time, which is
     called with the same inputs. Before that call, every input that is not :func:`static` is
-    overwritten in place with fresh values, so that results computed during the setup are wrong.
+    overwritten in place with new values: an arm that computes its result during the setup returns
+    a wrong one and fails the check.
     Callables for many input sets exist at the same time, so they must not share buffers.
     """
     return Prepared(make)

@@ -1,4 +1,4 @@
-"""The pytest plugin: hooks, markers and fixtures. It imports little: every pytest run loads it."""
+"""The pytest plugin: hooks, markers and fixtures. It imports little: all pytest runs load it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import AiperfError, BuildError, UsageError
 from .machine import distributed, requirements
 from .session import SESSION
 
-# Packages are imported where they are needed: a pytest run without claims must not load them.
+# Functions import what they need, so that a pytest run without claims loads little.
 if TYPE_CHECKING:
     from .build.nvcc import Nvcc
     from .model import Gpu
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an item share.
 COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
 WORKERS_PER_GPU: Final = 8
-"""Maximum xdist workers per GPU with ``-n auto``: one times while others build and check."""
-
-# options
+"""Maximum xdist workers per GPU with ``-n auto``: one times while the others build and check."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -57,8 +55,8 @@ def pytest_aiperf_machine() -> Machine:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
-    # Set before a conftest can import torch or triton. Without it, torch.cuda.is_available() in a
-    # test module would initialise CUDA in this process, and no forked claim could use CUDA.
+    # Must be set before a conftest imports torch: otherwise torch.cuda.is_available() in a test
+    # module would initialise CUDA in this process, and the claims, its forks, could not use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options.add_profile(parser, args)
     option = early_config.option
@@ -66,7 +64,8 @@ def pytest_load_initial_conftests(
     if given.aiperf_profile and not (given.gpu or given.cpu):
         setattr(option, "cpu" if given.aiperf_profile.startswith("perf") else "gpu", True)
     checking = not (given.gpu or given.cpu or given.update_expectations or given.aiperf_profile)
-    # with a GPU only if the ini file asks for it: other tests may run Triton kernels on the GPU
+    # On a machine with a GPU, the ini file must ask for Triton's interpreter: tests that are not
+    # claims may need Triton on the GPU.
     if checking and (
         early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
     ):
@@ -143,7 +142,7 @@ def _measuring(config: pytest.Config) -> Session | None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Use several workers per GPU, at most one per core: builds overlap, timings do not."""
+    """Use several workers per GPU, at most one per core: they build at the same time."""
     if not (config.option.gpu or config.option.update_expectations):
         return None
     try:
@@ -151,9 +150,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     except AiperfError as error:
         raise pytest.UsageError(str(error)) from None
     return max(1, min(len(os.sched_getaffinity(0)), WORKERS_PER_GPU * len(gpus)))
-
-
-# collection
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -167,7 +163,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     session = _measuring(config)
     for item in items:
-        # on a test without our fixtures, marks called gpu or host may mean something else
+        # Other tests' marks are ignored: their gpu or host may belong to another plugin.
         marks = item.iter_markers() if requirements.fixtures_of(item) else ()
         try:
             item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
@@ -180,7 +176,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
         if session.run is not None:
-            session.run.write_manifest(claims)  # before the sort: results are shown in file order
+            session.run.write_manifest(claims)  # in file order, like the results shown
         items[:] = session.in_order(items)
 
 
@@ -219,14 +215,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
             raise pytest.UsageError(str(error)) from None
 
 
-# fixtures
-
-
 def _context(request: pytest.FixtureRequest) -> ItemContext:
     from .session.context import ItemContext
 
     stash: pytest.Stash = request.node.stash
-    if CONTEXT not in stash:  # this fixture is the first of the test to need it
+    if CONTEXT not in stash:
         stash[CONTEXT] = ItemContext(request.node, _session(request.config))
     return stash[CONTEXT]
 
@@ -279,9 +272,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return called
 
 
-# reports
-
-
 def pytest_report_header(config: pytest.Config) -> list[str]:
     session = _measuring(config)
     if session is None:
@@ -298,13 +288,13 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     raised = call.excinfo
     if raised is not None and isinstance(raised.value, AiperfError):
-        # the message suffices: no traceback through this package
+        # show only the message: a traceback through this package would not help the user
         failure = pytest.fail.Exception(str(raised.value), pytrace=False)
         call.excinfo = pytest.ExceptionInfo.from_exc_info((type(failure), failure, raised.tb))
     report = yield
     call.excinfo = raised
     if call.when == "call" and COMPARE in item.stash and item.stash[COMPARE].built_only:
-        report.aiperf_built = True  # type: ignore[attr-defined]  # xdist sends attributes, too
+        report.aiperf_built = True  # type: ignore[attr-defined]  # xdist transfers attributes
     return report
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def to_json(value: object) -> Any:
-    """Turn a dataclass into builtins that strict JSON and execnet both accept."""
+    """Convert a dataclass to built-in types that both strict JSON and execnet accept."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, StrEnum):

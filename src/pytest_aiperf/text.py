@@ -9,10 +9,10 @@ from typing import Final
 
 _Scales = Sequence[tuple[float, str]]
 
-_SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))  #: SI prefixes up to one.
+_SMALL: Final[_Scales] = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))  #: SI prefixes of times.
 
 _LARGE: Final[_Scales] = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
-"""SI prefixes from 1. T is the largest: GPUs are compared in TFLOP/s, even above 1000."""
+"""SI prefixes of rates. T is the largest: GPUs are compared in TFLOP/s, even above 1000."""
 
 _BINARY: Final[_Scales] = tuple((2.0 ** (10 * i), f"{p}i") for i, p in enumerate("KMGTPE", 1))[::-1]
 """IEC prefixes (Ki, Mi, ...), for sizes in bytes."""

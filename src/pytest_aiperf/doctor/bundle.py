@@ -30,10 +30,10 @@ _VARIABLES: Final = (
     *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "OMP_NUM_THREADS"),
     *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
 )
-"""Environment variables that are packed, with their value if it matches ``_PLAIN``."""
+"""Environment variables that are packed. A value that does not match ``_PLAIN`` is replaced."""
 _PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
-"""Values that identify nobody: numbers and keywords. Any other is packed as ``<set>``."""
-_CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that capture the example.
+"""Values that identify nobody: numbers and keywords. Any other value becomes ``<set>``."""
+_CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that are tried on the example.
 _EXAMPLE: Final = """\
 import torch
 

@@ -18,7 +18,7 @@ _SKIPPED: Final = frozenset({".git", ".venv", "node_modules", "site-packages"})
 def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[Path]:
     """List runs and profiles below a folder, and the builds and ceilings of a cache.
 
-    Only folders with this plugin's CACHEDIR.TAG are listed, and no link is followed.
+    A folder is listed only if it has this plugin's CACHEDIR.TAG. No symbolic link is followed.
     """
     paths: list[Path] = []
     for folder, names, _ in os.walk(below):
@@ -33,7 +33,7 @@ def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[
 
 
 def _tagged(folder: Path) -> Iterator[Path]:
-    """Yield a folder, or the folders in it, with this plugin's tag."""
+    """Yield the folder if it has this plugin's CACHEDIR.TAG, otherwise its subfolders that do."""
     if is_tagged(folder):
         yield folder
     elif folder.is_dir() and not folder.is_symlink():
@@ -41,7 +41,7 @@ def _tagged(folder: Path) -> Iterator[Path]:
 
 
 def remove(paths: Sequence[Path], runs: str) -> None:
-    """Remove paths, then their parents if these are empty; parents of run folders stay."""
+    """Remove paths, then their empty parent folders; the parent of a folder of runs stays."""
     for path in paths:
         with writing(path):
             if path.is_dir():

@@ -27,7 +27,7 @@ from pytest_aiperf.profilers import tools
 from pytest_aiperf.rules import validity
 
 MIN_FREE_BYTES: Final = 2 << 30  #: Free disk space that the builds and records of a full run need.
-DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"  #: Shows who may read GPU counters.
+DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"  #: Says who may read GPU counters.
 PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"  #: Above 2, perf needs privileges.
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
@@ -36,7 +36,7 @@ _BOARD: Final = (
 DEADLINE_S: Final = 120.0  #: Time limit of a command: a hung driver must not block the doctor.
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 
-# run in a separate process: a broken CUDA may hang or crash, and the doctor never initializes it
+# This script runs in its own process, because a broken CUDA may hang or crash the process.
 _TORCH: Final = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -50,7 +50,7 @@ print(json.dumps({"built": torch.version.cuda or "", "cuda": cuda, "peers": peer
 
 
 class State(StrEnum):
-    """The outcome of a check; only BROKEN fails the command."""
+    """The outcome of a check; the doctor's exit status is 1 only if an outcome is BROKEN."""
 
     OK = "OK"
     ADVICE = "ADVICE"
@@ -89,7 +89,7 @@ class Host:
         return nvml.absence(self.environ)
 
     def has_device(self) -> bool:
-        """Whether a kernel driver is loaded, even if the libraries find no GPU."""
+        """Whether NVIDIA's kernel driver is loaded. NVML may still find no GPU."""
         return Path("/dev/nvidiactl").exists()
 
     def driver_cuda(self) -> int:
@@ -144,7 +144,7 @@ class Host:
         return os.sched_getaffinity(0)
 
     def is_privileged(self) -> bool:
-        """Whether this process has CAP_SYS_ADMIN."""
+        """Whether this process has CAP_SYS_ADMIN, which lets it read GPU counters."""
         effective = re.search(r"CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"))
         return bool(effective and int(effective[1], 16) >> 21 & 1)
 
@@ -155,13 +155,13 @@ class Host:
         return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
 
     def lock_folder(self) -> str:
-        """Create and return the folder of the GPU locks; AiperfError describes a problem."""
+        """Create and return the folder of the GPU locks; raise AiperfError if it cannot be used."""
         gpu_lock.GpuLock([])
         return str(gpu_lock.default_folder())
 
 
 def checks(host: Host) -> list[Check]:
-    """Run all checks; those of GPUs only if there are any."""
+    """Run all checks; those about GPUs run only if this machine has one."""
     gpus: Sequence[Gpu] = ()
     listed = [_ok("python", f"{platform.python_version()}, {platform.system()}")]
     try:
@@ -232,7 +232,7 @@ def _power(i: int, board: Mapping[str, str]) -> Check:
         return _advice(name, "persistence mode is off", todo)
     try:
         is_lowered = float(limit) < float(default)
-    except ValueError:  # virtual GPUs report "[N/A]"
+    except ValueError:  # a virtual GPU reports "[N/A]" as its limit
         return _ok(name, "limit unknown")
     if is_lowered:
         todo = f"nvidia-smi -pl {default}, or do not compare with other machines"
@@ -254,7 +254,7 @@ def _mode(i: int, board: Mapping[str, str]) -> Check:
 
 
 def _numa(host: Host, i: int, board: Mapping[str, str]) -> Check:
-    # nvidia-smi writes the PCI domain with eight digits, the kernel with four
+    # nvidia-smi writes the PCI domain with eight digits; sysfs has only the last four of them
     device = board["pci.bus_id"].lower()[-12:]
     node = host.read(f"/sys/bus/pci/devices/{device}/numa_node").strip()
     local = _cores(host.read(f"/sys/bus/pci/devices/{device}/local_cpulist"))
@@ -267,7 +267,7 @@ def _numa(host: Host, i: int, board: Mapping[str, str]) -> Check:
 
 
 def _cores(text: str) -> set[int]:
-    """Parse the kernel's list of cores: 0-3,8."""
+    """Parse a list of cores in the kernel's notation, such as "0-3,8"."""
     cores: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cores |= set(range(int(first), int(last or first) + 1))

@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .session import Session  # noqa: F401  ruff does not see the string below
+    from .session import Session  # noqa: F401  named in the string below
 
-SESSION = pytest.StashKey["Session"]()  #: The session of this process, in pytest's config.
+SESSION = pytest.StashKey["Session"]()  #: Key of this process's session in config.stash.

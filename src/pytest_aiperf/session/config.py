@@ -24,7 +24,7 @@ class Role(StrEnum):
     CONTROLLER = "controller"
     """Started by the user: runs the items itself, or distributes them to workers."""
     WORKER = "worker"  #: An xdist worker: runs items that the controller sends.
-    CLAIM = "claim"  #: Runs one item on behalf of a controller or worker.
+    CLAIM = "claim"  #: A fork of a controller or worker; runs one item.
     RANK = "rank"  #: One of the processes that torchrun starts for a multi-GPU claim.
     TARGET = "target"  #: Runs one arm under a profiler.
 
@@ -48,7 +48,7 @@ class Settings:
     worker: str
     """xdist's name of the worker ("gw0") that this process is or belongs to, or "main"."""
     threads: int | None
-    """CPU threads per claim while other claims share the host; None without xdist workers."""
+    """CPU threads that a claim may use beside other xdist workers' claims; None without xdist."""
     budget_s: float | None  #: Seconds after which no further claim starts.
     deadline_s: float  #: Time limit per claim; waiting for locks does not count.
     root: Path  #: pytest's root folder.
@@ -56,20 +56,20 @@ class Settings:
     results: Path  #: Folder of the accepted results.
     kernels: tuple[Path, ...]  #: Folders in which nvcc() looks for sources.
     profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
-    profile_calls: int = 1  #: Calls that --profile captures.
+    profile_calls: int = 1  #: Number of calls of each arm that are profiled.
     shard: tuple[int, int] | None = None  #: Number of this shard, from 1, and the number of shards.
-    capture_job: target.CaptureJob | None = None  #: Capture job of a profiled process.
-    rank_job: torchrun.RankJob | None = None  #: Job of a rank.
+    capture_job: target.CaptureJob | None = None  #: What a process under a profiler must do.
+    rank_job: torchrun.RankJob | None = None  #: What a rank must do.
 
 
 def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) -> Settings:
     """Read the settings; raise pytest.UsageError for a value that cannot be used."""
     option, root = config.option, config.rootpath
     workerinput = getattr(config, "workerinput", None)
-    shared = (workerinput or {}).get("aiperf", {})  # sent by the controller
+    shared = (workerinput or {}).get("aiperf", {})  # values that the controller sent to this worker
     started = shared.get("started", time.time())
     capture_job, rank_job = target.job_from(os.environ), torchrun.rank_job(os.environ)
-    if rank_job is not None:  # first, because profiled ranks have a capture job as well
+    if rank_job is not None:  # tested first: a profiled rank has a capture job, too
         role = Role.RANK
     elif capture_job is not None:
         role = Role.TARGET
@@ -96,7 +96,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         expectations=root / str(config.getini("aiperf_expectations")),
         results=root / str(config.getini("aiperf_results")),
         kernels=tuple(root / folder for folder in config.getini("aiperf_kernels")),
-        # absent if a conftest loads the plugin: by then it is too late to add the option
+        # If a conftest loads the plugin, this option is missing: it can only be added earlier.
         profile=getattr(option, "aiperf_profile", None),
         profile_calls=option.aiperf_profile_calls,
         shard=option.shard,

@@ -32,9 +32,7 @@ class ItemContext:
         self.settings = session.settings
         self.requirements = item.stash[REQUIREMENTS]
         self.gpus = session.gpus_for(item)
-        self.built_only = False  #: Whether only the builds of the claim were checked.
-
-    # parts
+        self.built_only = False  #: Whether the check built the kernels without running the arms.
 
     @cached_property
     def device(self) -> Device:
@@ -43,7 +41,7 @@ class ItemContext:
         if self.session.role is Role.RANK:
             ranks = TorchRankGroup("cuda" if on_cuda(self.gpus) else "cpu")
             index = int(os.environ["LOCAL_RANK"])
-        with self.lock.shared():  # opening a device runs kernels, which would disturb a timing
+        with self.lock.shared():  # opening a device runs kernels, which disturb exclusive timings
             return self.session.machine.open_device(self.gpus[index] if self.gpus else None, ranks)
 
     @cached_property
@@ -51,7 +49,7 @@ class ItemContext:
         """The lock of the test's GPUs; waiting for it does not count towards the deadline."""
         folder = None
         if (job := self.settings.rank_job) is not None:
-            # private lock files: the process that started the ranks holds the real locks
+            # A rank locks files of its own: the process that started it holds the real locks.
             folder = Path(job.scratch, f"locks-{os.environ['RANK']}")
         return GpuLock(
             [gpu.uuid for gpu in self.gpus],
@@ -63,12 +61,12 @@ class ItemContext:
 
     @cached_property
     def nvcc(self) -> Nvcc:
-        """Builder of the test's kernels; loads them only if the test runs on a GPU."""
+        """Builds the test's kernels, and loads them only if the test runs on a GPU."""
         session, item = self.session, self.item
         return Nvcc(session.roots(item), session.archs(item), session.include(), bool(self.gpus))
 
     def files(self) -> list[Path]:
-        """List the source files of the claim: its test, its kernels, their headers."""
+        """List the claim's source files: test, kernels with headers, imported project modules."""
         item = self.item
         imported = source_hash.files(getattr(item, "module", None), item.config.rootpath)
         return [item.path, *self.nvcc.sources, *imported]
@@ -76,10 +74,8 @@ class ItemContext:
     def new_result(self) -> Result:
         return self.session.new_result(self.item)
 
-    # messages to the process that supervises this one
-
     def progress(self, phase: str, **figures: object) -> None:
-        """Report a phase for the live line; the deadline keeps running."""
+        """Report a phase for the progress line; the deadline keeps running."""
         self.session.send("working", phase=phase, **figures)
 
     def wait_for(self, phase: str) -> None:
@@ -88,8 +84,6 @@ class ItemContext:
 
     def send_result(self, result: Result) -> None:
         self.session.send("result", result=to_json(result))
-
-    # the same test in another pytest process
 
     def arguments(self) -> list[str]:
         """Return pytest arguments that run this test alone, with the settings of this session."""
@@ -106,7 +100,7 @@ class ItemContext:
         return words
 
     def capture_request(self, spec: str, calls: int, seed: int) -> capture.CaptureRequest:
-        """Return the request to run this test under a profiler, given as TOOL:PRESET."""
+        """Return the request to run this test under the profiler in ``spec`` (TOOL:PRESET)."""
         tool, preset = tools.parse(spec)
         settings = self.settings
         name = capture.folder_name(claim_id(self.item.nodeid))

@@ -27,7 +27,7 @@ class Machine(Protocol):
         """Open a GPU, or the host if ``gpu`` is None; only the process of a claim calls this."""
 
     def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
-        """Return a device's ceilings by name. The caller holds the lock: this may measure them."""
+        """Return ceilings by name. The caller holds the device's lock, because this may measure."""
 
 
 class CudaMachine:
@@ -41,9 +41,10 @@ class CudaMachine:
 
     def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
         if device.gpu is None:
-            return {}  # a host's limits change with its load
+            return {}  # a host has none: its limits change with its load
         if device.ranks.count > 1:
-            # a device without the rank group: a rank with cached ceilings would not join the blocks
+            # Each rank measures alone: measuring together, the ranks would wait for any rank that
+            # has cached ceilings and does not measure.
             device = CudaDevice(device.gpu)
         return ceilings.get(device, progress=progress)
 

@@ -22,8 +22,9 @@ from .cuda_machine import Machine
 class SharedFigures:
     """Figures of this machine that all claims use; the first claim that needs one measures it.
 
-    They are files in the run's folder, which all processes of the session read; without a folder
-    they stay in memory. ``noise_floor`` passes a value that is already known to a rank.
+    The figures are files in the run's folder, so that all processes of the session can read them;
+    without a folder they stay in memory. In a rank, ``noise_floor`` is the value that the process
+    which started the ranks already knows, if any.
     """
 
     def __init__(self, folder: Path | None, noise_floor: float | None = None) -> None:
@@ -32,7 +33,7 @@ class SharedFigures:
         self._memory: dict[str, Any] = {}
 
     def noise_floor(self, gpus: Sequence[Gpu]) -> float | None:
-        """Return the noise floor of a set of GPUs, or None while it is unknown."""
+        """Return the noise floor of a set of GPUs, or None if it is not measured yet."""
         if self._noise_floor is not None:
             return self._noise_floor
         value = self._read(_floor_name(gpus))
@@ -44,7 +45,7 @@ class SharedFigures:
     def ceilings(
         self, device: Device, measure: Callable[[], Mapping[str, float]]
     ) -> Mapping[str, float]:
-        """Return a device's ceilings, measured if unknown; the caller holds the exclusive lock."""
+        """Return a device's ceilings; measure unknown ones. The caller holds the exclusive lock."""
         ceilings = self._ceilings(device)
         if ceilings is None:
             assert device.gpu is not None
@@ -55,7 +56,7 @@ class SharedFigures:
     def measure_claim(
         self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
     ) -> tuple[Result, AiperfError | None]:
-        """Measure a claim against these figures; return its record and the error to raise."""
+        """Measure a claim with these figures; return its record and the error to raise, if any."""
         try:
             measure.refuse_debug_environment()
             floor, ceilings = self._for_claim(claim, context, gpus, machine)
@@ -69,20 +70,20 @@ class SharedFigures:
     def _for_claim(
         self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
     ) -> tuple[float, Mapping[str, float]]:
-        """Return the noise floor and the ceilings; measure unknown ones under the lock."""
+        """Return the noise floor and the ceilings; take the lock and measure what is unknown."""
         device, lock, progress = context.device, context.lock, context.progress
         floor = self.noise_floor(gpus)
         limits = self._ceilings(device) if claim.work else {}
         if floor is None or limits is None:
             with lock.exclusive_host() if device.gpu is None else lock.exclusive_gpu():
-                floor = self.noise_floor(gpus)  # another claim may have measured it meanwhile
+                floor = self.noise_floor(gpus)  # perhaps measured during the wait for the lock
                 if floor is None:
                     seed = context.record.seed
                     floor = measure.noise_floor(device, seed, context.rule, progress)
                     self.keep_noise_floor(gpus, floor)
                 if claim.work:
                     limits = self.ceilings(device, partial(machine.ceilings, device, progress))
-                device.release()  # inside the lock: freeing memory would disturb the next claim
+                device.release()  # still locked: freeing memory later disturbs the next claim
         return floor, limits or {}
 
     def _ceilings(self, device: Device) -> Mapping[str, float] | None:

@@ -38,7 +38,7 @@ class Stopwatch:
         self._lock = context.lock
 
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
-        """Return the seconds per call: median and extremes of ten blocks of calls.
+        """Return the seconds per call: median, minimum and maximum of ten blocks of calls.
 
         It is GPU time, or host time in a test without a GPU.
         """
@@ -63,7 +63,7 @@ class Compare:
 
     @property
     def built_only(self) -> bool:
-        """Whether only the builds of the claim were checked."""
+        """Whether the check built the kernels without running the arms."""
         return self._context.built_only
 
     def __call__(
@@ -91,23 +91,25 @@ class Compare:
                 return value followed by the arguments that it changed.
             optimized: The arm that should be faster.
             inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
-            reference: Returns the correct result in fp64, or exactly.
-            work: Returns the :class:`Work` of one call, which turns times into shares of the
-                GPU's limits.
+            reference: Returns the correct result, computed in fp64 or exactly.
+            work: Returns the :class:`Work` of one call, from which reports compute how close an
+                arm comes to the GPU's limits.
             library: A third arm: the library call that a user would otherwise choose.
-            metric: The figure to judge. Of several, the first is judged and all are shown.
+            metric: The figure to judge. If there are several, the first is judged and all
+                are shown.
             against: The kind of baseline.
             cache: "warm" allows the inputs to stay in the L2 cache between calls.
             precision: Lower precision in which the optimized arm computes, such as "bf16".
-            evidence: Proof of the mechanism, see :mod:`pytest_aiperf.evidence`.
+            evidence: Bounds on figures that show why the optimized arm is faster, see
+                :mod:`pytest_aiperf.evidence`.
 
         Returns:
-            The claim's record. After a check it holds no timing.
+            The claim's record; without timings if the claim was only checked.
 
         Raises:
             UsageError: The arguments do not make a valid claim.
             WrongResult: An arm's result differs from the reference.
-            InvalidMeasurement: The times mean nothing, for example because the GPU was throttled.
+            InvalidMeasurement: The times are not valid, for example because the GPU was throttled.
             ClaimNotMet: The claim is not met.
 
         """
@@ -148,8 +150,9 @@ class Capture:
     ) -> Profile:
         """Return a profile of ``call(*args)``: its figures, its kernels, its artefact.
 
-        The test runs again, up to this line, in a process under the profiler, where the call is
-        warmed up first. If the tool is missing or not permitted, the test is skipped.
+        The test runs a second time, up to this call, in a process under the profiler, where
+        ``call`` is warmed up before it is profiled. If the tool is missing or not permitted, the
+        test is skipped.
         """
         context = self._context
         if is_claim(context.item):
@@ -166,7 +169,7 @@ class Capture:
         seed = context.new_result().seed
         request = context.capture_request(f"{tool}:{preset}", calls, seed)
         try:
-            # this stops the deadline: the profiled process has its own
+            # A wait stops this process's deadline: the profiled process has its own.
             context.wait_for(f"{tool}: call {index}")
             profile, _ = capture.capture(request, f"call-{index}", before=self._profiles)
         except ToolMissing as error:

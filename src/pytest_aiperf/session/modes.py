@@ -93,11 +93,11 @@ def _profile_arms(
     kernels = tuple(kernel for build in context.nvcc.used for kernel in build.kernels)
     code = source_hash.identity(context.files())
     record = replace(context.new_result(), code=code, kernels=kernels)
-    # "copy" of "void copy<float>(float const*)": all tools show this part of a kernel's name
+    # Keep only "copy" of "void copy<float>(float const*)": all profilers show that part.
     names = {re.sub(r"[(<].*", "", k.function).split()[-1] for k in kernels}
     request = context.capture_request(spec, context.settings.profile_calls, record.seed)
     try:
-        # wait_for stops the deadline: each profiled process has its own
+        # wait_for stops this process's deadline: each profiled process has its own.
         profiled = capture.run(claim, request, record, sorted(names), context.wait_for)
     except ToolMissing as missing:
         raise pytest.skip.Exception(str(missing), _use_item_location=True) from None
@@ -106,24 +106,24 @@ def _profile_arms(
 
 
 def _run_in_ranks(claim: Claim, context: ItemContext) -> Result:
-    """Run the test again in one process per GPU; all of them check, measure or profile it."""
+    """Run the test again in one process per GPU; together they check, measure or profile it."""
     settings, figures = context.settings, context.session.figures
     record = replace(context.new_result(), against=claim.against)
     count = context.requirements.count
     checks = settings.measure is None
-    # a check compiles nothing: the ranks need not load the compiler
+    # A check runs torch.compile'd arms uncompiled, so that no rank must load the compiler.
     environ = {"TORCH_COMPILE_DISABLE": "1"} if checks else {}
     lock = context.lock
     lock_all = lock.exclusive_host if Metric.WALL in claim.metrics else lock.exclusive_gpu
     with (
         tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch,
-        # This process locks for all ranks. If each rank took the locks phase by phase, one could
-        # wait for a lock while its holder waits for that rank in a collective: a deadlock.
+        # This process holds the locks for all ranks. If each rank took locks itself, one could wait
+        # for a lock while the lock's holder waits for that rank in a collective: a deadlock.
         # A check needs no lock, because it times nothing.
         nullcontext() if checks else lock_all(),
     ):
         job = torchrun.RankJob(scratch, record, figures.noise_floor(context.gpus))
-        context.wait_for(f"in {count} ranks")  # stops the deadline: the ranks have their own
+        context.wait_for(f"in {count} ranks")  # stops this deadline: the ranks have another
         ending = torchrun.run(job, count, context.arguments(), settings.deadline_s, environ)
         context.progress("reading")
     if ending.skipped:
@@ -135,14 +135,14 @@ def _run_in_ranks(claim: Claim, context: ItemContext) -> Result:
     if settings.capture_job is not None:
         pytest.exit("captured", returncode=0)
     result = ending.result or replace(record, outcome=Outcome.PASSED)
-    if result.floor:  # the next claim need not measure it again
+    if result.floor:  # keep it, so that the next claim need not measure it
         figures.keep_noise_floor(context.gpus, result.floor)
     return result
 
 
 @contextmanager
 def _deterministic(*, on: bool) -> Iterator[None]:
-    """Have torch use deterministic algorithms while a claim runs."""
+    """If ``on``, make torch use deterministic algorithms in this context."""
     torch = sys.modules.get("torch")
     if not on or torch is None:
         yield

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Reports = list[pytest.TestReport]
 
 KEPT_CHARACTERS: Final = 100_000
-"""Length of the tail that a report keeps of each output stream: many megabytes of output would not
-fit through the channel of the claim's process."""
+"""Number of characters that a report keeps from the end of each output stream; many megabytes would
+not fit through the channel of the claim's process."""
 
 
 def register(config: pytest.Config, session: Session) -> None:
@@ -47,7 +47,7 @@ def register(config: pytest.Config, session: Session) -> None:
         # torch logs each compilation in hundreds of lines, which pytest would show with a failure
         config.option.logger_disable = [*config.option.logger_disable, "torch.__trace"]
     if getattr(config.option, "maxschedchunk", 1) is None:
-        config.option.maxschedchunk = 1  # xdist's default (larger chunks) suits only short tests
+        config.option.maxschedchunk = 1  # xdist's default, larger chunks, suits only short tests
     if session.role in (Role.CONTROLLER, Role.WORKER):
         config.pluginmanager.register(Runner(session), "aiperf-runner")
 
@@ -59,15 +59,14 @@ class Runner:
         self.session = session
         self.settings = session.settings
         if session.role is Role.WORKER:
-            # The kernel kills the worker when the controller ends: an exception could leave xdist's
-            # locks held for ever. A claim's supervisor then ends all processes of the claim.
+            # Linux kills this worker when the controller ends. An exception in the worker instead
+            # could leave xdist's locks held for ever. The supervisor of a claim that is running
+            # then ends the claim's processes.
             isolation.arm_parent_death()
             session.register_worker(os.getpid())
-            # a pool of compilers per claim would disturb the host timings of other claims
+            # Parallel compilation in one claim would disturb the host timings of other claims.
             os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         signal.signal(signal.SIGTERM, _exit_on_sigterm)
-
-    # workers
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
@@ -75,8 +74,6 @@ class Runner:
         node.workerinput["aiperf"] = {name: getattr(self.settings, name) for name in shared}
         if self.session.live is not None:
             self.session.live.listen()
-
-    # items
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -91,7 +88,7 @@ class Runner:
         reports, result = self._run(item, nextitem)
         if result is not None:
             report = next((r for r in reports if r.when == "call"), reports[0])
-            # for the status that pytest shows; xdist sends it to the controller with the report
+            # pytest's status line shows these; xdist sends them to the controller with the report.
             report.aiperf = {  # type: ignore[attr-defined]
                 "verdict": result.verdict and result.verdict.value,
                 "speedup": result.speedup and result.speedup.value,
@@ -100,7 +97,7 @@ class Runner:
                 self.session.record(result)
             except AiperfError as error:
                 reports = [_failed_report(item, str(error))]
-                item.session.shouldstop = str(error)  # further results would be lost as well
+                item.session.shouldstop = str(error)  # further results could not be written either
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -109,7 +106,7 @@ class Runner:
     def _run(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> tuple[Reports, Result | None]:
-        """Run one item. If its claim is not met, run it again: the second attempt counts."""
+        """Run one item. If its claim is not met, run it once more: the second attempt counts."""
         here = self.settings.debug or any(item.iter_markers("skip"))
         for attempt in (1,) if here or self.settings.quick else (1, 2):
             self.session.attempt = attempt
@@ -150,7 +147,7 @@ class Runner:
                 report = config.hook.pytest_report_from_serializable(
                     config=config, data=message["data"]
                 )
-                if isinstance(report.longrepr, list):  # a skip's: JSON turned the tuple into a list
+                if isinstance(report.longrepr, list):  # JSON turned a skip's tuple into a list
                     report.longrepr = tuple(report.longrepr)
                 reports.append(report)
             elif message["kind"] == "result":
@@ -176,7 +173,7 @@ class Runner:
         if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
         item.config.stash[SESSION] = replace(self.session, role=Role.CLAIM, send=channel.send)
-        gc.freeze()  # the collector need not scan pytest's objects: a claim frees none of them
+        gc.freeze()  # keeps the collector from scanning pytest's objects, which stay anyway
         for report in runtestprotocol(item, log=False, nextitem=None):
             # a report too large for the channel would be lost, and the claim would have no verdict
             report.sections = [(name, _cut(text)) for name, text in report.sections]
@@ -187,10 +184,10 @@ class Runner:
     def _with_outcome(
         self, item: pytest.Item, reports: Sequence[pytest.TestReport], result: Result | None
     ) -> Result:
-        """Return the record; an error or skip in pytest's reports replaces its outcome."""
+        """Return the claim's record; an error or skip that pytest reported replaces its outcome."""
         result = result or self.session.new_result(item)
         failed = next((r for r in reports if r.failed), None)
-        # pytest reports an expected failure (xfail) as skipped, too; its record keeps its outcome
+        # pytest also reports an expected failure (xfail) as skipped; the record's outcome stays
         skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
         if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
             crash = getattr(failed.longrepr, "reprcrash", None)
@@ -206,8 +203,6 @@ class Runner:
             return replace(result, outcome=outcome, message=reason.removeprefix(NOT_RUN))
         return result
 
-    # reports
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
         if self.session.live is not None:
@@ -220,13 +215,13 @@ class Runner:
             self.session.register_worker(None)
         elif run is not None and run.collected:
             self._finish(session, exitstatus)
-        return (yield)  # pytest-benchmark finishes after this: its files include the claims
+        return (yield)  # pytest-benchmark now writes its files, which include the claims
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         aiperf = self.session
         code = pytest.ExitCode
         complete = (code.OK, code.TESTS_FAILED, code.NO_TESTS_COLLECTED)
-        # a second Ctrl-C is still propagating here if it came before pytest handled the first
+        # If a second Ctrl-C came before pytest had handled the first, it is still propagating.
         in_flight = sys.exception() is not None
         interrupted = in_flight or exitstatus not in complete or bool(session.shouldstop)
         try:
@@ -237,7 +232,7 @@ class Runner:
             return
         claims = list(aiperf.results.values())
         if folder := session.config.option.aiperf_report:
-            from pytest_aiperf.report.page import write_report  # late: imports Jinja2
+            from pytest_aiperf.report.page import write_report  # here: it imports Jinja2
 
             written = write_report(claims, results.machine_info(aiperf.gpus), Path(folder))
             aiperf.closing.append(f"report: {written}")
@@ -270,11 +265,11 @@ def _import_ahead(items: Sequence[pytest.Item]) -> None:
     import_module(".fixtures", __package__)
     stats.t_quantile(0.995, 7)  # imports scipy
     if any("torch.compile(" in file.read_text() for file in {item.path for item in items}):
-        import_module("torch._dynamo")  # otherwise it takes seconds in each claim that compiles
+        import_module("torch._dynamo")  # it would take seconds in each claim that compiles
 
 
 def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    # like Ctrl-C: after any other exit code pytest prints no summary and xdist reports a bug
+    # The exit code of Ctrl-C: after any other, pytest prints no summary and xdist reports a bug.
     pytest.exit("SIGTERM: finished results are kept", returncode=pytest.ExitCode.INTERRUPTED)
 
 
@@ -287,7 +282,7 @@ def _failed_report(
 
 
 def _captured_output(config: pytest.Config) -> list[tuple[str, str]]:
-    """Return the output of a lost process from pytest's capture."""
+    """Return what pytest captured of the output of a process that ended without a report."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         return []

@@ -52,15 +52,13 @@ class Session:
     expectations: Expectations
     figures: SharedFigures  #: Noise floor and ceilings that all claims of the session use.
     run: journal.Run | None = None  #: Folder of the run; None in a process that records nothing.
-    live: Live | None = None  #: The line that shows progress; None like ``run``.
+    live: Live | None = None  #: The line that shows progress; None if ``run`` is None.
     send: Callable[..., None] = lambda _kind, **_fields: None
     """Sends a message (kind and fields) to the supervising process; drops it if there is none."""
     results: dict[str, Result] = field(default_factory=dict)
     """Results by claim id; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     attempt: int = 1  #: Number of the current attempt at a claim.
-
-    # an item
 
     def skip_reason(self, item: pytest.Item) -> str | None:
         """Return why an item cannot be measured or profiled here, or None if it can."""
@@ -80,7 +78,7 @@ class Session:
         return reason
 
     def gpus_for(self, item: pytest.Item) -> tuple[Gpu, ...]:
-        """Return the GPUs of an item in this process: worker N starts at GPU N, cyclically."""
+        """Return an item's GPUs: worker N uses GPU N and the following ones, counted cyclically."""
         required = item.stash[REQUIREMENTS]
         if self.settings.measure != "gpu" or required.host:
             return ()
@@ -102,7 +100,7 @@ class Session:
         return item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
-        """Build in parallel the sources that items name; the claims raise build errors later."""
+        """Build in parallel the sources that items name. The claim raises a build error later."""
         wants = {}
         for item in items:
             if list(item.iter_markers("skip")):
@@ -120,8 +118,6 @@ class Session:
         if self.live is not None:
             self.live.show({"phase": "building", "done": done, "total": total})
 
-    # the order of items
-
     def split_by_shard(
         self, items: Sequence[pytest.Item]
     ) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -137,7 +133,7 @@ class Session:
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """On an xdist worker, put long items first, so that none of them runs alone at the end.
 
-        With a time budget the order stays: long items first would use it up on few claims.
+        With a time budget, keep the order: a few long items could use up the budget.
         """
         if self.role is not Role.WORKER or self.settings.budget_s is not None:
             return list(items)
@@ -149,16 +145,14 @@ class Session:
         return sorted(items, key=lambda item: -lengths[item.nodeid])
 
     def _recorded_s(self) -> dict[str, float]:
-        """Return seconds by nodeid from the accepted results; empty if there are none."""
+        """Return each item's duration, by nodeid, from the accepted results, if there are any."""
         path = self.settings.results / f"{self.gpus[0].key if self.gpus else 'cpu'}.json"
         return {r.nodeid: r.seconds for r in read_results(path)} if path.exists() else {}
-
-    # records
 
     def new_result(self, item: pytest.Item) -> Result:
         """Return the record of a claim before anything is measured."""
         if self.settings.rank_job is not None:
-            return self.settings.rank_job.record  # all ranks use the same seed
+            return self.settings.rank_job.record  # all ranks need the same seed
         gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
@@ -193,10 +187,8 @@ class Session:
             return None
         return f"{NOT_RUN}the session's budget of {budget_s:g} s is spent"
 
-    # the end
-
     def register_worker(self, pid: int | None) -> None:
-        """Write a worker's pid to a file for the controller; ``None`` removes the file."""
+        """Write a worker's pid to a file, for the controller to end it; None removes the file."""
         if self.run is not None:
             path = self.run.path / f"worker-{self.settings.worker}"
             path.unlink(missing_ok=True) if pid is None else path.write_text(str(pid))
@@ -205,9 +197,9 @@ class Session:
         """Merge the journals, so that every collected claim has one outcome; write the results."""
         assert self.run is not None
         if interrupted:
-            # the signal lets workers end their claims; xdist would wait 10 s and kill the workers
+            # SIGTERM lets workers end their claims; xdist would kill the workers after 10 s.
             for path in self.run.path.glob("worker-*"):
-                with suppress(OSError, ValueError):  # the worker has just ended
+                with suppress(OSError, ValueError):  # this worker has just ended
                     os.kill(int(path.read_text()), signal.SIGTERM)
         finished, torn = journal.read_journals(self.run.path)
         reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
@@ -216,7 +208,7 @@ class Session:
         if torn:
             self.closing.append(f"{torn} incomplete journal line(s) ignored")
         machine = machine_info(self.gpus)
-        from pytest_benchmark.utils import get_commit_info  # late: not needed to measure
+        from pytest_benchmark.utils import get_commit_info  # here: measuring does not need it
 
         commit = get_commit_info(self.settings.root.name)
         written = self.run.finish(document(results, machine, datetime.now(UTC), commit))
@@ -238,7 +230,7 @@ def open_session(
     gpus = tuple(machine.gpus()) if measure == "gpu" else ()
     if measure is not None:
         _check_measurable(config, gpus, measure)
-    # read already here: an invalid file must not fail after an hour of measuring
+    # Read now, so that an invalid file is an error before the measurement and not after it.
     expected = expectations.load(settings.expectations) if measure else Expectations({})
     open_here = partial(Session, settings, settings.role, machine, gpus, expected)
     if settings.rank_job is not None:

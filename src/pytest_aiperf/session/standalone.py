@@ -60,9 +60,9 @@ def measure(
     """Measure whether ``optimized`` is faster than ``baseline``, in a script or a notebook.
 
     The arms are checked, timed and judged as in a test that takes the ``compare`` fixture, with
-    the same arguments, but in this process: a crash of an arm ends it. Measuring waits for other
-    processes that use pytest-aiperf on the same GPU. The first call in a process also measures
-    the noise floor and, with ``work``, the limits of the GPU where they are not known yet.
+    the same arguments, but in this process, which a crash of an arm would end. Measuring waits
+    for other processes that use pytest-aiperf on the same GPU. The first call in a process also
+    measures the noise floor and, if ``work`` is given, the GPU's limits that are not cached.
 
     .. code-block:: python
 
@@ -74,22 +74,24 @@ def measure(
             return value followed by the arguments that it changed.
         optimized: The arm that should be faster.
         inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
-        reference: Returns the correct result in fp64, or exactly.
-        work: Returns the :class:`Work` of one call, which turns times into shares of the
-            GPU's limits.
+        reference: Returns the correct result, computed in fp64 or exactly.
+        work: Returns the :class:`Work` of one call, from which reports compute how close an
+            arm comes to the GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
-        metric: The figure to judge. Of several, the first is judged and all are shown.
+        metric: The figure to judge. If there are several, the first is judged and all are
+            shown.
         against: The kind of baseline.
         cache: "warm" allows the inputs to stay in the L2 cache between calls.
         precision: Lower precision in which the optimized arm computes, such as "bf16".
-        evidence: Proof of the mechanism, see :mod:`pytest_aiperf.evidence`.
+        evidence: Bounds on figures that show why the optimized arm is faster, see
+            :mod:`pytest_aiperf.evidence`.
         quick: Accept a wider interval from fewer replicates.
         device: Where to measure; by default on the first GPU, or on the host if there is none.
         seed: Seed of the inputs and of the order of blocks; random by default.
 
     Returns:
         The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds,
-        FAILED if it is not or if a result is wrong, INVALID if the times mean nothing and ERROR
+        FAILED if it is not or if a result is wrong, INVALID if the times are not valid and ERROR
         if the comparison cannot be measured. ``message`` gives the reason.
 
     Raises:
@@ -137,7 +139,7 @@ def _figures() -> SharedFigures:
 
 @functools.cache
 def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | None, Device]:
-    """Open the device once per process: opening it runs kernels."""
+    """Return the device, which is opened once per process because opening it runs kernels."""
     machine = CudaMachine()
     gpus = [] if kind == "cpu" else machine.gpus()
     if kind == "cuda" and not gpus:
@@ -168,7 +170,7 @@ def _record(optimized: Arm, gpus: Sequence[Gpu], seed: int, *, quick: bool) -> R
 
 
 def _source_files(*arms: Arm) -> list[Path]:
-    """List the files below the current folder that define the arms; a notebook cell has none."""
+    """List the files below the current folder that define the arms; a notebook has none."""
     names = {str(getattr(_function(arm), "__module__", None)) for arm in arms}
     return [p for name in names for p in source_hash.files(sys.modules.get(name), Path.cwd())]
 
