@@ -1,4 +1,8 @@
-"""The history of nightly runs: bands of speedups, flagged claims, lasting changes."""
+"""The history of nightly runs: bands of speedups, flagged claims, lasting changes.
+
+A band is the range in which a claim's speedup is expected, from the median and the spread of past
+nights. A sentinel is a claim whose time shows whether the machine is healthy.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ SIGMAS: Final = 4.0
 """Standard deviations from the median to a band's end, if that is more than SESSIONS_APART."""
 
 MAX_SENTINEL_CHANGE: Final = 0.10
-"""A night is void if a sentinel's time leaves its band and changes by more than this fraction."""
+"""Largest relative distance of a sentinel's time from its past median.
+
+A night is void if the time lies farther away and outside the sentinel's band.
+"""
 
 SHIFT_MIN_FLAGS: Final = 5
 """Minimum number of flagged claims for a shift of the whole machine."""
@@ -92,7 +99,7 @@ class Gate:
     flags: tuple[Flag, ...] = ()
     """Claims that fell below their bands."""
     provisional: tuple[str, ...] = ()
-    """Claims with too few nights for a band."""
+    """Claims measured in too few past nights to have a band, so that they cannot be flagged."""
 
 
 def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Night:

@@ -6,8 +6,8 @@ three active lanes. A block that first collects these elements in a shared-memor
 compaction) needs about a tenth as many warps for them, and the rest of the kernel is a copy. The
 compacted kernel also loads 8 elements per thread instead of 1, which is part of the gain.
 
-The limit is the copy bandwidth, or the inverse of the fraction above the threshold where that is
-lower. A cheap side needs no compaction: the compiler predicates it or uses a select, and memory is
+The copy bandwidth limits the compacted kernel, and the speedup cannot exceed the inverse of the
+fraction above the threshold, 14x here. A cheap side needs no compaction: the compiler predicates it or uses a select, and memory is
 the limit anyway. In sorted or clustered data few warps diverge, and the queue is pure overhead.
 """
 

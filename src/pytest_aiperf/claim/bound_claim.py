@@ -217,8 +217,9 @@ class BoundClaim:
     ) -> None:
         """Queue copies of the arms' outputs for verification after the exclusive lock is released.
 
-        ``values_seed`` is the seed of the values that overwrote the inputs of ``seed``. Once the
-        copies fill PENDING_SHARE of the memory, they are verified at once.
+        The inputs were made with ``seed``; if ``values_seed`` is given, their dynamic arguments
+        were then overwritten with values drawn with that seed. If the queued copies exceed
+        PENDING_SHARE of the GPU's memory, all of them are verified immediately.
         """
         self._pending.append(_Pending(results, seed, values_seed, when))
         arms = (arm for p in self._pending for each in p.results for arm in each.values())

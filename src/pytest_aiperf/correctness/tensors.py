@@ -24,7 +24,7 @@ class Inputs:
     """One set of inputs, as returned by one call of a claim's ``inputs``."""
 
     args: Args  #: The arguments of a call, without their ``static`` marks.
-    dynamic: Sequence[int]  #: Positions of the arguments that are not static.
+    dynamic: Sequence[int]  #: Positions of the arguments not marked ``static``.
     seed: int  #: Seed with which ``inputs`` drew the values.
 
     def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:

@@ -153,7 +153,7 @@ class HostDevice:
     def noise_probe(self) -> NoiseProbe:
         import numpy as np
 
-        # sorting 100,000 numbers takes about a millisecond
+        # 100,000 numbers: about a millisecond per call
         def inputs(bench: Bench) -> tuple[Any, ...]:
             return (np.random.default_rng(bench.seed).random(bench.size(100_000, check=100)),)
 

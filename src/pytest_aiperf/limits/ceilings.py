@@ -102,7 +102,10 @@ def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
 
 
 def _read(path: Path, versions: Mapping[str, str]) -> dict[str, float]:
-    """Read the ceilings in a file; none if it is incomplete or of other versions."""
+    """Read the ceilings in a file.
+
+    Return {} if it is invalid, or was measured with another torch or other micro-benchmarks.
+    """
     try:
         content = loads(path.read_text(encoding="utf-8"), path.name)
         ceilings = content.pop("ceilings")

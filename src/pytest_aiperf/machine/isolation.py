@@ -251,7 +251,8 @@ def _watch(
         if control in ready:
             report = control.recv(64)
         elif deadline.left() == 0:
-            with contextlib.suppress(OSError):  # if the supervisor is gone, wait() tells
+            # if the supervisor is gone, the next wait() finds its socket closed
+            with contextlib.suppress(OSError):
                 control.send(deadline.next_command())
 
     status: Status = "stuck" if deadline.stuck else "interrupted"

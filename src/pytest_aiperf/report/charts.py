@@ -136,9 +136,10 @@ class Ladder:
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
-    """Place a ladder's measured rungs; None if fewer than two rungs were measured.
+    """Lay out a ladder's measured rungs on one axis; None if fewer than two were measured.
 
-    If a rung's baseline is the previous rung, its height is that rung's height times its speedup.
+    The height of a rung is its speedup over the ladder's first baseline. For a rung that is
+    compared with the previous rung, it is the product of its speedup and that rung's height.
     """
     measured = [(r, r.speedup.value) for r in rungs if r.speedup and r.speedup.value > 0]
     if len(measured) < 2:
