@@ -7,8 +7,9 @@ compaction) needs about a tenth as many warps for them, and the rest of the kern
 compacted kernel also loads 8 elements per thread instead of 1, which is part of the gain.
 
 The copy bandwidth limits the compacted kernel, and the speedup cannot exceed the inverse of the
-fraction above the threshold, 14x here. A cheap side needs no compaction: the compiler predicates it or uses a select, and memory is
-the limit anyway. In sorted or clustered data few warps diverge, and the queue is pure overhead.
+fraction above the threshold, 14x here. A cheap side needs no compaction: the compiler predicates it
+or uses a select, and memory is the limit anyway. In sorted or clustered data few warps diverge, and
+the queue is pure overhead.
 """
 
 import torch
