@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar, cast
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Version of the result record. Reading upgrades older records and refuses newer ones."""
 
 T = TypeVar("T")
@@ -222,8 +222,12 @@ class Finding:
 
     evidence: Evidence  #: The evidence that was checked.
     value: float | None = None  #: The figure; None if this run could not measure it.
-    held: bool = True  #: Whether the figure lies within the bounds.
+    held: bool | None = None  #: Whether the figure lies within the bounds; None without a figure.
     where: str = ""  #: Kernel or arm that the figure is about.
+    baseline_value: float | None = None  #: The same figure of the baseline; None if not measured.
+    baseline_held: bool | None = None
+    """Whether the baseline's figure lies within the bounds, too: then the evidence is only a
+    condition, and it does not show why the optimized arm is faster. None without a figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +296,7 @@ class Timing:
 
     metric: Metric  #: Figure that was measured.
     mode: Mode  #: How blocks were timed.
-    calls: int  #: Calls per block.
+    calls: Mapping[str, int]  #: Calls per block of each arm.
     cache: str  #: State of the L2 cache: "cold" or "warm".
     sets: int  #: Number of input sets that successive calls use in turn.
     replicates: tuple[Replicate, ...]  #: The samples.
@@ -351,6 +355,8 @@ class Result:
     verdict: Verdict | None = None  #: Verdict on the speedup.
     speedup: Interval | None = None  #: Speedup of the optimized arm over the baseline.
     library: Interval | None = None  #: Speedup of the optimized arm over the library.
+    first: Interval | None = None
+    """Speedup over the first arm of the ladder; None if that arm is the baseline."""
     floor: float = 0.0  #: The session's noise floor; 0 if the metric is not a time.
     timing: Timing | None = None  #: Samples of the judged metric.
     also: tuple[Timing, ...] = ()  #: Samples of the other metrics.
@@ -372,6 +378,8 @@ class Result:
     seconds: float = 0.0  #: Duration, without the time spent waiting for locks.
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.
+    ladder: str = ""
+    """Id of the ladder: the claim's id without the rung; empty if the test has no parameter "rung"."""
     rung_index: int = 0
     """Position among the rungs of its ladder, in the order of the test's parameters."""
     schema: int = SCHEMA  #: Version of the record's format.

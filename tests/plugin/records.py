@@ -28,7 +28,7 @@ STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12
 def timing(baseline=2e-3, optimized=1e-3, **changes):
     block = Round("ABBA", {"baseline": (baseline,) * 2, "optimized": (optimized,) * 2}, 1980, 0)
     replicates = tuple(Replicate(seed, (block,)) for seed in (1, 2))
-    record = Timing(Metric.DEVICE, Mode.GRAPH, 20, "cold", 3, replicates)
+    record = Timing(Metric.DEVICE, Mode.GRAPH, dict.fromkeys(("baseline", "optimized"), 20), "cold", 3, replicates)
     return dataclasses.replace(record, **changes)
 
 

@@ -113,7 +113,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
         ('"seed": 7', '"seed": true', r"benchmarks\[0\]\.aiperf\.seed: int is needed"),
         ('"seed": 7', '"seed": ' + "9" * 5000, "limit"),
         ('"seed": 7', '"sed": 7', r"\.aiperf: unknown sed"),
-        ('"schema": 2', '"schema": 99', "schema 99 is newer than 2.*upgrade"),
+        ('"schema": 3', '"schema": 99', "schema 99 is newer than 3.*upgrade"),
         ('"seed": 7', '"seed" 7', r"r\.json:1:\d+: Expecting ':'"),
         ('"seed": 7', '"seed": ' + "[" * 99999, r"r\.json: .*recursion"),
         (
@@ -187,18 +187,18 @@ def test_a_document_has_one_record_per_line():
     }
 
 
-def test_a_record_of_schema_1_is_upgraded():
-    finding = Finding(evidence.launches(max=0.5, per="baseline"), 0.25)
-    new = result(work=Work(read=60.0, written=20.0, dtype="fp32"), evidence=(finding,))
+def test_a_record_of_schema_2_is_upgraded():
+    looked = Finding(evidence.launches(max=0.5, per="baseline"), 0.25, held=True)
+    unseen = Finding(evidence.counter("dram__bytes_read.sum", max=0.5, per="baseline"))
+    new = result("ch07/copy[vector]", ladder="ch07/copy", evidence=(looked, unseen))
     old = to_json(new)
-    old["schema"] = 1
-    old["work"] = {"bytes": 80.0, "written": 20.0, "flops": 0.0, "dtype": "fp32"}
-    piece = old["evidence"][0]["evidence"]
-    for former, name in (("proof", "kind"), ("least", "min"), ("most", "max")):
-        piece[former] = piece.pop(name)
+    old["schema"], old["timing"]["calls"] = 2, 20
+    old["evidence"][1]["held"] = True  # schema 2 had no third state
+    del old["ladder"]
     assert read_record(old, "old") == new
-    del old["work"]["written"]  # schema 1 counted half of the bytes as written
-    assert read_record(old, "old").work == Work(read=40.0, written=40.0, dtype="fp32")
-    old["work"] = {"bytes": "80"}
-    with pytest.raises(UsageError, match=r"work: unknown bytes"):
+    assert read_record(old, "old") == new
+    with pytest.raises(UsageError, match="schema 1 is no longer read; run again"):
+        read_record({**old, "schema": 1}, "old")
+    del old["timing"]["replicates"]
+    with pytest.raises(UsageError, match="replicates"):
         read_record(old, "old")

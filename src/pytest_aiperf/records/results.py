@@ -116,7 +116,9 @@ def read_record(record: object, where: str) -> Result:
             f"{where}: schema {schema} is newer than {SCHEMA}, the newest that this version reads; "
             "upgrade pytest-aiperf"
         )
-    if schema == 1 and isinstance(record, Mapping):
+    if schema == 1:
+        raise UsageError(f"{where}: schema 1 is no longer read; run again")
+    if schema == 2 and isinstance(record, Mapping):
         record = _upgraded(record)
     try:
         return from_json(Result, record, where)
@@ -124,25 +126,19 @@ def read_record(record: object, where: str) -> Result:
         raise UsageError(str(error)) from error
 
 
-_EVIDENCE_OF_SCHEMA_1: Final = {"proof": "kind", "least": "min", "most": "max"}
-
-
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a record of schema 1; leave invalid parts for ``from_json`` to refuse."""
-    work, findings = record.get("work"), record.get("evidence", [])
+    """Convert a record of schema 2; leave invalid parts for ``from_json`` to refuse."""
     upgraded = {**record, "schema": SCHEMA}
-    if isinstance(work, Mapping) and isinstance(total := work.get("bytes", 0.0), (int, float)):
-        written = work.get("written")
-        written = total / 2 if written is None else written  # in schema 1, half by default
-        kept = {name: value for name, value in work.items() if name != "bytes"}
-        upgraded["work"] = {**kept, "read": total - written, "written": written}
-    if isinstance(findings, list):
-        upgraded["evidence"] = [
-            {**f, "evidence": {_EVIDENCE_OF_SCHEMA_1.get(k, k): v for k, v in e.items()}}
-            if isinstance(f, Mapping) and isinstance(e := f.get("evidence"), Mapping)
-            else f
-            for f in findings
-        ]
+    ladder, _, rung = str(record.get("claim", "")).partition("[")
+    upgraded["ladder"] = ladder if rung else ""
+    with contextlib.suppress(TypeError, KeyError, IndexError):
+        for timing in filter(None, (record.get("timing"), *record.get("also", ()))):
+            arms = timing["replicates"][0]["rounds"][0]["seconds"]
+            if isinstance(calls := timing["calls"], int):
+                timing["calls"] = dict.fromkeys(arms, calls)
+        for finding in record.get("evidence", ()):
+            if finding["value"] is None:  # schema 2 had no third state
+                finding["held"] = None
     return upgraded
 
 
@@ -247,7 +243,8 @@ def benchmark(result: Result) -> Any:
         cprofile_stats=None,
         has_error=False,
     )
-    metadata = Metadata(fixture, result.timing.calls, {"timer": result.timing.mode.value})
+    calls = result.timing.calls["optimized"]
+    metadata = Metadata(fixture, calls, {"timer": result.timing.mode.value})
     for value in block_times(result):
         metadata.stats.update(value)
     as_dict, record = metadata.as_dict, to_json(result)

@@ -206,7 +206,7 @@ def _how(timing: Timing | None) -> str:
     rounds = sum(len(r.rounds) for r in timing.replicates)
     parts = [
         f"{timing.metric} timed as {timing.mode}",
-        f"{timing.calls} call{'s' * (timing.calls != 1)} per block",
+        f"{'/'.join(str(n) for n in dict.fromkeys(timing.calls.values()))} calls per block",
         f"{timing.cache} cache, {timing.sets} input set{'s' * (timing.sets != 1)}",
         f"{len(timing.replicates)} replicates, {rounds} rounds",
     ]
