@@ -124,7 +124,7 @@ def night_of(results: Sequence[Result], sentinels: Collection[str] = ()) -> Nigh
         epoch=", ".join(parts),
         claims={r.claim: r.speedup.value for r in valid if r.speedup},
         sentinels={
-            r.claim: stats.median_call_s(r.timing.replicates, "optimized")
+            r.claim: stats.mean_call_s(r.timing.replicates, "optimized")
             for r in valid
             if r.claim in sentinels and r.timing
         },

@@ -83,7 +83,7 @@ def explain(
     """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down."""
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
-    seconds = {a: stats.median_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
+    seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
         for arm, call_s in seconds.items()
@@ -126,7 +126,7 @@ def refuse_impossible_times(record: Result) -> None:
         return
     peaks = roofline.DATASHEET.get(record.key, {})
     for arm in timing.replicates[0].rounds[0].seconds:
-        seconds = stats.median_call_s(timing.replicates, arm)
+        seconds = stats.mean_call_s(timing.replicates, arm)
         on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
         for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
             if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):

@@ -204,7 +204,7 @@ def roofline(results: Sequence[Result]) -> Roofline | None:
         if r.work and r.work.bytes > 0 and r.work.flops > 0
         if r.limits and r.timing and r.timing.unit == "s"
         for arm in arms(r.timing)
-        if (seconds := stats.median_call_s(r.timing.replicates, arm)) > 0
+        if (seconds := stats.mean_call_s(r.timing.replicates, arm)) > 0
     ]
     flat = [lim for lim in limits.values() if lim.unit == "FLOP/s"]
     slant = [lim for lim in limits.values() if lim.unit == "B/s"]

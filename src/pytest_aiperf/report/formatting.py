@@ -54,7 +54,7 @@ def cells(result: Result) -> list[str]:
 
 
 def _figure(timing: Timing, arm: str) -> str:
-    return si(stats.median_call_s(timing.replicates, arm), timing.unit)
+    return si(stats.mean_call_s(timing.replicates, arm), timing.unit)
 
 
 def rate(result: Result) -> tuple[float, str]:
@@ -64,7 +64,7 @@ def rate(result: Result) -> tuple[float, str]:
         return 0.0, ""
     computes = work.flops > RIDGE_FLOP_PER_BYTE * work.bytes
     amount, unit = (work.flops, "FLOP/s") if computes else (work.bytes, "B/s")
-    return amount / stats.median_call_s(timing.replicates, "optimized"), unit
+    return amount / stats.mean_call_s(timing.replicates, "optimized"), unit
 
 
 def reasons(result: Result) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pytest_aiperf.model import Result, Timing
 from pytest_aiperf.records.comparison import versions
 from pytest_aiperf.records.results import atomic_write
-from pytest_aiperf.rules.stats import median_call_s
+from pytest_aiperf.rules.stats import mean_call_s
 from pytest_aiperf.text import short, si
 
 from . import aggregate, charts, formatting, markdown, source_code, terminal
@@ -197,7 +197,7 @@ def _anchor(name: str) -> str:
 
 
 def _median_or_0(timing: Timing | None, arm: str) -> float:
-    return median_call_s(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
+    return mean_call_s(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
 
 
 def _how(timing: Timing | None) -> str:

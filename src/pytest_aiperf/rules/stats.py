@@ -23,10 +23,11 @@ def t_quantile(p: float, df: int) -> float:
 def paired_log_ratio(blocks: Round, numerator: str, denominator: str) -> float:
     """Log-ratio of two arms in one round; the mirrored (ABBA) order cancels a linear drift."""
 
-    def mean_log(arm: str) -> float:
-        return statistics.fmean(map(math.log, blocks.seconds[arm]))
+    return _mean_log(blocks, numerator) - _mean_log(blocks, denominator)
 
-    return mean_log(numerator) - mean_log(denominator)
+
+def _mean_log(blocks: Round, arm: str) -> float:
+    return statistics.fmean(map(math.log, blocks.seconds[arm]))
 
 
 def log_ratio(replicate: Replicate, numerator: str, denominator: str) -> float:
@@ -69,6 +70,12 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def median_call_s(replicates: Iterable[Replicate], arm: str) -> float:
-    """Seconds per call of an arm: the median over all its blocks."""
-    return statistics.median(s for r in replicates for b in r.rounds for s in b.seconds[arm])
+def mean_call_s(replicates: Iterable[Replicate], arm: str) -> float:
+    """Seconds per call of an arm: the geometric mean over replicates.
+
+    Computed like :func:`comparison`, so that the times of two arms have the ratio that is shown
+    beside them; medians over all blocks do not, when clocks or a shared host drift. The equality is
+    exact for up to two rounds per replicate.
+    """
+    logs = (statistics.median(_mean_log(b, arm) for b in r.rounds) for r in replicates)
+    return math.exp(statistics.fmean(logs))
