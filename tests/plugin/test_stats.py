@@ -73,10 +73,15 @@ def test_overlapping_spans_count_once():
 
 
 def test_the_times_of_two_arms_have_the_ratio_of_their_comparison():
-    slow_host = rounds(((9.0, 9.6), (2.0, 2.2)), ((8.8, 9.1), (2.1, 1.9)))  # drift between replicates
+    drifted = rounds(((9.0, 9.6), (2.0, 2.2)), ((8.8, 9.1), (2.1, 1.9)))
     quiet = rounds(((2.0, 2.2), (1.0, 1.0)))
-    replicates = [quiet, slow_host, rounds(((2.1, 2.0), (1.0, 1.1)))]
+    replicates = [quiet, drifted, rounds(((2.1, 2.0), (1.0, 1.1)))]
     baseline, optimized = (stats.mean_call_s(replicates, a) for a in ("baseline", "optimized"))
     ratio = stats.comparison(replicates, "baseline", "optimized").value
     assert baseline / optimized == pytest.approx(ratio, rel=1e-12)
     assert stats.mean_call_s([quiet], "baseline") == pytest.approx(math.sqrt(2.0 * 2.2))
+
+
+def test_the_median_call_is_the_median_over_all_blocks():
+    replicates = [rounds(((2.0, 2.2), (1.0, 1.0))), rounds(((2.1, 9.0), (1.0, 1.0)))]
+    assert stats.median_call_s(replicates, "baseline") == pytest.approx(2.15)

@@ -22,7 +22,6 @@ def t_quantile(p: float, df: int) -> float:
 
 def paired_log_ratio(blocks: Round, numerator: str, denominator: str) -> float:
     """Log-ratio of two arms in one round; the mirrored (ABBA) order cancels a linear drift."""
-
     return _mean_log(blocks, numerator) - _mean_log(blocks, denominator)
 
 
@@ -79,3 +78,8 @@ def mean_call_s(replicates: Iterable[Replicate], arm: str) -> float:
     """
     logs = (statistics.median(_mean_log(b, arm) for b in r.rounds) for r in replicates)
     return math.exp(statistics.fmean(logs))
+
+
+def median_call_s(replicates: Iterable[Replicate], arm: str) -> float:
+    """Seconds per call of an arm: the median over all its blocks."""
+    return statistics.median(s for r in replicates for b in r.rounds for s in b.seconds[arm])
