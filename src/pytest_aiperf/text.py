@@ -46,7 +46,8 @@ def short(value: float) -> str:
 def _scaled(value: float, scales: _Scales) -> tuple[float, str]:
     if value == 0 or not math.isfinite(value) or not scales:
         return value, ""
-    scale, prefix = next((s for s in scales if abs(value) >= s[0]), scales[-1])
+    # four digits of 0.99996 m are those of 1 m: show them so, and not as 1000 µ
+    scale, prefix = next((s for s in scales if abs(value) >= 0.99995 * s[0]), scales[-1])
     return value / scale, prefix
 
 
