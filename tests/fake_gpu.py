@@ -121,6 +121,10 @@ class _Ledger:
     """Bytes that are allocated."""
     peak: int = 0
     """Largest ``held`` so far."""
+    waits: bool = True
+    """Whether side streams waited for the call's own stream, since this was last set."""
+    joined: bool = True
+    """Whether the call's own stream waited for side streams, since this was last set."""
 
 
 _ledger = _Ledger()
@@ -139,6 +143,12 @@ def synchronise() -> None:
         raise CannotCapture("the call synchronises")
     if _ledger.mode is Mode.BACKLOG:
         raise InvalidMeasurement('the call synchronises; claim metric="wall"')
+
+
+def fork(*, waits: bool = True, joined: bool = True) -> None:
+    """Put work on a side stream, which may or may not wait for the call's own and be joined."""
+    _ledger.waits = _ledger.waits and waits
+    _ledger.joined = _ledger.joined and joined
 
 
 class Allocation:
@@ -229,6 +239,18 @@ class FakeDevice:
 
     def estimate_s(self, call: Call) -> float:
         return self.ranks.max(self._read(self._execute([call], Mode.PLAIN)[0]))
+
+    def refuse_unjoined(self, call: Call) -> None:
+        _ledger.joined = True
+        call()
+        if not _ledger.joined:
+            raise InvalidMeasurement("a call leaves work on a stream")
+
+    def refuse_unordered(self, call: Call) -> None:
+        _ledger.waits = True
+        call()
+        if not _ledger.waits:
+            raise InvalidMeasurement("a call starts work on a stream")
 
     def stabilize_clocks(self, call: Call) -> None:
         call()

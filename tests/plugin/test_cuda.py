@@ -37,6 +37,8 @@ class FakeCuda:
         self.host = 0.0
         self.busy_until = 0.0
         self.side_busy_until = 0.0
+        self.activities = []
+        self.unjoined = False
         self.capturing = None
         self.current = None
         self.spins = []
@@ -70,6 +72,9 @@ class FakeCuda:
         )
         self.torch = SimpleNamespace(
             cuda=cuda,
+            profiler=SimpleNamespace(
+                profile=self._profile, ProfilerActivity=SimpleNamespace(CUDA="cuda")
+            ),
             _C=SimpleNamespace(
                 _cuda_endAllocateToPool=lambda *a: self.undone.append(("end", *a)),
                 _cuda_releasePool=lambda *a: self.undone.append(("release", *a)),
@@ -92,6 +97,13 @@ class FakeCuda:
         yield
         self.current = before
 
+    @contextlib.contextmanager
+    def _profile(self, activities):
+        assert activities == ["cuda"]
+        self.activities.clear()
+        results = SimpleNamespace(events=lambda: [_KinetoEvent(*a) for a in self.activities])
+        yield SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))
+
     def _sleep(self, cycles):
         self.spins.append(cycles / 2e9)
         self.launch(cycles / 2e9)
@@ -101,11 +113,25 @@ class FakeCuda:
         if self.capturing is not None:
             self.capturing.append(seconds)
         else:
-            self.busy_until = max(self.busy_until, self.host) + seconds
+            start = max(self.busy_until, self.host)
+            self.busy_until = start + seconds
+            self.activities.append((start, self.busy_until, 7))
 
-    def launch_beside(self, seconds):
+    def launch_beside(self, seconds, *, after=0.0):
         self.host += self.LAUNCH
-        self.side_busy_until = max(self.side_busy_until, self.host) + seconds
+        start = max(self.side_busy_until, self.host, after)
+        self.side_busy_until = start + seconds
+        self.activities.append((start, self.side_busy_until, 13))
+
+    def fork(self, seconds, *, joined):
+        """Launch on a side stream that waits for the current one, and perhaps join it."""
+        if self.capturing is not None:
+            self.capturing.append(seconds)
+            self.unjoined = not joined
+            return
+        self.launch_beside(seconds, after=self.busy_until)
+        if joined:
+            self.busy_until = max(self.busy_until, self.side_busy_until)
 
     def synchronize(self):
         if self.capturing is not None:
@@ -131,6 +157,14 @@ class _Event:
         return (end.at - self.at) * 1e3
 
 
+class _KinetoEvent:
+    def __init__(self, start, end, stream):
+        self.start_ns, self.end_ns = lambda: start * 1e9, lambda: end * 1e9
+        self.device_resource_id = lambda: stream
+        self.device_type = lambda: SimpleNamespace(name="CUDA")
+        self.is_user_annotation = lambda: False
+
+
 class _Graph:
     def __init__(self, cuda):
         self.cuda, self.kernels, self.ended = cuda, [], False
@@ -145,6 +179,9 @@ class _Graph:
         if self.cuda.sync_breaks_capture:
             self.cuda.sync_breaks_capture = False
             raise RuntimeError("CUDA error: operation failed due to a previous error\nmore")
+        if self.cuda.unjoined:
+            self.cuda.unjoined = False
+            raise RuntimeError("CUDA error: capturing stream has unjoined work\nmore")
         self.ended = True
         if not self.kernels:
             warnings.warn("The CUDA Graph is empty. This usually means ...", stacklevel=1)
@@ -326,6 +363,60 @@ def test_work_that_outlives_its_stream_is_refused(cuda):
             unsynced.run()
     once_late = device.block([lambda: cuda.launch(1e-3)], Mode.BACKLOG)
     assert [once_late.run() for _ in range(5)] == [pytest.approx(1e-3)] * 5
+
+
+def synchronising(cuda, call):
+    """Return the call, which no graph can capture any more."""
+
+    def synchronised():
+        cuda.synchronize()
+        call()
+
+    return synchronised
+
+
+def test_forked_work_that_is_not_joined_is_refused_however_short(cuda):
+    device = CudaDevice(GPU)
+
+    def call(joined):
+        cuda.launch(1e-5)
+        cuda.fork(1e-9, joined=joined)
+
+    runs = len(cuda.activities)
+    device.refuse_unjoined(lambda: call(joined=True))
+    with pytest.raises(InvalidMeasurement, match="does not wait for: end with"):
+        device.refuse_unjoined(lambda: call(joined=False))
+    assert len(cuda.activities) == runs  # captured, never run
+    with pytest.raises(InvalidMeasurement, match="does not wait for: end with"):
+        device.block([lambda: call(joined=False)], Mode.GRAPH)
+    assert cuda.undone  # the failed capture was undone before the error was raised
+    device.refuse_unjoined(synchronising(cuda, lambda: call(joined=False)))
+
+
+def test_a_failure_before_the_join_is_not_taken_for_a_missing_join(cuda):
+    def call():
+        cuda.fork(1e-5, joined=False)
+        raise KeyError("shape")
+
+    with pytest.raises(CannotCapture, match="shape"):
+        CudaDevice(GPU).block([call], Mode.GRAPH)
+
+
+def test_work_that_is_not_ordered_with_the_calls_stream_is_refused(cuda):
+    device = CudaDevice(GPU)
+
+    def check(call):
+        device.refuse_unordered(call)
+        device.refuse_unordered(synchronising(cuda, call))
+
+    check(lambda: cuda.launch(1e-3))
+    check(lambda: cuda.fork(1e-3, joined=True))
+    with pytest.raises(InvalidMeasurement, match="begin with side_stream"):
+        device.refuse_unordered(lambda: cuda.launch_beside(1e-9))
+    unjoined = lambda: cuda.fork(1e-3, joined=False)
+    for call in (unjoined, synchronising(cuda, unjoined)):
+        with pytest.raises(InvalidMeasurement, match="end with"):
+            device.refuse_unordered(call)
 
 
 def test_an_estimate_leaves_launch_gaps_out_if_it_can(cuda):

@@ -36,6 +36,14 @@ _UNSYNCED_SHARE: Final = 0.03
 on a stream that the timed stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
 """Work that ends sooner after the end event is ignored: the synchronisation takes time, too."""
+_UNJOINED: Final = (
+    "a call leaves work on a stream that the call's own does not wait for: end with "
+    "torch.cuda.current_stream().wait_stream(side_stream)"
+)
+"""Error message for work that a call forks and does not join."""
+_ORDER_BLOCKING_S: Final = 0.01
+"""Spin time in front of the call that :meth:`CudaDevice.refuse_unordered` runs: the host enqueues
+most calls completely in this time, even while CUPTI traces them."""
 _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0
@@ -170,6 +178,53 @@ class CudaDevice:
         with gc_disabled():
             return trace(call, self)
 
+    def refuse_unjoined(self, call: Call) -> None:
+        """Raise InvalidMeasurement if a call forks work that its own stream does not join.
+
+        The call, which must have run before, is captured and not run: a capture knows the streams
+        that the call forked from its own, however short their work is. A call that cannot be
+        captured is left to :meth:`refuse_unordered`.
+        """
+        with contextlib.suppress(CannotCapture):
+            self._capture([call], replayed=False)
+
+    def refuse_unordered(self, call: Call) -> None:
+        """Raise InvalidMeasurement if work of a call is not ordered with its own stream.
+
+        Work of the call on another stream must start after the work that was enqueued before the
+        call, and end before the work that is enqueued after it. This finds streams that never wait
+        for the call's own, and calls that no graph can capture. It loads CUPTI, which slows later
+        launches down: time nothing after it.
+        """
+        profiler = self._torch.profiler
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")  # restarting CUPTI breaks captured graphs
+        self.synchronize()
+        with (
+            profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile,
+            gc_disabled(),
+            self.current(),
+        ):
+            self._spin(_ORDER_BLOCKING_S)
+            call()
+            self._spin(_MIN_BLOCKING_S)
+            self.synchronize()
+        work = sorted(
+            (event.start_ns(), event.end_ns(), event.device_resource_id())
+            for event in profile.profiler.kineto_results.events()
+            if event.device_type().name == "CUDA" and not event.is_user_annotation()
+        )
+        first, own = work[0], work[0][2]  # nothing else was launched before the first spin
+        last = max(event for event in work if event[2] == own)
+        others = [event for event in work if event[2] != own]
+        early, late = any(e[0] < first[1] for e in others), any(e[1] > last[0] for e in others)
+        if not self.ranks.all(not early):
+            raise InvalidMeasurement(
+                "a call starts work on a stream that does not wait for the call's own: begin with "
+                "side_stream.wait_stream(torch.cuda.current_stream())"
+            )
+        if not self.ranks.all(not late):
+            raise InvalidMeasurement(_UNJOINED)
+
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
 
@@ -265,11 +320,13 @@ class CudaDevice:
         cycles = int(seconds * self._cycles_per_s)
         self._torch.cuda._sleep(cycles)  # noqa: SLF001  no public name
 
-    def _capture(self, calls: Sequence[Call]) -> tuple[Any, object]:
+    def _capture(self, calls: Sequence[Call], *, replayed: bool = True) -> tuple[Any, object]:
+        """Capture calls; return the graph and what the last call returned."""
         torch = self._torch
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         last: object = None
         failure: Exception | None = None
+        unjoined = False
         self.synchronize()
         with warnings.catch_warnings(), gc_disabled(), self.current():
             # an empty graph: the calls launch on another stream, or launch nothing
@@ -286,15 +343,20 @@ class CudaDevice:
             try:
                 graph.capture_end()  # even after a failure, because the stream still captures
             except Exception as error:  # noqa: BLE001  as above; the first failure is the cause
+                # after a failure, the call may not have come to its join
+                unjoined = failure is None and "unjoined work" in str(error)
                 failure = failure or error
             try:
                 if not self.ranks.all(failure is None):
                     raise CannotCapture("another rank cannot capture its calls")  # noqa: TRY301  handled like any other
-                graph.replay()  # once untimed: the first launch also uploads the graph
+                if replayed:
+                    graph.replay()  # once untimed: the first launch also uploads the graph
             except Exception as error:  # noqa: BLE001  as above
                 failure = failure or error
         if failure is not None:
             self._undo_failed_capture(graph, pool)
+            if unjoined:
+                raise InvalidMeasurement(_UNJOINED) from failure
             cause = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise CannotCapture(f"a CUDA graph of {len(calls)} calls: {cause}") from failure
         self.synchronize()
