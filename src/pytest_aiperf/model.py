@@ -17,7 +17,7 @@ T = TypeVar("T")
 MetricName = Literal["device", "wall", "memory", "score"]
 AgainstName = Literal["idiomatic", "library", "previous rung", "naive"]
 CacheName = Literal["cold", "warm"]
-PrecisionName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e5m2", "fp8"]
+PrecisionName = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8_e5m2", "fp8", "nvfp4"]
 
 
 class Metric(StrEnum):
@@ -176,6 +176,8 @@ class Error:
     want: float  #: The reference's value.
     error: float  #: Relative error.
     allowed: float  #: Largest relative error that passes.
+    rms: float = 0.0  #: RMS error of the whole output, relative to the RMS of the reference.
+    rms_allowed: float = 0.0  #: Largest RMS error that passes; 0 for integers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,15 @@ class EvidenceKind(StrEnum):
     LAUNCHES = "launches"
     KERNELS = "kernels"
     GRAPH_BREAKS = "graph breaks"
+    KERNEL_NAME = "kernel name"
+    GRID_SIZE = "grid size"
+    OVERLAP = "overlap"
+    COPIED_BYTES = "copied bytes"
+    API_CALLS = "API calls"
+    BUSY_SHARE = "busy share"
     PEAK_MEMORY = "peak memory"
+    PAGE_FAULTS = "page faults"
+    CONTEXT_SWITCHES = "context switches"
     COUNTER = "counter"
 
 
@@ -208,7 +218,9 @@ class Evidence:
     """Bounds on a figure that shows the optimized arm's mechanism, such as an opcode count."""
 
     kind: EvidenceKind  #: Kind of the figure.
-    of: str = ""  #: Name of the opcode or ncu metric; empty for other kinds.
+    of: str = ""
+    """What the figure is about: an opcode, an ncu metric, a part of a kernel's name, a direction of
+    copies, or "copies"; empty for kinds of a single figure."""
     kernel: str = ""  #: Only kernels with this text in their name count; empty for all.
     min: float | None = None  #: Lower bound.
     max: float | None = None  #: Upper bound.
@@ -223,7 +235,7 @@ class Finding:
     evidence: Evidence  #: The evidence that was checked.
     value: float | None = None  #: The figure; None if this run could not measure it.
     held: bool | None = None  #: Whether the figure lies within the bounds; None without a figure.
-    where: str = ""  #: Kernel or arm that the figure is about.
+    where: str = ""  #: Kernel or arm that the figure is about; without a figure, why there is none.
     baseline_value: float | None = None  #: The same figure of the baseline; None if not measured.
     baseline_held: bool | None = None
     """Whether the baseline's figure lies within the bounds, too: then the evidence is only a
@@ -251,6 +263,14 @@ class Trace:
     busy: float  #: Seconds in which at least one kernel, copy or memset ran.
     span: float  #: Seconds from the first start to the last end.
     names: tuple[str, ...] = ()  #: Names of the kernels, the longest-running first.
+    counts: tuple[int, ...] = ()  #: How often the kernel of each name ran.
+    grids: tuple[int, ...] = ()  #: Blocks of the largest launch of each name; 0 if unknown.
+    total: float = 0.0  #: Seconds of all kernels, copies and memsets, added up.
+    copying: float = 0.0  #: Seconds in which at least one copy ran.
+    hidden: float = 0.0  #: Seconds of these in which a kernel ran as well.
+    copied: Mapping[str, int] = field(default_factory=dict)
+    """Bytes copied, by direction, such as "host to device"."""
+    api_calls: int | None = None  #: Number of CUDA API calls; None if they were not traced.
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +399,7 @@ class Result:
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.
     ladder: str = ""
-    """Id of the ladder: the claim's id without the rung; empty if the test has no parameter "rung"."""
+    """Id of the ladder: the claim's id without the rung; "" if the test has no parameter `rung`."""
     rung_index: int = 0
     """Position among the rungs of its ladder, in the order of the test's parameters."""
     schema: int = SCHEMA  #: Version of the record's format.

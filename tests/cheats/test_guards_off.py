@@ -180,6 +180,7 @@ GUARDS = {
         {
             (agreement, "MAX_ERROR_RATIO"): 1e9,
             (agreement, "ERROR_BUDGETS"): dict.fromkeys(agreement.ERROR_BUDGETS, 1e9),
+            (agreement, "RMS_BUDGETS"): dict.fromkeys(agreement.RMS_BUDGETS, 1e9),
         },
         caught("a_short_series"),
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement
+from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.errors import UsageError, WrongResult
@@ -479,7 +479,7 @@ def test_a_result_that_cannot_be_compared_is_named(odd):
 
 
 def test_large_tensors_are_compared_in_chunks(monkeypatch):
-    monkeypatch.setattr(agreement, "HOST_CHUNK", 10)
+    monkeypatch.setattr(tensors, "HOST_CHUNK", 10)
 
     def optimized(a, out):
         double(a, out)
@@ -489,11 +489,8 @@ def test_large_tensors_are_compared_in_chunks(monkeypatch):
     with wrong("out[47] is 100"):
         judge(optimized)
     array = SimpleNamespace(device="cuda:0")
-    assert [agreement._chunk(x) for x in (np.ones(1), torch.ones(1), array)] == [
-        10,
-        10,
-        agreement.CHUNK,
-    ]
+    sizes = [tensors.chunk(x) for x in (np.ones(1), torch.ones(1), array)]
+    assert sizes == [10, 10, tensors.CHUNK]
 
 
 def test_empty_results_agree():

@@ -1,15 +1,29 @@
 """Checks that the arms' results agree with the reference.
 
 A call's result: the tensors in its return value, followed by the argument tensors that it changed.
+
+Large inputs leave no room for temporaries of their size. Arrays are therefore read in parts, and
+casts and differences exist for one part at a time. Let S be the bytes of one set of inputs and of a
+result, where memory that they share counts once. At most 2 S of arrays exist at a time:
+
+* in :func:`infer_effects`, a set of inputs and a copy of the result;
+* in :func:`agree` with ``kept_bytes`` below S, the reference's result, and the inputs and the
+  result of one arm. Before that, the reference runs alone.
+
+The memory that a claim's functions take comes on top: temporaries of the arms and the reference,
+and decoy inputs of prepared arms. A reference in fp64 returns 2 to 8 times the bytes of the arms'
+results; for large inputs it should return exactly their result, in their dtype.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from pytest_aiperf.device.device import gc_disabled
@@ -18,7 +32,7 @@ from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
 from . import tensors
-from .tensors import Args, Inputs, NamedTensor, backend_of, dtype, is_exact, signature
+from .tensors import Args, Inputs, NamedTensor, backend_of, dtype, is_exact, parts, signature
 
 Prepare = Callable[[Inputs], Callable[..., object]]  #: Prepares an arm for one set of inputs.
 Make = Callable[[], Inputs]  #: Builds the same inputs anew each time.
@@ -36,15 +50,32 @@ ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "bf16": 2 * 2.0**-7,
     "fp8_e5m2": 2 * 2.0**-2,
     "fp8": 2 * 2.0**-3,
+    "nvfp4": 2 * 2.0**-1,
 }
-"""Relative error that is always allowed at a precision: a few units in the last place."""
+"""Relative error of an element that is always allowed: a few units in the last place."""
+MAX_RMS_RATIO = 2
+"""An arm's RMS error may be this many times the baseline's. Of a baseline at its limit, twice the
+error is still less than a result scaled by 0.75 has in fp8, and one scaled by 0.5 in nvfp4."""
+RMS_BUDGETS: Mapping[PrecisionName, float] = {
+    "fp64": 64 * 2.0**-52,
+    "fp32": 64 * 2.0**-23,
+    "tf32": 2 * 2.0**-10,
+    "fp16": 1.28 * 2.0**-10,
+    "bf16": 0.01,
+    "fp8_e5m2": 0.08,
+    "fp8": 0.04,
+    "nvfp4": 0.15,
+}
+"""Relative RMS error of an output that is always allowed.
+
+Rounding normally distributed values costs 2.6 % in fp8, 5.3 % in fp8_e5m2 and 9.5 % in nvfp4; a
+product of two rounded matrices costs sqrt(2) times as much: 3.7 %, 7.4 % and 13.4 %. In bf16 it is
+0.24 %, which leaves room for a dozen layers; fp16 has an eighth of bf16's error. Tensor cores
+truncate tf32 operands instead of rounding them, which shrinks all results by about 0.07 %. In fp32
+and fp64 the errors of long sums are alike in all elements: the limit is that of one element."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
-CHUNK = 1 << 23  #: Elements compared at a time on a GPU, so that fp64 temporaries stay small.
-HOST_CHUNK = 1 << 15
-"""Elements compared at a time on the host: they fit in its caches, and torch uses one thread for so
-few. Several threads would wait for one another while other claims keep the cores busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +85,8 @@ class ArgumentEffects:
     mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that the baseline changes.
     write_only: tuple[str, ...] = ()  #: Paths in ``mutated`` that the baseline never reads.
     names: tuple[str, ...] = ()  #: Names of the parameters, for messages.
+    nbytes: int = field(default=0, compare=False)
+    """Bytes of one set of inputs and of the baseline's result; shared memory counts once."""
 
     @property
     def updates(self) -> bool:
@@ -64,6 +97,29 @@ class ArgumentEffects:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
         position, _, rest = path.removeprefix("args[").partition("]")
         return self.names[int(position)] + rest if int(position) < len(self.names) else path
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One output of the reference."""
+
+    path: str  #: Where the output is in the reference's result.
+    array: Any  #: Its values.
+    rms: float  #: Root mean square of its values.
+    exact: bool  #: Whether the values count as correct whatever their dtype.
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one output of one arm is from the reference's."""
+
+    path: str  #: Where the output is in the arm's result.
+    signature: str  #: Its dtype, shape and device.
+    dtype: str  #: Its dtype.
+    shape: tuple[int, ...]  #: Its shape.
+    error: float = math.inf  #: Largest error of an element; infinite if the shapes differ.
+    rms: float = math.inf  #: Relative RMS error; 0 for integers.
+    locate: Callable[[], Element] = lambda: _NOWHERE  #: Finds the element with the largest error.
 
 
 def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
@@ -93,9 +149,10 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     del before, arrays
     returned, mutated = _run(prepare, inputs, ArgumentEffects())
     effects = ArgumentEffects(mutated, (), tuple(names))
-    outputs = [x for _, x in copies(outputs_of(returned, inputs.args, effects))]
-    expected = [x if is_exact(x) else backend_of(x).cast(x, "float64", x) for x in outputs]
-    del returned, inputs, outputs
+    result = outputs_of(returned, inputs.args, effects)
+    effects = replace(effects, nbytes=tensors.nbytes((inputs.args, [x for _, x in result])))
+    expected = expect([x for _, x in copies(result)], exact=True)
+    del returned, inputs, result
     if not expected:
         raise UsageError("the baseline returns nothing and changes none of its arguments")
 
@@ -103,7 +160,8 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
         inputs = _make_filled(make)
         try:
             returned, _ = _run(prepare, inputs, replace(effects, write_only=(path,)))
-            verify({"baseline": outputs_of(returned, inputs.args, effects)}, expected)
+            result = outputs_of(returned, inputs.args, effects)
+            judge({"baseline": compare(result, expected)}, expected)
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
             return False
         return True
@@ -142,7 +200,8 @@ def _may_poison(array: Any) -> bool:
     module = backend_of(array).module
     if not is_exact(array) or module.__name__ != "torch":
         return not is_exact(array)
-    return bool((array == _make_filled(lambda: module.empty_like(array))).all())
+    unset = _make_filled(lambda: module.empty(1, dtype=array.dtype, device=array.device))
+    return all(bool((part == unset).all()) for _, part in parts(array))
 
 
 def _run(
@@ -182,14 +241,26 @@ def agree(
     reference: Callable[..., object],
     effects: ArgumentEffects,
     precision: PrecisionName | None = None,
+    *,
+    kept_bytes: float = math.inf,
 ) -> list[Error]:
     """Check all arms against the reference on one seed.
 
     The optimized arm runs first and the reference last, each on new inputs: the optimized arm
     cannot find a correct result in freed memory. A prepared arm prepares before its arguments are
-    poisoned.
+    poisoned. If ``effects.nbytes`` exceeds ``kept_bytes``, the arms' results are not kept until
+    then: the reference runs first, and each result is compared and freed before the next arm runs.
     """
-    results, aliases = {}, {}
+
+    def expected_outputs() -> list[Expected]:
+        inputs = make()
+        tensors.poison(inputs.args, effects.write_only)
+        return expect(reference(*inputs.args))
+
+    expected = expected_outputs() if effects.nbytes > kept_bytes else None
+    results: dict[str, Outputs] = {}
+    aliases: dict[str, list[bool]] = {}
+    deviations: dict[str, list[Deviation]] = {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
         inputs = make()
         returned, changed = _run(arms[arm], inputs, effects)
@@ -204,24 +275,30 @@ def agree(
             bool(backend_of(x)) and tensors.aliases_input(x, inputs.args, effects.mutated)
             for _, x in outputs
         ]
-        results[arm] = copies(outputs)
+        if expected is None:
+            results[arm] = copies(outputs)
+        else:
+            deviations[arm] = compare(outputs, expected)
         del inputs, returned, outputs
-    inputs = make()
-    tensors.poison(inputs.args, effects.write_only)
-    errors = verify(results, reference(*inputs.args), precision)
-    _refuse_views(results, aliases)
+    if expected is None:
+        expected = expected_outputs()
+        deviations = {arm: compare(outputs, expected) for arm, outputs in results.items()}
+    errors = judge(deviations, expected, precision)
+    _refuse_views(deviations, aliases)
     return errors
 
 
-def _refuse_views(results: Mapping[str, Outputs], aliases: Mapping[str, Sequence[bool]]) -> None:
+def _refuse_views(
+    deviations: Mapping[str, Sequence[Deviation]], aliases: Mapping[str, Sequence[bool]]
+) -> None:
     """Refuse outputs that are views of inputs or expanded, unless the baseline's are so, too."""
     for arm, flags in aliases.items():
-        rows = zip(results[arm], flags, aliases["baseline"], strict=True)
-        for (path, _), is_view, allowed in rows:
-            if is_view and not allowed and path.startswith("result"):
+        rows = zip(deviations[arm], flags, aliases["baseline"], strict=True)
+        for output, is_view, allowed in rows:
+            if is_view and not allowed and output.path.startswith("result"):
                 raise WrongResult(
-                    f"{arm} returns {path} as a view of its inputs or of few elements, but the "
-                    "baseline computes it: whatever reads the view does the work, so time that "
+                    f"{arm} returns {output.path} as a view of its inputs or of few elements, but "
+                    "the baseline computes it: whatever reads the view does the work, so time that "
                     "step in both arms"
                 )
 
@@ -241,68 +318,139 @@ def verify(
     allowed raises WrongResult, with ``when`` in its message; a wrong reference raises UsageError.
     ``located=False`` leaves out where an allowed error is, because finding it waits for the GPU.
     """
-    base, want = results["baseline"], tensors.walk(reference, "reference")
-    if len(base) != len(want):
+    expected = expect(reference)
+    deviations = {
+        arm: compare(result, expected, located=located) for arm, result in results.items()
+    }
+    return judge(deviations, expected, precision, when, located=located)
+
+
+def expect(reference: object, *, exact: bool = False) -> list[Expected]:
+    """Return the outputs in a reference's result.
+
+    ``exact`` states that they are correct whatever their dtype. Without it, :func:`judge` requires
+    fp64, or exactly the baseline's result.
+    """
+    outputs = [(path, _numbers(value)) for path, value in tensors.walk(reference, "reference")]
+    return [Expected(path, array, _rms(array), exact) for path, array in outputs]
+
+
+@watched
+def compare(
+    outputs: Outputs, expected: Sequence[Expected], *, located: bool = True
+) -> list[Deviation]:
+    """Compare one arm's outputs with the reference's, for :func:`judge`.
+
+    The deviations refer to no array, so that the outputs can be freed. With ``located=False`` they
+    do, because the worst element is found only when it is needed.
+    """
+    deviations = []
+    for i, (path, value) in enumerate(outputs):
+        got = _numbers(value)
+        deviation = Deviation(path, signature(got), dtype(got), tuple(got.shape))
+        if i < len(expected) and tuple(expected[i].array.shape) == deviation.shape:
+            error, rms, locate = _worst(got, expected[i].array, expected[i].rms)
+            if located:
+                locate = partial(tuple, locate())
+            deviation = replace(deviation, error=error, rms=rms, locate=locate)
+        deviations.append(deviation)
+    return deviations
+
+
+@watched
+def judge(
+    deviations: Mapping[str, Sequence[Deviation]],
+    expected: Sequence[Expected],
+    precision: PrecisionName | None = None,
+    when: str = "",
+    *,
+    located: bool = True,
+) -> list[Error]:
+    """Check that the arms' outputs are as close to the reference's as the baseline and dtype allow.
+
+    The largest error of an element and the relative RMS error have limits of their own: in fp8 and
+    nvfp4, single elements may be so far off that results of zeros would pass the first one.
+    Arguments, return value and errors are those of :func:`verify`.
+    """
+    base = deviations["baseline"]
+    if len(base) != len(expected):
         raise UsageError(
-            f"the reference returns {_paths(want)}, but the baseline's result is {_paths(base)}: "
-            "the values that a call returns, followed by the arguments that it changes"
+            f"the reference returns {_paths(expected)}, but the baseline's result is "
+            f"{_paths(base)}: the values that a call returns, followed by the arguments that it "
+            "changes"
         )
-    arms = sorted(results, key=lambda arm: arm != "baseline")
+    arms = sorted(deviations, key=lambda arm: arm != "baseline")
     for arm in arms:
-        if len(results[arm]) != len(base):
-            given = f"{_paths(results[arm])}, the baseline's {_paths(base)}"
+        if len(deviations[arm]) != len(base):
+            given = f"{_paths(deviations[arm])}, the baseline's {_paths(base)}"
             raise WrongResult(f"{arm}'s result is {given}")
-    errors: list[Error] = []
-    for i, (_, truth) in enumerate(want):
-        values = {arm: results[arm][i] for arm in arms}
-        errors += _compare(values, truth, precision, when, located=located)
-    return errors
+    return [
+        error
+        for i, want in enumerate(expected)
+        for error in _judge_output(
+            {arm: deviations[arm][i] for arm in arms}, want, precision, when, located=located
+        )
+    ]
 
 
-def _paths(result: Outputs) -> str:
-    return f"({', '.join(path for path, _ in result)})"
+def _paths(outputs: Sequence[Expected | Deviation]) -> str:
+    return f"({', '.join(output.path for output in outputs)})"
 
 
-def _compare(
-    results: Mapping[str, NamedTensor],
-    reference: object,
+def _judge_output(
+    deviations: Mapping[str, Deviation],
+    want: Expected,
     precision: PrecisionName | None,
     when: str,
     *,
     located: bool,
 ) -> Iterator[Error]:
-    """Compare one output of every arm; the baseline comes first, as its error limits the others."""
-    base, want = _numbers(results["baseline"][1]), _numbers(reference)
-    rms = _check_reference(results["baseline"][0], base, want)
-    name = dtype(base).replace("bfloat", "bf").replace("float", "fp")
-    budgets = [b for key, b in ERROR_BUDGETS.items() if name.startswith(key) or key == precision]
-    budget = 0.0 if is_exact(base) else max(budgets)
-    allowed = min(MAX_BASELINE_BUDGETS * budget, max(MAX_BASELINE_ERROR, budget))
-    baseline_error = 0.0
-    for arm, (path, value) in results.items():
-        got = _numbers(value)
-        if signature(got) != signature(base):
+    """Judge one output of every arm; the baseline comes first, as its error limits the others."""
+    base = deviations["baseline"]
+    _check_reference(base, want)
+    name = base.dtype.replace("bfloat", "bf").replace("float", "fp")
+    names = [key for key in ERROR_BUDGETS if name.startswith(key) or key == precision]
+    budgets = 0.0, 0.0
+    if not is_exact(base):
+        budgets = max(ERROR_BUDGETS[n] for n in names), max(RMS_BUDGETS[n] for n in names)
+    for arm, output in deviations.items():
+        if output.signature != base.signature:
             raise WrongResult(
-                f"{arm} gives {signature(got)} for {path}, the baseline {signature(base)}"
+                f"{arm} gives {output.signature} for {output.path}, the baseline {base.signature}"
             )
-        error, locate = _worst(got, want, rms)
         if arm == "baseline":
-            baseline_error = error
+            limits = [
+                min(MAX_BASELINE_BUDGETS * budget, max(MAX_BASELINE_ERROR, budget))
+                for budget in budgets
+            ]
             problem = "baseline and reference disagree, one of them is wrong"
         else:
-            allowed = max(MAX_ERROR_RATIO * baseline_error, budget)
+            limits = [
+                max(MAX_ERROR_RATIO * base.error, budgets[0]),
+                max(MAX_RMS_RATIO * base.rms, budgets[1]),
+            ]
             problem = f"{arm} disagrees with the reference"
-        index, actual, expected = locate() if located or error > allowed else _NOWHERE
-        if error > allowed:
+        allowed, rms_allowed = limits
+        problem += f"{when and ' ' + when}: {output.path}"
+        found = located or output.error > allowed
+        index, actual, expected = output.locate() if found else _NOWHERE
+        if output.error > allowed:
             shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
-            why = f"error {error:.2g}; baseline's {baseline_error:.2g}; allowed {allowed:.2g}"
-            if math.isinf(error):
+            why = f"error {output.error:.2g}; baseline's {base.error:.2g}; allowed {allowed:.2g}"
+            if math.isinf(output.error):
                 why = "unwritten or not finite: results must be finite"
             raise WrongResult(
-                f"{problem}{when and ' ' + when}: {path}{list(index) or ''} is {shown[0]}, "
-                f"expected {shown[1]} ({why})"
+                f"{problem}{list(index) or ''} is {shown[0]}, expected {shown[1]} ({why})"
             )
-        yield Error(arm, path, index, float(actual), float(expected), error, allowed)
+        if output.rms > rms_allowed:
+            raise WrongResult(
+                f"{problem} has a relative RMS error of {output.rms:.2g} (baseline's "
+                f"{base.rms:.2g}; allowed {rms_allowed:.2g})"
+            )
+        yield Error(
+            *(arm, output.path, index, float(actual), float(expected)),
+            *(output.error, allowed, output.rms, rms_allowed),
+        )
 
 
 def _numbers(value: Any) -> Any:
@@ -319,78 +467,76 @@ def _numbers(value: Any) -> Any:
     return backend_of(value).as_real_view(value)
 
 
-def _check_reference(path: str, base: Any, want: Any) -> float:
-    """Check that the reference has the baseline's shape, is fp64 or exact, and finite.
-
-    Return its root mean square.
-    """
-    if base.shape != want.shape:
+def _check_reference(base: Deviation, want: Expected) -> None:
+    """Check that the reference has the baseline's shape, is fp64 or exact, and finite."""
+    kind = dtype(want.array)
+    if base.shape != tuple(want.array.shape):
         raise UsageError(
-            f"the reference gives {signature(want)} for {path}, the baseline {signature(base)}"
+            f"the reference gives {signature(want.array)} for {base.path}, the baseline "
+            f"{base.signature}"
         )
-    exact = is_exact(want) or is_exact(base) or dtype(want) == "float64"
-    if not exact and (dtype(want) != dtype(base) or _worst(base, want, 0.0)[0]):
+    exact = want.exact or is_exact(want.array) or is_exact(base)
+    if not exact and kind != "float64" and (kind != base.dtype or base.error):
         raise UsageError(
-            f"compute the reference in fp64: for {path} it gives {dtype(want)}, and not exactly "
+            f"compute the reference in fp64: for {base.path} it gives {kind}, and not exactly "
             "the baseline's result"
         )
-    parts = _parts(want, _chunk(want))
-    squares = (backend_of(part).cast(part, "float64", part) ** 2 for part in parts)
-    rms = math.sqrt(float(sum(s.sum() for s in squares)) / max(math.prod(want.shape), 1))
-    if not math.isfinite(rms):
-        index, value, _ = _worst(want, want, 0.0)[1]()
-        where = f"{value} at {path}{list(index)}"
+    if not math.isfinite(want.rms):
+        index, value, _ = _worst(want.array, want.array, 0.0)[2]()
+        where = f"{value} at {base.path}{list(index)}"
         raise UsageError(f"the reference is {where}: choose inputs whose results are finite")
-    return rms
 
 
-def _worst(got: Any, want: Any, rms: float) -> tuple[float, Callable[[], Element]]:
-    """Return the largest error of any element, and a function that returns this element.
+def _rms(array: Any) -> float:
+    """Return the root mean square of an array."""
+    doubles = (backend_of(part).cast(part, "float64", part) for _, part in parts(array))
+    squares = sum((part**2).sum() for part in doubles)
+    return math.sqrt(float(squares) / max(math.prod(array.shape), 1))
+
+
+def _worst(got: Any, want: Any, rms: float) -> tuple[float, float, Callable[[], Element]]:
+    """Return the largest error of any element, the RMS error, and what finds the element.
 
     The error is |got - want| / (|want| + rms). It is 1 where integers differ, and infinite where
-    ``got`` is not finite.
+    ``got`` is not finite. The RMS error is relative to ``rms``, if that is not 0.
     """
     import numpy as np
 
     backend, exact = backend_of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
     # compare a host output on the reference's device, because a GPU compares faster
-    like = want if _on_host(got) and backend_of(want) is backend else got
-    size = _chunk(like)
-    pairs = list(zip(_parts(got, size), _parts(want, size), strict=True))
+    like = want if tensors.on_host(got) and backend_of(want) is backend else got
+    size = tensors.chunk(like)
 
-    def errors(part: Any, truth: Any) -> Any:
+    def pairs() -> Iterator[tuple[int, Any, Any]]:
+        rows = zip(parts(got, size), parts(want, size), strict=True)
+        return ((start, part, truth) for (start, part), (_, truth) in rows)
+
+    def errors(part: Any, truth: Any) -> tuple[Any, Any]:
+        """Return the errors of a part's elements, and the sum of the squared differences."""
         g = backend.cast(part, kind, like)
         w = backend.cast(backend_of(truth).cast(truth, kind, truth), kind, like)
-        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which becomes inf below
+        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, replaced below
             error = backend.cast(g != w, "float64", like) if exact else abs(g - w)
+            squares = ((error / (rms or 1)) ** 2).sum()
         if rms and not exact:
             error /= abs(w) + rms
         error[~backend.module.isfinite(error)] = math.inf
-        return error
+        return error, squares
 
-    if not pairs:
-        return 0.0, lambda: _NOWHERE
-    maxima = backend.module.stack([errors(*pair).max() for pair in pairs])
+    results = (errors(part, truth) for _, part, truth in pairs())
+    figures = [(error.max(), squares) for error, squares in results]
+    if not figures:
+        return 0.0, 0.0, lambda: _NOWHERE
+    maxima, sums = (backend.module.stack(column) for column in zip(*figures, strict=True))
 
     def locate() -> Element:
         i = int(maxima.argmax())
-        part, truth = pairs[i]
-        offset = int(errors(part, truth).argmax())
-        index = np.unravel_index(i * size + offset, tuple(got.shape))
+        start, part, truth = next(itertools.islice(pairs(), i, None))
+        offset = int(errors(part, truth)[0].argmax())
+        index = np.unravel_index(start + offset, tuple(got.shape))
         return tuple(map(int, index)), part[offset].item(), truth[offset].item()
 
-    return float(maxima.max()), locate  # one wait for the GPU for all parts
-
-
-def _on_host(array: Any) -> bool:
-    return str(getattr(array, "device", "cpu")) == "cpu"
-
-
-def _chunk(array: Any) -> int:
-    return HOST_CHUNK if _on_host(array) else CHUNK
-
-
-def _parts(array: Any, size: int) -> Iterator[Any]:
-    flat = array.reshape(-1)
-    return (flat[start : start + size] for start in range(0, len(flat), size))
+    worst = float(maxima.max())  # one wait for the GPU for all parts
+    mean_square = float(sums.sum()) / math.prod(got.shape)
+    return worst, 0.0 if exact else math.sqrt(mean_square), locate

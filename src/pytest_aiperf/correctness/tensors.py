@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -17,6 +17,12 @@ from pytest_aiperf.rules.validity import watched
 
 Args = tuple[Any, ...]
 NamedTensor = tuple[str, Any]  #: A leaf's path and value, which need not be an array.
+
+CHUNK = 1 << 23  #: Elements in one part on a GPU: several fp64 temporaries take 64 MiB each.
+HOST_CHUNK = 1 << 15
+"""Elements in one part on the host: they fit in its caches, and torch uses one thread for so few.
+Several threads would wait for one another while other claims keep the cores busy."""
+_WEIGHTS: dict[Any, Any] = {}  #: Random weights of checksums by backend, device and number.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +166,39 @@ def as_int_bits(array: Any) -> Any:
     return real.view(getattr(backend_of(array).module, f"int{8 * real.itemsize}"))
 
 
+def on_host(array: Any) -> bool:
+    return str(getattr(array, "device", "cpu")) == "cpu"
+
+
+def chunk(array: Any) -> int:
+    """Return how many elements a part of this array has at most."""
+    return HOST_CHUNK if on_host(array) else CHUNK
+
+
+def parts(array: Any, size: int = 0) -> Iterator[tuple[int, Any]]:
+    """Split an array in row-major order into flat parts, so that temporaries stay small.
+
+    Yield the flat index of each part's first element, and the part, which is a view if its memory
+    allows and else a copy. Arrays of one shape are split alike, whatever their strides. A part has
+    at most ``size`` elements, by default ``chunk(array)``.
+    """
+    for start, index in _slabs(tuple(array.shape), size or chunk(array)):
+        yield start, array[index].reshape(-1)
+
+
+def _slabs(shape: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield the flat index of each part's first element, and the index that selects the part."""
+    if not shape:
+        yield 0, (...,)
+    elif (row := math.prod(shape[1:])) > size:
+        for i in range(shape[0]):
+            for start, index in _slabs(shape[1:], size):
+                yield i * row + start, (i, *index)
+    elif row:
+        for i in range(0, shape[0], size // row):
+            yield i * row, (slice(i, i + size // row),)
+
+
 def arrays(args: Args) -> dict[str, Any]:
     """Return the arrays in arguments by path; an array that is passed twice appears once."""
     leaves = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
@@ -212,28 +251,67 @@ def _equal(first: object, second: object) -> bool:
         return False
 
 
-def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Copy the bits of the arrays, on their device."""
-    return {p: backend_of(a).copy(as_int_bits(a)) for p, a in arrays(args).items() if p not in skip}
+@watched
+def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, tuple[str, Any]]:
+    """Return the signature and the checksums of each array by path; arrays are not copied."""
+    return {p: (signature(a), _checksums(a)) for p, a in arrays(args).items() if p not in skip}
+
+
+def _checksums(array: Any) -> Any:
+    """Return the checksum of each part of an array's bits, on its device; None if it is empty.
+
+    A checksum is the sum of the bits, as integers of at most 32 bits, times random odd weights.
+    Whatever changes in a part, its checksum stays equal with a probability of at most 2**-32. (An
+    integer of 64 bits times an odd weight would lose this: two flipped signs would cancel.)
+    """
+    backend = backend_of(array)
+    sums = []
+    for _, part in parts(backend.as_real_view(array)):
+        bits = as_int_bits(part)
+        if bits.itemsize == 8:
+            bits = backend.copy(bits).view(backend.module.int32)  # a contiguous copy
+        sums.append((backend.cast(bits, "int64", array) * _weights(array, len(bits))).sum())
+    return backend.module.stack(sums) if sums else None
+
+
+def _weights(array: Any, count: int) -> Any:
+    import numpy as np
+
+    size = 1 << (count - 1).bit_length()
+    backend = backend_of(array)
+    key = backend.module.__name__, str(getattr(array, "device", "cpu")), size
+    if key not in _WEIGHTS:
+        drawn = np.random.default_rng().integers(-(2**63), 2**63 - 1, size)
+        _WEIGHTS[key] = backend.cast(drawn | 1, "int64", array)
+    return _WEIGHTS[key][:count]
 
 
 @watched
-def changed(before: Mapping[str, Any], args: Args, skip: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the paths of arrays whose bits changed, or that were added or removed."""
-    now = {p: as_int_bits(a) for p, a in arrays(args).items() if p not in skip}
-    both = [p for p in now if p in before and signature(now[p]) == signature(before[p])]
-    equal = [(p, (now[p] == before[p]).all()) for p in both]  # all enqueued before the first wait
-    same = [p for p, flag in equal if bool(flag)]
-    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*same, *skip))
+def changed(
+    before: Mapping[str, tuple[str, Any]], args: Args, skip: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the paths of arrays whose bits changed, or that were added or removed.
+
+    ``before`` is an earlier :func:`fingerprint`.
+    """
+    now = fingerprint(args, skip)  # all is enqueued before the first wait for the GPU
+
+    def same(path: str) -> bool:
+        (kind, sums), (kind_before, sums_before) = now[path], before[path]
+        return kind == kind_before and (sums is None or bool((sums == sums_before).all()))
+
+    unchanged = [p for p in now if p in before and same(p)]
+    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*unchanged, *skip))
 
 
 def poison(args: Args, paths: Collection[str]) -> None:
     """Fill the arrays at these paths with wrong values, but not the memory around a view."""
     for array in (a for p, a in arrays(args).items() if p in paths):
         if dtype(array) == "bool":
-            flat = backend_of(array).module.zeros_like(array).reshape(-1)
-            flat[1::2] = True
-            array[...] = flat.reshape(array.shape)
+            for _, index in _slabs(tuple(array.shape), chunk(array)):
+                flat = backend_of(array).module.zeros_like(array[index]).reshape(-1)
+                flat[1::2] = True
+                array[index] = flat.reshape(array[index].shape)
         elif is_exact(array):
             bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
             as_int_bits(array)[...] = bits
