@@ -1,6 +1,7 @@
 """Undo an arm's changes to the process; add the number of caught and passed arms to the summary."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -37,10 +38,12 @@ def restored(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     environ = dict(os.environ)
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
+    profiler = sys.getprofile()
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     yield
     for owner, name, value in originals:
         setattr(owner, name, value)
+    sys.setprofile(profiler)
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)

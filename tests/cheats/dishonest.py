@@ -7,6 +7,7 @@ numbers on the fake device: the baseline takes 200 us, the optimized arm 100 us.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -873,6 +874,11 @@ def a_baseline_that_takes_the_threads_away():
 @cheat(SETTINGS + "time.perf_counter_ns")
 def the_host_timer():
     return flipping(lambda: setattr(time, "perf_counter_ns", lambda: 0))
+
+
+@cheat(SETTINGS + "sys.setprofile")
+def a_profiler_of_python():
+    return flipping(lambda: sys.setprofile(lambda *_: None), arm="baseline")
 
 
 @cheat(SETTINGS + "time.monotonic")

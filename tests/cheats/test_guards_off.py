@@ -152,7 +152,7 @@ def any_subclass(name):
 
 GUARDS = {
     # correctness
-    "the reference": Guard({(agreement, "verify"): always([])}, caught("constant")),
+    "the reference": Guard({(agreement, "judge"): always([])}, caught("constant")),
     "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
     "inputs are not changed": Guard({(tensors, "changed"): always(())}, caught("inputs_zeroed")),
     "arms return the same structure": Guard(
@@ -230,6 +230,9 @@ GUARDS = {
     ),
     "environment variables do not change": Guard(
         {(validity, "_VARIABLES"): ()}, caught("threads_of_openmp")
+    ),
+    "tracers are not switched on": Guard(
+        {(validity, "_tracers"): always({})}, caught("a_profiler_of_python")
     ),
     "timers and comparisons are not patched": Guard(
         {(validity, "_FOREIGN"): (), (validity, "_WATCHED"): {}}, caught("the_event_timer")

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -73,7 +74,52 @@ def run(work, *, deadline_s=30.0, on_message=lambda _: None, grace_s=0.2) -> Pro
             os.waitpid(-1, os.WNOHANG)
 
 
-# How a claim ends
+# How a claim begins and ends
+
+
+def traced(frame, event, arg):
+    return traced
+
+
+def test_tracers_are_off_in_a_claim_and_stay_on_outside():
+    def work(channel):
+        tracers = [m.gettrace() for m in (sys, threading)]
+        tracers += [m.getprofile() for m in (sys, threading)]
+        channel.send("result", tracers=[tracer is not None for tracer in tracers])
+
+    before = sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()
+    try:
+        for module in (sys, threading):
+            module.settrace(traced)
+            module.setprofile(traced)
+        ended = run(work)
+        outside = sys.gettrace()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+        threading.settrace(before[2])
+        threading.setprofile(before[3])
+    assert ended.messages[0]["tracers"] == [False] * 4
+    assert outside is traced
+
+
+def test_tools_of_sys_monitoring_are_freed(monkeypatch):
+    tools, events, callbacks = {1: "coverage"}, {1: 33}, {}
+    monitoring = SimpleNamespace(
+        get_tool=tools.get,
+        set_events=events.__setitem__,
+        register_callback=lambda tool, event, call: callbacks.update({(tool, event): call}),
+        free_tool_id=tools.pop,
+        DISABLE="disable",
+    )
+    monkeypatch.setattr(sys, "monitoring", monitoring, raising=False)
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "settrace", lambda _: None)
+        monkeypatch.setattr(module, "setprofile", lambda _: None)
+    isolation.turn_off_tracers()
+    assert (tools, events) == ({}, {1: 0})
+    assert sorted(callbacks) == [(1, 1 << event) for event in range(10)]
+    assert callbacks[1, 32]("code", 7) == "disable"  # else LINE stays on where it was set
 
 
 def test_messages_come_in_order_and_the_transient_ones_are_not_kept():

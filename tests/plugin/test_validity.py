@@ -86,6 +86,39 @@ def test_an_ordinary_environment_is_accepted():
 
 
 @pytest.mark.parametrize(
+    ("setter", "getter"),
+    [
+        ("sys.settrace", "sys.gettrace"),
+        ("sys.setprofile", "sys.getprofile"),
+        ("threading.settrace", "threading.gettrace"),
+        ("threading.setprofile", "threading.getprofile"),
+    ],
+)
+def test_a_tracer_is_named_and_is_a_setting(monkeypatch, setter, getter):
+    for name in ("sys.gettrace", "sys.getprofile", "threading.gettrace", "threading.getprofile"):
+        monkeypatch.setattr(name, lambda: None)  # this test may run under coverage
+    monkeypatch.setattr(sys, "monitoring", None, raising=False)
+    before = validity.flags()
+    assert validity.tracer_problem() is None
+    monkeypatch.setattr(getter, lambda: test_a_tracer_is_named_and_is_a_setting)
+    assert validity.tracer_problem().startswith(f"{setter} is <function test_a_tracer")
+    (changed,) = validity.changed_flags(before, validity.flags())
+    assert changed.startswith(f"{setter}: None -> <function test_a_tracer")
+
+
+def test_tools_of_sys_monitoring_are_tracers(monkeypatch):
+    tools = {1: "coverage", 5: "optimizer"}
+    monkeypatch.setattr(
+        sys, "monitoring", SimpleNamespace(get_tool=lambda tool: tools.get(tool)), raising=False
+    )
+    for name in ("sys.gettrace", "sys.getprofile", "threading.gettrace", "threading.getprofile"):
+        monkeypatch.setattr(name, lambda: None)
+    assert validity.tracer_problem().startswith("sys.monitoring is 'coverage, optimizer'")
+    tools.clear()
+    assert validity.tracer_problem() is None
+
+
+@pytest.mark.parametrize(
     ("set_bytes", "l2_bytes", "sets"),
     [
         (8 << 30, 60 << 20, 3),

@@ -38,11 +38,13 @@ Work = Callable[["Channel"], None]
 Status = Literal["exited", "signalled", "timeout", "interrupted", "stuck"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 2**20  #: Longest message of a claim; pytest holds it in memory.
-TRANSIENT: Final = frozenset({"waiting", "working", "progress"})
+TRANSIENT: Final = frozenset({"waiting", "working", "progress", "step"})
 """Kinds of messages that are passed to ``on_message`` but not kept."""
 KILL_TIMEOUT_S: Final = 10.0
 """How long a process may take to end after SIGKILL before it counts as stuck."""
 
+_MONITORING_EVENTS: Final = 10
+"""The first events of ``sys.monitoring``, which are local: they can be on for single functions."""
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"
 _BLOCKED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -64,7 +66,7 @@ class Channel:
         """Send one message, whose values must be JSON types.
 
         The kind ``waiting`` pauses the claim's deadline while it waits for other processes;
-        ``working`` resumes it.
+        ``working`` resumes it. The kind ``step`` starts it anew.
         """
         if os.getpid() != self._pid:
             raise UsageError(
@@ -166,6 +168,24 @@ def arm_parent_death(signum: int = signal.SIGKILL, parent: int | None = None) ->
         os.kill(os.getpid(), signum)
 
 
+def turn_off_tracers() -> None:
+    """Turn off all tracers and profilers of Python code in this thread and those it starts.
+
+    Each costs time per line or per call, so that an arm with more Python code would lose.
+    """
+    for module in (sys, threading):
+        module.settrace(None)  # type: ignore[arg-type]  threading's takes None, too
+        module.setprofile(None)  # type: ignore[arg-type]
+    if monitoring := getattr(sys, "monitoring", None):  # Python 3.12 and newer
+        for tool in range(6):
+            if monitoring.get_tool(tool) is not None:
+                monitoring.set_events(tool, 0)
+                for event in range(_MONITORING_EVENTS):
+                    # a callback that returns DISABLE also ends the events of single functions
+                    monitoring.register_callback(tool, 1 << event, lambda *_: monitoring.DISABLE)
+                monitoring.free_tool_id(tool)
+
+
 class _Deadline:
     """The claim's remaining working time; when it is over, the commands to the supervisor."""
 
@@ -177,11 +197,13 @@ class _Deadline:
         self._commands = [(_TERMINATE, grace_s), (_KILL, KILL_TIMEOUT_S)]
 
     def update(self, kind: str) -> None:
-        """Pause or resume the deadline, if a message of this kind does."""
+        """Pause, resume or restart the deadline, if a message of this kind does."""
         if kind == "waiting" and self._end is not None and not self.exceeded:
             self._left_at_pause, self._end = self._end - time.monotonic(), None
         elif kind == "working" and self._end is None:
             self._end = time.monotonic() + self._left_at_pause
+        elif kind == "step" and not self.exceeded:
+            self._end = time.monotonic() + self.seconds
 
     def left(self) -> float | None:
         """Return the seconds until the next command; None while the deadline is paused."""
@@ -336,6 +358,7 @@ def _run_claim(work: Work, outlet: int, supervisor: int) -> NoReturn:
         faulthandler.register(signal.SIGTERM, 2, chain=True)
         arm_parent_death(signal.SIGKILL, supervisor)
         channel = Channel(outlet)
+        turn_off_tracers()
         try:
             work(channel)
             code = 0

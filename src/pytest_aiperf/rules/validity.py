@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -122,6 +123,31 @@ def environment_problem(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def tracer_problem() -> str | None:
+    """Name a tracer or profiler of Python code, which slows one arm more than the other."""
+    for name, tracer in _tracers().items():
+        if tracer != "None":
+            return (
+                f"{name} is {tracer}: it runs between the lines of Python arms; measure without "
+                "coverage, Python profilers and debuggers"
+            )
+    return None
+
+
+def _tracers() -> dict[str, str]:
+    """Read which tracers are on; the functions that set them, by what they were given."""
+    tracers: dict[str, object] = {
+        "sys.settrace": sys.gettrace(),
+        "sys.setprofile": sys.getprofile(),
+        "threading.settrace": threading.gettrace(),
+        "threading.setprofile": threading.getprofile(),
+    }
+    if monitoring := getattr(sys, "monitoring", None):  # Python 3.12 and newer
+        tools = (monitoring.get_tool(tool) for tool in range(6))
+        tracers["sys.monitoring"] = ", ".join(filter(None, tools)) or None
+    return {name: repr(tracer) for name, tracer in tracers.items()}
+
+
 def rotation(set_bytes: int, l2_bytes: int) -> int:
     """Return how many input sets a cold measurement rotates through."""
     if not l2_bytes:
@@ -138,7 +164,7 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
 
 def flags() -> dict[str, str]:
     """Read the global settings that no arm may change; those of torch only if it is loaded."""
-    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _tracers()
     if torch := sys.modules.get("torch"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # reading some of these names warns of deprecation
