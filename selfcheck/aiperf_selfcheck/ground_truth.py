@@ -129,13 +129,14 @@ def compare(  # noqa: PLR0917  all callers use the same order
     started = time.monotonic()
     baseline, optimized = arms
     claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
-    bound = BoundClaim(claim, device, seed, full=True)
+    ladder = Ladder([BoundClaim(claim, device, seed, full=True)])
     try:
-        timing = measure_metric(bound, Metric.DEVICE, rule)
+        timing = measure_metric(ladder, Metric.DEVICE, rule)
     except InvalidMeasurement:
         return Comparison(None, None, time.monotonic() - started)
     finally:
-        bound.verify()
+        ladder.verify()
+        ladder.raise_error()
     ratio = speedup(timing)
     seconds = time.monotonic() - started
     return Comparison(verdict(ratio, noise_floor), ratio, seconds, *deviations(timing))

@@ -121,6 +121,17 @@ class Launcher:
         self._converts = [convert for convert, _ in converters]
         self._argtypes = [*(kind for _, kind in converters), ctypes.c_void_p]
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both launch the same function of the same build."""
+        return isinstance(other, Launcher) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self._library, self.source, self.text
+
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of torch, or of cupy where torch is not in use."""
         if len(args) != len(self._converts):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,24 +24,10 @@ AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference be
 DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
 such a seed, so whatever the arm computes from decoys is wrong for the timed values."""
-PENDING_SHARE = 1 / 64
-"""Fraction of the GPU's memory that outputs may fill while they wait for verification. They wait
-until the exclusive lock is released, because the reference takes longer than the timed calls."""
 ASSUMED_MEMORY_BYTES = 64 << 30  #: Assumed memory of a GPU that does not report its size.
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
-Results = Mapping[str, list[NamedTensor]]  #: Each arm's result for the same inputs.
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Outputs of timed calls that the reference has not verified yet."""
-
-    results: Sequence[Results]  #: Copies, which later calls do not overwrite.
-    seed: int  #: Seed of the inputs.
-    values_seed: int | None  #: Seed of the values that overwrote the dynamic inputs, if any.
-    when: str  #: Which calls wrote these outputs, for the error message.
 
 
 class BoundClaim:
@@ -64,7 +50,6 @@ class BoundClaim:
         self.effects = agreement.ArgumentEffects()
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self._settings = validity.flags()
-        self._pending: list[_Pending] = []
 
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
@@ -148,12 +133,20 @@ class BoundClaim:
             self.refuse_changed_settings()  # also after an error: the setting may have caused it
         self.device.synchronize()  # work left on the GPU would disturb the timing of another claim
 
-    def check_agreement(self, share: Share = lambda step: step()) -> tuple[Error, ...]:
+    def check_agreement(
+        self,
+        share: Share = lambda step: step(),
+        effects: agreement.ArgumentEffects | None = None,
+    ) -> tuple[Error, ...]:
         """Check all arms against the reference on several seeds; return the worst errors.
 
         Each seed takes the shared lock anew, so that other claims can be timed between seeds.
+        ``effects`` are those of the baseline, if they are known already.
         """
-        share(self._infer_effects)
+        if effects is None:
+            share(self._infer_effects)
+        else:
+            self.effects = effects
         seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
         worst: dict[str, Error] = {}
         for error in [e for seed in seeds for e in share(partial(self._check_seed, seed))]:
@@ -211,42 +204,6 @@ class BoundClaim:
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
         return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
-
-    def verify_later(
-        self, results: Sequence[Results], seed: int, when: str, values_seed: int | None = None
-    ) -> None:
-        """Queue copies of the arms' outputs for verification after the exclusive lock is released.
-
-        The inputs were made with ``seed``; if ``values_seed`` is given, their dynamic arguments
-        were then overwritten with values drawn with that seed. If the queued copies exceed
-        PENDING_SHARE of the GPU's memory, all of them are verified immediately.
-        """
-        self._pending.append(_Pending(results, seed, values_seed, when))
-        arms = (arm for p in self._pending for each in p.results for arm in each.values())
-        pending_bytes = sum(getattr(value, "nbytes", 0) for arm in arms for _, value in arm)
-        gpu = self.device.gpu
-        memory_bytes = gpu.memory_bytes if gpu and gpu.memory_bytes else ASSUMED_MEMORY_BYTES
-        if pending_bytes > PENDING_SHARE * memory_bytes:
-            self.verify()
-
-    def verify(self) -> None:
-        """Check the queued outputs; successive ones with equal inputs need one reference result."""
-        key: tuple[int, int | None] | None = None
-        expected: object = None
-        while self._pending:
-            batch = self._pending[0]
-            if key != (batch.seed, batch.values_seed):
-                expected = None
-                if batch.values_seed is None:
-                    inputs = self.make_inputs(batch.seed)
-                else:
-                    inputs = self.make_inputs_with(batch.seed, batch.values_seed)
-                expected = self.claim.reference(*inputs.args)
-                key = batch.seed, batch.values_seed
-                del inputs
-            for results in batch.results:
-                agreement.verify(results, expected, self.claim.precision, batch.when, located=False)
-            del self._pending[0]
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Measures one claim, from the agreement of its arms to its judgement."""
+"""Measures claims, from the agreement of their arms to their judgement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -14,7 +14,13 @@ from typing import TypeVar
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.correctness import agreement
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import AiperfError, ClaimNotMet, InvalidMeasurement, is_out_of_memory
+from pytest_aiperf.errors import (
+    AiperfError,
+    ClaimNotMet,
+    InvalidMeasurement,
+    WrongResult,
+    is_out_of_memory,
+)
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Error, Expectation, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, validity, verdict
@@ -22,6 +28,7 @@ from pytest_aiperf.rules import evidence, validity, verdict
 from . import explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
+from .ladder import Ladder, identity
 from .replicates import Measurement, measure_metric, speedup
 from .stopping_rule import QUICK, StoppingRule
 from .torch_compile import uncompiled
@@ -52,6 +59,8 @@ class ClaimContext:
     """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
     ceilings: Mapping[str, float] = field(default_factory=dict)
     """The device's roofline ceilings by name; only claims with ``work`` need them."""
+    step: Callable[[], object] = lambda: None
+    """Called before each part of a measurement that has the claim's deadline for itself."""
 
     def share(self, step: Callable[[], T]) -> T:
         """Run a step under the shared lock; when out of memory, repeat it under the exclusive."""
@@ -89,34 +98,72 @@ def check_claim(
     return replace(record, against=claim.against, outcome=Outcome.PASSED, agreement=agreement)
 
 
-def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, AiperfError | None]:
+def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, Exception | None]:
     """Measure a claim and judge it; return its record and the error to raise."""
-    started = time.monotonic() - context.lock.waited_s
-    bound = BoundClaim(
-        claim, context.device, context.record.seed, full=True, progress=context.progress
-    )
-    record = replace(
-        context.record,
-        against=claim.against,
-        code=context.code,
-        gpu=context.device.gpu,
-        kernels=tuple(kernel for build in context.builds for kernel in build.kernels),
-    )
-    error: AiperfError | None = None
-    try:
-        refuse_debug_environment()
-        record = _measure(bound, record, context)
-        context.progress("explaining")
-        with context.lock.shared():
-            record = explanation.explain(bound, record, context.builds, context.ceilings)
-        explanation.refuse_impossible_times(record)
-        record = _judge(record, context)
-        if record.outcome is not Outcome.PASSED:
-            error = ClaimNotMet(record.message)
-    except AiperfError as why:
-        error = why
-    record = replace(record, seconds=time.monotonic() - context.lock.waited_s - started)
-    return failed(record, error) if error else record, error
+    return measure_ladder([(claim, context)])[0]
+
+
+def measure_ladder(
+    claims: Sequence[tuple[Claim, ClaimContext]],
+) -> list[tuple[Result, Exception | None]]:
+    """Measure claims, and judge each; return each one's record and the error to raise.
+
+    Claims that have the same inputs, reference, metrics and cache state are timed in the same
+    rounds. All contexts share one device and one lock. A claim that fails does not affect the
+    others, unless its error has broken the CUDA context: then this function raises that error.
+    """
+    lock = claims[0][1].lock
+    started = time.monotonic() - lock.waited_s
+    trials = [_Trial(*each, alone=len(claims) == 1) for each in claims]
+    effects: dict[Hashable, agreement.ArgumentEffects] = {}
+    for trial in trials:
+        trial.run(partial(_agree, trial, effects))
+    for group in _groups(trials):
+        _time(group)
+    for trial in trials:
+        trial.run(partial(_explain, trial))
+    seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
+    return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
+
+
+class _Trial:
+    """One claim while it is measured: its record so far, and its error."""
+
+    def __init__(self, claim: Claim, context: ClaimContext, *, alone: bool) -> None:
+        self.bound = BoundClaim(
+            claim, context.device, context.record.seed, full=True, progress=context.progress
+        )
+        self.context = context
+        self.alone = alone
+        self.error: Exception | None = None
+        self.record = replace(
+            context.record,
+            against=claim.against,
+            code=context.code,
+            gpu=context.device.gpu,
+            kernels=tuple(kernel for build in context.builds for kernel in build.kernels),
+        )
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run a step, unless an earlier one has failed; keep its error."""
+        if self.error is None:
+            self.context.step()
+            try:
+                step()
+            except Exception as why:  # noqa: BLE001  the claim's test raises it
+                self.keep(why)
+
+    def keep(self, error: Exception) -> None:
+        self.error = error
+        if not self.alone:
+            # raises if the error has broken the CUDA context, which the other claims need
+            self.context.device.synchronize()
+
+    def note(self, text: str) -> None:
+        self.record = replace(self.record, notes=(*self.record.notes, text))
+
+    def ended(self) -> Result:
+        return self.record if self.error is None else failed(self.record, self.error)
 
 
 def refuse_debug_environment() -> None:
@@ -125,15 +172,74 @@ def refuse_debug_environment() -> None:
         raise InvalidMeasurement(problem)
 
 
-def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result:
-    """Check agreement, time every metric and verify the timed outputs."""
+def _agree(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:
+    """Check the agreement of a claim's arms; keep the effects of its baseline for other claims."""
+    refuse_debug_environment()
+    bound, context = trial.bound, trial.context
     work = context.share(bound.compute_work)
-    agreement = bound.check_agreement(context.share)
+    key = identity(bound.claim.arms["baseline"]), identity(bound.claim.inputs)
+    errors = bound.check_agreement(context.share, effects.get(key))
+    effects[key] = bound.effects
+    trial.record = replace(trial.record, work=work, agreement=errors)
+
+
+def _groups(trials: Sequence[_Trial]) -> list[list[_Trial]]:
+    """Group the claims that can be timed together; note which cannot."""
+    ready = [trial for trial in trials if trial.error is None]
+    groups: dict[Hashable, list[_Trial]] = {}
+    for trial in ready:
+        claim = trial.bound.claim
+        same = identity(claim.inputs), identity(claim.reference), claim.metrics, claim.cache
+        groups.setdefault((same, trial.bound.effects), []).append(trial)
+    for group in groups.values() if len(groups) > 1 else ():
+        for trial in group:
+            trial.note(
+                "not timed together with all rungs: others differ in their inputs, their "
+                "reference, the metric, or the arguments that they change"
+            )
+    return list(groups.values())
+
+
+def _time(trials: Sequence[_Trial]) -> None:
+    """Time claims together; if that fails, time each by itself."""
+    ladder, context = Ladder([trial.bound for trial in trials]), trials[0].context
+    context.step()
+    try:
+        timings, notes = _measure(ladder, context)
+    except Exception as why:  # noqa: BLE001  the claim's test raises it
+        if len(trials) == 1:
+            trials[0].keep(why)
+            return
+        context.device.synchronize()  # raises if the error has broken the CUDA context
+        del ladder
+        context.device.release()
+        for trial in trials:
+            trial.note(f"timed by itself, because the ladder could not be timed: {why}")
+            _time([trial])
+        return
+    is_time = timings[0].metric in (Metric.DEVICE, Metric.WALL)
+    for trial, rung in zip(trials, ladder.rungs, strict=True):
+        judged, *also = (ladder.timing_of(rung, timing) for timing in timings)
+        trial.error = rung.error
+        trial.record = replace(
+            trial.record,
+            timing=judged,
+            also=tuple(also),
+            floor=trial.context.noise_floor if is_time else 0.0,
+            speedup=speedup(judged),
+            library=speedup(judged, of="library") if "library" in rung.arms else None,
+            first=speedup(judged, of="first") if "first" in rung.arms else None,
+            notes=(*trial.record.notes, *notes),
+        )
+
+
+def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[str]]:
+    """Time every metric and verify the timed outputs; return the timings, and notes."""
     timings: list[Timing] = []
     notes: list[str] = []
-    for metric in bound.claim.metrics:
+    for metric in ladder.bound.claim.metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
-        measurement = Measurement(bound, metric, QUICK if timings else context.rule)
+        measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
         context.share(measurement.prepare)
         lock = context.lock
         with lock.exclusive_host() if metric is Metric.WALL else lock.exclusive_gpu():
@@ -141,26 +247,27 @@ def _measure(bound: BoundClaim, record: Result, context: ClaimContext) -> Result
                 timings.append(measurement.measure())
             except InvalidMeasurement as why:
                 if not timings:
-                    bound.verify()  # a wrong result explains more than this error
+                    ladder.verify()  # a wrong result explains more than this error
+                    ladder.raise_error()
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             context.device.release()  # freeing memory later would disturb another claim
         context.share(measurement.check_with_new_inputs)
     context.progress("verifying")
-    context.share(bound.verify)
-    judged = timings[0]
-    is_time = judged.metric in (Metric.DEVICE, Metric.WALL)
-    return replace(
-        record,
-        agreement=agreement,
-        work=work,
-        timing=judged,
-        also=tuple(timings[1:]),
-        floor=context.noise_floor if is_time else 0.0,
-        speedup=speedup(judged),
-        library=speedup(judged, of="library") if "library" in bound.claim.arms else None,
-        notes=tuple(notes),
-    )
+    context.share(ladder.verify)
+    return timings, notes
+
+
+def _explain(trial: _Trial) -> None:
+    """Explain a timed claim's speedup and judge the claim."""
+    context, bound = trial.context, trial.bound
+    context.progress("explaining")
+    with context.lock.shared():
+        trial.record = explanation.explain(bound, trial.record, context.builds, context.ceilings)
+    explanation.refuse_impossible_times(trial.record)
+    trial.record = _judge(trial.record, context)
+    if trial.record.outcome is not Outcome.PASSED:
+        raise ClaimNotMet(trial.record.message)
 
 
 def _judge(record: Result, context: ClaimContext) -> Result:
@@ -184,14 +291,17 @@ def _judge(record: Result, context: ClaimContext) -> Result:
     )
 
 
-def failed(record: Result, error: AiperfError) -> Result:
+def failed(record: Result, error: Exception) -> Result:
     """Return the record of a claim that ended with an error."""
     outcome = Outcome.ERROR
-    if isinstance(error, AssertionError):  # WrongResult or ClaimNotMet
+    message = str(error)
+    if not isinstance(error, AiperfError):
+        message = f"{type(error).__name__}: {message}"
+    if isinstance(error, (WrongResult, ClaimNotMet)):
         outcome = Outcome.FAILED
     elif isinstance(error, InvalidMeasurement):
         outcome = Outcome.INVALID
-    return replace(record, outcome=outcome, message=str(error))
+    return replace(record, outcome=outcome, message=message.strip()[:2000])
 
 
 def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progress) -> float:
@@ -206,11 +316,13 @@ def noise_floor(device: Device, seed: int, rule: StoppingRule, progress: Progres
     )
     bound = BoundClaim(claim, device, seed, full=True, progress=progress)
     bound.effects = agreement.infer_effects(lambda _: arm, partial(bound.make_inputs, seed))
+    ladder = Ladder([bound])
     floors: list[float] = []
     while len(floors) < FLOOR_REPEATS:
-        timing = measure_metric(bound, metric, replace(rule, max_replicates=rule.min_replicates))
+        timing = measure_metric(ladder, metric, replace(rule, max_replicates=rule.min_replicates))
         ratio = speedup(timing)
-        bound.verify()
+        ladder.verify()
+        ladder.raise_error()
         floors.append(max(ratio.high, 1 / ratio.low) - 1)
         if floors[0] <= QUIET_FLOOR:
             break

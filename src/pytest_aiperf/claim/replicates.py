@@ -1,4 +1,4 @@
-"""Measures one metric of a claim in replicates, until the stopping rule is met."""
+"""Measures one metric of a ladder in replicates, until the stopping rule is met."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pytest_aiperf.model import Interval, Metric, Replicate, Timing
 from pytest_aiperf.rules import stats
 
-from .bound_claim import BoundClaim
+from .ladder import Ladder
 from .sampler import Sampler
 from .scores import ScoreSampler
 from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
@@ -18,11 +18,16 @@ from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
 class Measurement:
     """The measurement of one metric, in three steps; only the second needs the exclusive lock."""
 
-    def __init__(self, bound: BoundClaim, metric: Metric, rule: StoppingRule) -> None:
-        self.bound = bound
-        self.rule = replace(rule, min_replicates=3) if metric is Metric.MEMORY else rule
+    def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
+        self.ladder = ladder
+        self.bound = ladder.bound
+        budget_s = rule.time_budget_s * len(ladder.rungs)
+        self.rule = replace(rule, time_budget_s=budget_s)
+        if metric is Metric.MEMORY:
+            self.rule = replace(self.rule, min_replicates=3)
         is_score = metric in (Metric.SCORE, Metric.MEMORY)
-        self.sampler = ScoreSampler(bound, metric) if is_score else Sampler(bound, metric, rule)
+        sampler = ScoreSampler(ladder, metric) if is_score else Sampler(ladder, metric, self.rule)
+        self.sampler: Sampler | ScoreSampler = sampler
 
     def prepare(self) -> None:
         """Build the buffers of the first replicates."""
@@ -55,8 +60,9 @@ class Measurement:
         return self.bound.seed + 1000 * (replicate + 1)
 
     def _report(self, timing: Timing) -> float:
-        """Report progress; return the half-width of the speedup's confidence interval so far."""
-        ratio = speedup(timing)
+        """Report progress; return the half-width of the widest confidence interval so far."""
+        of_rungs = (self.ladder.timing_of(rung, timing) for rung in self.ladder.rungs)
+        ratio = max(map(speedup, of_rungs), key=stats.half_width)  # the least certain
         half_width = stats.half_width(ratio)
         state = self.bound.device.telemetry()
         self.bound.progress(
@@ -82,9 +88,9 @@ class Measurement:
         return "replicates" if replicates >= rule.max_replicates else ""
 
 
-def measure_metric(bound: BoundClaim, metric: Metric, rule: StoppingRule) -> Timing:
+def measure_metric(ladder: Ladder, metric: Metric, rule: StoppingRule) -> Timing:
     """Measure one metric: run all steps of a :class:`Measurement`."""
-    measurement = Measurement(bound, metric, rule)
+    measurement = Measurement(ladder, metric, rule)
     measurement.prepare()
     timing = measurement.measure()
     measurement.check_with_new_inputs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -14,9 +14,11 @@ from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.device.device import MAX_BLOCK_S, Block, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
-from pytest_aiperf.rules import validity
+from pytest_aiperf.rules import stats, validity
+from pytest_aiperf.text import si
 
-from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim, bind
+from .bound_claim import ASSUMED_MEMORY_BYTES, bind
+from .ladder import Ladder
 from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
@@ -25,6 +27,11 @@ CHECKED_CALLS = 5  #: Successive calls to check: an arm may skip the work of eve
 SLOW_CALL_S = 0.01  #: Of calls slower than this, only two are checked, to save time.
 PREBUILT_SHARE = 1 / 32
 """Fraction of the GPU's memory for inputs that are built before the exclusive lock is taken."""
+MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
+"""Generous latency and low bandwidth of a GPU's memory, for inputs that are not in the L2."""
+COLD_SHARE = 1e-3  #: Fraction of a call below which reading its inputs anew does not matter.
+SLOWED = 1.3
+"""An arm whose timed calls take this many times as long as its first calls is reported."""
 WARM_SETS = 3  #: Input sets with a warm cache: successive calls get different data.
 NEW_VALUES_OFFSET = 250_031
 """Added to a set's seed to draw the new values of ``check_with_new_inputs``."""
@@ -38,20 +45,23 @@ class ArmBuffers:
     padding: object  #: Random-sized allocation that shifts the addresses of the inputs.
     inputs: list[Inputs]  #: The input sets.
     calls: list[Callable[[], object]]  #: One call per input set.
-    block: Block = field(init=False)  #: The timed block, which cycles through the calls.
+    block: Block = field(init=False)
+    """The timed block: it cycles through the calls and ends with the last one."""
 
 
 class Sampler:
     """Samples the seconds per call of each arm."""
 
-    def __init__(self, bound: BoundClaim, metric: Metric, rule: StoppingRule) -> None:
-        self.bound = bound
-        self.device = bound.device
+    def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
+        self.ladder = ladder
+        self.bound = ladder.bound
+        self.device = ladder.bound.device
         self.rule = rule
         self.metric = metric
         self.notes: list[str] = []
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
         self._timed: tuple[int, dict[str, ArmBuffers]] | None = None
+        self._first_s: dict[str, float] = {}  # of each arm's first calls
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of later ones while memory allows.
@@ -63,13 +73,16 @@ class Sampler:
         device = self.device
         self.bound.progress("preparing")
         self._prebuilt.clear()
-        self.sets, self.min_calls = self._count_sets()
+        self.sets = self._count_sets()
         first = self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
+        for arm in first:
+            block = device.block(arm.calls[:1], Mode.WALL)
+            self._first_s[arm.name] = min(block.run(), block.run())
         if device.gpu is None or device.ranks.count > 1:
             return
-        slowest = max(device.block(b.calls[:1], Mode.WALL).run() for b in first)
-        # twice the limit: other claims on the GPU may have slowed the call down
-        if self.min_calls == 1 and slowest > 2 * MAX_BLOCK_S:
+        fastest = min(self._first_s.values())
+        # twice the limit: other claims on the GPU may have slowed the calls down
+        if fastest > 2 * MAX_BLOCK_S and self._min_calls(fastest) == 1:
             self.sets = 1  # a block will hold one call, which needs one input set
         size = sum(tensors.nbytes(i.args) for b in first for i in b.inputs[: self.sets])
         budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
@@ -90,35 +103,54 @@ class Sampler:
         buffers = next(iter(self._prebuilt.values()))
         first_calls = [b.calls[0] for b in buffers]
         self.device.stabilize_clocks(lambda: [call() for call in first_calls])
-        seconds = [self._estimate_s(b.calls) for b in buffers]
-        fast, slow = min(seconds), max(seconds)
-        self.mode = choose_mode(self.metric, fast)
-        self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
-        first_run_s = self._choose_mode(buffers, fast, slow)
-        self.sets = min(self.sets, self.calls)  # a block uses at most one set per call
-        self.checked_calls = CHECKED_CALLS if slow < SLOW_CALL_S else 2
+        seconds = {b.name: self._estimate_s(b.calls) for b in buffers}
+        self.mode = choose_mode(self.metric, min(seconds.values()))
+        self._count_calls(seconds)
+        first_run_s = self._choose_mode(buffers, seconds)
+        # a block uses at most one set per call
+        self.sets = min(self.sets, max(self.calls.values()))
+        self.checked_calls = CHECKED_CALLS if max(seconds.values()) < SLOW_CALL_S else 2
         # A round takes at least as long as the host needs to enqueue its blocks. The maximum over
         # the ranks makes all of them choose the same number of rounds.
         first_run_s = self.device.ranks.max(first_run_s)
-        round_s = max(sum(seconds) * 2 * self.calls, 2 * first_run_s)
+        blocks_s = sum(2 * calls * seconds[name] for name, calls in self.calls.items())
+        round_s = max(blocks_s, 2 * first_run_s)
         affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
         self.rounds = max(1, min(self.rule.rounds_per_replicate, affordable))
 
-    def _count_sets(self) -> tuple[int, int]:
-        """Return the number of input sets, and the calls per block that rotate through them all."""
+    def _count_sets(self) -> int:
+        """Return the number of input sets that successive calls must use in turn."""
         gpu = self.device.gpu
+        self.set_bytes = 0
         if gpu is None:
-            return 1, 1  # a host claim has one input set: the CPU's caches stay warm
+            return 1  # a host claim has one input set: the CPU's caches stay warm
         if self.bound.claim.cache == "warm":
-            return WARM_SETS, 1
-        size = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
-        sets = validity.rotation(size, gpu.l2_bytes)
+            return WARM_SETS
+        self.set_bytes = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
+        return validity.rotation(self.set_bytes, gpu.l2_bytes)
+
+    def _count_calls(self, seconds: Mapping[str, float]) -> None:
+        """Choose each arm's calls per block: the same for all arms that are about as fast."""
+        fastest = min(seconds.values())
+        self.calls = {
+            name: max(self._min_calls(call_s), calls_per_block(self.mode, fastest, call_s))
+            for name, call_s in seconds.items()
+        }
+
+    def _min_calls(self, call_s: float) -> int:
+        """Return the fewest calls per block of an arm that keep its inputs out of the L2."""
+        gpu = self.device.gpu
+        if gpu is None or not self.set_bytes:
+            return 1
         # one call on so large a set evicts the set's start from the L2: the next call is cold
-        return sets, 1 if size >= validity.L2_SPANS * gpu.l2_bytes else sets
+        if self.set_bytes >= validity.L2_SPANS * gpu.l2_bytes:
+            return 1
+        miss_s = MISS_S + self.set_bytes / MISSED_BYTES_PER_S
+        return 1 if miss_s < COLD_SHARE * call_s else self.sets
 
     def _build(self, seed: int) -> list[ArmBuffers]:
         bound = self.bound
-        names = list(bound.claim.arms)
+        names = self.ladder.arms
         bound.random.shuffle(names)  # the order of allocation must not favour an arm
         buffers = []
         for name in names:
@@ -127,7 +159,7 @@ class Sampler:
             for i in range(self.sets):
                 inputs = bound.make_inputs(seed + i)
                 tensors.poison(inputs.args, bound.effects.write_only)
-                call = bound.prepare(name, inputs)
+                call = self.ladder.prepare(name, inputs)
                 sets.append(inputs)
                 calls.append(bind(call, inputs.args))
             buffers.append(ArmBuffers(name, padding, sets, calls))
@@ -156,7 +188,7 @@ class Sampler:
                 break
         return shortest
 
-    def _choose_mode(self, buffers: list[ArmBuffers], fast: float, slow: float) -> float:
+    def _choose_mode(self, buffers: list[ArmBuffers], seconds: Mapping[str, float]) -> float:
         """Fall back from graph to backlog mode, then to plain mode, until all arms run in one.
 
         Graph and backlog mode can fail, so each block runs once to try them. Return the host's
@@ -174,11 +206,13 @@ class Sampler:
                     raise
                 self.notes.append(f"not timed by {self.mode}: {why}")
                 self.mode = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
-                self.calls = max(self.min_calls, calls_per_block(self.mode, fast, slow))
+                self._count_calls(seconds)
 
     def _make_blocks(self, buffers: list[ArmBuffers]) -> None:
         for arm in buffers:
-            calls = [arm.calls[i % self.sets] for i in range(self.calls)]
+            count = self.calls[arm.name]
+            # all blocks end with the last set, so that the arms' outputs have the same inputs
+            calls = [arm.calls[(i - count) % self.sets] for i in range(count)]
             arm.block = self.device.block(calls, self.mode)
 
     def replicate(self, seed: int) -> Replicate:
@@ -236,10 +270,10 @@ class Sampler:
         seconds: dict[str, list[float]] = {name: [] for name in buffers}
         extras = validity.extras()
         for name in order:
-            seconds[name].append(buffers[name].block.run() / self.calls)
+            seconds[name].append(buffers[name].block.run() / self.calls[name])
         after = self.device.telemetry()
         round_ = Round(
-            order="".join(name[0].upper() for name in order),
+            order="".join(map(self.ladder.letter, order)),
             seconds={name: tuple(s) for name, s in seconds.items()},
             sm_mhz=after.sm_mhz,
             event_reasons=after.event_reasons,
@@ -252,14 +286,14 @@ class Sampler:
 
     def _verify_later(self, buffers: Sequence[ArmBuffers], seed: int) -> None:
         """Queue the outputs of each arm's last timed call."""
-        last = (self.calls - 1) % self.sets
+        last = self.sets - 1
         results = {}
         for arm in buffers:
             inputs, returned = arm.inputs[last], arm.block.last
             if self.bound.effects.updates:
                 returned = self.bound.call_again(inputs, arm.calls[last])
             results[arm.name] = self.bound.output_copies(returned, inputs)
-        self.bound.verify_later([results], seed + last, "after timing")
+        self.ladder.verify_later([results], seed + last, "after timing")
 
     def check_with_new_inputs(self) -> None:
         """Overwrite the timed inputs with new values and queue the outputs for verification.
@@ -274,7 +308,7 @@ class Sampler:
         if self._timed is None:
             return
         seed, buffers = self._timed
-        last = (self.calls - 1) % self.sets
+        last = self.sets - 1
         seed, values_seed = seed + last, seed + NEW_VALUES_OFFSET
         new = bound.make_inputs_with(seed, values_seed)
         values = (new, bound.make_inputs(seed))
@@ -283,7 +317,8 @@ class Sampler:
             arm.inputs[last].overwrite(fresh, new.dynamic)
             tensors.poison(arm.inputs[last].args, bound.effects.write_only)
 
-        names = sorted(buffers, key=("optimized", "library", "baseline").index)
+        # the baselines come last: no arm can find their correct results in freed memory
+        names = sorted(buffers, key=lambda name: name.startswith("baseline"))
         results: list[dict[str, list[NamedTensor]]] = [{} for _ in range(self.checked_calls)]
         for name in names:
             for i, outputs in enumerate(results):
@@ -292,8 +327,8 @@ class Sampler:
                 block.run()
                 outputs[name] = agreement.copies(cast("list[NamedTensor]", block.last))
         when = "on values that were put into the timed inputs"
-        bound.verify_later(results[1::2], seed, when)
-        bound.verify_later(results[::2], seed, when, values_seed)
+        self.ladder.verify_later(results[1::2], seed, when)
+        self.ladder.verify_later(results[::2], seed, when, values_seed)
         if not bound.effects.updates:  # a block makes several updates, the reference only one
             block_outputs: dict[str, list[NamedTensor]] = {}
             for name in names:
@@ -302,7 +337,7 @@ class Sampler:
                 arm.block.run_untimed()
                 block_outputs[name] = bound.output_copies(arm.block.last, arm.inputs[last])
             when = "when the timed block ran on other values"
-            bound.verify_later([block_outputs], seed, when, values_seed)
+            self.ladder.verify_later([block_outputs], seed, when, values_seed)
         self._timed = None
 
     def _call(self, arm: ArmBuffers, i: int) -> list[NamedTensor]:
@@ -324,5 +359,13 @@ class Sampler:
             cache=self.bound.claim.cache if self.device.gpu else "warm",
             sets=self.sets,
             replicates=replicates,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._slowed(replicates)),
         )
+
+    def _slowed(self, replicates: tuple[Replicate, ...]) -> Iterator[str]:
+        """Report arms whose timed calls are much slower than their first calls."""
+        for name, first_s in self._first_s.items():
+            timed_s = stats.median_call_s(replicates, name)
+            if timed_s > SLOWED * first_s:
+                was, is_ = (si(seconds, "s") for seconds in (first_s, timed_s))
+                yield f"{name} took {was} when it was first called, and {is_} when it was timed"

@@ -10,14 +10,16 @@ from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
 
-from .bound_claim import BoundClaim, bind
+from .bound_claim import bind
+from .ladder import Ladder
 
 
 class ScoreSampler:
     """Samples one figure per arm and replicate: a call's score or its peak bytes."""
 
-    def __init__(self, bound: BoundClaim, metric: Metric) -> None:
-        self.bound = bound
+    def __init__(self, ladder: Ladder, metric: Metric) -> None:
+        self.ladder = ladder
+        self.bound = ladder.bound
         self.metric = metric
 
     # These three do nothing: inputs built in advance would take memory that the arms need, clocks
@@ -30,14 +32,14 @@ class ScoreSampler:
     def replicate(self, seed: int) -> Replicate:
         """Score each arm on its own inputs, and queue the outputs for verification."""
         bound = self.bound
-        names = list(bound.claim.arms)
+        names = self.ladder.arms
         bound.random.shuffle(names)
         figures: dict[str, tuple[float, ...]] = {}
         results: dict[str, list[NamedTensor]] = {}
         for name in names:
             bound.device.release()
             inputs = bound.make_inputs(seed)
-            call = bind(bound.prepare(name, inputs), inputs.args)
+            call = bind(self.ladder.prepare(name, inputs), inputs.args)
             self.score, returned = self._call(call)
             if bound.effects.updates:
                 returned = bound.call_again(inputs, call)
@@ -48,8 +50,8 @@ class ScoreSampler:
                 )
             figures[name] = (self.score.value,)
             del inputs, call, returned
-        bound.verify_later([results], seed, "after measuring")
-        order = "".join(name[0].upper() for name in names)
+        self.ladder.verify_later([results], seed, "after measuring")
+        order = "".join(map(self.ladder.letter, names))
         return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
 
     def _call(self, call: Callable[[], object]) -> tuple[Score, object]:
@@ -71,7 +73,7 @@ class ScoreSampler:
         return Timing(
             metric=self.metric,
             mode=Mode.PLAIN,
-            calls=1,
+            calls=dict.fromkeys(self.ladder.arms, 1),
             cache=self.bound.claim.cache,
             sets=1,
             replicates=replicates,

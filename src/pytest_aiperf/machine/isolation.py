@@ -174,8 +174,8 @@ def turn_off_tracers() -> None:
     Each costs time per line or per call, so that an arm with more Python code would lose.
     """
     for module in (sys, threading):
-        module.settrace(None)  # type: ignore[arg-type]  threading's takes None, too
-        module.setprofile(None)  # type: ignore[arg-type]
+        module.settrace(None)
+        module.setprofile(None)
     if monitoring := getattr(sys, "monitoring", None):  # Python 3.12 and newer
         for tool in range(6):
             if monitoring.get_tool(tool) is not None:

@@ -17,6 +17,7 @@ FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plu
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
 REQUIREMENTS = pytest.StashKey["Requirements"]()  #: Requirements of a collected item, in its stash.
 
+_RUNG = "rung"  #: A claim parametrized over this name is a ladder.
 _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
 
@@ -51,6 +52,16 @@ def claim_id(nodeid: str) -> str:
     function, bracket, param = rest.rpartition("::")[2].partition("[")
     folder = folder.rpartition("/")[2] or file.removesuffix(".py").removeprefix("test_")
     return f"{folder}/{function.removeprefix('test_')}{bracket}{param}"
+
+
+def ladder_id(item: pytest.Item) -> str:
+    """Return the id of an item's ladder: the claim's id without the rung; "" if it has none."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or _RUNG not in callspec.params:
+        return ""
+    claim, _, _ = claim_id(item.nodeid).partition("[")
+    others = [f"{k}={callspec.indices[k]}" for k in callspec.params if k != _RUNG]
+    return claim + (f"[{','.join(others)}]" if others else "")
 
 
 @dataclass(frozen=True, slots=True)

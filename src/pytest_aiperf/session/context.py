@@ -34,9 +34,14 @@ class ItemContext:
         self.gpus = session.gpus_for(item)
         self.built_only = False  #: Whether the check built the kernels without running the arms.
 
-    @cached_property
+    @property
     def device(self) -> Device:
-        """The device that the test times on; CUDA is initialised here."""
+        """The device that the tests of this process time on; CUDA is initialised here."""
+        if self.session.opened is None:
+            self.session.opened = self._open_device()
+        return self.session.opened
+
+    def _open_device(self) -> Device:
         ranks, index = None, 0
         if self.session.role is Role.RANK:
             ranks = TorchRankGroup("cuda" if on_cuda(self.gpus) else "cpu")
@@ -44,9 +49,14 @@ class ItemContext:
         with self.lock.shared():  # opening a device runs kernels, which disturb exclusive timings
             return self.session.machine.open_device(self.gpus[index] if self.gpus else None, ranks)
 
-    @cached_property
+    @property
     def lock(self) -> GpuLock:
-        """The lock of the test's GPUs; waiting for it does not count towards the deadline."""
+        """The lock of the tests' GPUs; waiting for it does not count towards the deadline."""
+        if self.session.lock is None:
+            self.session.lock = self._new_lock()
+        return self.session.lock
+
+    def _new_lock(self) -> GpuLock:
         folder = None
         if (job := self.settings.rank_job) is not None:
             # A rank locks files of its own: the process that started it holds the real locks.
@@ -77,6 +87,10 @@ class ItemContext:
     def progress(self, phase: str, **figures: object) -> None:
         """Report a phase for the progress line; the deadline keeps running."""
         self.session.send("working", phase=phase, **figures)
+
+    def step(self) -> None:
+        """Start the deadline anew."""
+        self.session.send("step")
 
     def wait_for(self, phase: str) -> None:
         """Report a wait, which stops the deadline until the next :meth:`progress`."""

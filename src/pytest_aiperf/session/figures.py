@@ -53,19 +53,22 @@ class SharedFigures:
             self._write(_ceilings_name(device.gpu), ceilings)
         return ceilings
 
-    def measure_claim(
-        self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
-    ) -> tuple[Result, AiperfError | None]:
-        """Measure a claim with these figures; return its record and the error to raise, if any."""
+    def measure_ladder(
+        self,
+        claims: Sequence[tuple[Claim, ClaimContext]],
+        gpus: Sequence[Gpu],
+        machine: Machine,
+    ) -> list[tuple[Result, Exception | None]]:
+        """Measure claims with these figures; return each one's record and the error to raise."""
+        with_work = [(c, t) for c, t in claims if c.work] or list(claims)
         try:
             measure.refuse_debug_environment()
-            floor, ceilings = self._for_claim(claim, context, gpus, machine)
+            floor, ceilings = self._for_claim(*with_work[0], gpus, machine)
         except AiperfError as error:
-            code, gpu = context.code, context.device.gpu
-            record = replace(context.record, against=claim.against, code=code, gpu=gpu)
-            return measure.failed(record, error), error
-        context = replace(context, noise_floor=floor, ceilings=ceilings)
-        return measure.measure_claim(claim, context)
+            return [(measure.failed(_unmeasured(c, t), error), error) for c, t in claims]
+        return measure.measure_ladder(
+            [(c, replace(t, noise_floor=floor, ceilings=ceilings)) for c, t in claims]
+        )
 
     def _for_claim(
         self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
@@ -102,6 +105,11 @@ class SharedFigures:
             self._memory[name] = value
         else:
             atomic_write(self._folder / name, dumps(value, name))
+
+
+def _unmeasured(claim: Claim, context: ClaimContext) -> Result:
+    code, gpu = context.code, context.device.gpu
+    return replace(context.record, against=claim.against, code=code, gpu=gpu)
 
 
 def _floor_name(gpus: Sequence[Gpu]) -> str:

@@ -1,11 +1,11 @@
-"""Check, measure or profile one claim, in this process or in several ranks."""
+"""Check, measure or profile claims, in this process or in several ranks."""
 
 from __future__ import annotations
 
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -44,8 +44,10 @@ def run(claim: Claim, context: ItemContext) -> Result:
         builds, archs = context.nvcc.used, required.archs or ("sm90",)
         record = context.new_result()
         return measure.check_claim(claim, context.device, record, builds=builds, archs=archs)
+    elif context.session.ladder is not None:
+        result, error = context.session.ladder.compare(claim, context)
     else:
-        result, error = _measure(claim, context)
+        [(result, error)] = measure_together([(claim, context)])
     result = replace(result, sources=provenance.locate(claim.arms, settings.root))
     context.send_result(result)
     if error is not None:
@@ -64,31 +66,38 @@ def _check_builds(claim: Claim, context: ItemContext) -> Result:
     return measure.check_claim(claim, None, context.new_result(), builds=context.nvcc.used)
 
 
-def _measure(claim: Claim, context: ItemContext) -> tuple[Result, AiperfError | None]:
-    """Check, time and judge a claim in this process."""
-    files, session, record = context.files(), context.session, context.new_result()
-    code = source_hash.identity(files)
+def measure_together(
+    claims: Sequence[tuple[Claim, ItemContext]],
+) -> list[tuple[Result, Exception | None]]:
+    """Check, time and judge claims in this process."""
+    context = claims[0][1]
+    session, lock, device = context.session, context.lock, context.device
+    files = dict.fromkeys(file for _, each in claims for file in each.files())
+    contexts = [(claim, _claim_context(each)) for claim, each in claims]
+    with (
+        torch_compile.suspend_while_compiling(lock, device, files),
+        _deterministic(on=context.settings.reproducible),
+    ):
+        return session.figures.measure_ladder(contexts, context.gpus, session.machine)
+
+
+def _claim_context(context: ItemContext) -> measure.ClaimContext:
+    record, code = context.new_result(), source_hash.identity(context.files())
     arch = context.gpus[0].arch if context.gpus else ""
-    claim_context = measure.ClaimContext(
+    return measure.ClaimContext(
         record=record,
         device=context.device,
         lock=context.lock,
         rule=QUICK if context.settings.quick else STANDARD,
         progress=context.progress,
-        expectation=session.expectations.lookup(record.claim, record.key, arch, code),
+        expectation=context.session.expectations.lookup(record.claim, record.key, arch, code),
         code=code,
         builds=context.nvcc.used,
+        step=context.step,
     )
-    with (
-        torch_compile.suspend_while_compiling(context.lock, context.device, files),
-        _deterministic(on=context.settings.reproducible),
-    ):
-        return session.figures.measure_claim(claim, claim_context, context.gpus, session.machine)
 
 
-def _profile_arms(
-    claim: Claim, context: ItemContext, spec: str
-) -> tuple[Result, AiperfError | None]:
+def _profile_arms(claim: Claim, context: ItemContext, spec: str) -> tuple[Result, Exception | None]:
     """Run each arm in a process of its own under a profiler."""
     kernels = tuple(kernel for build in context.nvcc.used for kernel in build.kernels)
     code = source_hash.identity(context.files())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -21,20 +23,43 @@ from _pytest.runner import runtestprotocol
 
 from pytest_aiperf.errors import AiperfError
 from pytest_aiperf.machine import isolation, requirements
+from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.records import results
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import stats
-from pytest_aiperf.schema import from_json
+from pytest_aiperf.schema import from_json, to_json
 
 from . import SESSION
 from .config import Role
+from .ladder import LadderRun, Reports, ladders
+from .modes import measure_together
 from .session import LOST, NOT_RUN, Session, on_cuda
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-Reports = list[pytest.TestReport]
+
+@dataclass(slots=True)
+class Measured:
+    """What came of running an item."""
+
+    reports: Reports
+    result: Result | None = None  #: The claim's record; None for an item that is no claim.
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the item ran to its end."""
+        return bool(self.reports) and self.reports[-1].when == "teardown"
+
+    @property
+    def is_not_met(self) -> bool:
+        """Whether the item is a valid claim that is not met."""
+        result = self.result
+        return (
+            result is not None and result.outcome is Outcome.FAILED and result.verdict is not None
+        )
+
 
 KEPT_CHARACTERS: Final = 100_000
 """Number of characters that a report keeps from the end of each output stream; many megabytes would
@@ -58,6 +83,7 @@ class Runner:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.settings = session.settings
+        self.ladders: dict[str, list[pytest.Item]] = {}  # the rungs of each rung's ladder
         if session.role is Role.WORKER:
             # Linux kills this worker when the controller ends. An exception in the worker instead
             # could leave xdist's locks held for ever. The supervisor of a claim that is running
@@ -78,14 +104,21 @@ class Runner:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         _import_ahead(session.items)
+        # pdb needs each test in this process, and a profiler runs one arm at a time
+        together = not (self.settings.debug or self.settings.profile)
+        for rungs in ladders(session.items).values() if together else ():
+            self.ladders |= {item.nodeid: rungs for item in rungs}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         hook = item.ihook
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        if exhausted := self.session.budget_exhausted():
-            item.add_marker(pytest.mark.skip(reason=exhausted), append=False)
-        reports, result = self._run(item, nextitem)
+        try:
+            measured = self._outcome(item, nextitem)
+            reports, result = measured.reports, measured.result
+        except AiperfError as error:
+            reports, result = [_failed_report(item, str(error))], None
+            item.session.shouldstop = str(error)  # further results could not be written either
         if result is not None:
             report = next((r for r in reports if r.when == "call"), reports[0])
             # pytest's status line shows these; xdist sends them to the controller with the report.
@@ -93,33 +126,96 @@ class Runner:
                 "verdict": result.verdict and result.verdict.value,
                 "speedup": result.speedup and result.speedup.value,
             }
-            try:
-                self.session.record(result)
-            except AiperfError as error:
-                reports = [_failed_report(item, str(error))]
-                item.session.shouldstop = str(error)  # further results could not be written either
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _run(
-        self, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> tuple[Reports, Result | None]:
+    def _outcome(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
+        """Measure an item, or read what was measured with another rung of its ladder."""
+        if item.nodeid in self.ladders and (measured := self._from_ladder(item)):
+            return measured
+        if exhausted := self.session.budget_exhausted():
+            item.add_marker(pytest.mark.skip(reason=exhausted), append=False)
+        measured = self._run(item, nextitem)
+        if measured.result is not None:
+            self.session.record(measured.result)
+        return measured
+
+    def _from_ladder(self, item: pytest.Item) -> Measured | None:
+        """Return a rung's part of its ladder; measure the ladder if no worker has done so.
+
+        Return None if the session's time budget is spent.
+        """
+        rungs, run = self.ladders[item.nodeid], self.session.run
+        assert run is not None
+        name = f"{requirements.ladder_id(item)}:{rungs[0].nodeid}"
+        file = run.path / "ladders" / hashlib.sha256(name.encode()).hexdigest()[:16]
+        file.parent.mkdir(exist_ok=True)
+        config, hook = item.config, item.config.hook
+        with locked(file.with_suffix(".lock")):
+            if not file.exists():
+                if self.session.budget_exhausted():
+                    return None
+                content = {}
+                for rung, measured in zip(rungs, self._run_ladder(rungs), strict=True):
+                    assert measured.result is not None
+                    self.session.record(measured.result)
+                    reports = [
+                        hook.pytest_report_to_serializable(config=config, report=report)
+                        for report in measured.reports
+                    ]
+                    content[rung.nodeid] = [reports, to_json(measured.result)]
+                results.atomic_write(file, json.dumps(content))
+            reports, result = json.loads(file.read_text())[item.nodeid]
+        return Measured([_report(config, data) for data in reports], from_json(Result, result))
+
+    def _run_ladder(self, rungs: Sequence[pytest.Item]) -> list[Measured]:
+        """Measure a ladder. If a claim is not met, measure the ladder once more.
+
+        The second measurement counts for all rungs if it has no other failures; otherwise only for
+        the rungs that had failed.
+        """
+        first = self._attempt(rungs, 1)
+        failed = [measured.is_not_met for measured in first]
+        if self.settings.quick or not any(failed):
+            return first
+        second = self._attempt(rungs, 2)
+        worse = any(m.is_not_met and not before for m, before in zip(second, failed, strict=True))
+        rows = zip(first, second, failed, strict=True)
+        return [b if before or not worse else a for a, b, before in rows]
+
+    def _attempt(self, rungs: Sequence[pytest.Item], attempt: int) -> list[Measured]:
+        """Measure a ladder in one process; rungs that this process loses, each in its own."""
+        self.session.attempt = attempt
+        together, reason = self._run_apart(rungs)
+        measured = []
+        for rung in rungs:
+            ended = together[rung.nodeid]
+            if not ended.is_complete:
+                ended = self._run_apart([rung])[0][rung.nodeid]
+                if ended.result is not None:
+                    note = f"measured by itself, because the process of its ladder {reason}"
+                    ended.result = replace(ended.result, notes=(*ended.result.notes, note))
+            ended.result = self._with_outcome(rung, ended.reports, ended.result)
+            measured.append(ended)
+        return measured
+
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
         """Run one item. If its claim is not met, run it once more: the second attempt counts."""
         here = self.settings.debug or any(item.iter_markers("skip"))
         for attempt in (1,) if here or self.settings.quick else (1, 2):
             self.session.attempt = attempt
-            reports, result = self._run_here(item, nextitem) if here else self._run_apart(item)
+            measured = (
+                self._run_here(item, nextitem) if here else self._run_apart([item])[0][item.nodeid]
+            )
             if requirements.is_claim(item):
-                result = self._with_outcome(item, reports, result)
-            if result is None or result.outcome is not Outcome.FAILED or result.verdict is None:
+                measured.result = self._with_outcome(item, measured.reports, measured.result)
+            if not measured.is_not_met:
                 break
-        return reports, result
+        return measured
 
-    def _run_here(
-        self, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> tuple[Reports, Result | None]:
+    def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
         """Run an item in this process, because it is skipped or a debugger is used."""
         received: list[Result] = []
 
@@ -133,53 +229,67 @@ class Runner:
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         finally:
             stash[SESSION] = self.session
-        return reports, received[-1] if received else None
+        return Measured(reports, received[-1] if received else None)
 
-    def _run_apart(self, item: pytest.Item) -> tuple[Reports, Result | None]:
-        """Run an item in a process of its own, with a deadline."""
-        config, live = item.config, self.session.live
-        claim = requirements.claim_id(item.nodeid)
-        reports: Reports = []
-        received: list[Result] = []
+    def _run_apart(self, items: Sequence[pytest.Item]) -> tuple[dict[str, Measured], str]:
+        """Run items in a process of their own, with a deadline; return how the process ended, too.
+
+        An item that the process lost gets a report of that, if it is the only one.
+        """
+        config, live = items[0].config, self.session.live
+        claim = requirements.claim_id(items[0].nodeid)
+        if len(items) > 1:
+            claim = requirements.ladder_id(items[0])
+        measured = {item.nodeid: Measured([]) for item in items}
 
         def receive(message: isolation.Message) -> None:
             if message["kind"] == "report":
-                report = config.hook.pytest_report_from_serializable(
-                    config=config, data=message["data"]
-                )
-                if isinstance(report.longrepr, list):  # JSON turned a skip's tuple into a list
-                    report.longrepr = tuple(report.longrepr)
-                reports.append(report)
+                report = _report(config, message["data"])
+                measured[report.nodeid].reports.append(report)
             elif message["kind"] == "result":
-                received.append(from_json(Result, message["result"]))
+                result = from_json(Result, message["result"])
+                measured[result.nodeid].result = result
             elif live is not None:
                 live.show({**message, "claim": claim})
 
         ended = isolation.supervise(
-            lambda channel: self._run_in_child(item, channel),
+            lambda channel: self._run_in_child(items, channel),
             deadline_s=self.settings.deadline_s,
             on_message=receive,
         )
-        if not reports or reports[-1].when != "teardown":
+        how = isolation.describe(ended)
+        [only, *others] = items
+        if not others and not measured[only.nodeid].is_complete:
             crash = next((m["text"] for m in ended.messages if m["kind"] == "crash"), "")
-            reason = f"{isolation.describe(ended)}\n{crash}".strip()
-            lost = _failed_report(item, reason, ended.seconds, _captured_output(config))
-            reports = [r for r in reports if r.when == "setup"] + [lost]
-        return reports, received[-1] if received else None
+            reason = f"{how}\n{crash}".strip()
+            lost = _failed_report(only, reason, ended.seconds, _captured_output(config))
+            reports = measured[only.nodeid].reports
+            reports[:] = [r for r in reports if r.when == "setup"] + [lost]
+        return measured, how
 
-    def _run_in_child(self, item: pytest.Item, channel: isolation.Channel) -> None:
-        """Run the item's three phases; called in the process of the claim, a fork of pytest's."""
-        gpus = self.session.gpus_for(item)
+    def _run_in_child(self, items: Sequence[pytest.Item], channel: isolation.Channel) -> None:
+        """Run the items' three phases; called in the process of the claim, a fork of pytest's."""
+        gpus = self.session.gpus_for(items[0])
         if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
-        item.config.stash[SESSION] = replace(self.session, role=Role.CLAIM, send=channel.send)
+        session = replace(self.session, role=Role.CLAIM, send=channel.send)
+        items[0].config.stash[SESSION] = session
         gc.freeze()  # keeps the collector from scanning pytest's objects, which stay anyway
-        for report in runtestprotocol(item, log=False, nextitem=None):
-            # a report too large for the channel would be lost, and the claim would have no verdict
-            report.sections = [(name, _cut(text)) for name, text in report.sections]
-            hook = item.config.hook
-            data = hook.pytest_report_to_serializable(config=item.config, report=report)
-            channel.send("report", data=data)
+
+        def send(item: pytest.Item, reports: Reports) -> None:
+            for report in reports:
+                # a report too large for the channel would be lost, and the claim's verdict with it
+                report.sections = [(name, _cut(text)) for name, text in report.sections]
+                hook = item.config.hook
+                data = hook.pytest_report_to_serializable(config=item.config, report=report)
+                channel.send("report", data=data)
+
+        [only, *others] = items
+        if others:
+            session.ladder = LadderRun()
+            session.ladder.run(items, measure_together, send)
+        else:
+            send(only, runtestprotocol(only, log=False, nextitem=None))
 
     def _with_outcome(
         self, item: pytest.Item, reports: Sequence[pytest.TestReport], result: Result | None
@@ -268,9 +378,18 @@ def _import_ahead(items: Sequence[pytest.Item]) -> None:
         import_module("torch._dynamo")  # it would take seconds in each claim that compiles
 
 
+def _report(config: pytest.Config, data: dict[str, Any]) -> pytest.TestReport:
+    """Restore a report that was sent as JSON."""
+    report = config.hook.pytest_report_from_serializable(config=config, data=data)
+    assert isinstance(report, pytest.TestReport)
+    if isinstance(report.longrepr, list):  # JSON turned a skip's tuple into a list
+        report.longrepr = tuple(report.longrepr)
+    return report
+
+
 def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    # The exit code of Ctrl-C: after any other, pytest prints no summary and xdist reports a bug.
-    pytest.exit("SIGTERM: finished results are kept", returncode=pytest.ExitCode.INTERRUPTED)
+    # not pytest.exit: pytest's collection and many libraries catch every Exception and go on
+    raise KeyboardInterrupt("SIGTERM: finished results are kept")
 
 
 def _failed_report(

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -32,6 +32,12 @@ from pytest_aiperf.report.live import Live
 from .config import Role, Settings, read_settings
 from .cuda_machine import Machine
 from .figures import SharedFigures
+
+if TYPE_CHECKING:
+    from pytest_aiperf.device.device import Device
+    from pytest_aiperf.machine.gpu_lock import GpuLock
+
+    from .ladder import LadderRun
 
 RUNS = ".aiperf"  #: Folder of runs, in pytest's root folder.
 NOT_RUN = "not run: "
@@ -59,6 +65,9 @@ class Session:
     """Results by claim id; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     attempt: int = 1  #: Number of the current attempt at a claim.
+    ladder: LadderRun | None = None  #: The rungs that this process measures together.
+    opened: Device | None = None  #: The device of this process, once it is opened.
+    lock: GpuLock | None = None  #: The lock of this process, once it is needed.
 
     def skip_reason(self, item: pytest.Item) -> str | None:
         """Return why an item cannot be measured or profiled here, or None if it can."""
@@ -124,11 +133,12 @@ class Session:
         """Split items into those of this session's shard and the others."""
         assert self.settings.shard is not None
         number, count = self.settings.shard
-        shard = shards.split([i.nodeid for i in items], self._recorded_s(), count)[number - 1]
+        lengths = self._lengths(items, self._recorded_s())
+        shard = shards.split(list(lengths), lengths, count)[number - 1]
         if self.run is not None:
             journal.Run(self.run.path / shards.WHOLE).write_manifest(requirements.claims_of(items))
-        kept = [i for i in items if i.nodeid in shard]
-        return kept, [i for i in items if i.nodeid not in shard]
+        kept = [i for i in items if requirements.ladder_id(i) in shard or i.nodeid in shard]
+        return kept, [i for i in items if i not in kept]
 
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """On an xdist worker, put long items first, so that none of them runs alone at the end.
@@ -141,8 +151,24 @@ class Session:
             recorded_s = self._recorded_s()
         except UsageError:
             recorded_s = {}  # an unreadable results file must not stop a measurement
-        lengths = shards.durations((i.nodeid for i in items), recorded_s)
-        return sorted(items, key=lambda item: -lengths[item.nodeid])
+        lengths = self._lengths(items, recorded_s)
+
+        def length(item: pytest.Item) -> float:
+            # the first rung measures its whole ladder, the others only report
+            return lengths.pop(requirements.ladder_id(item) or item.nodeid, 0.0)
+
+        keys = {item.nodeid: -length(item) for item in items}
+        return sorted(items, key=lambda item: keys[item.nodeid])
+
+    @staticmethod
+    def _lengths(items: Sequence[pytest.Item], recorded_s: dict[str, float]) -> dict[str, float]:
+        """Return the seconds of each ladder, by its id, and of each other item, by its nodeid."""
+        seconds = shards.durations((i.nodeid for i in items), recorded_s)
+        lengths: dict[str, float] = {}
+        for item in items:
+            name = requirements.ladder_id(item) or item.nodeid
+            lengths[name] = lengths.get(name, 0.0) + seconds[item.nodeid]
+        return lengths
 
     def _recorded_s(self) -> dict[str, float]:
         """Return each item's duration, by nodeid, from the accepted results, if there are any."""
@@ -156,9 +182,10 @@ class Session:
         gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
-        salt = f"{self.settings.seed}:{claim}:{self.attempt}".encode()
+        callspec, ladder = getattr(item, "callspec", None), requirements.ladder_id(item)
+        # all rungs of a ladder have the same seed, and so the same inputs
+        salt = f"{self.settings.seed}:{ladder or claim}:{self.attempt}".encode()
         doc = getattr(getattr(item, "module", None), "__doc__", None) or ""
-        callspec = getattr(item, "callspec", None)
         return Result(
             claim=claim,
             nodeid=item.nodeid,
@@ -172,6 +199,7 @@ class Session:
             stack=stack_of(gpus),
             quick=self.settings.quick,
             attempts=self.attempt,
+            ladder=ladder,
             rung_index=sum(callspec.indices.values()) if callspec else 0,
         )
 

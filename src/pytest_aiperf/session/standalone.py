@@ -15,7 +15,7 @@ from pytest_aiperf.claim.claim import Arm, claim_of, no_progress
 from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import UsageError
+from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
@@ -126,8 +126,8 @@ def measure(
         expectation=Expectation(),
         code=code,
     )
-    result, error = _figures().measure_claim(claim, context, gpus, machine)
-    if isinstance(error, UsageError):
+    [(result, error)] = _figures().measure_ladder([(claim, context)], gpus, machine)
+    if isinstance(error, UsageError) or not isinstance(error, AiperfError | None):
         raise error
     return result
 

@@ -1,0 +1,87 @@
+"""Ladders in a session: which tests are the rungs of one, and how one process measures them all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import pytest
+
+# pytest has no public function that runs the three phases of one item, nor a class to inherit.
+from _pytest.outcomes import Skipped
+from _pytest.runner import runtestprotocol
+
+from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.machine import requirements
+from pytest_aiperf.model import Result
+
+from .context import ItemContext
+
+Reports = list[pytest.TestReport]
+Measured = tuple[Result, Exception | None]  #: A claim's record, and the error that its test raises.
+
+
+class Learned(Skipped):
+    """Ends a test at its ``compare``, whose arms are known then."""
+
+
+@dataclass(slots=True)
+class LadderRun:
+    """The rungs that one process measures together."""
+
+    claims: dict[str, tuple[Claim, ItemContext]] = field(default_factory=dict)
+    """The claim of each rung, by the test's nodeid."""
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """What was measured, by nodeid; empty until all rungs are known."""
+
+    def compare(self, claim: Claim, context: ItemContext) -> Measured:
+        """Return what was measured for a claim; until then, note the claim and end its test."""
+        nodeid = context.item.nodeid
+        if nodeid in self.measured:
+            return self.measured[nodeid]
+        self.claims[nodeid] = claim, context
+        raise Learned("its ladder is measured first")
+
+    def run(
+        self,
+        items: Sequence[pytest.Item],
+        measure: Callable[[Sequence[tuple[Claim, ItemContext]]], Sequence[Measured]],
+        report: Callable[[pytest.Item, Reports], object],
+    ) -> None:
+        """Run each test up to its ``compare``, measure all of them, then run each to its end."""
+        for item, upcoming in zip(items, (*items[1:], items[0]), strict=True):
+            # the upcoming item keeps fixtures of wider scopes than a function alive
+            reports = runtestprotocol(item, log=False, nextitem=upcoming)
+            if item.nodeid not in self.claims:
+                report(item, reports)
+        rungs = [item for item in items if item.nodeid in self.claims]
+        outcomes = measure([self.claims[item.nodeid] for item in rungs]) if rungs else []
+        self.measured = dict(zip(self.claims, outcomes, strict=True))
+        for item, nextitem in zip_longest(rungs, rungs[1:]):
+            report(item, runtestprotocol(item, log=False, nextitem=nextitem))
+
+
+def ladders(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Group the claims that can be measured together, by the id of their ladder."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = requirements.ladder_id(item)
+        if name and requirements.is_claim(item) and not any(item.iter_markers("skip")):
+            groups.setdefault(name, []).append(item)
+    return {
+        name: rungs for name, rungs in groups.items() if len(rungs) > 1 and not torn_down(rungs[0])
+    }
+
+
+def torn_down(item: pytest.Item) -> str:
+    """Name a fixture that ends with the test; its rungs are measured one by one.
+
+    The first run of the test's body would end it before the arms are timed.
+    """
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    for name, (*_, definition) in definitions.items():
+        if definition.scope == "function" and inspect.isgeneratorfunction(definition.func):
+            return str(name)
+    return ""

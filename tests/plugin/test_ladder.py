@@ -1,0 +1,333 @@
+"""Ladders: rungs of one parametrized test are timed in the same rounds."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+
+from pytest_aiperf import prepared
+from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.ladder import Ladder, identity
+from pytest_aiperf.claim.measure import measure_ladder
+from pytest_aiperf.claim.replicates import measure_metric, speedup
+from pytest_aiperf.claim.stopping_rule import STANDARD
+from pytest_aiperf.model import Metric, Outcome
+from tests.fake_gpu import FakeDevice, Noise, spend
+
+from .claims import a_claim, doubling
+from .conftest import by_claim
+from .test_compare import a_context
+
+LADDER = """
+@pytest.mark.parametrize("rung", [100, 50, 5])
+def test_ladder(compare, rung):
+    compare(**usual | {"optimized": doubling(rung)})
+"""
+STEPS = """
+@pytest.mark.parametrize("rung", [100, 50, 5])
+def test_steps(compare, rung):
+    before = {100: 200, 50: 100, 5: 50}[rung]
+    compare(**usual | {"baseline": doubling(before), "optimized": doubling(rung)},
+            against="previous rung")
+"""
+
+
+# which arms are the same
+
+
+def a_function(x):
+    return x
+
+
+def test_arms_with_the_same_code_and_the_same_captured_objects_are_the_same():
+    def capturing(value):
+        return lambda x: (x, value)
+
+    def default(value):
+        def arm(x, value=value):
+            return x, value
+
+        return arm
+
+    text = "a string"
+    same = [
+        (a_function, a_function),
+        (capturing(1), capturing(1)),
+        (capturing(a_function), capturing(a_function)),
+        (capturing(capturing(text)), capturing(capturing(text))),
+        (default(2), default(2)),
+        (prepared(capturing(1)), prepared(capturing(1))),
+        (functools.partial(a_function, 1, y=2), functools.partial(a_function, 1, y=2)),
+    ]
+    for one, other in same:
+        assert identity(one) == identity(other)
+    different = [
+        a_function, capturing(1), capturing(1.0), capturing(2), capturing([1]), capturing([1]),
+        default(1), default(2), prepared(capturing(1)), functools.partial(a_function, 1),
+        functools.partial(a_function, 2), functools.partial(a_function, y=1),
+    ]  # fmt: skip
+    assert len({identity(one) for one in different}) == len(different)
+
+
+def test_a_recursive_arm_has_an_identity():
+    def recursive(x):
+        return recursive(x - 1) if x else 0
+
+    assert identity(recursive) == identity(recursive)
+
+
+# one measurement
+
+
+@pytest.fixture(autouse=True)
+def not_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
+
+
+def a_ladder(*claims, device=None):
+    device = device or FakeDevice(noise=replace(Noise.none(), white=0.002), seed=1)
+    return Ladder([BoundClaim(claim, device, 1, full=True) for claim in claims])
+
+
+def test_an_arm_that_two_rungs_use_is_timed_once():
+    ladder = a_ladder(
+        a_claim(optimized=doubling(100), library=doubling(70)),
+        a_claim(baseline=doubling(100), optimized=doubling(50), library=doubling(70)),
+    )
+    assert [rung.arms for rung in ladder.rungs] == [
+        {"baseline": "baseline", "optimized": "optimized", "library": "library"},
+        {"baseline": "optimized", "optimized": "optimized-1", "library": "library", "first": "baseline"},
+    ]  # fmt: skip
+    for rung in ladder.rungs:
+        rung.bound.check_agreement()
+    timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
+    first, second = (ladder.timing_of(rung, timing) for rung in ladder.rungs)
+    rounds = [[b for r in t.replicates for b in r.rounds] for t in (first, second)]
+    for one, other in zip(*rounds, strict=True):
+        assert one.seconds["optimized"] == other.seconds["baseline"]
+        assert one.seconds["baseline"] == other.seconds["first"]
+        assert sorted(one.order) == list("BBLLOO")
+        assert sorted(other.order) == list("BBFFLLOO")
+        # both orders are parts of the same one
+        assert one.order.translate(str.maketrans("BO", "FB")).replace("L", "") == (
+            other.order.replace("L", "").replace("O", "")
+        )
+    assert speedup(first).value * speedup(second).value == pytest.approx(
+        speedup(second, of="first").value, rel=1e-3
+    )
+
+
+def test_an_arm_is_not_compared_with_its_own_times():
+    arm = doubling(100)
+    ladder = a_ladder(a_claim(baseline=arm, optimized=arm))
+    assert ladder.arms == ["baseline", "optimized"]
+
+
+def test_a_slow_arm_takes_fewer_calls_per_block():
+    ladder = a_ladder(a_claim(baseline=doubling(9_000), optimized=doubling(10)))
+    ladder.bound.check_agreement()
+    timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
+    assert timing.calls == {"baseline": 2, "optimized": 51}
+    assert speedup(timing).value == pytest.approx(900, rel=0.05)
+
+
+def outcomes(*claims, **context):
+    measured = measure_ladder([(claim, a_context(**context)) for claim in claims])
+    return [result for result, _ in measured], [error for _, error in measured]
+
+
+def test_a_wrong_rung_does_not_affect_the_others():
+    def wrong(x):
+        spend(30e-6)
+        return x * 2.5
+
+    results, errors = outcomes(a_claim(), a_claim(optimized=wrong), a_claim(optimized=doubling(50)))
+    assert [r.outcome for r in results] == [Outcome.PASSED, Outcome.FAILED, Outcome.PASSED]
+    assert "optimized disagrees with the reference" in str(errors[1])
+    assert not results[0].notes
+    assert not results[2].notes
+
+
+def test_rungs_that_need_other_inputs_are_timed_apart_and_say_so():
+    def others(bench):
+        return (a_claim().inputs(bench)[0] + 1,)
+
+    results, _ = outcomes(a_claim(), a_claim(inputs=others), a_claim(optimized=doubling(50)))
+    assert [r.outcome for r in results] == [Outcome.PASSED] * 3
+    assert all("not timed together with all rungs" in r.notes[0] for r in results)
+    seconds = [r.timing.replicates[0].rounds[0].seconds["baseline"] for r in results]
+    assert seconds[0] == seconds[2] != seconds[1]
+
+
+def test_rungs_are_timed_one_by_one_if_they_cannot_be_timed_together():
+    def moody(calls=[]):  # noqa: B006  counts the calls of all claims
+        def double(x):
+            calls.append(1)
+            if len(calls) == 20:
+                raise RuntimeError("not now")
+            spend(50e-6)
+            return x * 2
+
+        return double
+
+    results, errors = outcomes(a_claim(), a_claim(optimized=moody()))
+    assert errors == [None, None]
+    assert all("timed by itself" in r.notes[-1] and "not now" in r.notes[-1] for r in results)
+
+
+# sessions
+
+
+def test_a_ladder_is_one_measurement_with_a_result_for_each_rung(project):
+    project.tests(LADDER + STEPS)
+    done = project.run("--gpu", "-v")
+    done.assert_outcomes(passed=6)
+    done.stdout.fnmatch_lines(["*::test_ladder[[]100[]] FASTER *", "*::test_steps[[]5[]] FASTER *"])
+    results = project.results()
+    for name, ratios, firsts in (
+        ("ladder", (2, 4, 40), (None, None, None)),
+        ("steps", (2, 2, 10), (None, 4, 40)),
+    ):
+        rungs = [results[f"ch07/{name}[{rung}]"] for rung in (100, 50, 5)]
+        assert {r["ladder"] for r in rungs} == {f"ch07/{name}"}
+        assert [r["rung_index"] for r in rungs] == [0, 1, 2]
+        assert len({r["seed"] for r in rungs}) == 1
+        for rung, ratio, first in zip(rungs, ratios, firsts, strict=True):
+            assert rung["speedup"]["value"] == pytest.approx(ratio, rel=0.05)
+            if first is None:
+                assert rung["first"] is None
+            else:
+                assert rung["first"]["value"] == pytest.approx(first, rel=0.05)
+        role = "baseline" if name == "ladder" else "first"
+        blocks = [r["timing"]["replicates"][0]["rounds"][0]["seconds"] for r in rungs]
+        assert blocks[0]["baseline"] == blocks[1][role] == blocks[2][role]
+
+
+def test_workers_share_the_measurement_of_a_ladder(project):
+    project.tests(LADDER + STEPS)
+    project.run("--gpu", "-n3").assert_outcomes(passed=6)
+    results = project.results()
+    blocks = [
+        results[f"ch07/ladder[{rung}]"]["timing"]["replicates"][0]["rounds"][0]["seconds"]
+        for rung in (100, 50, 5)
+    ]
+    assert blocks[0]["baseline"] == blocks[1]["baseline"] == blocks[2]["baseline"]
+
+
+def test_one_selected_rung_is_measured_alone(project):
+    project.tests(LADDER)
+    project.run("--gpu", "-k", "50").assert_outcomes(passed=1, deselected=2)
+    [result] = project.results().values()
+    assert (result["claim"], result["ladder"]) == ("ch07/ladder[50]", "ch07/ladder")
+
+
+def test_a_rung_that_fails_before_it_compares_costs_only_itself(project):
+    project.tests(
+        """
+@pytest.mark.parametrize("rung", [100, 50, 5])
+def test_ladder(compare, rung):
+    if rung == 50:
+        raise OSError("no such rung")
+    result = compare(**usual | {"optimized": doubling(rung)})
+    assert result.speedup.value > 30, "after the comparison"
+"""
+    )
+    done = project.run("--gpu")
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(["*OSError: no such rung*", "*after the comparison*"])
+    found = {c: (r["outcome"], r["speedup"] is None) for c, r in project.results().items()}
+    assert found == {
+        "ch07/ladder[100]": ("ERROR", False),
+        "ch07/ladder[50]": ("ERROR", True),
+        "ch07/ladder[5]": ("PASSED", False),
+    }
+
+
+def test_a_rung_that_ends_its_process_costs_only_itself(project):
+    project.tests(
+        """
+def dying(x):
+    os._exit(7)
+
+@pytest.mark.parametrize("rung", [100, 50, 5])
+def test_ladder(compare, rung):
+    compare(**usual | {"optimized": dying if rung == 50 else doubling(rung)})
+"""
+    )
+    done = project.run("--gpu")
+    done.assert_outcomes(passed=2, failed=1)
+    results = project.results()
+    assert "ended with exit code 7" in results["ch07/ladder[50]"]["message"]
+    for rung in (100, 5):
+        [note] = results[f"ch07/ladder[{rung}]"]["notes"]
+        assert note.startswith("measured by itself, because the process of its ladder ended")
+
+
+def test_a_rung_that_is_not_met_is_confirmed_with_its_ladder(project):
+    project.tests(LADDER.replace("50, 5", "200, 5"))
+    project.run("--gpu").assert_outcomes(passed=2, failed=1)
+    results = project.results()
+    assert {r["attempts"] for r in results.values()} == {2}
+    assert results["ch07/ladder[200]"]["verdict"] == "SAME"
+
+
+def test_a_fixture_that_ends_with_the_test_keeps_its_rungs_apart(project):
+    project.tests(
+        """
+@pytest.fixture
+def resource():
+    held = [2]
+    yield held
+    held.clear()
+
+@pytest.mark.parametrize("rung", [100, 50])
+def test_ladder(compare, resource, rung):
+    def double(x):
+        spend(rung * 1e-6)
+        return x * resource[0]
+    compare(**usual | {"optimized": double})
+"""
+    )
+    project.run("--gpu").assert_outcomes(passed=2)
+
+
+def test_a_module_fixture_lives_as_long_as_its_ladder(project):
+    project.tests(
+        """
+@pytest.fixture(scope="module")
+def resource():
+    held = [2]
+    yield held
+    held.clear()
+
+@pytest.mark.parametrize("rung", [100, 50])
+def test_ladder(compare, resource, rung):
+    def double(x):
+        spend(rung * 1e-6)
+        return x * resource[0]
+    compare(**usual | {"optimized": double})
+"""
+    )
+    project.run("--gpu").assert_outcomes(passed=2)
+
+
+def test_a_shard_holds_whole_ladders(project):
+    project.tests(LADDER + STEPS)
+    claims = set()
+    for shard in ("1/2", "2/2"):
+        project.run("--gpu", f"--shard={shard}").assert_outcomes(passed=3, deselected=3)
+        found = {r["ladder"] for r in project.results().values()}
+        assert len(found) == 1
+        claims |= found
+    assert claims == {"ch07/ladder", "ch07/steps"}
+
+
+def test_rungs_pass_through_junit_and_expectations(project):
+    project.tests(LADDER)
+    project.run("--gpu", "--update-expectations", "--junitxml=out.xml").assert_outcomes(passed=3)
+    assert (project.path / "out.xml").read_text().count("<testcase") == 3
+    text = (project.path / "expectations.yaml").read_text()
+    assert all(f"ch07/ladder[{rung}]" in text for rung in (100, 50, 5))
+    assert json.loads((project.path / "results" / "fake.json").read_text())
+    assert set(by_claim(project.path / "results" / "fake.json")) == set(project.results())
