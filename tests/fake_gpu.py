@@ -272,12 +272,28 @@ class FakeDevice:
         call()
         return _ledger.peak - before
 
-    def trace(self, call: Call) -> Trace | None:
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
         """Count each :func:`spend` as one kernel, without gaps between kernels."""
         before = _ledger.kernels
         (seconds,), _ = self._execute([call], Mode.PLAIN)
         kernels = _ledger.kernels - before
-        return Trace(kernels, kernels, 0, seconds, seconds) if self.gpu and kernels else None
+        if not (self.gpu and kernels):
+            return None
+        named = {"names": ("spend",), "counts": (kernels,), "grids": (self.gpu.sms,)}
+        return Trace(
+            kernels, kernels, 0, seconds, seconds, **named, total=seconds, api_calls=kernels
+        )
+
+    def counters(
+        self,
+        call: Call,
+        metrics: Sequence[str],
+        *,
+        cold: bool,
+    ) -> Mapping[str, float]:
+        """Return the call's time in ns as the value of each metric."""
+        (seconds,), _ = self._execute([call], Mode.PLAIN)
+        return dict.fromkeys(metrics, seconds * 1000000000.0)
 
     def synchronize(self) -> None:
         pass

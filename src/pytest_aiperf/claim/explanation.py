@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import math
+import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Final
 
 from pytest_aiperf.build import triton_build
 from pytest_aiperf.build.nvcc import Build, opcode_counts
-from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement
+from pytest_aiperf.device import counters
+from pytest_aiperf.device.device import Call
+from pytest_aiperf.errors import (
+    BuildError,
+    CaptureFailed,
+    ClaimNotMet,
+    InvalidMeasurement,
+    ToolMissing,
+)
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
     Evidence,
     EvidenceKind,
     Limit,
     Metric,
+    Mode,
     Prepared,
     Result,
     Timing,
     Trace,
 )
 from pytest_aiperf.rules import evidence, roofline, stats
-from pytest_aiperf.rules.evidence import STATIC, Compiled, Facts
+from pytest_aiperf.rules.evidence import STATIC, TRACED, Compiled, Facts
 
 from . import triton_launches
 from .bound_claim import BoundClaim
 from .claim import Claim
 from .scores import peak_bytes
 
-_TRACED = (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS)
+_HOST: Final = {
+    EvidenceKind.PAGE_FAULTS: ("ru_minflt", "ru_majflt"),
+    EvidenceKind.CONTEXT_SWITCHES: ("ru_nvcsw", "ru_nivcsw"),
+}
+"""Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
 
 
 def check(
@@ -78,32 +94,57 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
 
 
 def explain(
-    bound: BoundClaim, record: Result, builds: Sequence[Build], ceilings: Mapping[str, float]
+    bound: BoundClaim,
+    record: Result,
+    builds: Sequence[Build],
+    ceilings: Mapping[str, float],
+    lock: GpuLock | None = None,
 ) -> Result:
-    """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down."""
+    """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down.
+
+    Arms are prepared under the shared lock, and traced and counted under the exclusive one: other
+    claims would lengthen their kernels. Without ``lock``, the caller holds one.
+    """
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
-    seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
+    seconds = {a: stats.median_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
         for arm, call_s in seconds.items()
         if work and timing and device.gpu
         if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings))
     }
-    inspection = _Inspection(bound)
-    if device.gpu and (seconds or _has(claim.evidence, *_TRACED)):
-        inspection.trace()
-    inspection.measure(claim.evidence)
+    inspection = _Inspection(bound, record, lock)
+    inspection.run_alone(timing)
+    inspection.measure()
     code: list[Compiled] = []
+    baseline_code: list[Compiled] = []
     if _has(claim.evidence, *STATIC):
-        code = [*compiled_code(claim.evidence, builds), *inspection.triton_kernels()]
-    # on a GPU all kernels are built by now: evidence that names any other kernel is an error
-    complete = bool(code) or device.torch_device != "cpu"
-    facts = Facts(code=code, complete=complete, figures=inspection.figures, work=work)
+        built = compiled_code(claim.evidence, builds)
+        code = [*built, *inspection.triton_kernels("optimized")]
+        baseline_code = [*built, *inspection.triton_kernels("baseline")]
+    facts = Facts(
+        code=code,
+        baseline_code=baseline_code,
+        # on a GPU all kernels are built by now: evidence that names any other kernel is an error
+        complete=bool(code) or device.torch_device != "cpu",
+        traces=inspection.traces,
+        figures=inspection.figures,
+        reasons=inspection.reasons,
+        work=work,
+    )
     diagnosis = {
         arm: text
         for arm, call_s in seconds.items()
-        if (text := roofline.diagnose(limits.get(arm), inspection.traces.get(arm), call_s))
+        if (
+            text := roofline.diagnose(
+                limits.get(arm),
+                inspection.traces.get(arm),
+                call_s,
+                ceilings=ceilings,
+                sms=device.gpu.sms if device.gpu else 0,
+            )
+        )
     }
     return replace(
         record,
@@ -111,7 +152,7 @@ def explain(
         traces=inspection.traces,
         diagnosis=diagnosis,
         evidence=evidence.hold(claim.evidence, facts),
-        notes=(*record.notes, *inspection.notes),
+        notes=tuple(dict.fromkeys((*record.notes, *inspection.notes))),
     )
 
 
@@ -151,46 +192,121 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 class _Inspection:
     """Inspects calls that are not timed; each inspection builds new inputs."""
 
-    def __init__(self, bound: BoundClaim) -> None:
+    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock | None) -> None:
         self.bound = bound
+        self.record = record
+        self.lock = lock
         self.traces: dict[str, Trace] = {}
         self.figures: dict[str, dict[str, float]] = {name: {} for name in bound.claim.arms}
+        self.reasons: dict[EvidenceKind, str] = {}
         self.notes: list[str] = []
 
-    def trace(self) -> None:
-        """Trace one call of each arm."""
+    def run_alone(self, timing: Timing | None) -> None:
+        """Trace each arm, and read the counters and the host's figures that evidence is about."""
+        device, pieces = self.bound.device, self.bound.claim.evidence
+        needs_trace = timing or _has(pieces, *TRACED, *STATIC, EvidenceKind.COUNTER)
+        metrics = sorted({piece.of for piece in pieces if piece.kind is EvidenceKind.COUNTER})
+        if device.ranks.count > 1:
+            metrics = []
+            self.reasons[EvidenceKind.COUNTER] = "counters are read in claims on a single GPU only"
         for name in self.figures:
-            if (trace := self._call(name, self.bound.device.trace)) is not None:
-                self.traces[name] = trace
-                self.figures[name][EvidenceKind.LAUNCHES] = trace.launches
-                self.figures[name][EvidenceKind.KERNELS] = trace.kernels
+            steps: list[Callable[[Call], None]] = []
+            if name != "library" and _has(pieces, *_HOST):
+                steps.append(partial(self._use_host, name))  # first: CUPTI adds to the figures
+            if device.gpu and needs_trace:
+                mode = timing.mode if timing else Mode.PLAIN
+                steps.append(partial(self._trace, name, mode))
+            if name != "library" and metrics and not self._cached(name, metrics):
+                steps.append(partial(self._count, name, metrics))
+            if steps:
+                self._call(name, *steps, alone=True)
 
-    def measure(self, pieces: Sequence[Evidence]) -> None:
+    def _trace(self, name: str, mode: Mode, call: Call) -> None:
+        cold = self.bound.claim.cache == "cold"
+        if (trace := self.bound.device.trace(call, mode, cold=cold)) is not None:
+            self.traces[name] = trace
+
+    def _use_host(self, name: str, call: Call) -> None:
+        call()  # the first call also loads code
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        call()
+        self.bound.device.synchronize()
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        for kind, fields in _HOST.items():
+            self.figures[name][kind] = sum(getattr(after, f) - getattr(before, f) for f in fields)
+
+    def _cached(self, name: str, metrics: Sequence[str]) -> bool:
+        """Use the counters that an earlier run of the same code read, if there are any."""
+        key = self._key(name, metrics)
+        values = counters.cached(key) if key else None
+        self.figures[name] |= values or {}
+        return values is not None
+
+    def _key(self, name: str, metrics: Sequence[str]) -> str:
+        record = self.record
+        if not record.gpu or not record.code:
+            return ""
+        return counters.key(record.claim, name, record.code, metrics, record.gpu)
+
+    def _count(self, name: str, metrics: Sequence[str], call: Call) -> None:
+        cold = self.bound.claim.cache == "cold"
+        try:
+            values = self.bound.device.counters(call, metrics, cold=cold)
+        except (ToolMissing, CaptureFailed) as why:
+            self.reasons[EvidenceKind.COUNTER] = str(why)
+            self.notes.append(f"counters were not read: {why}")
+            return
+        self.figures[name] |= values
+        if values and (key := self._key(name, metrics)):
+            counters.keep(key, values)
+
+    def measure(self) -> None:
         """Measure peak memory and count graph breaks if evidence is about them."""
-        if _has(pieces, EvidenceKind.PEAK_MEMORY):
-            for name in ("baseline", "optimized"):
-                peak = self._call(name, partial(peak_bytes, self.bound.device))
-                if peak is not None:
-                    self.figures[name][EvidenceKind.PEAK_MEMORY] = peak
-        if _has(pieces, EvidenceKind.GRAPH_BREAKS):  # last, as it discards torch's compiled code
-            self.figures["optimized"] |= self._call("optimized", _graph_breaks) or {}
+        pieces = self.bound.claim.evidence
+        for kind, inspect in (
+            (EvidenceKind.PEAK_MEMORY, self._measure_peak),
+            (EvidenceKind.GRAPH_BREAKS, self._count_breaks),  # last: it discards compiled code
+        ):
+            for name in ("baseline", "optimized") if _has(pieces, kind) else ():
+                self._call(name, partial(inspect, name))
 
-    def triton_kernels(self) -> list[Compiled]:
-        """Return the Triton kernels that the optimized arm launches, alone or in a CUDA graph."""
+    def _measure_peak(self, name: str, call: Call) -> None:
+        self.figures[name][EvidenceKind.PEAK_MEMORY] = peak_bytes(self.bound.device, call)
+
+    def _count_breaks(self, name: str, call: Call) -> None:
+        self.figures[name] |= _graph_breaks(call)
+
+    def triton_kernels(self, name: str) -> list[Compiled]:
+        """Return the Triton kernels that an arm launches, alone or in a CUDA graph."""
         if self.bound.device.torch_device == "cpu":
             return []
-        return triton_build.launched_kernels(lambda: self._call("optimized", lambda call: call()))
+        return triton_build.launched_kernels(lambda: self._call(name, lambda call: call()))
 
-    def _call(self, name: str, inspect: Callable[[Callable[[], object]], Any]) -> Any:
-        """Inspect a call of an arm; an error becomes a note, because the timing is still valid."""
+    def _call(self, name: str, *inspections: Callable[[Call], object], alone: bool = False) -> None:
+        """Pass a call of an arm to functions; errors become notes: the timing is still valid."""
         bound = self.bound
         try:
-            inputs = bound.make_inputs(bound.seed)
-            return inspect(partial(bound.prepare(name, inputs), *inputs.args))
+            with self._locked("shared"):
+                inputs = bound.make_inputs(bound.seed)
+                call = partial(bound.prepare(name, inputs), *inputs.args)
+                bound.device.synchronize()
         except Exception as why:  # noqa: BLE001  becomes a note
-            message = str(why).strip().partition("\n")[0]
-            self.notes.append(f"{name} was not inspected: {type(why).__name__}: {message}")
-            return None
+            self._note(name, why)
+            return
+        exclusive = "exclusive_host" if _has(bound.claim.evidence, *_HOST) else "exclusive_gpu"
+        with self._locked(exclusive if alone else "shared"):
+            for inspect in inspections:
+                try:
+                    inspect(call)
+                except Exception as why:  # noqa: BLE001  becomes a note
+                    self._note(name, why)
+
+    def _locked(self, scope: str) -> AbstractContextManager[None]:
+        return getattr(self.lock, scope)() if self.lock else nullcontext()
+
+    def _note(self, name: str, why: Exception) -> None:
+        message = str(why).strip().partition("\n")[0]
+        self.notes.append(f"{name} was not inspected: {type(why).__name__}: {message}")
 
 
 def _has(pieces: Sequence[Evidence], *kinds: EvidenceKind) -> bool:

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.rules.validity import watched
 
+from . import counters
 from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled, now, seed_all
 from .trace import trace
 
@@ -174,9 +175,31 @@ class CudaDevice:
             del held
         return int(self.ranks.max(max(0, peak - before)))
 
-    def trace(self, call: Call) -> Trace | None:
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
+        """Trace a call with the cache state and the launch gaps of its timing."""
+        flush = counters.flusher(self) if cold else None
+        with self.current():
+            call()  # loads modules and libraries
+            self.synchronize()
+            begun = now()
+            call()
+        blocking_s = _MIN_BLOCKING_S + 3 * (now() - begun) * 1e-9  # CUPTI lengthens launches
+        self.synchronize()
+
+        def before() -> None:
+            if flush:
+                flush()
+            if mode in (Mode.GRAPH, Mode.BACKLOG):
+                self._spin(min(blocking_s, _LONG_BLOCKING_S))
+            self.ranks.stream_barrier()
+
         with gc_disabled():
-            return trace(call, self)
+            return trace(call, self, before)
+
+    def counters(self, call: Call, metrics: Sequence[str], *, cold: bool) -> Mapping[str, float]:
+        flush = counters.flusher(self) if cold else None
+        with gc_disabled():
+            return counters.read(call, metrics, self, flush)
 
     def refuse_unjoined(self, call: Call) -> None:
         """Raise InvalidMeasurement if a call forks work that its own stream does not join.

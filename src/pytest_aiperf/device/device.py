@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -73,8 +73,12 @@ class Device(Protocol):
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
     # Return the peak bytes that a call allocates, without those allocated before it.
     def peak_bytes(self, call: Call) -> int: ...
-    # Trace one warmed-up call; None on the host.
-    def trace(self, call: Call) -> Trace | None: ...
+    # Trace one warmed-up call in the state in which it was timed; None on the host.
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None: ...
+    # Read hardware counters over one call, by name of the metric; empty on the host.
+    def counters(
+        self, call: Call, metrics: Sequence[str], *, cold: bool
+    ) -> Mapping[str, float]: ...
     # Free cached memory, so that the next replicate allocates anew.
     def release(self) -> None: ...
     # Return the device memory that no process has allocated.
@@ -147,8 +151,11 @@ class HostDevice:
             tracemalloc.stop()
         return int(self.ranks.max(max(0, peak - before)))
 
-    def trace(self, call: Call) -> Trace | None:  # noqa: ARG002  no GPU to trace
-        return None
+    def trace(self, *_call: object, **_state: object) -> Trace | None:
+        return None  # no GPU to trace
+
+    def counters(self, *_call: object, **_state: object) -> Mapping[str, float]:
+        return {}
 
     def release(self) -> None:
         gc.collect()

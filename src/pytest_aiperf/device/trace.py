@@ -1,22 +1,28 @@
-"""Traces one call on the GPU through CUPTI: launches, kernels, copies and their times."""
+"""Traces one call on the GPU through CUPTI: API calls, kernels, copies and their times."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.model import Trace
 from pytest_aiperf.rules.stats import covered
 
-MAX_NAMES: Final = 16
+MAX_NAMES: Final = 64
 """Most kernel names in a trace, to keep records small; those with the longest times are kept."""
+CALLS: Final = 3
+"""Traced calls, of which the one with the median span is returned: a single one may be disturbed by
+the pause in which the profiler starts to record."""
+RANGE: Final = "aiperf"  #: Name of the event that marks a traced call.
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
     "DtoD": "device to device", "PtoP": "peer to peer",
@@ -24,26 +30,32 @@ _DIRECTIONS: Final = {
 """Kind of a copy, by the abbreviation in its event's name."""
 
 
-def trace(call: Callable[[], object], device: Any) -> Trace | None:
-    """Trace one warmed-up call on the device's stream; None if the call uses no GPU.
+def trace(
+    call: Callable[[], object], device: Any, before: Callable[[], object] = lambda: None
+) -> Trace | None:
+    """Trace warmed-up calls on the device's stream; None if the call uses no GPU.
 
-    CUPTI traces the launches of all libraries in the process. It stays loaded and slows later
-    launches down: time nothing after a trace.
+    ``before`` runs untraced before each traced call: it puts caches and the queue of the stream
+    into the state in which the claim is timed. CUPTI traces the launches of all libraries in the
+    process. It stays loaded and slows later launches down: time nothing after a trace.
     """
     import torch
 
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # restarting CUPTI breaks captured graphs
     kinds = torch.profiler.ProfilerActivity
-    # CUPTI starts in the warm-up step, before the traced call
+    # CUPTI starts in the warm-up step, before the traced calls
     steps = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with warnings.catch_warnings(), device.current():
         warnings.simplefilter("ignore")  # about profiler options that this code does not set
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], schedule=steps) as profiler:
-            call()
-            device.synchronize()
+            # in this step, because starting CUPTI lets the GPU idle, and its clocks drop
+            device.stabilize_clocks(call)
             profiler.step()
-            call()
-            device.synchronize()
+            for _ in range(CALLS):
+                before()
+                with torch.profiler.record_function(RANGE):
+                    call()
+                device.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
@@ -74,6 +86,7 @@ class Activity:
     correlation: int
     """Id of the host's API call that caused it; all kernels of a graph launch share one id."""
     bytes: int = 0
+    grid: int = 0  #: Blocks of a kernel; 0 if unknown.
 
     @property
     def is_copy(self) -> bool:
@@ -105,8 +118,8 @@ def activities(events: Iterable[Event]) -> list[Activity]:
         else:
             continue
         cause = event.args.get("correlation", ~number)
-        size = event.args.get("bytes", 0)
-        work.append(Activity(kind, event.name, event.start, event.end, cause, size))
+        size, grid = event.args.get("bytes", 0), math.prod(event.args.get("grid", (0,)))
+        work.append(Activity(kind, event.name, event.start, event.end, cause, size, grid))
     return work
 
 
@@ -132,11 +145,63 @@ def busy_and_span(activities: Collection[Activity]) -> tuple[float, float]:
 
 
 def read(content: Iterable[Mapping[str, Any]]) -> Trace | None:
-    """Summarize the GPU activity in a Chrome trace; None if the trace has none."""
-    work = activities(events(content))
-    if not work:
-        return None
-    kernels = sum(activity.kind == "kernel" for activity in work)
+    """Summarize the traced call with the median time on the GPU; None if none used the GPU.
+
+    A trace in which no calls are marked is that of a single call.
+    """
+    recorded = events(content)
+    work = activities(recorded)
+    api = {
+        event.args.get("correlation"): event.start
+        for event in recorded
+        if event.category in ("cuda_runtime", "cuda_driver")
+    }
+    calls = sorted(
+        (e.start, e.end) for e in recorded if e.category == "user_annotation" and e.name == RANGE
+    ) or [(-math.inf, math.inf)]
+    traces = []
+    for (start, end), (following, _) in pairwise([*calls, (math.inf, math.inf)]):
+        # CUPTI does not trace every API of the driver. Work whose API call is unknown is found by
+        # its own time, which is before the next call: the host waits for the GPU between calls.
+        of_call = [
+            activity
+            for activity in work
+            if start
+            <= api.get(activity.correlation, activity.start)
+            < (end if activity.correlation in api else following)
+        ]
+        if of_call:
+            api_calls = sum(start <= begun < end for begun in api.values())
+            traces.append(_summary(of_call, api_calls if api else None))
+    return sorted(traces, key=lambda t: t.span)[len(traces) // 2] if traces else None
+
+
+def _summary(work: Sequence[Activity], api_calls: int | None) -> Trace:
+    """Summarize the GPU activity of one call."""
+    names = list(kernel_seconds(work))[:MAX_NAMES]
+    counts, grids, copied = Counter[str](), Counter[str](), Counter[str]()
+    for activity in work:
+        if activity.kind == "kernel":
+            counts[activity.name] += 1
+            grids[activity.name] = max(grids[activity.name], activity.grid)
+        elif activity.is_copy:
+            copied[activity.kind] += activity.bytes
     busy, span = busy_and_span(work)
-    names = tuple(kernel_seconds(work))[:MAX_NAMES]
-    return Trace(launches(work), kernels, len(work) - kernels, busy, span, names)
+    running = [(activity.start, activity.end) for activity in work if activity.kind == "kernel"]
+    copying = [(activity.start, activity.end) for activity in work if activity.is_copy]
+    kernels = counts.total()
+    return Trace(
+        launches=launches(work),
+        kernels=kernels,
+        copies=len(work) - kernels,
+        busy=busy,
+        span=span,
+        names=tuple(names),
+        counts=tuple(counts[name] for name in names),
+        grids=tuple(grids[name] for name in names),
+        total=sum(activity.end - activity.start for activity in work),
+        copying=covered(copying),
+        hidden=covered(copying) + covered(running) - covered([*copying, *running]),
+        copied=dict(copied),
+        api_calls=api_calls,
+    )

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, get_args
 
 from pytest_aiperf.errors import UsageError
-from pytest_aiperf.model import Evidence, EvidenceKind, Finding, KernelRecord, Work
+from pytest_aiperf.model import (
+    Evidence,
+    EvidenceKind,
+    Finding,
+    KernelRecord,
+    Metric,
+    Trace,
+    Work,
+)
 
 Bound = float | None
 Per = Literal["", "baseline", "work"]
+Direction = Literal["host to device", "device to host", "device to device", "peer to peer"]
+DIRECTIONS: Final = get_args(Direction)
 
 
 def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
@@ -52,6 +62,63 @@ def graph_breaks(*, min: Bound = None, max: Bound = None) -> Evidence:
     return _evidence(EvidenceKind.GRAPH_BREAKS, min=min, max=max)
 
 
+def kernel_name(text: str, *, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound how many kernels with ``text`` in their name run per call; default: at least one."""
+    min = 1 if min is None and max is None else min
+    return _evidence(EvidenceKind.KERNEL_NAME, text, min=min, max=max, per=per)
+
+
+def grid_size(kernel: str = "", *, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound the blocks of the largest launch of a kernel whose name contains ``kernel``."""
+    return _evidence(EvidenceKind.GRID_SIZE, kernel=kernel, min=min, max=max, per=per)
+
+
+def overlap(*, min: Bound = None, max: Bound = None, of: Literal["", "copies"] = "") -> Evidence:
+    """Bound how much the GPU does at the same time.
+
+    The figure is the time of all kernels and copies, added up, divided by the time in which at
+    least one of them runs: 1 if they run one after the other. ``of="copies"`` takes the fraction
+    of the copies' time in which a kernel runs as well.
+    """
+    if of not in ("", "copies"):
+        raise UsageError(f"evidence.overlap(of={of!r}): use 'copies', or leave it out")
+    return _evidence(EvidenceKind.OVERLAP, of, min=min, max=max)
+
+
+def copied_bytes(
+    direction: Direction, *, min: Bound = None, max: Bound = None, per: Per = ""
+) -> Evidence:
+    """Bound the bytes that one call copies in a direction, such as "host to device".
+
+    Only copies by the CUDA API count, not those that kernels make.
+    """
+    if direction not in DIRECTIONS:
+        raise UsageError(
+            f"evidence.copied_bytes({direction!r}): use one of {', '.join(DIRECTIONS)}"
+        )
+    return _evidence(EvidenceKind.COPIED_BYTES, direction, min=min, max=max, per=per)
+
+
+def api_calls(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound the calls of the CUDA API per call, without those that only query or make events."""
+    return _evidence(EvidenceKind.API_CALLS, min=min, max=max, per=per)
+
+
+def busy_share(*, min: Bound = None, max: Bound = None) -> Evidence:
+    """Bound the fraction of a call's time on the GPU in which a kernel, copy or memset runs."""
+    return _evidence(EvidenceKind.BUSY_SHARE, min=min, max=max)
+
+
+def page_faults(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound the page faults of this process, minor and major, per call."""
+    return _evidence(EvidenceKind.PAGE_FAULTS, min=min, max=max, per=per)
+
+
+def context_switches(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound the context switches of this process's threads per call, forced ones included."""
+    return _evidence(EvidenceKind.CONTEXT_SWITCHES, min=min, max=max, per=per)
+
+
 def peak_memory(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound the peak of the bytes that one call allocates."""
     return _evidence(EvidenceKind.PEAK_MEMORY, min=min, max=max, per=per)
@@ -63,7 +130,7 @@ def counter(
     """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
 
     ``per="baseline"`` takes the ratio to the baseline's figure, ``per="work"`` the ratio to the
-    bytes of ``work``. It is read under ``--profile=ncu``.
+    bytes of ``work``. It is read after the timing, and under ``--profile=ncu``.
     """
     return _evidence(EvidenceKind.COUNTER, metric, kernel, min=min, max=max, per=per)
 
@@ -81,16 +148,67 @@ def _evidence(
 STATIC: Final = (EvidenceKind.OPCODE, EvidenceKind.REGISTERS, EvidenceKind.SPILLS)
 """Kinds of evidence that are checked in the compiled code, without a GPU."""
 
-_NOUNS: Final = {
-    EvidenceKind.REGISTERS: "registers per thread",
-    EvidenceKind.SPILLS: "bytes of spills per thread",
-    EvidenceKind.LAUNCHES: "launches per call",
-    EvidenceKind.KERNELS: "kernels per call",
-    EvidenceKind.GRAPH_BREAKS: "graph breaks",
-    EvidenceKind.PEAK_MEMORY: "bytes of peak memory",
+
+class _Kind(NamedTuple):
+    noun: str  #: What the figure counts, after the figure; may contain ``{of}``.
+    read: Callable[[Evidence, Trace], float | None] | None = None
+    """Reads the figure from an arm's trace; None if the figure comes from elsewhere."""
+
+
+def _named(trace: Trace, text: str) -> list[tuple[int, int]] | None:
+    """Return (count, grid) of each kernel name with ``text``; None if the trace lacks names."""
+    if sum(trace.counts) < trace.kernels:
+        return None
+    rows = zip(trace.names, trace.counts, trace.grids, strict=True)
+    return [(count, grid) for name, count, grid in rows if text in name]
+
+
+def _count(piece: Evidence, trace: Trace) -> float | None:
+    named = _named(trace, piece.of)
+    return None if named is None else sum(count for count, _ in named)
+
+
+def _grid(piece: Evidence, trace: Trace) -> float | None:
+    # 0 blocks: the event of a kernel in a graph has no grid
+    return max((grid for _, grid in _named(trace, piece.kernel) or ()), default=0) or None
+
+
+def _overlap(piece: Evidence, trace: Trace) -> float | None:
+    if piece.of:
+        return trace.hidden / trace.copying if trace.copying else None
+    return trace.total / trace.busy if trace.busy else None
+
+
+_KINDS: Final = {
+    EvidenceKind.OPCODE: _Kind("{of}"),
+    EvidenceKind.REGISTERS: _Kind("registers per thread"),
+    EvidenceKind.SPILLS: _Kind("bytes of spills per thread"),
+    EvidenceKind.LAUNCHES: _Kind("launches per call", lambda _, trace: trace.launches),
+    EvidenceKind.KERNELS: _Kind("kernels per call", lambda _, trace: trace.kernels),
+    EvidenceKind.GRAPH_BREAKS: _Kind("graph breaks"),
+    EvidenceKind.KERNEL_NAME: _Kind("kernels named {of} per call", _count),
+    EvidenceKind.GRID_SIZE: _Kind("blocks in the largest launch", _grid),
+    EvidenceKind.OVERLAP: _Kind("overlap of {of}", _overlap),
+    EvidenceKind.COPIED_BYTES: _Kind(
+        "bytes copied {of} per call", lambda piece, trace: trace.copied.get(piece.of, 0)
+    ),
+    EvidenceKind.API_CALLS: _Kind("API calls per call", lambda _, trace: trace.api_calls),
+    EvidenceKind.BUSY_SHARE: _Kind(
+        "of its time busy", lambda _, trace: trace.busy / trace.span if trace.span else None
+    ),
+    EvidenceKind.PEAK_MEMORY: _Kind("bytes of peak memory"),
+    EvidenceKind.PAGE_FAULTS: _Kind("page faults per call"),
+    EvidenceKind.CONTEXT_SWITCHES: _Kind("context switches per call"),
+    EvidenceKind.COUNTER: _Kind("{of}"),
 }
+"""How each kind of evidence is read and named."""
+
+TRACED: Final = tuple(kind for kind, how in _KINDS.items() if how.read)
+"""Kinds of evidence that are read from the trace of a call on the GPU."""
 _NO_BASELINE: Final = "the baseline has 0, and "
 """Begins the ``where`` of a finding without a ratio, because the baseline's figure is 0."""
+_ALONE_PROOF: Final = (Metric.MEMORY, Metric.SCORE)
+"""Metrics whose ratio needs no further evidence: the figure that is compared is the mechanism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +227,23 @@ class Compiled:
 class Facts:
     """The figures of one run of a claim, against which its evidence is checked."""
 
-    code: Sequence[Compiled] = ()  #: The compiled kernels that are known.
+    code: Sequence[Compiled] = ()  #: The compiled kernels that the optimized arm may launch.
+    baseline_code: Sequence[Compiled] = ()  #: Those that the baseline may launch.
     complete: bool = False  #: Whether ``code`` has all kernels of the claim.
+    traces: Mapping[str, Trace] = field(default_factory=dict)  #: The trace of each arm.
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """The figures of each arm by name: an EvidenceKind or an ncu metric."""
+    """Further figures of each arm by name: an EvidenceKind or an ncu metric."""
+    reasons: Mapping[EvidenceKind, str] = field(default_factory=dict)
+    """Why figures of a kind are missing."""
     at_least: bool = False  #: Whether the counts of launches and kernels are lower bounds.
     work: Work | None = None  #: The work of one call.
 
 
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
-    """Return the figure of each piece of evidence and whether it lies within its bounds."""
+    """Return each piece's figure in the optimized arm and in the baseline, and whether it holds.
+
+    A piece without a figure holds neither: its ``held`` is None, and ``where`` gives the reason.
+    """
     return tuple(
         _check_code(piece, facts) if piece.kind in STATIC else _check_arm(piece, facts)
         for piece in evidence
@@ -126,8 +251,33 @@ def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
 
 
 def broken(findings: Sequence[Finding]) -> str:
-    """Describe each finding that does not hold in one sentence; return "" when all hold."""
-    return "; ".join(_sentence(finding) for finding in findings if not finding.held)
+    """Describe each finding that does not hold in one sentence; return "" if there is none."""
+    return "; ".join(_sentence(finding) for finding in findings if finding.held is False)
+
+
+def not_looked_at(findings: Sequence[Finding]) -> str:
+    """Describe the findings that have no figure, with the reason; return "" if all have one."""
+    nulls = [f for f in findings if f.held is None]
+    return "; ".join(
+        f"evidence was not looked at: {' '.join(filter(None, (f.evidence.kind, f.evidence.of)))}"
+        + (f" ({f.where})" if f.where else "")
+        for f in nulls
+    )
+
+
+def proves_nothing(findings: Sequence[Finding], metric: Metric = Metric.DEVICE) -> str:
+    """Describe in one sentence why evidence does not tell the arms apart; "" if it does.
+
+    It does if one piece holds for the optimized arm and does not hold for the baseline. A claim
+    about memory or a score needs no evidence: its ratio is the proof.
+    """
+    if metric in _ALONE_PROOF or any(f.held and f.baseline_held is False for f in findings):
+        return ""
+    if not findings:
+        return "the claim states no evidence of why it is faster"
+    if any(f.held and f.baseline_held is None for f in findings):
+        return "no evidence was found to fail on the baseline, and not all was looked at there"
+    return "all evidence that was looked at holds on the baseline as well"
 
 
 def _check_code(piece: Evidence, facts: Facts) -> Finding:
@@ -148,15 +298,40 @@ def _check_code(piece: Evidence, facts: Facts) -> Finding:
             f"evidence of {piece.of or piece.kind}: no kernel of {where} has {piece.kernel!r} in "
             f"its name; its kernels are {kernels}"
         )
-    figures = [(_in_code(piece, code), str(code)) for code in named]
-    if needs_sass and not piece.kernel:
+    if not named:
+        return Finding(piece, where="the code of this kernel is not known")
+    value, where = _worst(piece, _launched(named, facts.traces.get("optimized")) or named)
+    finding = Finding(piece, value, _within(piece, value), where)
+    # the baseline may do the same with a kernel of another name
+    kernels_of_baseline = _launched(facts.baseline_code, facts.traces.get("baseline"))
+    same_name = [c for c in kernels_of_baseline if piece.kernel in c.kernel.function]
+    if not kernels_of_baseline:
+        return finding
+    return _with_baseline(finding, _worst(piece, same_name or kernels_of_baseline)[0])
+
+
+def _launched(code: Sequence[Compiled], trace: Trace | None) -> list[Compiled]:
+    """Return the kernels that an arm launches according to its trace."""
+    # demanglers differ in the spaces that they print
+    names = {name.replace(" ", "") for name in trace.names} if trace else ()
+    return [c for c in code if c.kernel.function.replace(" ", "") in names]
+
+
+def _worst(piece: Evidence, code: Sequence[Compiled]) -> tuple[float, str]:
+    """Return a figure that lies outside the bounds or, if there is none, the first; and where."""
+    figures = [(_in_code(piece, compiled), str(compiled)) for compiled in code]
+    if piece.kind is EvidenceKind.OPCODE and not piece.kernel:
         sums: dict[str, float] = {}
-        for (count, _), code in zip(figures, named, strict=True):
-            where = f"{code.kernel.source} for {code.kernel.arch}"
+        for (count, _), compiled in zip(figures, code, strict=True):
+            where = f"{compiled.kernel.source} for {compiled.kernel.arch}"
             sums[where] = sums.get(where, 0) + count
         figures = [(count, where) for where, count in sums.items()]
-    findings = [Finding(piece, value, _within(piece, value), where) for value, where in figures]
-    return min(findings, key=lambda finding: finding.held, default=Finding(piece))
+    return min(figures, key=lambda figure: _within(piece, figure[0]))
+
+
+def _with_baseline(finding: Finding, baseline: float) -> Finding:
+    held = _within(finding.evidence, baseline)
+    return replace(finding, baseline_value=baseline, baseline_held=held)
 
 
 def _in_code(piece: Evidence, code: Compiled) -> float:
@@ -174,27 +349,44 @@ def matches(pattern: str, opcode: str) -> bool:
 
 
 def _check_arm(piece: Evidence, facts: Facts) -> Finding:
-    name = piece.of or piece.kind.value
-    arm = facts.figures.get("optimized", {})
-    value, where = arm.get(name), "the optimized arm"
+    value, baseline = (_figure(piece, facts, arm) for arm in ("optimized", "baseline"))
+    where = "the optimized arm"
+    trace = facts.traces.get("optimized")
+    if trace and piece.kind is EvidenceKind.COUNTER and not _is_alone(piece.kernel, trace):
+        return Finding(
+            piece, where=f"it is read over a call, and other kernels than {piece.kernel} ran in it"
+        )
     if value is None:
-        return Finding(piece)
+        return Finding(piece, where=facts.reasons.get(piece.kind, "this run has no such figure"))
     if facts.at_least and piece.kind in (EvidenceKind.LAUNCHES, EvidenceKind.KERNELS):
         if piece.per:
-            return Finding(piece)  # a ratio of two lower bounds is not a bound
+            return Finding(piece, where="a ratio of two lower bounds is not a bound")
         where += ", as far as the CPU can count,"
+        baseline = None
     if piece.per == "work":
         if facts.work is None or not facts.work.bytes:
             raise UsageError('evidence with per="work" needs work= with bytes')
         value /= facts.work.bytes
+        baseline = None if baseline is None else baseline / facts.work.bytes
     elif piece.per == "baseline":
-        baseline = facts.figures.get("baseline", {}).get(name)
         if baseline is None:
-            return Finding(piece)
+            return Finding(piece, where="this run has no such figure of the baseline")
         if not baseline:  # a ratio to 0 is undefined
             return Finding(piece, value, held=False, where=f"{_NO_BASELINE}{where}")
-        value /= baseline
-    return Finding(piece, value, _within(piece, value), where)
+        value, baseline = value / baseline, 1.0
+    finding = Finding(piece, value, _within(piece, value), where)
+    return finding if baseline is None else _with_baseline(finding, baseline)
+
+
+def _is_alone(kernel: str, trace: Trace) -> bool:
+    return all(kernel in name for name in trace.names)
+
+
+def _figure(piece: Evidence, facts: Facts, arm: str) -> float | None:
+    read, trace = _KINDS[piece.kind].read, facts.traces.get(arm)
+    if read and trace:
+        return read(piece, trace)
+    return facts.figures.get(arm, {}).get(piece.of or piece.kind.value)
 
 
 def _within(piece: Evidence, value: float) -> bool:
@@ -204,11 +396,12 @@ def _within(piece: Evidence, value: float) -> bool:
 
 def _sentence(finding: Finding) -> str:
     piece = finding.evidence
-    figure = f"{finding.value:g} {_NOUNS.get(piece.kind, piece.of)}"
+    noun = _KINDS[piece.kind].noun.format(of=piece.of or "all work")
+    figure = f"{finding.value:g} {noun}"
     if piece.per == "work":
         figure += " per byte of work"
     elif piece.per == "baseline" and not finding.where.startswith(_NO_BASELINE):
-        figure = f"{finding.value:g} times the baseline's {_NOUNS.get(piece.kind, piece.of)}"
+        figure = f"{finding.value:g} times the baseline's {noun}"
     bounds = (("at least", piece.min), ("at most", piece.max))
     stated = " and ".join(f"{side} {bound:g}" for side, bound in bounds if bound is not None)
     return f"{finding.where} has {figure}; the claim states {stated}"

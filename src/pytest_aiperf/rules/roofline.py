@@ -1,7 +1,8 @@
 """The roofline model: which ceiling limits an arm, how close the arm comes, and what would help.
 
 An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
-from all three limits is latency-bound: its own instructions wait for each other.
+from all three limits does more than ``work`` counts, because it is unfused or computes in a wider
+dtype, or it is latency-bound: its own instructions wait for each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _FAR = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
 _BUSY = 0.6  #: Above this utilisation in ncu's counters, a unit limits an arm.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
 _FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
+
+_SHORT_KERNEL_S = 10e-6
+"""Kernels that are shorter on average spend most of their time starting and draining."""
+_NARROW = ("tf32", "fp16", "bf16", "fp8")  #: Dtypes of the tensor cores, faster than fp32.
 
 _UNITS = {
     "tensor share": ("compute-bound", "the tensor cores", "only fewer operations help"),
@@ -133,18 +138,26 @@ def too_fast(limit: Limit, source: str = "measured") -> str | None:
 
 
 def diagnose(
-    limit: Limit | None, trace: Trace | None, seconds: float, counters: Mapping[str, float] = {}
+    limit: Limit | None,
+    trace: Trace | None,
+    seconds: float,
+    counters: Mapping[str, float] = {},
+    *,
+    ceilings: Mapping[str, float] = {},
+    sms: int = 0,
 ) -> str:
     """Describe in one line what limits an arm and what would help; "" if nothing is known.
 
     ``seconds`` is the time of one call as the claim counts it, with or without launch gaps;
-    ``counters`` are the figures of an ncu profile.
+    ``counters`` are the figures of an ncu profile, ``ceilings`` and ``sms`` those of the GPU.
     """
     return (
         _overhead(limit, trace, seconds)
         or _wasted(limit, seconds, counters)
         or _bound(limit)
         or _busiest(counters)
+        or _wider(limit, ceilings)
+        or (_beyond_work(limit, trace, sms) if not counters else None)
         or _latency(limit, counters)
         or _unknown(trace, seconds)
     )
@@ -193,6 +206,37 @@ def _bound(limit: Limit | None) -> str | None:
         elif limit.ceiling in ("fp32", "fp64"):
             advice = "only fewer operations or tensor cores (a narrower dtype) help"
     return f"{kind}-bound: {percent(limit.share)} of the {limit.ceiling} rate; {advice}"
+
+
+def _wider(limit: Limit | None, ceilings: Mapping[str, float]) -> str | None:
+    """Describe an arm whose rate suits fp32 and not the narrower dtype that ``work`` names."""
+    fp32 = limit.rate / ceilings.get("fp32", math.inf) if limit else 0.0
+    if limit is None or limit.ceiling not in _NARROW or not _FAR <= fp32 <= _MAX_SHARE:
+        return None
+    return (
+        f"compute-bound if it computes in fp32: {percent(fp32)} of the fp32 rate, "
+        f"{percent(limit.share)} of the {limit.ceiling} rate; tensor cores help"
+    )
+
+
+def _beyond_work(limit: Limit | None, trace: Trace | None, sms: int) -> str | None:
+    """Describe an arm that keeps the GPU busy, far from its ceiling.
+
+    It may do more than ``work`` counts, as an arm does that is not fused.
+    """
+    if limit is None or trace is None:
+        return None
+    rate, kernels = f"{percent(limit.share)} of the {limit.ceiling} rate", trace.kernels
+    blocks = max(trace.grids, default=0)
+    if kernels > 1 and trace.busy < _SHORT_KERNEL_S * kernels:
+        each = si(trace.busy / kernels, "s", 2)
+        return f"latency-bound: {rate}; {kernels} kernels of {each} each: fuse them"
+    if kernels > 1:
+        does = "moves" if limit.ceiling in MEMORY else "computes or moves"
+        return f"unfused: {rate}; with {kernels} kernels it {does} more than it must: fuse them"
+    if 0 < blocks < sms:
+        return f"latency-bound: {rate}; {blocks} blocks on {sms} SMs: split the work further"
+    return f"moves or computes more than it must, or waits: {rate}; --profile=ncu shows which"
 
 
 def _busiest(counters: Mapping[str, float]) -> str | None:
