@@ -2,12 +2,16 @@
 
 import gc
 import re
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from kernels.ch19 import nvfp4
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.tensors import Inputs
@@ -287,6 +291,100 @@ def test_fp8_results():
         judge(arm(4.0), arm(2.0), make=make)
 
 
+@pytest.mark.parametrize(
+    ("precision", "factor"), [("bf16", 0.985), ("fp8_e5m2", 0.75), ("fp8", 0.75), ("nvfp4", 0.5)]
+)
+def test_a_scaled_result_fails_in_low_precision(monkeypatch, precision, factor):
+    make = vector(torch.bfloat16, n=4096)
+
+    def scaled(a, out):
+        out.copy_(a * 2 * factor)
+
+    with wrong(
+        f"optimized disagrees with the reference: out has a relative RMS error of {1 - factor:.2g}"
+    ):
+        judge(scaled, make=make, precision=precision)
+    monkeypatch.setattr(agreement, "RMS_BUDGETS", dict.fromkeys(agreement.RMS_BUDGETS, 1.0))
+    assert judge(scaled, make=make, precision=precision), "no element has too large an error"
+
+
+def test_an_fp8_result_is_held_to_the_rms_error_of_fp8():
+    def arm(factor):
+        return lambda a, out: out.copy_(a.float() * factor)
+
+    with wrong("out has a relative RMS error of 0.25 (baseline's 0; allowed 0.04)"):
+        judge(arm(1.5), arm(2.0), make=vector(torch.float8_e4m3fn, n=4096))
+
+
+@pytest.mark.parametrize(
+    ("precision", "quantize"),
+    [
+        ("fp8", lambda x: x.to(torch.float8_e4m3fn).float()),
+        ("fp8_e5m2", lambda x: x.to(torch.float8_e5m2).float()),
+        ("bf16", lambda x: x.bfloat16().float()),
+        ("fp16", lambda x: x.half().float()),
+        ("tf32", lambda x: (x.view(torch.int32) & -(1 << 13)).view(torch.float32)),
+        (
+            "nvfp4",
+            lambda x: nvfp4.dequantize(
+                *nvfp4.quantize(x, nvfp4.matrix_scale(x)), nvfp4.matrix_scale(x)
+            ),
+        ),
+    ],
+)
+def test_a_product_of_quantized_matrices_passes(precision, quantize):
+    def make():
+        torch.manual_seed(6)
+        return torch.randn(2, 256, 512)
+
+    def optimized(a, b):
+        return quantize(a) @ quantize(b).T
+
+    _, error = judge(
+        optimized,
+        lambda a, b: a @ b.T,
+        make=lambda: tuple(make()),
+        reference=lambda a, b: a.double() @ b.double().T,
+        precision=precision,
+    )
+    assert error.rms_allowed == agreement.RMS_BUDGETS[precision]
+    assert 0.2 * error.rms_allowed < error.rms < error.rms_allowed
+
+
+def test_the_rms_error_may_be_twice_the_baselines():
+    def arm(factor):
+        return lambda a, out: out.copy_(a * 2 * factor)
+
+    baseline, optimized = judge(arm(0.97), arm(0.98), make=vector(torch.bfloat16, n=4096))
+    assert optimized.rms == pytest.approx(0.03, rel=0.02)
+    assert optimized.rms_allowed == 2 * baseline.rms
+    with wrong("allowed 0.04)"):
+        judge(arm(0.955), arm(0.98), make=vector(torch.bfloat16, n=4096))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_no_baseline_admits_a_scaled_result(precision):
+    """A baseline with a larger error is refused."""
+    budget = agreement.RMS_BUDGETS[precision]
+    worst_baseline = max(agreement.MAX_BASELINE_ERROR, budget)
+    assert agreement.MAX_RMS_RATIO * worst_baseline < {"fp8": 0.25, "nvfp4": 0.5}[precision]
+    with wrong("baseline and reference disagree, one of them is wrong: out has a relative RMS"):
+        too_small = 1 - 1.1 * worst_baseline
+        judge(
+            double,
+            lambda a, out: out.copy_(a * 2 * too_small),
+            make=vector(torch.bfloat16, n=4096),
+            precision=precision,
+        )
+
+
+def test_integers_have_no_rms_error():
+    make = lambda: (torch.arange(5), torch.empty(5, dtype=torch.int64))
+    arm = lambda a, out: out.copy_(a + 1)
+    errors = judge(arm, arm, make=make, reference=lambda a, out: a + 1)
+    assert [(e.rms, e.rms_allowed) for e in errors] == [(0, 0)] * 2
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_results_must_be_finite(bad):
     def optimized(a, out):
@@ -491,6 +589,118 @@ def test_large_tensors_are_compared_in_chunks(monkeypatch):
     array = SimpleNamespace(device="cuda:0")
     sizes = [tensors.chunk(x) for x in (np.ones(1), torch.ones(1), array)]
     assert sizes == [10, 10, tensors.CHUNK]
+
+
+def test_arrays_are_split_alike_whatever_their_strides(monkeypatch):
+    monkeypatch.setattr(tensors, "HOST_CHUNK", 10)
+
+    def make():
+        torch.manual_seed(8)
+        return (torch.randn(23, 7),)
+
+    def optimized(a):
+        result = a.t().contiguous()
+        result[4, 21] = 9
+        return result
+
+    words = {"make": make, "reference": lambda a: a.t().double()}
+    assert judge(lambda a: a.t().contiguous(), lambda a: a.t().clone(), **words)
+    with wrong("result[4, 21] is 9"):
+        judge(optimized, lambda a: a.t().clone(), **words)
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+LARGE, PART = 1 << 18, 1 << 11
+"""Elements of an input and of the parts in which it is read: about ten temporaries of a part's size
+exist at a time."""
+
+
+def in_place():
+    torch.manual_seed(9)
+    return (torch.randn(2 * LARGE),)
+
+
+def into_an_output():
+    torch.manual_seed(9)
+    return torch.randn(LARGE), torch.empty(LARGE)
+
+
+def transposed():
+    torch.manual_seed(9)
+    return torch.randn(LARGE >> 10, 1 << 10), torch.empty(1 << 10, LARGE >> 10)
+
+
+def integers():
+    torch.manual_seed(9)
+    return torch.randint(9, (LARGE,)), torch.empty(LARGE, dtype=torch.int64)
+
+
+LARGE_CLAIMS = {
+    "in place": (in_place, lambda x: x.neg_(), lambda x: x.neg()),
+    "into an output": (
+        into_an_output,
+        lambda x, out: torch.neg(x, out=out),
+        lambda x, out: x.neg(),
+    ),
+    "transposed": (transposed, lambda x, out: out.copy_(x.t()), lambda x, out: x.t().clone()),
+    "integers": (integers, lambda x, out: torch.neg(x, out=out), lambda x, out: -x),
+}
+
+
+@pytest.mark.parametrize(("make", "arm", "reference"), LARGE_CLAIMS.values(), ids=LARGE_CLAIMS)
+def test_large_inputs_exist_at_most_twice(monkeypatch, make, arm, reference):
+    monkeypatch.setattr(tensors, "HOST_CHUNK", PART)
+    judge(arm, arm, make=make, reference=reference)  # makes what stays in memory: checksum weights
+    size = tensors.nbytes(make())
+    with Memory() as memory:
+        effects = infer_effects(arm, make)
+    assert effects.nbytes == size
+    assert 1.4 * size < memory.peak < 2.1 * size
+    arms = {name: preparing(arm) for name in ("baseline", "library", "optimized")}
+    for kept_bytes, low, high in ((size - 1, 1.4, 2.1), (size, 2.4, 5.1)):
+        with Memory() as memory:
+            agreement.agree(arms, as_inputs(make), reference, effects, kept_bytes=kept_bytes)
+        assert low * size < memory.peak < high * size
+
+
+def test_the_reference_of_large_inputs_runs_first():
+    ran = []
+
+    def arm(a, out):
+        ran.append("arm")
+        double(a, out)
+
+    def reference(a, out):
+        ran.append("reference")
+        return a.double() * 2
+
+    effects = infer_effects(double, vector(), ("a", "out"))
+    arms = {name: preparing(arm) for name in ("baseline", "optimized")}
+    (_, error) = agreement.agree(arms, as_inputs(vector()), reference, effects, kept_bytes=0)
+    assert ran == ["reference", "arm", "arm"]
+    assert error.index == (0,)
+    arms["optimized"] = preparing(lambda a, out: None)
+    with wrong("optimized disagrees with the reference: out[0] is nan, expected"):
+        agreement.agree(arms, as_inputs(vector()), reference, effects, kept_bytes=0)
 
 
 def test_empty_results_agree():

@@ -47,7 +47,7 @@ class GpuLock:
         threads: int | None = None,
     ) -> None:
         self._gpus = sorted(set(gpus))
-        self._folder = _private_folder(folder or default_folder())
+        self._folder = private_folder(folder or default_folder())
         self._on_wait = on_wait
         self._on_acquired = on_acquired
         self._threads = threads
@@ -156,7 +156,7 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
             scope.enter_context(lock(shared=True))
 
 
-def _private_folder(folder: Path) -> Path:
+def private_folder(folder: Path) -> Path:
     """Make the folder of the lock files; refuse one that another user could tamper with."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,115 @@
+"""Reservations of GPU memory, shared by all pytest runs of one user.
+
+Claims prepare side by side on one GPU, and each holds several sets of inputs. Each reserves its
+memory first, so that together they do not run out of it. The kernel releases a reservation when the
+process that holds it ends, however it ends.
+
+A claim reserves before it takes a GpuLock, keeps the reservation until its buffers are freed, and
+never waits for one while it holds a GpuLock: then no two claims wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+from .file_lock import is_shared, locked
+from .gpu_lock import default_folder, private_folder
+
+USABLE_SHARE: Final = 0.9
+"""Fraction of a GPU's memory that claims may reserve together; other programs and the allocators'
+fragmentation take a part of the rest."""
+CONTEXT_BYTES: Final = 1 << 30
+"""Memory of a process besides its arrays: the CUDA context, loaded kernels, library workspaces and
+the temporaries of a comparison, which is made by parts."""
+REFERENCE_SETS: Final = 4
+"""Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
+take twice the bytes of fp32 inputs."""
+POLL_S: Final = 0.1  #: Polling interval of the one process that waits for memory to become free.
+
+
+def footprint(input_bytes: int, arms: int, sets: int) -> int:
+    """Return an estimate of the most device memory that a claim needs at a time, in bytes.
+
+    ``input_bytes`` is the size of one set of inputs and of the result, ``arms`` the number of arms
+    in one measurement and ``sets`` the number of input sets that each arm rotates through. While
+    agreement is checked, there are one set, a copy of each arm's result, and the reference. While
+    the arms are timed, each has its own sets, and two more are made to check the outputs.
+    """
+    checked = 1 + arms + REFERENCE_SETS
+    timed = arms * sets + 2
+    return CONTEXT_BYTES + input_bytes * max(checked, timed)
+
+
+@contextmanager
+def reservation(
+    gpu: str,
+    nbytes: int,
+    limit: int,
+    *,
+    folder: Path | None = None,
+    on_wait: Callable[[str], None] = lambda _: None,
+    on_acquired: Callable[[], None] = lambda: None,
+) -> Iterator[float]:
+    """Reserve ``nbytes`` of a GPU's memory; yield the seconds that this waited.
+
+    It waits until all reservations together are at most ``limit`` bytes. One that is larger waits
+    until there is no other. Whoever waits for memory lets nobody else pass, so that a large
+    reservation is not overtaken by small ones forever.
+
+    Args:
+        gpu: UUID of the GPU.
+        nbytes: Bytes to reserve.
+        limit: Bytes that all reservations of this GPU may take, the same in all processes.
+        folder: Where the reservations are kept; by default beside the locks of the GPUs.
+        on_wait: Called with a sentence if the reservation has to wait.
+        on_acquired: Called when this wait is over.
+
+    Raises:
+        UsageError: The folder cannot be used.
+
+    """
+    folder = private_folder(folder or default_folder())
+    name = f"memory-{gpu.replace('/', '_')}"
+    since: float | None = None
+
+    def wait() -> None:
+        nonlocal since
+        if since is None:
+            since = time.monotonic()
+            on_wait(f"waiting for {nbytes / 2**30:.1f} GiB of GPU {gpu}, which other claims use")
+
+    with ExitStack() as scope:
+        with locked(folder / f"{name}.gate", wait=wait):
+            while (reserved := _reserved(folder, name)) and reserved + nbytes > limit:
+                wait()
+                time.sleep(POLL_S)
+            entry = folder / f"{name}-{uuid.uuid4().hex}"
+            scope.enter_context(locked(entry, shared=True))
+            scope.callback(entry.unlink, missing_ok=True)
+            entry.write_text(str(nbytes), encoding="ascii")
+        waited_s = 0.0
+        if since is not None:
+            waited_s = time.monotonic() - since
+            on_acquired()
+        yield waited_s
+
+
+def _reserved(folder: Path, name: str) -> int:
+    """Return the bytes that live processes have reserved; delete what dead ones have left.
+
+    Only the holder of the gate calls this, and only the holder of the gate adds a reservation.
+    """
+    total = 0
+    for entry in folder.glob(f"{name}-*"):
+        with contextlib.suppress(FileNotFoundError):  # released meanwhile
+            if is_shared(entry):
+                total += int(entry.read_text(encoding="ascii"))
+            else:
+                entry.unlink()
+    return total
