@@ -31,9 +31,10 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import document
-from pytest_aiperf.report import markdown, page
+from pytest_aiperf.report import charts, markdown, page
+from pytest_aiperf.rules.stats import mean_call_s
 from pytest_aiperf.schema import to_json
-from tests.plugin.records import result, timing
+from tests.plugin.records import ladder, result, timing
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "x\"'><script>alert(1)</script><img src=http://e.vil/x onerror=alert(2)>"
@@ -102,6 +103,8 @@ def hundred():
     return [
         rich(
             f"ch{i // 10:02}/claim_{i // 3}[rung_{i}]",
+            ladder=f"ch{i // 10:02}/claim_{i // 3}",
+            rung_index=i,
             speedup=0.5 + i,
             verdict=ends[i % 5],
             against=Against.NAIVE if i % 7 == 0 else Against.IDIOMATIC,
@@ -221,6 +224,87 @@ def test_the_page_shows_what_was_measured_and_on_what():
         "99 % interval",
     ):
         assert part in text, part
+
+
+def limited(rungs, ceiling_s=5e-4):
+    """Add the share of a ceiling that a call of ``ceiling_s`` seconds would reach."""
+    for rung in rungs:
+        limit = Limit(
+            "copy", 1.0, 1.0, "B/s", ceiling_s / mean_call_s(rung.timing.replicates, "optimized")
+        )
+        yield dataclasses.replace(rung, limits={"optimized": limit})
+
+
+def test_a_ladder_is_one_picture_with_its_library_and_its_limit():
+    rungs = list(limited(ladder(two=4e-3, four=1e-3, library=2e-3)))
+    picture = charts.ladder(rungs)
+    assert [step.name for step in picture.steps] == [
+        "baseline", "two", "four", "library", "limit: copy",
+    ]  # fmt: skip
+    heights = [step.height for step in picture.steps]
+    assert heights == pytest.approx([1, 2, 8, 4, 16 * 1.1**0.5])
+    for step, height in zip(picture.steps, heights, strict=True):
+        assert picture.steps[0].figure / step.figure == pytest.approx(height)
+    assert picture.steps[2].interval == rungs[1].first
+    assert picture.remark == ""
+    text = page.page(rungs, {}, "Report")
+    assert text.count('class="chart ladder"') == 1
+    lines = [a["class"] for tag, a in Tags(text).tags if tag == "line" and "class" in a]
+    assert lines.count("lib") == lines.count("lim") == len(picture.steps)
+    assert lines.count("whisker") == 2
+
+
+def test_a_picture_of_rungs_measured_apart_says_so():
+    two, four = ladder(two=4e-3, four=1e-3)
+    apart = dataclasses.replace(four, timing=timing(4e-3, 1e-3), first=None)
+    picture = charts.ladder([two, apart])
+    assert [step.height for step in picture.steps] == pytest.approx([1, 2, 8])
+    assert [step.figure is None for step in picture.steps] == [True, False, False]
+    assert picture.steps[2].interval is None
+    assert picture.remark == f"{charts.APART} {charts.CHAINED}"
+    for text in (page.page([two, apart], {}, "Report"), markdown.markdown([two, apart], Path())):
+        assert picture.remark in text
+    alike = dataclasses.replace(apart, against=Against.IDIOMATIC)
+    assert charts.ladder([two, alike]).remark == charts.APART
+
+
+def test_parameters_that_are_no_rungs_are_no_ladder():
+    assert charts.ladder([rich("ch07/x[a]"), rich("ch07/x[b]")]) is None
+    assert charts.ladder(ladder(two=4e-3)) is None
+
+
+def test_markdown_draws_a_ladder_too():
+    text = markdown.markdown(ladder(two=4e-3, four=1e-3), Path())
+    assert [line.split()[-2:] for line in text.split("\n") if line.endswith("##")] == [
+        ["1.00x", "#" * 5],
+        ["2.00x", "#" * 10],
+        ["8.00x", "#" * 40],
+    ]
+
+
+def test_evidence_and_inconclusive_verdicts_say_what_is_known():
+    piece = Evidence(EvidenceKind.LAUNCHES, max=1)
+    findings = (
+        Finding(piece),
+        Finding(piece, 5.0, held=False),
+        Finding(piece, 1.0, held=True, baseline_value=5.0, baseline_held=False),
+        Finding(piece, 1.0, held=True, baseline_value=1.0, baseline_held=True),
+    )
+    unsure = rich(
+        evidence=findings, verdict=Verdict.INCONCLUSIVE, message="9 % wide: measure again"
+    )
+    text = page.page([unsure], {}, "Report")
+    for state, tone in (
+        ("not looked at", "soft"),
+        ("does not hold", "bad"),
+        ("holds", "good"),
+        ("condition (the baseline meets it, too)", "soft"),
+    ):
+        assert f'<span class="{tone}">{state}</span> launches &lt;= 1' in text
+    assert "<b>1 (baseline 5)</b>" in text
+    assert "not checked" not in text
+    assert '<p class="message">9 % wide: measure again</p>' in text
+    assert "measure again</p>" not in page.page([rich(message="measure again")], {}, "Report")
 
 
 def test_unknown_ceilings_are_not_drawn():

@@ -12,7 +12,10 @@ import pytest
 
 from pytest_aiperf.model import (
     Against,
+    Evidence,
+    EvidenceKind,
     Expectation,
+    Finding,
     Interval,
     Limit,
     Metric,
@@ -27,7 +30,7 @@ from pytest_aiperf.model import (
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.report import formatting, terminal
 from pytest_aiperf.schema import to_json
-from tests.plugin.records import result, timing
+from tests.plugin.records import ladder, result, timing
 
 pytest_plugins = ["pytester"]
 
@@ -70,6 +73,89 @@ def test_the_table_is_grouped_aligned_and_fits():
     ]
 
 
+def rows(results, width=120, **options):
+    return [line.split() for line in terminal.table(results, width, **options)]
+
+
+def test_a_ladder_is_one_block_in_the_order_of_its_rungs():
+    lines = rows([*reversed(ladder(two=4e-3, four=1e-3)), result("ch07/alone")])
+    assert lines[0][7:9] == ["over", "first"]
+    assert [line[:3] for line in lines[2:5]] == [
+        ["sum", "8.390", "ms"],  # the first arm; the geometric mean of 8.0 and 8.8 ms
+        ["two", "4.195", "ms"],  # its baseline is the first arm, shown above it
+        ["four", "1.049", "ms"],  # its baseline is the rung above it
+    ]
+    assert lines[3][3:7] == ["2.000x", "[2.000,", "2.000]", "-"]
+    assert lines[4][3:7] == ["4.000x", "[4.000,", "4.000]", "8.00x"]
+    assert lines[5][:5] == ["alone", "2.000", "ms", "1.000", "ms"]
+
+
+def test_a_rung_that_was_measured_apart_shows_its_own_baseline():
+    two, four = ladder(two=4e-3, four=1e-3)
+    apart = dataclasses.replace(four, timing=timing(5e-3, 1e-3), first=None)
+    lines = rows([two, apart])
+    assert [line[:3] for line in lines[2:]][:3] == [
+        ["sum"],
+        ["two", "8.390", "ms"],
+        ["four", "5.000", "ms"],
+    ]
+
+
+def test_a_narrow_table_leaves_out_rates_and_keeps_every_verdict():
+    results = ladder(two=4e-3, four=1e-3)
+    wide, narrow, verbose = (
+        terminal.table(results, width, verbose=v)
+        for width, v in ((140, False), (100, False), (100, True))
+    )
+    assert ["rate" in lines[0] for lines in (wide, narrow, verbose)] == [True, False, True]
+    assert max(map(len, narrow)) <= 100
+    for lines in (wide, narrow, verbose):
+        assert all("FASTER" in line for line in lines[3:5])
+
+
+def test_a_rung_alone_keeps_its_id():
+    assert rows(ladder(two=4e-3))[2][0] == "sum[two]"
+
+
+def test_an_inconclusive_verdict_is_explained_whole():
+    why = (
+        "INCONCLUSIVE: the interval is 9 % wide, and the noise floor is 3 %; "
+        + "measure again " * 9
+    )
+    lines = terminal.table([result(verdict=Verdict.INCONCLUSIVE, message=why)], 80)
+    assert why.strip() in " ".join(line.strip() for line in lines)
+    assert max(map(len, lines[3:])) <= 80
+
+
+def test_rungs_share_a_note():
+    two, four = (dataclasses.replace(r, notes=("a note",)) for r in ladder(two=4e-3, four=1e-3))
+    lines = terminal.table([two, four, result("ch07/other", notes=("a note",))])
+    assert "ch07/sum[two], ch07/sum[four]: a note" in lines
+    assert "ch07/other: a note" in lines
+
+
+@pytest.mark.parametrize(
+    ("figures", "shown"),
+    [
+        ({}, "launches <= 1: not looked at"),
+        ({"value": 5.0, "held": False}, "launches <= 1: 5, does not hold"),
+        ({"value": 1.0, "held": True}, "launches <= 1: 1, holds"),
+        (
+            {"value": 1.0, "held": True, "baseline_value": 5.0, "baseline_held": False},
+            "launches <= 1: 1 (baseline 5), holds",
+        ),
+        (
+            {"value": 1.0, "held": True, "baseline_value": 0.0, "baseline_held": True},
+            "launches <= 1: 1 (baseline 0), condition (the baseline meets it, too)",
+        ),
+    ],
+)
+def test_evidence_holds_or_not_or_was_not_looked_at(figures, shown):
+    finding = Finding(Evidence(EvidenceKind.LAUNCHES, max=1), **figures)
+    lines = terminal.table([result(evidence=(finding,))], verbose=True)
+    assert f"ch07/copy[vector]: evidence: {shown}" in lines
+
+
 def test_a_name_gives_way_in_its_middle_and_no_figure_does():
     name = "ch07/a_very_long_name_of_a_claim_that_goes_on_and_on_and_on[with_its_rung]"
     lines = terminal.table([result(name)], 120)
@@ -96,9 +182,9 @@ def test_the_rate_is_what_limits_the_call(work, rate):
 
 
 def cells(one):
-    laid = terminal.markdown([one]).split("\n")[4]
-    row = [c.strip() for c in laid.strip("|").split(" | ")]
-    return dict(zip(formatting.COLUMNS, row, strict=True))
+    head, _, laid = terminal.markdown([one]).split("\n")[2:5]
+    heads, row = ([c.strip() for c in line.strip("|").split(" | ")] for line in (head, laid))
+    return dict(zip(heads, row, strict=True))
 
 
 def test_memory_and_scores_have_their_own_units_and_no_rate():
@@ -260,7 +346,7 @@ def test_markdown_cells_cannot_leave_their_table():
     bad = result(HOSTILE, outcome=Outcome.FAILED, message="a|b <img src=x> [l](u) *b* & `c`")
     text = terminal.markdown([bad])
     row = text.split("\n")[4]
-    assert len(re.findall(r"(?<!\\)\|", row)) == len(formatting.COLUMNS) + 1
+    assert len(re.findall(r"(?<!\\)\|", row)) == len(formatting.COLUMNS)  # not "over first"
     assert row.startswith(r"| ch07/x\[")
     assert r"&lt;script&gt;\`" in row
     note = next(line for line in text.split("\n") if line.startswith("- "))
@@ -273,7 +359,7 @@ def test_markdown_is_the_same_table():
     )
     head = [
         "",
-        f"| {' | '.join(formatting.COLUMNS)} |",
+        f"| {' | '.join(c for c in formatting.COLUMNS if c != 'over first')} |",
         "|:--|--:|--:|--:|--:|--:|--:|:--|:--|",
     ]
     figures = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_aiperf.model import Against, Metric, Outcome, Result
+from pytest_aiperf.rules import stats
 
 JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
 """Outcomes of claims that were measured and judged."""
@@ -34,7 +35,11 @@ class Summary:
 
 
 def summarize(results: Sequence[Result]) -> Summary:
-    """Count and average results; claims that did not run are counted but not averaged."""
+    """Count and average results; claims that did not run are counted but not averaged.
+
+    Each rung of a ladder counts as one claim, with the speedup over the arm that it is judged
+    against, unless that is a naive baseline.
+    """
     ended = [r for r in results if r.outcome not in UNTRIED]
     speedups = [  # slowdowns too, but no ratios of bytes or scores
         r.speedup.value
@@ -70,11 +75,35 @@ def folder(result: Result) -> str:
 
 
 def ladders(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
-    """Group the rungs of each ladder by GPU and test, in the order of the test's parameters.
+    """Group the rungs of each ladder by GPU and ladder, in the order of the test's parameters.
 
-    A claim without rungs forms a ladder by itself.
+    The claims of a test without rungs form a group, too.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        groups.setdefault((result.key, result.claim.partition("[")[0]), []).append(result)
+        name = result.ladder or result.claim.partition("[")[0]
+        groups.setdefault((result.key, name), []).append(result)
     return {name: sorted(rungs, key=lambda r: r.rung_index) for name, rungs in groups.items()}
+
+
+def rung_name(result: Result) -> str:
+    return result.claim.partition("[")[2].removesuffix("]")
+
+
+def own_first_arm_s(result: Result) -> float | None:
+    """Return the figure of the ladder's first arm in a rung's own samples; None without samples."""
+    timing = result.timing
+    arms = [b.seconds for r in timing.replicates for b in r.rounds] if timing else []
+    if timing is None or not arms:
+        return None
+    return stats.mean_call_s(timing.replicates, "first" if "first" in arms[0] else "baseline")
+
+
+def first_arm_s(rungs: Sequence[Result]) -> float | None:
+    """Return the figure of a ladder's first arm; None if no two rungs were measured together.
+
+    Rungs that were measured together have the same samples of this arm, and so the same mean.
+    """
+    figures = Counter(figure for rung in rungs if (figure := own_first_arm_s(rung)))
+    figure, count = next(iter(figures.most_common(1)), (0.0, 0))
+    return figure if count > 1 else None

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 from pytest_aiperf.model import ARMS, Against, Interval, Limit, Result, Timing
 from pytest_aiperf.rules import stats
 
+from . import aggregate
+
 ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
+APART: Final = (
+    "Not all of these rungs were measured together: compare their ratios, not their times."
+)
+"""Remark about a ladder with a rung whose timing stands alone."""
+CHAINED: Final = "A ratio without an interval is the product of several measured ratios."
+"""Remark about a ladder with a rung that was measured apart from the one before."""
 
 
 def arms(timing: Timing | None) -> list[str]:
@@ -117,43 +124,64 @@ def strip(result: Result) -> Strip | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rung of a ladder."""
+    """A row of a ladder's picture: its first arm, a rung, the library or a limit."""
 
-    rung: str
-    start: float  #: Position of the previous rung.
-    end: float  #: Position of this rung.
-    height: float  #: Speedup over the ladder's first baseline.
-    result: Result
+    name: str
+    figure: float | None  #: Seconds per call, or the metric's figure; None if there are several.
+    height: float  #: Speedup over the ladder's first arm.
+    result: Result | None = None  #: The rung's record; None if the row is no rung.
+    interval: Interval | None = None  #: Interval of ``height``, if it was measured.
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The rungs of one test as steps on one axis."""
+    """The rungs of a ladder with their speedups over its first arm, on one axis."""
 
     axis: Axis
-    steps: tuple[Step, ...]
-    bottom: float  #: Position of the ladder's first baseline.
+    steps: tuple[Step, ...]  #: The first arm, the rungs, then ``marks``.
+    marks: tuple[Step, ...]  #: The library, and each ceiling as the speedup that would reach it.
+    unit: str  #: Unit of the figures.
+    remark: str  #: What to know about rungs that were not measured together; or empty.
 
 
 def ladder(rungs: Sequence[Result]) -> Ladder | None:
     """Lay out a ladder's measured rungs on one axis; None if fewer than two were measured.
 
-    The height of a rung is its speedup over the ladder's first baseline. For a rung that is
-    compared with the previous rung, it is the product of its speedup and that rung's height.
+    If a rung was measured apart from the rung before, which it is compared with, its height is the
+    product of its speedup and that rung's height.
     """
-    measured = [(r, r.speedup.value) for r in rungs if r.speedup and r.speedup.value > 0]
-    if len(measured) < 2:
+    steps: list[Step] = []
+    marks: dict[str, Step] = {}
+    first = aggregate.first_arm_s(rungs)
+    unit, apart = "", first is None
+    for r in rungs:
+        if not r.ladder or not r.timing or not r.speedup or r.speedup.value <= 0:
+            continue
+        if "optimized" not in arms(r.timing):
+            continue
+        unit, replicates = r.timing.unit, r.timing.replicates
+        chained = not r.first and r.against is Against.PREVIOUS_RUNG and bool(steps)
+        interval = None if chained else r.first or r.speedup
+        height = interval.value if interval else steps[-1].height * r.speedup.value
+        figure = stats.mean_call_s(replicates, "optimized")
+        steps.append(Step(aggregate.rung_name(r), figure, height, r, interval))
+        apart = apart or aggregate.own_first_arm_s(r) != first
+        if r.library and r.library.value > 0 and "library" in arms(r.timing):
+            library = stats.mean_call_s(replicates, "library")
+            marks["library"] = Step("library", library, height / r.library.value)
+        limit = r.limits.get("optimized")
+        if limit and limit.share > 0 and unit == "s":
+            name = f"limit: {limit.ceiling}"
+            marks[name] = Step(name, figure * limit.share, height / limit.share)
+    if len(steps) < 2:
         return None
-    heights = [1.0]
-    for result, speedup in measured:
-        below = heights[-1] if result.against is Against.PREVIOUS_RUNG else 1.0
-        heights.append(below * speedup)
-    axis = Axis(min(heights) * 0.97, max(heights) * 1.03)
-    steps = [
-        Step(r.claim.partition("[")[2].removesuffix("]"), axis.at(start), axis.at(end), end, r)
-        for (r, _), (start, end) in zip(measured, pairwise(heights), strict=True)
-    ]
-    return Ladder(axis, tuple(steps), axis.at(1.0))
+    intervals = [step.interval for step in steps if step.interval]
+    ends = [end for i in intervals for end in (i.low, i.high) if 0 < end < math.inf]
+    ends += [1.0, *(step.height for step in (*steps, *marks.values()))]
+    axis = Axis(min(ends) * 0.97, max(ends) * 1.03)
+    rows = (Step("baseline", first, 1.0), *steps, *marks.values())
+    remarks = [APART] * apart + [CHAINED] * (len(intervals) < len(steps))
+    return Ladder(axis, rows, tuple(marks.values()), unit, " ".join(remarks))
 
 
 def shares(results: Iterable[Result]) -> list[tuple[Result, list[tuple[str, Limit]]]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_aiperf.model import Against, Evidence, Outcome, Result, Round, Timing, Verdict
+from pytest_aiperf.model import Against, Evidence, Finding, Outcome, Result, Round, Timing, Verdict
 from pytest_aiperf.records.results import block_times
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
@@ -17,7 +17,8 @@ from .aggregate import verdict_or_outcome
 
 COLUMNS: Final = {
     "claim": "<", "baseline": ">", "optimized": ">", "ratio [99 % interval]": ">",
-    "library": ">", "rate": ">", "of limit": ">", "verdict": "<", "expected": "<",
+    "over first": ">", "library": ">", "rate": ">", "of limit": ">", "verdict": "<",
+    "expected": "<",
 }  # fmt: skip
 """Columns of the table of results, with the alignment of each."""
 RIDGE_FLOP_PER_BYTE: Final = 16.0
@@ -45,6 +46,7 @@ def cells(result: Result) -> list[str]:
         _figure(timing, "baseline") if timing else "-",
         _figure(timing, "optimized") if timing else "-",
         str(result.speedup or "-"),
+        f"{result.first.value:.2f}x" if result.first else "-",
         f"{result.library.value:.2f}x" if result.library else "-",
         si(per_second, unit) if per_second else "-",
         f"{percent(limit.share)} {limit.ceiling}" if limit else "-",
@@ -68,13 +70,32 @@ def rate(result: Result) -> tuple[float, str]:
 
 
 def reasons(result: Result) -> list[str]:
-    """Return a line for each arm's diagnosis and for each piece of evidence: value, and if held."""
+    """Return a line for each arm's diagnosis and for each piece of evidence."""
     lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]
-    for finding in result.evidence:
-        state = "holds" if finding.held else "does not hold"
-        figure = "not checked" if finding.value is None else f"{finding.value:.4g}, {state}"
-        lines.append(f"evidence: {stated(finding.evidence)}: {figure}")
+    lines += [f"evidence: {finding(each)}" for each in result.evidence]
     return [clean(f"{result.claim}: {line}") for line in lines]
+
+
+def finding(each: Finding) -> str:
+    """Format a finding: the evidence, its figures and its state."""
+    return f"{stated(each.evidence)}: {', '.join(filter(None, (figures(each), state(each))))}"
+
+
+def figures(each: Finding) -> str:
+    """Format a finding's figure and the baseline's; empty if this run could not look."""
+    if each.value is None:
+        return ""
+    baseline = "" if each.baseline_value is None else f" (baseline {each.baseline_value:.4g})"
+    return f"{each.value:.4g}{baseline}"
+
+
+def state(each: Finding) -> str:
+    """Return one of the states of evidence, of which one is that this run could not look."""
+    if each.held is None:
+        return "not looked at"
+    if not each.held:
+        return "does not hold"
+    return "condition (the baseline meets it, too)" if each.baseline_held else "holds"
 
 
 def stated(piece: Evidence) -> str:
@@ -112,6 +133,12 @@ def capped(rounds: Sequence[Round]) -> str:
     return f"in {count} of {len(rounds)} rounds" if count else ""
 
 
+def reason(result: Result) -> str:
+    """Return why a claim did not pass or has no conclusive verdict; empty if it has one."""
+    clear = result.outcome is Outcome.PASSED and result.verdict is not Verdict.INCONCLUSIVE
+    return "" if clear else result.message.strip()
+
+
 def _remarks(timing: Timing) -> list[str]:
     remarks = list(timing.notes)
     if redone := sum(replicate.redone for replicate in timing.replicates):
@@ -122,14 +149,13 @@ def _remarks(timing: Timing) -> list[str]:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return one line for each result whose figures need an explanation."""
-    notes: list[str] = []
-    if any(r.against is Against.NAIVE for r in results):
-        notes.append("* naive baseline: left out of the geometric mean")
+    """Return a line for each result whose figures need an explanation.
+
+    Rungs of a ladder that need the same one share a line.
+    """
+    claims: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        remarks: list[str] = []
-        if result.outcome is not Outcome.PASSED and result.message:
-            remarks.append(result.message.strip().split("\n")[0])
+        remarks = reason(result).split("\n")[:1]
         if result.timing:
             remarks += _remarks(result.timing)
         for also in result.also:
@@ -140,6 +166,9 @@ def notes(results: Sequence[Result]) -> list[str]:
             remarks.append(f"attempt {result.attempts}")
         if result.quick:
             remarks.append("quick")
-        if remarks:
-            notes.append(clean(f"{result.claim}: {'; '.join(remarks)}"))
-    return notes
+        if text := "; ".join(filter(None, remarks)):
+            claims.setdefault((result.ladder or result.claim, text), []).append(result.claim)
+    lines = [clean(f"{', '.join(names)}: {text}") for (_, text), names in claims.items()]
+    if any(r.against is Against.NAIVE for r in results):
+        lines.insert(0, "* naive baseline: left out of the geometric mean")
+    return lines

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from pytest_aiperf.model import Against, Result
+from pytest_aiperf.text import si
+from pytest_aiperf.text import table as columns
 
-from . import aggregate, formatting, source_code, terminal
-from .formatting import escape
+from . import aggregate, charts, formatting, source_code, terminal
+from .formatting import clean, escape
+
+BAR: Final = 40  #: Characters of the longest bar in a ladder's picture.
 
 
 def markdown(results: Sequence[Result], root: Path) -> str:
@@ -44,9 +49,28 @@ def _chapter(results: Sequence[Result], root: Path) -> str:
         reasons = [f"- {escape(line)}" for r in rungs for line in formatting.reasons(r)]
         heading = f"### {escape(rungs[0].title.strip() or name)}"
         claim = escape(f"{name} ({key})")
-        section = [heading, claim, *paragraphs, _table(rungs), "\n".join(reasons)]
+        section = [heading, claim, *paragraphs, _picture(rungs), _table(rungs), "\n".join(reasons)]
         parts.append("\n\n".join(filter(None, section)))
     return "\n\n".join(parts) + "\n"
+
+
+def _picture(rungs: Sequence[Result]) -> str:
+    """Draw the speedups over a ladder's first arm; empty if fewer than two rungs were measured."""
+    if (ladder := charts.ladder(rungs)) is None:
+        return ""
+    highest = max(step.height for step in ladder.steps)
+    rows = [
+        (
+            clean(step.name),
+            si(step.figure, ladder.unit) if step.figure else "",
+            f"{step.height:.2f}x",
+            "#" * max(1, round(BAR * step.height / highest)),
+        )
+        for step in ladder.steps
+    ]
+    # indented code, which no name can end
+    lines = [f"    {line}" for line in columns(rows, "<>><")]
+    return "\n".join([*lines, *(["", ladder.remark] if ladder.remark else [])])
 
 
 def _table(results: Sequence[Result]) -> str:

@@ -134,23 +134,23 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
 
 
 def _ladder(rungs: Sequence[Result], root: Path, folder: Path) -> dict[str, Any]:
-    """Collect the contents of one test's article: its docstring once, and each of its claims."""
+    """Collect the contents of a ladder's or test's article: its docstring, and its claims."""
     first = rungs[0]
     return {
-        "name": first.claim.partition("[")[0],
+        "name": first.ladder or first.claim.partition("[")[0],
         "chapter": aggregate.folder(first),
         "key": first.key,
         "title": first.title,
         "explanation": source_code.explanation(first.nodeid, root),
         "where": first.nodeid.partition("::")[0],
-        "stairs": charts.ladder(rungs),
+        "picture": charts.ladder(rungs),
         "rows": [_row(result, root, folder) for result in rungs],
     }
 
 
 def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
     """Collect the contents of one claim's section and table row."""
-    baseline, optimized, _, library, rate, limit, verdict, expected = cells(result)
+    baseline, optimized, _, _, library, rate, limit, verdict, expected = cells(result)
     timing, speedup = result.timing, result.speedup
     of_limit = result.limits.get("optimized")
     return {
@@ -175,6 +175,7 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         ],
         "rate": rate,
         "how": _how(timing),
+        "reason": formatting.reason(result),
         "also": [
             (also.metric.value, arm, si(_median_or_0(also, arm), also.unit))
             for also in result.also
@@ -183,7 +184,10 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "agreement": max(
             result.agreement, key=lambda e: e.error / e.allowed if e.allowed else 0.0, default=None
         ),
-        "evidence": [(f, formatting.stated(f.evidence)) for f in result.evidence],
+        "evidence": [
+            (f, formatting.state(f), formatting.stated(f.evidence), formatting.figures(f))
+            for f in result.evidence
+        ],
         "profiles": _profiles(result, folder),
         "strip": charts.strip(result),
         "code": source_code.arms(result, root),

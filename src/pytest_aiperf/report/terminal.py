@@ -30,22 +30,23 @@ MIN_NAME: Final = 24
 
 
 def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
-    """Lay out the summary: claims by chapter, notes, totals.
+    """Lay out the summary: claims and ladders by chapter, notes, totals.
 
-    ``verbose`` adds each arm's diagnosis and the evidence.
+    ``verbose`` adds each arm's diagnosis and the evidence, and keeps every column, even if the
+    table gets too wide.
     """
     shown = [r for r in results if _has_row(r)]
     groups: dict[tuple[str, str], list[list[str]]] = {}
-    for result in shown:
-        chapter, _, name = result.claim.rpartition("/")
-        row = [f"  {name}{_mark(result)}", *cells(result)]
-        groups.setdefault((result.key, chapter), []).append([clean(cell) for cell in row])
-    head, *body = _columns([row for group in sorted(groups) for row in groups[group]], width)
+    for (key, _), rungs in aggregate.ladders(shown).items():
+        groups.setdefault((key, aggregate.folder(rungs[0])), []).extend(_block(rungs))
+    rows = [[clean(cell) for cell in row] for group in sorted(groups) for row in groups[group]]
+    head, *body = _columns(rows, width, () if verbose else ("rate", "expected"))
     lines = [head] if body else []
-    rows = iter(body)
+    rest = iter(body)
     for key, chapter in sorted(groups):
-        lines += [clean(f"{chapter or '.'} ({key})"), *islice(rows, len(groups[key, chapter]))]
-    lines += [_fit(note, width) for note in notes(shown)]
+        lines += [clean(f"{chapter} ({key})"), *islice(rest, len(groups[key, chapter]))]
+    for note in notes(shown):
+        lines += _wrap(note, width)
     if verbose:
         lines += [line for result in shown for line in reasons(result)]
     lines += _not_run(results, width)
@@ -57,12 +58,54 @@ def _has_row(result: Result) -> bool:
     return bool(block_times(result)) or result.outcome in broken
 
 
-def _columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Align the rows' cells in columns; clip only names, because clipped figures would mislead."""
-    rows, align = [[*COLUMNS], *rows], "".join(COLUMNS.values())
-    figures = "  ".join(["", *pad(rows, align)[0][1:]])
+def _block(rungs: Sequence[Result]) -> Iterator[list[str]]:
+    """Yield the rows of a ladder's block, or of the claims of a test without rungs.
+
+    The block's head shows the time of the ladder's first arm. A rung leaves out the time of its
+    baseline if that is the first arm, or the rung before: then a row above shows it.
+    """
+    if not rungs[0].ladder or len(rungs) == 1:
+        yield from ([f"  {r.claim.rpartition('/')[2]}{_mark(r)}", *cells(r)] for r in rungs)
+        return
+    first_s = aggregate.first_arm_s(rungs)
+    unit = next((r.timing.unit for r in rungs if r.timing), "")
+    first = si(first_s, unit) if first_s else ""
+    yield [f"  {rungs[0].ladder.rpartition('/')[2]}", first, *[""] * (len(COLUMNS) - 2)]
+    above = {first}
+    for rung in rungs:
+        baseline, optimized, *others = cells(rung)
+        known = first and baseline in above
+        yield [
+            f"    {aggregate.rung_name(rung)}{_mark(rung)}",
+            *("" if known else baseline, optimized, *others),
+        ]
+        above = {first, optimized}
+
+
+def _columns(rows: Sequence[Sequence[str]], width: int, extras: Sequence[str]) -> list[str]:
+    """Align the rows' cells in columns; if that is too wide, leave out ``extras``, then clip names.
+
+    Figures are never clipped, because a clipped figure misleads.
+    """
+    for count in range(len(extras) + 1):
+        table, align = _select(rows, extras[:count])
+        figures = "  ".join(["", *pad(table, align)[0][1:]])
+        if MIN_NAME + len(figures) <= width:
+            break
     room = max(width - len(figures), MIN_NAME)
-    return columns([[_fit(row[0], room), *row[1:]] for row in rows], align)
+    return columns([[_fit(row[0], room), *row[1:]] for row in table], align)
+
+
+def _select(rows: Sequence[Sequence[str]], without: Collection[str]) -> tuple[list[list[str]], str]:
+    """Return the head and the rows without some columns, and without an empty "over first"."""
+    used = {name for name, *cells in zip(COLUMNS, *rows, strict=True) if {*cells} - {"", "-"}}
+    kept = [
+        i
+        for i, name in enumerate(COLUMNS)
+        if name not in without and (name in used or name != "over first")
+    ]
+    align = "".join([*COLUMNS.values()][i] for i in kept)
+    return [[row[i] for i in kept] for row in ([*COLUMNS], *rows)], align
 
 
 def _fit(text: str, width: int) -> str:
@@ -80,9 +123,14 @@ def _not_run(results: Iterable[Result], width: int) -> list[str]:
             reasons.setdefault(clean(result.message), []).append(clean(result.claim))
     lines: list[str] = []
     for reason, claims in reasons.items():
-        text = f"not run: {', '.join(claims)} ({reason})"
-        lines += textwrap.wrap(text, max(width, 40), subsequent_indent="  ", break_long_words=False)
+        lines += _wrap(f"not run: {', '.join(claims)} ({reason})", width)
     return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    # an id is not broken, so that it can be copied
+    return textwrap.wrap(text, max(width, 40), subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def totals(results: Sequence[Result]) -> str:
@@ -119,7 +167,9 @@ def markdown(results: Sequence[Result]) -> str:
     shown = [r for r in results if _has_row(r)]
     blocks: list[str] = []
     for key in sorted({r.key for r in shown}):
-        rows = sorted((r for r in shown if r.key == key), key=lambda r: r.claim)
+        rows = sorted(
+            (r for r in shown if r.key == key), key=lambda r: (r.ladder or r.claim, r.rung_index)
+        )
         blocks.append(f"**{escape(key)}**\n\n{grid(rows, lambda r: r.claim)}")
     asides = [*notes(shown), *_not_run(results, 10**6)]
     if asides:
@@ -128,19 +178,17 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def grid(
-    results: Iterable[Result], name: Callable[[Result], str], without: Collection[str] = ()
+    results: Sequence[Result], name: Callable[[Result], str], without: Collection[str] = ()
 ) -> str:
     """Format results as a Markdown table; ``without`` names columns to leave out."""
-    kept = [i for i, column in enumerate(COLUMNS) if column not in without]
-    sides = [":--" if side == "<" else "--:" for side in COLUMNS.values()]
-    lines = [
-        f"| {' | '.join([*COLUMNS][i] for i in kept)} |",
-        f"|{'|'.join(sides[i] for i in kept)}|",
+    rows = [
+        [escape(cell) for cell in (f"{name(result)}{_mark(result)}", *cells(result))]
+        for result in results
     ]
-    for result in results:
-        row = [f"{name(result)}{_mark(result)}", *cells(result)]
-        lines.append(f"| {' | '.join(escape(row[i]) for i in kept)} |")
-    return "\n".join(lines)
+    (head, *body), align = _select(rows, without)
+    sides = [":--" if side == "<" else "--:" for side in align]
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(sides)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
 
 
 def _mark(result: Result) -> str:
