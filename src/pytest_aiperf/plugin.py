@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an item share.
 COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
+COLLECTED = pytest.StashKey[set[str]]()  #: Ids of all collected claims, selected or not.
+PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that was not collected.
 WORKERS_PER_GPU: Final = 8
 """Maximum xdist workers per GPU with ``-n auto``: one times while the others build and check."""
 
@@ -153,14 +155,40 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    if requirements.is_claim(item):
+        collected = item.config.stash.setdefault(COLLECTED, set())
+        collected.add(requirements.claim_id(item.nodeid))
     folders = item.nodeid.partition("::")[0].split("/")[:-1]
     for name in item.config.getini("aiperf_folder_markers"):
         if name in folders:
             item.add_marker(name)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if not report.passed:  # a module skipped itself, or could not be imported
+        partial = collector.config.stash.setdefault(PARTIAL, set())
+        partial.add(requirements.claim_id(report.nodeid).partition("/")[0])
+    return report
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        _prepare(config, items)
+    except AiperfError as error:
+        if not hasattr(config, "workerinput"):
+            raise pytest.UsageError(str(error)) from None
+        items.clear()  # xdist loses a worker's exception, but shows a failed collection
+        report = pytest.CollectReport("pytest-aiperf", "failed", str(error), [])
+        config.hook.pytest_collectreport(report=report)
+
+
+def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check the collected items, select those of this session and order them."""
     session = _measuring(config)
     for item in items:
         # Other tests' marks are ignored: their gpu or host may belong to another plugin.
@@ -168,16 +196,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
         except UsageError as error:
-            raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+            raise UsageError(f"{item.nodeid}: {error}") from None
+    path = config.rootpath / str(config.getini("aiperf_expectations"))
+    if path.exists() and _collects_everything(config):
+        from .records.expectations import refuse_unknown_claims
+
+        known, partial = config.stash.get(COLLECTED, set()), config.stash.get(PARTIAL, set())
+        refuse_unknown_claims(path, known, partial)
     if session is not None:
         _select(session, config, items)
+        if hasattr(config.hook, "pytest_timeout_set_timer"):
+            # pytest-timeout would end the process that waits for a claim, and count its waiting
+            for item in items:
+                item.add_marker(pytest.mark.timeout(0), append=False)
     claims = requirements.claims_of(items)
     for claim, first, second in requirements.duplicates(claims):
-        raise pytest.UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
+        raise UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
         if session.run is not None:
             session.run.write_manifest(claims)  # in file order, like the results shown
         items[:] = session.in_order(items)
+
+
+def _collects_everything(config: pytest.Config) -> bool:
+    """Whether the arguments leave no test of the project uncollected; -k and -m select later."""
+    if config.option.ignore or config.option.ignore_glob:
+        return False
+    root = config.rootpath
+    paths = [found for path in config.getini("testpaths") for found in root.glob(path)] or [root]
+    folders = [Path(config.invocation_params.dir, arg).resolve() for arg in config.args]
+    return all(any(path.is_relative_to(f) for f in folders) for path in paths)
 
 
 def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -193,10 +241,7 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         if reason := session.skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
     if session.settings.shard:
-        try:
-            selected, others = session.split_by_shard(selected)
-        except AiperfError as error:
-            raise pytest.UsageError(str(error)) from None
+        selected, others = session.split_by_shard(selected)
         deselected += others
     items[:] = selected
     if deselected:

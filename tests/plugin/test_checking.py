@@ -145,6 +145,52 @@ def test_claims_that_cannot_be_collected(project, text, message):
     done = project.run()
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines([message])
+    done = project.run("-n1")
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    done.stdout.fnmatch_lines([message])
+    done.stdout.no_fnmatch_line("*INTERNALERROR*")
+
+
+RENAMED = """\
+schema: 1
+claims:
+  ch07/good:
+    require: {speedup: 1.5}
+  ch07/slope[vector]:
+    require: {speedup: 1.5}
+  ch09/chain: {}
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--gpu",), ("-k", "nothing"), ("ch07", "ch08")])
+def test_a_claim_that_the_expectations_file_alone_knows_is_an_error(project, words):
+    project.tests("""
+def test_good(compare): compare(**usual)
+
+@pytest.mark.parametrize("rung", ["vector"])
+def test_slopes(compare, rung): compare(**usual)
+""")
+    path = project.write("expectations.yaml", RENAMED)
+    project.write("ch08/test_nothing.py", "")
+    done = project.run(*words)
+    if "ch08" in words:  # there may be a ch09, too
+        done.assert_outcomes(passed=2)
+        return
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    assert list(filter(None, done.errlines)) == [
+        f"ERROR: {path}:5: no test is called ch07/slope[vector]: did you mean ch07/slopes[vector]?",
+        f"{path}:7: no test is called ch09/chain: remove it",
+    ]
+
+
+@pytest.mark.parametrize("text", ["import pytest\npytest.importorskip('no_such')", "1 / 0"])
+def test_claims_of_a_module_that_is_not_collected_may_exist(project, text):
+    project.tests("def test_good(compare): compare(**usual)")
+    project.write("ch09/test_chain.py", text)
+    project.write("ch07/test_slopes.py", text)
+    project.write("expectations.yaml", RENAMED)
+    done = project.run("--continue-on-collection-errors")
+    assert done.parseoutcomes()["passed"] == 1
 
 
 def test_marks_and_fixtures_of_others_are_left_alone(project):

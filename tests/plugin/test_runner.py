@@ -328,3 +328,39 @@ def test_workers_share_the_cores_until_they_time(project, workers):
     done = project.run("--gpu", f"-n{workers}")
     done.assert_outcomes(passed=1, failed=1)
     done.stdout.fnmatch_lines(["*an arm changed global settings (torch.get_num_threads: *"])
+
+
+TIMEOUT = """
+import signal
+import pytest
+
+class Hooks:
+    @pytest.hookspec(firstresult=True)
+    def pytest_timeout_set_timer(self, item, settings): ...
+
+def pytest_addhooks(pluginmanager):
+    pluginmanager.add_hookspecs(Hooks)
+
+def fail(*_):
+    pytest.fail("Timeout")
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    mark = item.get_closest_marker("timeout")
+    signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, mark.args[0] if mark else 0.1)
+    result = yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return result
+"""
+
+
+def test_pytest_timeout_ends_no_session(project):
+    project.write("conftest.py", TIMEOUT)  # like pytest-timeout with `timeout = 0.1`
+    project.tests("""
+@pytest.mark.timeout(0.2)
+def test_it(compare):
+    time.sleep(1)
+    compare(**usual)
+""")
+    project.run("--gpu", "--quick").assert_outcomes(passed=1)

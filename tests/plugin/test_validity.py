@@ -108,9 +108,7 @@ def test_a_tracer_is_named_and_is_a_setting(monkeypatch, setter, getter):
 
 def test_tools_of_sys_monitoring_are_tracers(monkeypatch):
     tools = {1: "coverage", 5: "optimizer"}
-    monkeypatch.setattr(
-        sys, "monitoring", SimpleNamespace(get_tool=lambda tool: tools.get(tool)), raising=False
-    )
+    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(get_tool=tools.get), raising=False)
     for name in ("sys.gettrace", "sys.getprofile", "threading.gettrace", "threading.getprofile"):
         monkeypatch.setattr(name, lambda: None)
     assert validity.tracer_problem().startswith("sys.monitoring is 'coverage, optimizer'")

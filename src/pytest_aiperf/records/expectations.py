@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
@@ -19,7 +19,7 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
-from pytest_aiperf.rules.evidence import broken
+from pytest_aiperf.rules.evidence import broken, not_looked_at
 from pytest_aiperf.rules.verdict import is_parity, judge
 from pytest_aiperf.schema import from_json
 
@@ -78,6 +78,25 @@ def load(path: Path) -> Expectations:
     """Read expectations; raise UsageError with line and column of the first mistake."""
     text = read(path)
     return Expectations({} if text is None else _claims(parse(path, text)))
+
+
+def refuse_unknown_claims(path: Path, collected: Collection[str], partial: Collection[str]) -> None:
+    """Raise UsageError for claims of the file that no longer exist, with the nearest claim's id.
+
+    Claims in the folders of ``partial``, which could not be collected completely, may exist.
+    """
+    text = read(path)
+    if text is None:
+        return
+    unknown = []
+    for key, _ in parse(path, text).nodes[CLAIMS].value:
+        claim = str(key.value)
+        if claim not in collected and claim.partition("/")[0] not in partial:
+            nearest = difflib.get_close_matches(claim, collected, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "remove it"
+            unknown.append(f"{path}:{key.start_mark.line + 1}: no test is called {claim}: {hint}")
+    if unknown:
+        raise UsageError("\n".join(unknown))
 
 
 def is_claim_id(name: str) -> bool:
@@ -175,7 +194,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
         return
     if not all(error.error <= error.allowed for error in result.agreement):
         yield "its arms do not agree with the reference"
-    if unmet := broken(result.evidence):
+    if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
     if not 0 <= result.floor <= MAX_NOISE:
         yield f"the session was noisy: identical arms differ by {result.floor:.1%} (at most 2 %)"
