@@ -63,7 +63,7 @@ def test_nvfp4_linear(compare: Compare, nvcc: Nvcc) -> None:
         against="library",
         inputs=layer,
         reference=lambda x, w: x.double() @ w.double().T,
-        precision="fp8_e5m2",
+        precision="nvfp4",
         evidence=[
             evidence.opcode("UTCOMMA", kernel="linear"),
             evidence.opcode("UTCCP", kernel="linear"),
