@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pytest_aiperf.build import nvcc, sass
 from pytest_aiperf.errors import BuildError, UsageError
-from pytest_aiperf.model import KernelRecord, Result, Work
+from pytest_aiperf.model import EvidenceKind, KernelRecord, Metric, Result, Trace, Work
 from pytest_aiperf.rules import evidence
-from pytest_aiperf.rules.evidence import Compiled, Facts, broken, hold
+from pytest_aiperf.rules.evidence import (
+    Compiled,
+    Facts,
+    broken,
+    hold,
+    not_looked_at,
+    proves_nothing,
+)
 from pytest_aiperf.schema import from_json, to_json
 from tests.plugin.records import result
 
@@ -49,7 +57,13 @@ CODE = (
 )
 FIGURES = {
     "baseline": {"launches": 40, "dram__bytes.sum": 800.0, "conflicts": 0, "peak memory": 100},
-    "optimized": {"launches": 1, "dram__bytes.sum": 100.0, "conflicts": 3, "peak memory": 50},
+    "optimized": {
+        "launches": 1,
+        "dram__bytes.sum": 100.0,
+        "conflicts": 3,
+        "peak memory": 50,
+        "page faults": 7,
+    },
 }
 SM100 = "void copy<4>(float*) (k.cu, sm_100a)"
 ARM = "the optimized arm"
@@ -118,6 +132,10 @@ def test_evidence_holds(piece):
             f"the baseline has 0, and {ARM} has 3 conflicts; the claim states at most 0.1",
         ),
         (
+            evidence.page_faults(max=0),
+            "the optimized arm has 7 page faults per call; the claim states at most 0",
+        ),
+        (
             evidence.counter("dram__bytes.sum", min=2, max=3, per="work"),
             f"{ARM} has 1.25 dram__bytes.sum per byte of work; the claim states at least 2",
         ),
@@ -137,9 +155,145 @@ def test_evidence_that_fails_is_reported_with_figure_and_bound(piece, message):
         evidence.counter("l1", max=1, per="baseline"),
     ],
 )
-def test_evidence_without_a_figure_does_not_fail(piece):
+def test_evidence_without_a_figure_neither_holds_nor_fails(piece):
     (finding,) = hold([piece], FACTS)
-    assert (finding.value, finding.held) == (None, True)
+    assert (finding.value, finding.held) == (None, None)
+    assert broken([finding]) == ""
+    assert not_looked_at([finding]).startswith(f"evidence was not looked at: {piece.kind}")
+
+
+def test_the_reason_of_a_missing_figure_is_part_of_its_finding():
+    piece, seen = evidence.counter("l1.sum", max=1), evidence.launches(max=1)
+    facts = replace(FACTS, reasons={EvidenceKind.COUNTER: "counters are reserved"})
+    findings = hold([piece, seen], facts)
+    assert not_looked_at(findings) == (
+        "evidence was not looked at: counter l1.sum (counters are reserved)"
+    )
+    assert not_looked_at(findings[1:]) == ""
+
+
+# the same evidence on the baseline
+
+TRACE = Trace(
+    launches=2, kernels=4, copies=2, busy=8.0, span=10.0, names=("void copy<4>(float *)", "gemm"),
+    counts=(3, 1), grids=(64, 0), total=12.0, copying=4.0, hidden=3.0,
+    copied={"host to device": 100}, api_calls=9,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("piece", "value"),
+    [
+        (evidence.launches(max=1), 2),
+        (evidence.kernels(max=1), 4),
+        (evidence.kernel_name("copy"), 3),
+        (evidence.kernel_name("e"), 1),
+        (evidence.kernel_name("fused"), 0),
+        (evidence.grid_size("copy", min=1), 64),
+        (evidence.grid_size(min=1), 64),
+        (evidence.grid_size("gemm", min=1), None),  # runs in a graph, whose trace has no grid
+        (evidence.overlap(min=1), 1.5),
+        (evidence.overlap(of="copies", min=1), 0.75),
+        (evidence.copied_bytes("host to device", max=1), 100),
+        (evidence.copied_bytes("device to host", max=1), 0),
+        (evidence.api_calls(max=1), 9),
+        (evidence.busy_share(min=1), 0.8),
+    ],
+)
+def test_figures_are_read_from_the_trace_of_each_arm(piece, value):
+    (finding,) = hold([piece], Facts(traces={"optimized": TRACE}))
+    assert (finding.value, finding.baseline_value) == (value, None)
+    (finding,) = hold([piece], Facts(traces={"optimized": TRACE, "baseline": TRACE}))
+    assert (finding.value, finding.baseline_value) == (value, value)
+    assert finding.baseline_held == finding.held
+
+
+@pytest.mark.parametrize("piece", [evidence.kernel_name("x"), evidence.grid_size(min=1)])
+def test_a_trace_without_all_names_has_no_figure_by_name(piece):
+    (finding,) = hold([piece], Facts(traces={"optimized": replace(TRACE, kernels=5)}))
+    assert finding.held is None
+
+
+@pytest.mark.parametrize("piece", [evidence.overlap(min=1, of="copies"), evidence.api_calls(max=9)])
+def test_a_trace_without_copies_or_api_calls_has_no_figure_of_them(piece):
+    trace = replace(TRACE, copying=0.0, api_calls=None)
+    (finding,) = hold([piece], Facts(traces={"optimized": trace}))
+    assert finding.held is None
+
+
+@pytest.mark.parametrize(
+    ("piece", "baseline", "held"),
+    [
+        (evidence.launches(max=1), 40, False),
+        (evidence.peak_memory(max=100), 100, True),
+        (evidence.counter("dram__bytes.sum", max=1.25, per="work"), 10.0, False),
+        (evidence.launches(max=0.1, per="baseline"), 1.0, False),
+        (evidence.peak_memory(min=0.4, per="baseline"), 1.0, True),
+    ],
+)
+def test_evidence_is_evaluated_on_the_baseline(piece, baseline, held):
+    (finding,) = hold([piece], FACTS)
+    assert finding.held
+    assert (finding.baseline_value, finding.baseline_held) == (baseline, held)
+
+
+def ran(*names):
+    return replace(TRACE, names=names, counts=(1,) * len(names), grids=(1,) * len(names))
+
+
+@pytest.mark.parametrize(
+    ("piece", "baseline", "held"),
+    [
+        # the baseline's kernel has the same name, another name, or was not compiled here
+        (evidence.opcode("LDG.E.128", "copy<1>"), (1, True), 1),
+        (evidence.opcode("LDG.E.128", "copy<4>", min=4), (1, False), 4),
+        (evidence.registers(max=64), (32, True), 64),
+        (evidence.opcode("LDG.E.128", min=4), (1, False), 4),
+    ],
+)
+def test_code_is_that_of_the_kernels_that_each_arm_launches(piece, baseline, held):
+    code = CODE[:2]
+    traces = {"optimized": ran("void copy<4>(float*)"), "baseline": ran("void copy<1>(float *)")}
+    facts = Facts(code, code, complete=True, traces=traces)
+    (finding,) = hold([piece], facts)
+    assert (finding.value, finding.held) == (held, True)
+    assert (finding.baseline_value, finding.baseline_held) == baseline
+    both = replace(facts, traces=traces | {"baseline": ran(*[c.kernel.function for c in code])})
+    (finding,) = hold([evidence.opcode("LDG.E.128", "copy<4>", min=4)], both)
+    assert (finding.baseline_value, finding.baseline_held) == (4, True)
+    others = replace(facts, traces=traces | {"baseline": ran("gemm")})
+    (finding,) = hold([piece], others)
+    assert (finding.value, finding.baseline_held) == (held, None)
+
+
+def test_a_counter_of_one_kernel_needs_a_call_that_runs_no_other():
+    piece = evidence.counter("conflicts", "copy", max=3)
+    alone = replace(FACTS, traces={"optimized": ran("copy<1>", "copy<4>"), "baseline": TRACE})
+    assert hold([piece], alone)[0].held
+    assert hold([piece], alone)[0].baseline_value == 0
+    (finding,) = hold([piece], replace(FACTS, traces={"optimized": ran("copy<1>", "memset")}))
+    assert (finding.value, finding.held) == (None, None)
+    assert "other kernels than copy" in finding.where
+
+
+def test_evidence_that_holds_on_the_baseline_too_proves_nothing():
+    condition, proof, unseen = (
+        hold([piece], FACTS)[0]
+        for piece in (
+            evidence.peak_memory(max=100),
+            evidence.launches(max=1),
+            evidence.kernels(max=1),
+        )
+    )
+    unknown = replace(proof, baseline_value=None, baseline_held=None)
+    failed = replace(proof, held=False)
+    assert proves_nothing([condition, proof, unseen]) == ""
+    assert "holds on the baseline as well" in proves_nothing([condition, unseen])
+    assert "not all was looked at" in proves_nothing([condition, unknown])
+    assert proves_nothing([failed])
+    assert proves_nothing([]) == "the claim states no evidence of why it is faster"
+    assert proves_nothing([], Metric.WALL)
+    assert proves_nothing([], Metric.MEMORY) == proves_nothing([condition], Metric.SCORE) == ""
 
 
 def test_a_count_that_is_a_lower_bound_can_fail_evidence_but_gives_no_ratio():
@@ -176,6 +330,11 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
         (
             lambda: hold([evidence.peak_memory(max=1, per="work")], Facts(figures=FIGURES)),
             "needs work=",
+        ),
+        (lambda: evidence.overlap(min=1, of="kernels"), r"overlap\(of='kernels'\): use 'copies'"),
+        (
+            lambda: evidence.copied_bytes("htod", max=1),
+            r"copied_bytes\('htod'\): use one of host to",
         ),
     ],
 )

@@ -36,7 +36,7 @@ from pytest_aiperf.records.expectations import (
     propose_update,
     stack_line,
 )
-from pytest_aiperf.rules.evidence import launches
+from pytest_aiperf.rules.evidence import counter, launches
 from tests.plugin.records import H200, STACK, result
 
 TODAY = date(2026, 11, 22)
@@ -431,11 +431,15 @@ def test_a_refused_result_is_named_with_its_gpu_if_it_has_one(path):
 
 def test_a_faster_arm_without_its_evidence_is_not_acceptable():
     piece = launches(max=0.9, per="baseline")
-    proven, unmet = Finding(piece, 0.5), Finding(piece, 0.95, held=False)
+    proven, unmet = Finding(piece, 0.5, held=True), Finding(piece, 0.95, held=False)
     assert acceptable(result(evidence=(proven,)), Expectation()) is None
     why = acceptable(result(outcome=Outcome.FAILED, evidence=(proven, unmet)), Expectation())
     assert "0.95" in why
     assert "the claim states at most 0.9" in why
+    unseen = Finding(counter("dram__bytes.sum", max=1), where="the driver reserves counters")
+    assert acceptable(result(evidence=(proven, unseen)), Expectation()) == (
+        "evidence was not looked at: counter dram__bytes.sum (the driver reserves counters)"
+    )
 
 
 def test_parity_is_acceptable_where_it_was_recorded_or_required():

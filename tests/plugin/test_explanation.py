@@ -1,20 +1,41 @@
 """After its timing a claim gets limits, traces, a diagnosis and findings of its evidence."""
 
+import mmap
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from pytest_aiperf import Score, Work, prepared
+from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.claim import explanation
+from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.measure import check_claim, measure_claim
-from pytest_aiperf.errors import BuildError, ClaimNotMet, InvalidMeasurement, UsageError
-from pytest_aiperf.model import Expectation, Interval, Metric, Outcome, Require
+from pytest_aiperf.errors import (
+    BuildError,
+    CaptureFailed,
+    ClaimNotMet,
+    InvalidMeasurement,
+    ToolMissing,
+    UsageError,
+)
+from pytest_aiperf.model import (
+    Expectation,
+    Interval,
+    KernelRecord,
+    Metric,
+    Mode,
+    Outcome,
+    Require,
+)
 from pytest_aiperf.rules import evidence
 from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
-from tests.plugin.test_compare import BLANK, a_context
+from tests.plugin.test_compare import BLANK, LoggingLock, a_context
 
 WORK = Work(read=2e08, written=2e08)  # 4 TB/s at 100 us, 2 TB/s at 200 us
 CEILINGS = {"copy": 4.28e12, "read": 4.5e12, "l2": 9e12}
@@ -125,7 +146,7 @@ def test_peak_memory_is_that_of_each_arm():
 
 def test_an_error_while_inspecting_an_arm_becomes_a_note():
     class Blind(FakeDevice):
-        def trace(self, call):
+        def trace(self, call, mode, *, cold):
             raise RuntimeError("CUPTI is taken\nby somebody")
 
     device = Blind(FAKE_GPU, replace(Noise.none(), white=0.001))
@@ -133,6 +154,124 @@ def test_an_error_while_inspecting_an_arm_becomes_a_note():
     assert problem is None
     assert record.notes[0] == "baseline was not inspected: RuntimeError: CUPTI is taken"
     assert record.evidence[0].value is None
+
+
+def inspected(record=None, lock=None, device=None, builds=(), **words):
+    device = device or FakeDevice(FAKE_GPU, Noise.none())
+    bound = BoundClaim(a_claim(**words), device, 1, full=True)
+    return explanation.explain(bound, record or BLANK, builds, CEILINGS, lock)
+
+
+def test_arms_are_prepared_together_with_other_claims_and_inspected_alone():
+    def log(*pieces):
+        lock = LoggingLock()
+        record = inspected(lock=lock, evidence=pieces)
+        assert [finding.held for finding in record.evidence] == [True] * len(pieces)
+        return lock.log
+
+    counter = evidence.counter("x.sum", min=0)
+    memory = evidence.peak_memory(max=0)
+    assert log(counter) == ["shared", "exclusive_gpu"] * 2
+    assert log(evidence.page_faults(min=0)) == ["shared", "exclusive_host"] * 2
+    assert log(counter, memory) == ["shared", "exclusive_gpu"] * 2 + ["shared"] * 4
+
+
+def test_a_trace_has_the_state_of_the_timing():
+    states = []
+
+    class Watched(FakeDevice):
+        def trace(self, call, mode, *, cold):
+            states.append((mode, cold))
+            return super().trace(call, mode, cold=cold)
+
+    timed, _ = explained()
+    for cache in ("cold", "warm"):
+        inspected(timed, device=Watched(FAKE_GPU, Noise.none()), cache=cache)
+    mode = timed.timing.mode
+    assert mode is Mode.BACKLOG
+    assert states == [(mode, True)] * 2 + [(mode, False)] * 2
+
+
+def test_counters_are_read_on_both_arms_and_kept_for_the_same_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
+    read = []
+
+    class Counting(FakeDevice):
+        def counters(self, call, metrics, *, cold):
+            read.append(metrics)
+            return super().counters(call, metrics, cold=cold)
+
+    def finding(code, **words):
+        record = replace(BLANK, gpu=FAKE_GPU, code=code)
+        pieces = [evidence.counter("b.sum", max=0.5, per="baseline"), evidence.counter("a", min=1)]
+        device = Counting(FAKE_GPU, Noise.none())
+        return inspected(record, device=device, evidence=pieces, **words).evidence[0]
+
+    first = finding("c0de")
+    assert (first.value, first.held, first.baseline_held) == (pytest.approx(0.5), True, False)
+    assert read == [["a", "b.sum"]] * 2
+    assert finding("c0de") == first
+    assert len(read) == 2
+    finding("other")
+    assert len(read) == 4
+    finding("")
+    finding("")  # code whose hash is not known is read every time
+    assert len(read) == 8
+
+
+@pytest.mark.parametrize("error", [ToolMissing("reserved"), CaptureFailed("no counter 'x'")])
+def test_counters_that_cannot_be_read_are_a_note_and_leave_the_evidence_open(error):
+    class Blind(FakeDevice):
+        def counters(self, call, metrics, *, cold):
+            raise error
+
+    pieces = [evidence.counter("x", max=0), evidence.launches(max=1)]
+    record = inspected(device=Blind(FAKE_GPU, Noise.none()), evidence=pieces)
+    assert [finding.held for finding in record.evidence] == [None, True]
+    assert record.evidence[0].where == str(error)
+    assert record.notes == (f"counters were not read: {error}",)
+
+
+def test_counters_of_a_claim_on_several_gpus_are_not_read():
+    device = FakeDevice(FAKE_GPU, Noise.none())
+    device.ranks = SimpleNamespace(count=2)
+    record = inspected(device=device, evidence=[evidence.counter("x", max=0)])
+    assert record.evidence[0].held is None
+    assert "single GPU" in record.evidence[0].where
+
+
+def test_page_faults_and_context_switches_of_both_arms():
+    def fresh(x):
+        mmap.mmap(-1, 1 << 24, flags=mmap.MAP_PRIVATE).write(b"x" * (1 << 24))
+        return x * 2
+
+    def wait(x):
+        time.sleep(0.001)
+        return x * 2
+
+    pieces = [evidence.page_faults(max=0.5, per="baseline"), evidence.context_switches(min=1)]
+    record = inspected(device=FakeDevice(None), baseline=fresh, optimized=wait, evidence=pieces)
+    assert [finding.held for finding in record.evidence] == [True, True]
+    assert record.evidence[1].baseline_value is not None
+
+
+def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():
+    class Named(FakeDevice):
+        def trace(self, call, mode, *, cold):
+            traced = super().trace(call, mode, cold=cold)
+            name = "slow(float*)" if traced.busy > 1.5e-4 else "fast(float *)"
+            return replace(traced, names=(name,))
+
+    kernels = tuple(
+        KernelRecord("k.cu", "sm_90a", f"{name}(float*)", registers, 0, 0)
+        for name, registers in (("slow", 200), ("fast", 40), ("other", 255))
+    )
+    build = Build(Path("k.so"), Path("k.cu"), "sm_90a", kernels, "")
+    pieces = [evidence.registers(max=64), evidence.spills()]
+    record = inspected(device=Named(FAKE_GPU, Noise.none()), builds=[build], evidence=pieces)
+    few, none = record.evidence
+    assert (few.value, few.held, few.baseline_value, few.baseline_held) == (40, True, 200, False)
+    assert (none.held, none.baseline_held) == (True, True)
 
 
 def test_arms_with_a_score_are_traced_only_for_evidence():
@@ -228,6 +367,6 @@ def test_the_fake_limits_show_in_the_table():
     assert not any("bound" in line for line in quiet)
     output = "\n".join(loud)
     assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in output
-    assert "ch07/x: evidence: launches <= 1: 1, holds" in output
-    assert "ch07/x: evidence: registers <= 32: not checked" in output
+    assert "ch07/x: evidence: launches <= 1: 1 (baseline 1), condition" in output
+    assert "ch07/x: evidence: registers <= 32: not looked at" in output
     assert isinstance(record.speedup, Interval)

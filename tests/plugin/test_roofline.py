@@ -1,5 +1,7 @@
 """The ceiling that limits an arm, and the line of advice, for each rule."""
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_aiperf.model import Limit, Trace, Work
@@ -140,11 +142,48 @@ def test_a_busy_gpu_is_not_overhead_bound(limit, busy):
         (compute(0.92), "compute-bound: 92 % of the bf16 rate; only fewer operations or a narrow"),
         (compute(0.85, "fp32"), "compute-bound: 85 % of the fp32 rate; only fewer operations or t"),
         (compute(0.5), "compute-bound: 50 % of the bf16 rate; feed the units better"),
-        (memory(0.12), "latency-bound: 12 % of the copy rate; more independent work in flight"),
+        (memory(0.12), "moves or computes more than it must, or waits: 12 % of the copy rate"),
     ],
 )
 def test_the_share_of_the_ceiling_decides_the_advice(limit, advice):
     assert diagnose(limit, trace(95e-6), 100e-6).startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kernels", "grid", "seconds", "advice"),
+    [
+        # figures of records on an H200: an elementwise chain and a norm in eager PyTorch, an MLP
+        # and a matrix product in fp32, many small products, and a decoder on few blocks
+        (
+            memory(0.12), 8, 4096, 1.04e-3,
+            "unfused: 12 % of the copy rate; with 8 kernels it moves more than it must: fuse them",
+        ),
+        (memory(0.12), 9, 4096, 1.03e-3, "unfused: 12 % of the copy rate; with 9 kernels"),
+        (compute(0.064), 4, 4096, 5.46e-3, "compute-bound if it computes in fp32: 84 % of the"),
+        (compute(0.02), 5, 4096, 1.57e-3, "unfused: 2 % of the bf16 rate; with 5 kernels it comp"),
+        (memory(0.01), 40, 4, 9.6e-5, "latency-bound: 1 % of the copy rate; 40 kernels of 2.4 µs"),
+        (memory(0.06), 1, 16, 9.3e-4, "latency-bound: 6 % of the copy rate; 16 blocks on 132 SMs"),
+        (memory(0.04), 1, 9999, 6.3e-3, "moves or computes more than it must, or waits: 4 %"),
+    ],
+)  # fmt: skip
+def test_only_kernels_that_leave_the_gpu_idle_are_latency_bound(
+    limit, kernels, grid, seconds, advice
+):
+    traced = replace(trace(seconds, kernels, kernels), grids=(grid,))
+    line = diagnose(limit, traced, seconds, ceilings=CEILINGS, sms=132)
+    assert line.startswith(advice)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        compute(0.3),  # 4 times the fp32 rate
+        compute(0.01),  # far from the fp32 rate as well
+        Limit("copy", 40e12, 400e12, "B/s", 0.1),  # bytes, not operations
+    ],
+)
+def test_a_rate_that_fp32_does_not_explain_is_not_put_down_to_fp32(limit):
+    assert "fp32" not in diagnose(limit, trace(95e-6), 100e-6, ceilings=CEILINGS, sms=132)
 
 
 def test_traffic_beyond_the_bytes_of_work_is_avoidable():

@@ -4,14 +4,14 @@ from contextlib import nullcontext
 
 import pytest
 
-from pytest_aiperf.device.trace import MAX_NAMES, read, trace
-from pytest_aiperf.model import Trace
+from pytest_aiperf.device.trace import CALLS, MAX_NAMES, RANGE, read, trace
+from pytest_aiperf.model import Mode
 
 
-def item(name, begin, took, correlation, cat="kernel"):
+def item(name, begin, took, correlation, cat="kernel", **args):
     return {
         "ph": "X", "cat": cat, "name": name, "ts": begin, "dur": took,
-        "args": {"correlation": correlation, "stream": 7},
+        "args": {"correlation": correlation, "stream": 7} | args,
     }  # fmt: skip
 
 
@@ -48,9 +48,73 @@ def test_a_graph_is_one_launch_however_many_kernels_it_runs():
 
 
 def test_names_are_the_longest_running_and_few():
-    kernels = [item(f"k{i}", 10.0 * i, 1.0 + i % 30, i) for i in range(60)]
-    assert read(kernels).names[:2] == ("k29", "k59")
+    kernels = [item(f"k{i}", 10.0 * i, 1.0 + i % 50, i) for i in range(100)]
+    assert read(kernels).names[:2] == ("k49", "k99")
     assert len(read(kernels).names) == MAX_NAMES
+
+
+def test_counts_and_grids_are_those_of_the_names():
+    found = read(
+        [
+            item("short", 0.0, 1.0, 1, grid=[8, 2, 1]),
+            item("long", 1.0, 9.0, 2),  # a kernel in a graph has no grid
+            item("short", 10.0, 1.0, 3, grid=[4, 1, 1]),
+        ]
+    )
+    assert found.names == ("long", "short")
+    assert (found.counts, found.grids) == ((1, 2), (0, 16))
+
+
+def test_overlap_and_copies_by_direction():
+    found = read(
+        [
+            item("k", 0.0, 10.0, 1),
+            item("k", 5.0, 10.0, 2),
+            item("Memcpy HtoD (Pinned -> Device)", 12.0, 6.0, 3, "gpu_memcpy", bytes=100),
+            item("Memcpy HtoD (Pinned -> Device)", 20.0, 2.0, 4, "gpu_memcpy", bytes=50),
+            item("Memcpy DtoH (Device -> Pinned)", 21.0, 2.0, 5, "gpu_memcpy", bytes=7),
+            item("Memset (Device)", 30.0, 1.0, 6, "gpu_memset", bytes=9),
+        ]
+    )
+    assert found.total == pytest.approx(31e-6)
+    assert found.busy == pytest.approx(22e-6)
+    assert found.copying == pytest.approx(9e-6)
+    assert found.hidden == pytest.approx(3e-6)
+    assert found.copied == {"host to device": 150, "device to host": 7}
+    assert found.api_calls is None
+
+
+def marked(begin, took):
+    return item(RANGE, begin, took, 0, "user_annotation")
+
+
+def test_only_work_that_the_marked_calls_launch_counts():
+    found = read(
+        [
+            launch("cudaLaunchKernel", 0.0, 1),  # evicts the L2, and ends after the call has begun
+            item("flush", 5.0, 20.0, 1),
+            marked(10.0, 10.0),
+            launch("cudaLaunchKernel", 11.0, 2),
+            launch("cudaEventRecord", 16.0, 3),
+            item("own", 25.0, 2.0, 2),
+            item("launched by an API that is not traced", 40.0, 3.0, 4),
+            launch("cudaDeviceSynchronize", 21.0, 5),
+        ]
+    )
+    assert found.names == ("launched by an API that is not traced", "own")
+    assert found.api_calls == 2
+
+
+def test_the_call_with_the_median_span_is_returned():
+    spans = (50.0, 10.0, 12.0)
+    content = []
+    for i, took in enumerate(spans):
+        begin = 100.0 * i
+        content += [
+            marked(begin, 5.0), launch("cudaLaunchKernel", begin, i), item("k", begin + 1, took, i)
+        ]  # fmt: skip
+    assert read(content).span == pytest.approx(12e-6)
+    assert read(content).kernels == 1
 
 
 @pytest.mark.parametrize("events", [[], [launch("cudaDeviceSynchronize", 0.0, 1)]])
@@ -62,22 +126,26 @@ class OnCpu:
     """A device whose calls run on the CPU, so that CUPTI records no activity."""
 
     def __init__(self):
-        self.calls = 0
+        self.log = []
 
     def current(self):
         return nullcontext()
 
     def synchronize(self):
-        pass
+        self.log.append("synchronize")
+
+    def stabilize_clocks(self, call):
+        self.log.append("warm up")
+        call()
 
     def call(self):
-        self.calls += 1
+        self.log.append("call")
 
 
-def test_one_warmed_up_call_is_traced_and_without_activity_there_is_no_trace():
-    clock = OnCpu()
-    assert trace(clock.call, clock) is None
-    assert clock.calls == 2
+def test_calls_are_traced_after_a_warm_up_each_in_the_state_of_the_timing():
+    device = OnCpu()
+    assert trace(device.call, device, lambda: device.log.append("before")) is None
+    assert device.log == ["warm up", "call", *["before", "call", "synchronize"] * CALLS]
 
 
 @pytest.mark.parametrize("kernels", [1, 3])
@@ -88,6 +156,8 @@ def test_the_fake_device_counts_each_spend_as_a_kernel(kernels):
         for _ in range(kernels):
             spend(1e-5)
 
-    took = kernels * 1e-5
-    assert FakeDevice(FAKE_GPU).trace(call) == Trace(kernels, kernels, 0, took, took)
-    assert FakeDevice(None).trace(call) is None
+    took = pytest.approx(kernels * 1e-5)
+    found = FakeDevice(FAKE_GPU).trace(call, Mode.PLAIN, cold=True)
+    assert (found.kernels, found.busy, found.span, found.total) == (kernels, took, took, took)
+    assert found.counts == (kernels,)
+    assert FakeDevice(None).trace(call, Mode.PLAIN, cold=True) is None
