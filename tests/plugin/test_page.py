@@ -72,7 +72,9 @@ def rich(claim="ch07/copy[vector]", speedup=2.0, **changes):
         work=Work(read=1.5e09, written=1.5e09, flops=3e9, dtype="fp32"),
         limits={"baseline": dataclasses.replace(limit, share=0.3), "optimized": limit},
         diagnosis={"optimized": "memory-bound: only fewer bytes help"},
-        evidence=(Finding(Evidence(EvidenceKind.OPCODE, "LDG.E.128", "copy", 1, 1), 1.0),),
+        evidence=(
+            Finding(Evidence(EvidenceKind.OPCODE, "LDG.E.128", "copy", 1, 1), 1.0, held=True),
+        ),
         traces={"optimized": Trace(1, 1, 0, 1e-3, 1e-3)},
         kernels=(KernelRecord("k.cu", "sm_90a", "copy", 32, 0, 0),),
         profiles=(
@@ -264,6 +266,9 @@ def test_a_picture_of_rungs_measured_apart_says_so():
     assert picture.remark == f"{charts.APART} {charts.CHAINED}"
     for text in (page.page([two, apart], {}, "Report"), markdown.markdown([two, apart], Path())):
         assert picture.remark in text
+    three = ladder(two=4e-3, four=1e-3, six=5e-4)
+    assert charts.ladder([*three[:2], apart]).remark.startswith(charts.APART)  # two are together
+    assert charts.ladder(three).remark == ""
     alike = dataclasses.replace(apart, against=Against.IDIOMATIC)
     assert charts.ladder([two, alike]).remark == charts.APART
 

@@ -28,7 +28,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import read_results
-from pytest_aiperf.report import formatting, terminal
+from pytest_aiperf.report import formatting, markdown, terminal
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import ladder, result, timing
 
@@ -154,6 +154,11 @@ def test_evidence_holds_or_not_or_was_not_looked_at(figures, shown):
     finding = Finding(Evidence(EvidenceKind.LAUNCHES, max=1), **figures)
     lines = terminal.table([result(evidence=(finding,))], verbose=True)
     assert f"ch07/copy[vector]: evidence: {shown}" in lines
+    quiet = terminal.table([result(evidence=(finding,))])
+    noted = "ch07/copy[vector]: evidence not looked at: launches <= 1" in quiet
+    assert noted is ("not looked at" in shown)
+    tables = markdown.tables([result(evidence=(finding,))])
+    assert tables.endswith(r"not looked at: ch07/copy\[vector\]") is noted
 
 
 def test_a_name_gives_way_in_its_middle_and_no_figure_does():

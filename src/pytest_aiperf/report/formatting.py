@@ -81,6 +81,11 @@ def finding(each: Finding) -> str:
     return f"{stated(each.evidence)}: {', '.join(filter(None, (figures(each), state(each))))}"
 
 
+def not_looked_at(result: Result) -> str:
+    """List the evidence that a run could not look at; empty if it looked at all of it."""
+    return ", ".join(stated(each.evidence) for each in result.evidence if each.held is None)
+
+
 def figures(each: Finding) -> str:
     """Format a finding's figure and the baseline's; empty if this run could not look."""
     if each.value is None:
@@ -162,6 +167,8 @@ def notes(results: Sequence[Result]) -> list[str]:
             arms = f"{_figure(also, 'baseline')} -> {_figure(also, 'optimized')}"
             remarks.append(f"{also.metric}: {arms}")
         remarks += result.notes
+        if pieces := not_looked_at(result):
+            remarks.append(f"evidence not looked at: {pieces}")
         if result.attempts > 1:
             remarks.append(f"attempt {result.attempts}")
         if result.quick:
