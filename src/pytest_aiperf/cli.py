@@ -190,7 +190,12 @@ def capture(given: argparse.Namespace) -> int:
     if job is not None:  # only the process under the profiler has a job
         gpus = CudaMachine().gpus()[:1]
         device = CudaMachine().open_device(gpus[0] if gpus else None)
-        lock = GpuLock([g.uuid for g in gpus])
+        send = target.sender(job)
+        lock = GpuLock(
+            [g.uuid for g in gpus],
+            on_wait=lambda _: send("waiting"),
+            on_acquired=lambda: send("working"),
+        )
         target.perform(job, device, lock, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())

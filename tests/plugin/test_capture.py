@@ -71,6 +71,13 @@ CHILD = f"""\
 import json, os, pathlib, sys
 job = json.loads(os.environ[{target.VARIABLE!r}])
 print("this is", job["arm"], "with", os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
+if sys.argv[1:] == ["wait"]:
+    import time
+    waiting = pathlib.Path(job["scratch"], "waiting")
+    waiting.touch()
+    time.sleep(8)
+    waiting.unlink()
+    sys.argv.pop()
 if sys.argv[1:] == ["hang"]:
     import subprocess, time
     sleeps = subprocess.Popen(["sleep", "1000"])
@@ -78,6 +85,20 @@ if sys.argv[1:] == ["hang"]:
     time.sleep(1000)
 reply = dict(error=" ".join(sys.argv[1:]), work=dict(read=50.0, written=50.0))
 pathlib.Path(job["scratch"], "reply").write_text(json.dumps(reply))
+"""
+
+TURNS = """\
+import json, os, pathlib, time
+from pytest_aiperf.profilers import target
+job = target.job_from(os.environ)
+folder = pathlib.Path(job.stem).parent
+pathlib.Path(f"{job.stem}.started").touch()
+with target._turn(job), open(folder / "turns", "a") as turns:
+    print("in", file=turns, flush=True)
+    while len(list(folder.glob("*.started"))) < 3:
+        time.sleep(0.05)
+    print("out", file=turns, flush=True)
+pathlib.Path(job.scratch, "reply").write_text("{}")
 """
 
 
@@ -186,7 +207,7 @@ def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path
     words = (tmp_path / "artifacts" / "baseline.log").read_text()
     for part in (
         "--clock-control none",
-        "--nvtx --nvtx-include aiperf/",
+        "--nvtx --nvtx-include aiperf ",  # with a slash, autograd's threads would be left out
         "--section WarpStateStats",
         f"{DURATION},",
         "l1tex__x.sum ",
@@ -269,6 +290,10 @@ def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path)
     assert not alive
 
 
+def test_waiting_for_other_processes_does_not_count_towards_the_deadline(make_request):
+    assert capture(make_request("ncu", "wait", deadline=6.0)).figures["duration"] > 0
+
+
 def test_ids_of_claims_become_names_of_folders():
     assert captures.folder_name("ch07/copy[vector]") == "ch07.copy.vector"
     names = {
@@ -292,6 +317,30 @@ def test_each_arm_is_captured(make_request):
         Work(read=50, written=50),
     )
     assert "under a profiler" in expectations.acceptable(done, expectations.Expectation())
+
+
+def test_the_arms_start_together_under_ncu_but_hold_inputs_in_turn(make_request, tmp_path):
+    """Each arm waits, in its turn, until all arms have started."""
+    request = make_request("ncu")
+    Path(request.target[1]).write_text(TURNS)
+    done, problem, _ = run(request, library=doubling(50))
+    assert problem is None, problem
+    assert [p.arm for p in done.profiles] == ["baseline", "optimized", "library"]
+    turns = (tmp_path / "artifacts" / "turns").read_text().split()
+    assert turns == ["in", "out"] * 3
+
+
+def test_a_call_of_many_kernels_is_profiled_in_part(make_request, tmp_path, monkeypatch):
+    # the sample has five kernels
+    monkeypatch.setattr(captures.ncu, "MAX_LAUNCHES", 5)
+    share = evidence.counter(DURATION, "transpose", per="baseline", max=0.5)
+    done, problem, _ = run(make_request("ncu"), evidence=[share])
+    assert problem is None
+    assert "--launch-count" in (tmp_path / "artifacts" / "baseline.log").read_text()
+    assert [p.notes for p in done.profiles] == [(captures.ncu.CUT,)] * 2
+    assert [(f.value, f.held) for f in done.evidence] == [(None, None)]
+    assert done.diagnosis == {}
+    assert captures.ncu.CUT not in capture(make_request("ncu:deep_dive")).notes
 
 
 def test_counters_are_held_to_the_evidence(make_request):
@@ -376,6 +425,19 @@ def test_an_arm_is_warmed_up_and_called_at_full_size(tmp_path):
     )
     assert sizes == [64] * (target.WARM_UP_CALLS + 2)
     assert (answer.work, answer.error) == (Work(read=256, written=256), "")
+
+
+def test_a_wait_is_visible_to_the_parent(tmp_path):
+    job = CaptureJob("ncu", "minimal", "optimized", 1, 7, "", str(tmp_path))
+    send, waiting = target.sender(job), tmp_path / target.WAITING
+    for kind, visible in (
+        ("working", False),
+        ("waiting", True),
+        ("step", True),
+        ("working", False),
+    ):
+        send(kind, phase="a wait")
+        assert waiting.exists() is visible
 
 
 def test_a_checker_sees_every_call(tmp_path):
@@ -512,6 +574,23 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
     diagnosis = captures._diagnosis(profiles, answer, "cold")
     assert list(diagnosis) == ["baseline"]
     assert "busy with 8.0 times the bytes that work= counts" in diagnosis["baseline"]
+
+
+def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(project, monkeypatch):
+    """The test holds the GPU until two arms have waited for longer than the deadline."""
+    project.tests("def test_it(compare): compare(**usual)")
+    scratch = project.path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    deadline_s, patience = 20.0, time.monotonic() + 120
+    with GpuLock([FAKE_GPU.uuid], project.path / "locks").exclusive_gpu():
+        running = project.start("--profile=ncu", "--gpu", "-o", f"aiperf_deadline={deadline_s}")
+        while len(list(scratch.glob(f"*/{target.WAITING}"))) < 2:
+            assert time.monotonic() < patience
+            time.sleep(0.1)
+        time.sleep(deadline_s + 1)
+    assert running.wait(120) == 0, (project.path / "out").read_text()
+    assert project.results()["ch07/it"]["outcome"] == "PASSED"
 
 
 @pytest.mark.parametrize("mode", ["old", "denied"])

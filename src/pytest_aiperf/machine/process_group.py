@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +23,13 @@ def run_in_group(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
+    is_paused: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """Run a command and return its exit status; stdout and stderr go to the file ``log``.
 
-    Returns None when the deadline passed or another thread set ``stop``. In every case the
-    command and all that it started in its process group are dead before this returns or raises.
+    Returns None when the deadline passed or another thread set ``stop``. Time in which
+    ``is_paused`` returns true does not count towards the deadline. In every case the command and
+    all that it started in its process group are dead before this returns or raises.
     """
     stop = stop or threading.Event()
     with log.open("wb") as output:
@@ -40,13 +42,15 @@ def run_in_group(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    end = time.monotonic() + deadline_s
+    last, left_s = time.monotonic(), deadline_s
     try:
         # WNOWAIT leaves a zombie: while it exists, its process group id is not reused
         exited = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while not (done := os.waitid(os.P_PID, process.pid, exited)):
-            if time.monotonic() > end or stop.wait(POLL_S):
+            if left_s < 0 or stop.wait(POLL_S):
                 break
+            now = time.monotonic()
+            left_s, last = left_s - (0.0 if is_paused() else now - last), now
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

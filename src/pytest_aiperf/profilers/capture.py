@@ -27,7 +27,7 @@ from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 
 from . import ncu, parsers, tools
-from .target import VARIABLE, CaptureJob, CaptureReply
+from .target import VARIABLE, WAITING, CaptureJob, CaptureReply
 from .tools import Invocation, Tool
 
 ARTIFACTS: Final = "artifacts"  #: Folder of profilers' output files, in pytest's root folder.
@@ -44,6 +44,7 @@ class CaptureRequest:
     deadline_s: float  #: Seconds after which the process is killed.
     calls: int = 1  #: Number of calls inside the profiled range.
     seed: int = 1  #: Random seed for the arm's inputs.
+    turn: str = ""  #: See CaptureJob.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ def _capture_arms(
     counters = [(p.of, kernel) for p in pieces for kernel in dict.fromkeys((p.kernel, ""))]
     # code evidence is left out, because it may name a kernel that only another rung runs
     named = tuple(dict.fromkeys(p.kernel for p in pieces if p.kernel))
-    profiles: dict[str, Profile] = {}
-    reply = CaptureReply()
-    for arm, call in claim.arms.items():
+
+    def capture_arm(arm: str) -> tuple[Profile, CaptureReply]:
+        call = claim.arms[arm]
         kernels = ExpectedKernels(
             required=named if arm == "optimized" else (),
             # the library arm may call a library instead of a kernel that the claim compiles
@@ -123,7 +124,19 @@ def _capture_arms(
             cache=claim.cache,
         )
         progress(f"{request.tool.name}: {arm}")
-        profiles[arm], reply = capture(request, arm, kernels)
+        return capture(request, arm, kernels)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch,
+        ThreadPoolExecutor() as pool,
+    ):
+        if together := request.tool.name == "ncu":
+            # most of an arm's time is the start of its process, and counters do not depend on
+            # what else runs on the host
+            request = replace(request, turn=f"{scratch}/turn")
+        captured = list((pool.map if together else map)(capture_arm, claim.arms))
+    profiles = {arm: profile for arm, (profile, _) in zip(claim.arms, captured, strict=True)}
+    reply = captured[-1][1]
     single = request.calls == 1  # evidence and diagnosis are about one call
     return replace(
         result,
@@ -146,6 +159,8 @@ def _findings(
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
             for arm in ("baseline", "optimized"):  # not library: that arm may run no kernel
                 profile = profiles[arm]
+                if ncu.CUT in profile.notes:
+                    continue
                 values = [profile.figures[name] for name in names if name in profile.figures]
                 if not values:
                     raise CaptureFailed(
@@ -162,7 +177,7 @@ def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str)
     diagnosis = {}
     for arm, profile in profiles.items():
         seconds = profile.figures.get("duration", 0.0)
-        if profile.tool != "ncu" or not seconds:
+        if profile.tool != "ncu" or not seconds or ncu.CUT in profile.notes:
             continue
         limits = ceilings.cached(reply.gpu) if reply.gpu and reply.work else {}
         limit = roofline.limit_of(seconds, reply.work, cache, limits) if reply.work else None
@@ -219,7 +234,9 @@ def _capture(
     def run_step(step: str) -> CaptureReply:
         stem = artefact / step if step else request.folder / arm
         calls, seed = request.calls, request.seed
-        job = CaptureJob(tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,))
+        job = CaptureJob(
+            tool.name, request.preset, arm, calls, seed, str(stem), "", (*before,), request.turn
+        )
         step_command = [*command, *tool.steps.get(step, ())]
         reply = _run_target(request, job, step_command, invocation.environ)
         # if a checker has findings, report these: they may be the cause of the arm's error
@@ -239,10 +256,17 @@ def _capture(
         log = os.path.relpath(request.folder / f"{arm}.log")
         return Profile(tool.name, arm, log, {"kernels": 0.0}, notes=(note,)), reply
     profile = parsers.read(
-        tool.name, artefact, arm, kernels.required, counters=kernels.counters, binary=binary
+        tool.name,
+        artefact,
+        arm,
+        kernels.required,
+        counters=kernels.counters,
+        binary=binary,
+        limited="--launch-count" in invocation.arguments,
     )
-    ran = profile.kernels
-    if kernels.built and ran and not any(part in name for part in kernels.built for name in ran):
+    ran, is_cut = profile.kernels, ncu.CUT in profile.notes
+    has_built = any(part in name for part in kernels.built for name in ran)
+    if kernels.built and ran and not has_built and not is_cut:
         raise CaptureFailed(
             f"{artefact} has none of the kernels that the claim builds "
             f"({', '.join(kernels.built)}): the {arm} arm ran {', '.join(ran[:3])}"
@@ -273,7 +297,8 @@ def _run_target(
             os.mkfifo(f"{scratch}/{fifo}")
         command = [*(word.format_map(names) for word in tool_command), *request.target]
         env = {**inherited, VARIABLE: serialized, **environ}
-        status = run_in_group(command, log, request.deadline_s, env=env)
+        is_waiting = Path(scratch, WAITING).exists
+        status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
         ending = _ending(status, request.deadline_s)
         reply = CaptureReply(error=f"its process {ending}; see {os.path.relpath(log)}")
         if (reply_file := Path(scratch, "reply")).exists():

@@ -47,6 +47,11 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
 """Name of each figure, and the ncu metrics from which it is computed."""
 NCU_SECTIONS: Final = ("WarpStateStats",)
 """ncu section with the stall reasons; not listed as metrics, which differ between chips."""
+MAX_LAUNCHES: Final = 20
+"""Kernel launches per arm that the preset "minimal" profiles. Each takes about 0.1 s, in which no
+other claim can use the GPU, and an arm may launch thousands, most of them alike."""
+CUT: Final = f"only its first {MAX_LAUNCHES} kernels: --profile=ncu:deep_dive profiles all"
+"""Note of a profile that may lack kernels: its sums are not those of the whole call."""
 _TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
 
@@ -90,12 +95,16 @@ def counter(metric: str, kernel: str) -> str:
 
 
 def ncu(
-    artefact: Path, counters: Collection[tuple[str, str]] = (), binary: str | None = None
+    artefact: Path,
+    counters: Collection[tuple[str, str]] = (),
+    binary: str | None = None,
+    *,
+    limited: bool = False,
 ) -> tuple[dict[str, tuple[float, str]], list[str], list[str]]:
     """Read an ncu report and return its figures, kernels and notes.
 
     ``counters`` are pairs of a further metric and a part of a kernel's name. Their figures stay in
-    ncu's units.
+    ncu's units. ``limited`` is whether at most MAX_LAUNCHES kernels were to be profiled.
     """
     kernels = _kernels(artefact, [metric for metric, _ in counters], binary)
     if not kernels:
@@ -120,7 +129,8 @@ def ncu(
         if value is not None:
             figures[counter(metric, part)] = (value, _unit(metric))
     longest = sorted(kernels, key=lambda kernel: -kernel.seconds)
-    return figures, list(dict.fromkeys(kernel.name for kernel in longest)), []
+    notes = [CUT] if limited and len(kernels) >= MAX_LAUNCHES else []
+    return figures, list(dict.fromkeys(kernel.name for kernel in longest)), notes
 
 
 def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:

@@ -14,7 +14,7 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.model import Profile
 from pytest_aiperf.text import si
 
-from .ncu import ncu, normalize_name
+from .ncu import CUT, ncu, normalize_name
 from .timeline import RANGE, TOP, Figures, Reading, load_json, nsys, torch_trace
 
 _TREE_LINES: Final = 20  #: Maximum number of lines of Proton's tree in the notes.
@@ -28,15 +28,17 @@ def read(
     *,
     counters: Collection[tuple[str, str]] = (),
     binary: str | None = None,
+    limited: bool = False,
 ) -> Profile:
     """Read the file that a tool wrote for one arm; raise CaptureFailed if it has no figures.
 
     ``required`` are parts of the names of kernels that must have run, if the tool reports names.
     ``counters`` are pairs of an ncu metric and a part of a kernel's name. ``binary`` is the ncu or
-    nsys that wrote the file.
+    nsys that wrote the file. ``limited`` is whether ncu was told to profile at most MAX_LAUNCHES
+    kernels; if the limit was reached, ``required`` is not checked.
     """
     parsers: dict[str, Callable[[Path], Reading]] = {
-        "ncu": functools.partial(ncu, counters=counters, binary=binary),
+        "ncu": functools.partial(ncu, counters=counters, binary=binary, limited=limited),
         "nsys": functools.partial(nsys, binary=binary),
         "torch": torch_trace, "hta": hta, "proton": proton,
         "memory": memory, "sanitizer": sanitizer, "perf": perf,
@@ -44,7 +46,7 @@ def read(
     figures, kernels, notes = parsers[tool](artefact)
     kernels = list(map(normalize_name, kernels))
     missing = [part for part in required if not any(part in kernel for kernel in kernels)]
-    if missing and tool not in ("memory", "sanitizer", "perf"):
+    if missing and CUT not in notes and tool not in ("memory", "sanitizer", "perf"):
         raise CaptureFailed(
             f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
             f"{', '.join(kernels[:TOP]) or 'no kernels'}"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, UsageError
 from pytest_aiperf.machine import distributed
+from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Gpu, Mode, Prepared, Profile, Work
 from pytest_aiperf.schema import from_json, to_json
@@ -28,6 +30,8 @@ VARIABLE: Final = "PYTEST_AIPERF_CAPTURE"
 """Environment variable that passes a CaptureJob, as JSON, to the profiled process."""
 WARM_UP_CALLS: Final = 3
 """Calls before the profiled ones: they compile kernels, load modules and choose algorithms."""
+WAITING: Final = "waiting"
+"""File in the scratch folder; it exists while the profiled process waits for other processes."""
 SAMPLING_S: Final = 1.0
 """Seconds for which calls repeat under perf: at 999 Hz it then takes about 1000 samples."""
 
@@ -42,9 +46,11 @@ class CaptureJob:
     calls: int  #: Number of calls inside the profiled range.
     seed: int  #: Random seed for the inputs.
     stem: str  #: Path of the artefact without its suffix.
-    scratch: str  #: Folder for the reply and for perf's FIFOs.
+    scratch: str  #: Folder for the reply, for perf's FIFOs and for the file WAITING.
     before: tuple[Profile, ...] = ()
     """Profiles that the same test made before this one: the process does not make them again."""
+    turn: str = ""
+    """File to lock before the arm's inputs are made, if the arms of a claim start together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,22 @@ def job_from(environ: Mapping[str, str]) -> CaptureJob | None:
     return replace(job, stem=str(stem.with_name(name)))
 
 
+def sender(job: CaptureJob) -> Callable[..., None]:
+    """Return a function that takes the claim's messages ``waiting`` and ``working``.
+
+    In between, the file WAITING exists, and the parent's deadline is paused.
+    """
+    waiting = Path(job.scratch, WAITING)
+
+    def send(kind: str, **_fields: object) -> None:
+        if kind == "waiting":
+            waiting.touch()
+        elif kind == "working":
+            waiting.unlink(missing_ok=True)
+
+    return send
+
+
 def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) -> None:
     """Profile one arm of a claim at full size, or at check size under a checker.
 
@@ -89,7 +111,21 @@ def perform_arm(job: CaptureJob, claim: Claim, device: Device, lock: GpuLock) ->
         call = arm.make(*args) if isinstance(arm, Prepared) else arm
         return lambda: call(*args), claim.work(*args) if claim.work else None
 
-    perform(job, device, lock, make_call, cold=claim.cache == "cold")
+    with _turn(job):
+        perform(job, device, lock, make_call, cold=claim.cache == "cold")
+        device.release()
+
+
+@contextmanager
+def _turn(job: CaptureJob) -> Iterator[None]:
+    """Wait until no other arm of the claim has its inputs in memory."""
+    if not job.turn:
+        yield
+        return
+    send = sender(job)
+    with locked(Path(job.turn), wait=partial(send, "waiting")):
+        send("working")
+        yield
 
 
 def perform(
@@ -167,17 +203,10 @@ def _range(tool: Tool, device: Device) -> Iterator[None]:
         torch.cuda.synchronize()
         runtime.cudaProfilerStart()
         marks.callback(runtime.cudaProfilerStop)
-        marks.enter_context(_nvtx(torch))
+        # start/end, not push/pop: autograd launches kernels in threads of its own
+        marks.callback(torch.cuda.nvtx.range_end, torch.cuda.nvtx.range_start(RANGE))
         yield
         torch.cuda.synchronize()
-
-
-def _nvtx(torch: Any) -> AbstractContextManager[object]:
-    try:
-        import nvtx
-    except ImportError:
-        return torch.cuda.nvtx.range(RANGE)  # type: ignore[no-any-return]  # torch is Any here
-    return nvtx.annotate(RANGE)  # type: ignore[no-any-return]  # nvtx has no types
 
 
 Run = Callable[[], object]

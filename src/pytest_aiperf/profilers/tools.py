@@ -15,7 +15,7 @@ from typing import Final, Literal
 from pytest_aiperf.build.sass import find_in_packages
 from pytest_aiperf.errors import ToolMissing, UsageError
 
-from .ncu import NCU_SECTIONS
+from .ncu import MAX_LAUNCHES, NCU_SECTIONS
 from .timeline import RANGE
 
 
@@ -105,7 +105,10 @@ _TOOLS: Final = (
         "install NVIDIA Nsight Compute",
         ".ncu-rep",
         {
-            "minimal": _single_invocation(*(w for s in NCU_SECTIONS for w in ("--section", s))),
+            "minimal": _single_invocation(
+                *(w for s in NCU_SECTIONS for w in ("--section", s)),
+                *("--launch-count", f"{MAX_LAUNCHES}"),
+            ),
             "deep_dive": _single_invocation("--set", "full", "--import-source", "yes"),
             "roofline": _single_invocation("--set", "roofline"),
         },
@@ -113,7 +116,8 @@ _TOOLS: Final = (
         min_version=(2022, 3),
         command=(
             *("--clock-control", "none"),
-            *("--nvtx", "--nvtx-include", f"{RANGE}/"),
+            # without a slash at its end, the name is that of a start/end range
+            *("--nvtx", "--nvtx-include", RANGE),
             *("--force-overwrite", "--export", "{stem}"),
         ),
         no_kernels_message="No kernels were profiled",

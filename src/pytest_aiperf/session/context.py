@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id
 from pytest_aiperf.model import Result
-from pytest_aiperf.profilers import capture, tools
+from pytest_aiperf.profilers import capture, target, tools
 from pytest_aiperf.schema import to_json
 from pytest_aiperf.sources import source_hash
 
@@ -32,6 +33,9 @@ class ItemContext:
         self.settings = session.settings
         self.requirements = item.stash[REQUIREMENTS]
         self.gpus = session.gpus_for(item)
+        self._send = session.send
+        if (job := self.settings.capture_job) is not None and session.role is Role.TARGET:
+            self._send = target.sender(job)  # pauses the deadline of the process that profiles
         self.built_only = False  #: Whether the check built the kernels without running the arms.
 
     @property
@@ -86,24 +90,24 @@ class ItemContext:
 
     def progress(self, phase: str, **figures: object) -> None:
         """Report a phase for the progress line; the deadline keeps running."""
-        self.session.send("working", phase=phase, **figures)
+        self._send("working", phase=phase, **figures)
 
     def step(self) -> None:
         """Start the deadline anew."""
-        self.session.send("step")
+        self._send("step")
 
     def wait_for(self, phase: str) -> None:
         """Report a wait, which stops the deadline until the next :meth:`progress`."""
-        self.session.send("waiting", phase=phase)
+        self._send("waiting", phase=phase)
 
     def send_result(self, result: Result) -> None:
-        self.session.send("result", result=to_json(result))
+        self._send("result", result=to_json(result))
 
-    def arguments(self) -> list[str]:
-        """Return pytest arguments that run this test alone, with the settings of this session."""
+    def arguments(self, items: Sequence[pytest.Item]) -> list[str]:
+        """Return pytest arguments that run only these tests, with the settings of this session."""
         item, settings, option = self.item, self.settings, self.item.config.option
-        function = item.nodeid.partition("::")[2]
-        words = [f"{item.path}::{function}", f"--rootdir={settings.root}", "--capture=no"]
+        words = [f"{each.path}::{each.nodeid.partition('::')[2]}" for each in items]
+        words += [f"--rootdir={settings.root}", "--capture=no"]
         words += [f"--{settings.measure}"] if settings.measure else []
         words += ["-c", str(item.config.inipath)] if item.config.inipath else []
         words += [word for name in option.plugins for word in ("-p", name)]
@@ -119,7 +123,7 @@ class ItemContext:
         settings = self.settings
         name = capture.folder_name(claim_id(self.item.nodeid))
         folder = capture.run_folder(settings.root, settings.run_id) / name
-        command = (sys.executable, "-m", "pytest", *self.arguments())
+        command = (sys.executable, "-m", "pytest", *self.arguments([self.item]))
         return capture.CaptureRequest(
             tool, preset, folder, command, settings.deadline_s, calls, seed
         )
