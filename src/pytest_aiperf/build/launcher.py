@@ -7,13 +7,14 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.errors import BuildError, LaunchError, UsageError
 
-Convert = Callable[[Any], Any]  #: Checks an argument and converts it to a value for ctypes.
+Convert = Callable[[Any, bool], Any]
+"""Checks an argument and converts it to a value for ctypes; the flag allows tensors on the CPU."""
 Signature = tuple[str, str]  #: Return type and parameter list of a C function, as in the source.
 _INTEGER_WORDS: Final = {"char", "short", "int", "long", "unsigned", "signed"}
 _QUALIFIERS: Final = {"const", "volatile", "__restrict__", "__restrict", "restrict", "struct"}
@@ -134,15 +135,24 @@ class Launcher:
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of torch, or of cupy where torch is not in use."""
+        self._check_count(args)
+        function = self._function
+        values = [convert(arg, False) for convert, arg in zip(self._converts, args, strict=True)]
+        if status := function(*values, _current_stream()):
+            raise LaunchError(f"{self.name}() of {self.source}: {_cuda_error(status)}")
+
+    def check(self, *args: Any) -> None:
+        """Raise UsageError if a launch with these arguments, on the GPU, would be refused."""
+        self._check_count(args)
+        for convert, arg in zip(self._converts, args, strict=True):
+            convert(arg, True)
+
+    def _check_count(self, args: Sequence[object]) -> None:
         if len(args) != len(self._converts):
             raise UsageError(
                 f"{self.name}() takes {len(self._converts)} arguments (the stream is added to "
                 f"them), not {len(args)}: {self.text}"
             )
-        function = self._function
-        values = [convert(arg) for convert, arg in zip(self._converts, args, strict=True)]
-        if status := function(*values, _current_stream()):
-            raise LaunchError(f"{self.name}() of {self.source}: {_cuda_error(status)}")
 
     @functools.cached_property
     def _function(self) -> Any:
@@ -183,10 +193,10 @@ def _converter(where: str, ctype: str) -> tuple[Convert, Any]:
 def _pointer(where: str, dtypes: frozenset[str]) -> Convert:
     accepted: set[object] = set()  # dtype objects: they hash faster than their names
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, on_cpu: bool) -> Any:
         if hasattr(value, "data_ptr"):
             # pinned host memory is allowed, because a kernel can access it
-            if not (value.is_cuda or value.is_pinned()):
+            if not (on_cpu or value.is_cuda or value.is_pinned()):
                 raise UsageError(
                     f"{where}, got a tensor in CPU memory: allocate it on bench.device"
                 )
@@ -207,7 +217,7 @@ def _pointer(where: str, dtypes: frozenset[str]) -> Convert:
 def _number(where: str, exact: type, low: float, high: float) -> Convert:
     method, kind = ("__index__", "an int") if exact is int else ("__float__", "a number")
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, _on_cpu: bool) -> Any:
         if type(value) is not exact:
             # a tensor of one element has __index__ too, but calling it would synchronize
             is_tensor = hasattr(value, "data_ptr") or hasattr(value, "__cuda_array_interface__")

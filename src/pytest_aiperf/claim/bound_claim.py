@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pytest_aiperf.build.launcher import Launcher
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled
@@ -82,7 +83,7 @@ class BoundClaim:
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
         arm = self.claim.arms[name]
-        _check_signature(name, arm, inputs.args)
+        self.check_arguments(name, inputs.args)
         if not isinstance(arm, Prepared):
             return arm
         self._refuse_all_static(name, inputs)
@@ -95,6 +96,14 @@ class BoundClaim:
         tensors.poison(inputs.args, self.effects.write_only)
         return call
 
+    def check_arguments(self, name: str, args: Args) -> None:
+        """Raise UsageError if an arm or the reference does not take these inputs; call neither."""
+        arm = self.claim.arms[name]
+        _check_signature(name, arm, args)
+        if isinstance(arm, Launcher):
+            arm.check(*args)
+        _check_signature("reference", self.claim.reference, args)
+
     def _refuse_all_static(self, name: str, inputs: Inputs) -> None:
         leaves = {p for i in inputs.dynamic for p, _ in tensors.walk(inputs.args[i], f"args[{i}]")}
         has_static = len(inputs.dynamic) < len(inputs.args)
@@ -106,9 +115,15 @@ class BoundClaim:
 
     def compute_work(self) -> Work | None:
         """Return the work of one call; None if the claim does not declare it."""
+        if self.claim.work is None:
+            return None
         with self.step():
-            inputs = self.make_inputs(self.seed)
-            return self.claim.work(*inputs.args) if self.claim.work else None
+            args = self.make_inputs(self.seed).args
+            _check_signature("work", self.claim.work, args)
+            work = self.claim.work(*args)
+        if not isinstance(work, Work):
+            raise UsageError(f"work() must return a Work, not {work!r}")
+        return work
 
     def note_settings(self) -> None:
         """Note the global settings; the number of threads among them depends on the lock held."""
@@ -210,7 +225,7 @@ def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
     return lambda: call(*args)
 
 
-def _check_signature(name: str, arm: Arm, args: Args) -> None:
+def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) -> None:
     call = arm.make if isinstance(arm, Prepared) else arm
     try:
         signature = inspect.signature(call)

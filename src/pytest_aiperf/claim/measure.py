@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.correctness import agreement
-from pytest_aiperf.device.device import Device
+from pytest_aiperf.device.device import Device, HostDevice
 from pytest_aiperf.errors import (
     AiperfError,
     ClaimNotMet,
@@ -85,17 +85,31 @@ def check_claim(
 ) -> Result:
     """Check agreement at check sizes, and the evidence that needs no GPU; return the record.
 
-    If ``device`` is None, the arms cannot run here, and only their builds are checked.
+    If ``device`` is None, the arms cannot run here: only their builds and ``work`` are checked, and
+    that the arms take the inputs. Inputs that cannot be built without a GPU become a note.
     """
     agreement: tuple[Error, ...] = ()
+    notes: tuple[str, ...] = ()
     if device is None:
+        bound = BoundClaim(claim, HostDevice(), 1, full=False)
+        try:
+            args = bound.make_inputs(bound.seed).args
+        except Exception as why:  # noqa: BLE001  whatever it is, there are no inputs here
+            first_line = str(why).strip().partition("\n")[0]
+            notes = (f"inputs() fails without a GPU, so no call is checked: {first_line}",)
+        else:
+            for arm in claim.arms:
+                bound.check_arguments(arm, args)
+            bound.compute_work()
         explanation.check(claim, builds, None, archs)
     else:
         with uncompiled():
             bound = BoundClaim(claim, device, 1, full=False)
+            bound.compute_work()
             agreement = bound.check_agreement()
             explanation.check(claim, builds, bound, archs)
-    return replace(record, against=claim.against, outcome=Outcome.PASSED, agreement=agreement)
+    passed = Outcome.PASSED
+    return replace(record, against=claim.against, outcome=passed, agreement=agreement, notes=notes)
 
 
 def measure_claim(claim: Claim, context: ClaimContext) -> tuple[Result, Exception | None]:
@@ -155,9 +169,12 @@ class _Trial:
 
     def keep(self, error: Exception) -> None:
         self.error = error
-        if not self.alone:
-            # raises if the error has broken the CUDA context, which the other claims need
-            self.context.device.synchronize()
+        if self.alone:
+            return
+        if self.context.device.ranks.count > 1 and not isinstance(error, ClaimNotMet):
+            raise error  # another rank may not have failed, and would wait for this one
+        # raises if the error has broken the CUDA context, which the other claims need
+        self.context.device.synchronize()
 
     def note(self, text: str) -> None:
         self.record = replace(self.record, notes=(*self.record.notes, text))
