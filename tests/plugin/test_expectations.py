@@ -368,6 +368,7 @@ REFUSALS = {
     "disorder": ({"speedup": Interval(2.0, 1.0, 3.0)}, "no speedup"),
     "nan": ({"speedup": Interval(2.0, float("nan"), 3.0)}, "no speedup"),
     "wrong": ({"agreement": (Error("optimized", "0", (0,), 1, 2, 1.0, 0.1),)}, "agree"),
+    "wrong rms": ({"agreement": (Error("optimized", "0", (0,), 1, 2, 0.1, 1, 0.3, 0.2),)}, "agree"),
     "wrong nan": ({"agreement": (Error("optimized", "0", (0,), 1, 2, float("nan"), 1),)}, "agree"),
     "inconclusive": ({"speedup": Interval(0.9, 1.2, 1.5)}, "INCONCLUSIVE"),
     "noisy": ({"floor": 0.03}, "noisy"),

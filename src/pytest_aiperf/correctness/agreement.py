@@ -520,8 +520,8 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, float, Callable[[], 
         with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, replaced below
             error = backend.cast(g != w, "float64", like) if exact else abs(g - w)
             squares = ((error / (rms or 1)) ** 2).sum()
-        if rms and not exact:
-            error /= abs(w) + rms
+            if rms and not exact:
+                error /= abs(w) + rms
         error[~backend.module.isfinite(error)] = math.inf
         return error, squares
 

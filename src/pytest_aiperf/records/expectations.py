@@ -192,7 +192,7 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     if figure is None or not 0 < figure.low <= figure.value <= figure.high <= MAX_VALUES["speedup"]:
         yield "it has no speedup with a finite interval"
         return
-    if not all(error.error <= error.allowed for error in result.agreement):
+    if not all(e.error <= e.allowed and e.rms <= e.rms_allowed for e in result.agreement):
         yield "its arms do not agree with the reference"
     if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
