@@ -1,9 +1,11 @@
 """The verdict on an interval, and whether it meets an expectation."""
 
+import math
+
 import pytest
 
 from pytest_aiperf.model import Expectation, Interval, Recorded, Require, Verdict
-from pytest_aiperf.rules.verdict import judge, verdict
+from pytest_aiperf.rules.verdict import judge, noise_problem, verdict
 
 
 def recorded(low, value, high):
@@ -23,6 +25,33 @@ def recorded(low, value, high):
 )
 def test_verdict(ratio, floor, expected):
     assert verdict(Interval(*ratio), floor) is expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "floor", "why"),
+    [
+        ((1.05, 1.1, 1.15), 0.3, "identical arms differ by up to 30.0% in this session"),
+        ((0.9, 0.92, 0.95), 0.1, "identical arms differ by up to 10.0% in this session"),
+        ((0.95, 1.1, 1.25), 0.001, "the interval contains 1 and is too wide for SAME (within 2%"),
+        ((0.95, 1.1, 1.25), 0.3, "the interval contains 1 and is too wide"),
+    ],
+)
+def test_inconclusive_gives_its_reason_and_what_to_do(ratio, floor, why):
+    judgement = judge(Interval(*ratio), floor)
+    assert judgement.why.startswith("INCONCLUSIVE where FASTER is claimed: ")
+    assert why in judgement.why
+    assert "measure " in judgement.why
+
+
+def test_other_verdicts_need_no_reason():
+    for ratio in ((0.8, 0.81, 0.82), (0.999, 1.0, 1.001)):
+        assert "measure" not in judge(Interval(*ratio), 0.01).why
+
+
+def test_a_high_noise_floor_is_a_problem():
+    assert noise_problem(0.2) is None
+    assert "two identical arms differ by 35%" in noise_problem(0.35)
+    assert noise_problem(math.inf) is None  # not measured yet
 
 
 def test_without_an_expectation_a_claim_needs_only_faster():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
 
 SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
+NOISY_FLOOR = 0.2
+"""A noise floor above this is reported: a claim of 1.2x could not be shown."""
 SESSIONS_APART = 0.035
 """How far two sessions' intervals of one unchanged claim may lie apart.
 
@@ -44,6 +47,28 @@ def is_parity(ratio: Interval) -> bool:
     return ratio.low >= 1 - SAME_WITHIN and ratio.high <= 1 + SAME_WITHIN
 
 
+def noise_problem(floor: float) -> str | None:
+    """Describe a noise floor so high that few claims can be shown; None if it is lower."""
+    if not NOISY_FLOOR < floor < math.inf:
+        return None
+    return (
+        f"noisy: two identical arms differ by {floor:.0%}, so only larger differences count; end "
+        "other work on this GPU and this host, and measure again"
+    )
+
+
+def _why_inconclusive(ratio: Interval, floor: float) -> str:
+    if ratio.low > 1 or ratio.high < 1:
+        return (
+            f"identical arms differ by up to {floor:.1%} in this session, and the interval is not "
+            "beyond that; end other work on this GPU and this host, and measure again"
+        )
+    return (
+        f"the interval contains 1 and is too wide for SAME (within {SAME_WITHIN:.0%} of 1); measure "
+        "without --quick, on larger inputs, or on a quieter machine"
+    )
+
+
 def judge(
     ratio: Interval,
     floor: float,
@@ -79,7 +104,8 @@ def judge(
     if required is not None and required <= 1:
         allowed.add(Verdict.SAME)  # the claim requires no speedup
     if reached not in allowed:
-        failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}")
+        why = f" ({_why_inconclusive(ratio, floor)})" if reached is Verdict.INCONCLUSIVE else ""
+        failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}{why}")
     if required is not None and ratio.low < required:
         failures.append(f"speedup {ratio}: its lower end is below the required {required:g}x")
 
