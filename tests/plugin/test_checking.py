@@ -247,14 +247,86 @@ def test_it(compare):
     project.run().assert_outcomes(passed=1)
 
 
+def test_wrong_use_of_what_only_a_measurement_calls_is_found_by_the_check(project):
+    project.write("kernels/copy.cu", CU)
+    project.tests("""
+import torch
+from pytest_aiperf import Work
+
+work = {"work": lambda x: Work(read=x.nbytes, written=x.nbites)}
+
+def test_work(compare):
+    compare(**usual | work)
+
+def test_no_work(compare):
+    compare(**usual, work=lambda x: x.nbytes)
+
+def test_work_of_two(compare):
+    compare(**usual, work=lambda x, y: Work(read=1, written=1))
+
+def test_reference(compare):
+    compare(**usual | {"reference": lambda x, y: x})
+
+def claim(nvcc, inputs, **words):
+    copy = nvcc("copy.cu")["copy"]
+    claim = {"baseline": copy, "optimized": copy, "reference": lambda to, source, n: source}
+    return claim | {"inputs": inputs} | words
+
+def copies(bench):
+    return torch.empty(8), torch.ones(8), 8
+
+@pytest.mark.sm90
+def test_built(compare, nvcc):
+    assert compare(**claim(nvcc, copies)).notes == ()
+
+@pytest.mark.sm90
+def test_built_work(compare, nvcc):
+    compare(**claim(nvcc, copies, work=lambda to, source, n: Work(read=source.bytes)))
+
+@pytest.mark.sm90
+def test_dtype(compare, nvcc):
+    compare(**claim(nvcc, lambda bench: (torch.empty(8), torch.ones(8).half(), 8)))
+
+@pytest.mark.sm90
+def test_count(compare, nvcc):
+    compare(**claim(nvcc, lambda bench: copies(bench)[:2]))
+
+@pytest.mark.sm90
+def test_no_inputs(compare, nvcc):
+    def inputs(bench):
+        raise RuntimeError("no GPU here")
+    (note,) = compare(**claim(nvcc, inputs)).notes
+    assert note == "inputs() fails without a GPU, so no call is checked: no GPU here"
+""")
+    done = project.run("-q")
+    built = done.parseoutcomes()
+    assert (built["failed"], built["built"]) == (7, 2)
+    done.stdout.fnmatch_lines(
+        [
+            "*AttributeError: * has no attribute 'nbites'",
+            "work() must return a Work, not 64",
+            "work=<lambda>(x, y) does not take the 1 values that inputs() returns: missing *'y'",
+            "reference=<lambda>(x, y) does not take the 1 values that inputs() returns: missing*",
+            "*AttributeError: 'Tensor' object has no attribute 'bytes'",
+            "argument 2 'from' of copy() is float[*], got torch.float16",
+            "copy() takes 3 arguments (the stream is added to them), not 2: int copy(*",
+        ]
+    )
+
+
 def test_kernels_are_built_and_reported(project):
     project.write("kernels/copy.cu", CU)
     project.tests(
         """
+def copies(bench):
+    import torch
+    return torch.empty(8), torch.ones(8), 8
+
 @pytest.mark.sm90
 def test_built(compare, nvcc):
-    copy = nvcc("copy.cu")
-    compare(**usual | {"baseline": copy["copy"], "optimized": copy["copy"]})
+    copy = nvcc("copy.cu")["copy"]
+    reference = lambda to, source, n: source
+    compare(baseline=copy, optimized=copy, inputs=copies, reference=reference)
 
 @pytest.mark.sm90
 def test_unknown(compare, nvcc):

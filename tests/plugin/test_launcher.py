@@ -208,6 +208,19 @@ def test_a_wrong_argument_is_named(host, changed, why):
     assert "\n" not in str(caught.value)
 
 
+def test_arguments_are_checked_without_a_gpu():
+    mix = Kernels("host.cu", HOST, None)["mix"]
+    on_cpu = tensor(cuda=False)
+    args = [on_cpu, on_cpu, 3, 255, 2**40, 1.5, True, tensor("torch.int64", cuda=False)]
+    mix.check(*args)
+    with pytest.raises(UsageError, match=r"argument 1 'a' of mix\(\) is float\*, got torch.int64"):
+        mix.check(args[-1], *args[1:])
+    with pytest.raises(UsageError, match=r"argument 3 'n' of mix\(\) is int, got float"):
+        mix.check(*args[:2], 3.0, *args[3:])
+    with pytest.raises(UsageError, match=r"mix\(\) takes 8 arguments .*, not 7"):
+        mix.check(*args[1:])
+
+
 @pytest.mark.parametrize("count", [0, 7, 9])
 def test_a_wrong_number_of_arguments_shows_the_signature(host, count):
     with pytest.raises(
