@@ -64,8 +64,8 @@ def _why_inconclusive(ratio: Interval, floor: float) -> str:
             "beyond that; end other work on this GPU and this host, and measure again"
         )
     return (
-        f"the interval contains 1 and is too wide for SAME (within {SAME_WITHIN:.0%} of 1); measure "
-        "without --quick, on larger inputs, or on a quieter machine"
+        f"the interval contains 1 and is too wide for SAME (within {SAME_WITHIN:.0%} of 1); "
+        "measure without --quick, on larger inputs, or on a quieter machine"
     )
 
 
