@@ -107,7 +107,7 @@ def explain(
     """
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
-    seconds = {a: stats.median_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
+    seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
         for arm, call_s in seconds.items()

@@ -32,8 +32,8 @@ def tables(results: Sequence[Result]) -> str:
         parts.append(f"### {escape(f'{name} ({keys})')}\n\n{_table(claims)}")
     if any(r.against is Against.NAIVE for r in results):
         parts.append(escape("* naive baseline: left out of the geometric mean"))
-    if claims := [r.claim for r in results if formatting.not_looked_at(r)]:
-        parts.append(escape(f"Claims with evidence that was not looked at: {', '.join(claims)}"))
+    if unseen := [r.claim for r in results if formatting.not_looked_at(r)]:
+        parts.append(escape(f"Claims with evidence that was not looked at: {', '.join(unseen)}"))
     return "\n\n".join(parts)
 
 

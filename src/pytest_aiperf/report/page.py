@@ -163,21 +163,21 @@ def _row(result: Result, root: Path, folder: Path) -> dict[str, Any]:
         "cells": (
             (f"{speedup.value:.2f}x", speedup.value) if speedup else ("-", 0.0),
             (f"{speedup.low:.3f} to {speedup.high:.3f}", speedup.low) if speedup else ("-", 0.0),
-            (baseline, _median_or_0(timing, "baseline")),
-            (optimized, _median_or_0(timing, "optimized")),
+            (baseline, _mean_or_0(timing, "baseline")),
+            (optimized, _mean_or_0(timing, "optimized")),
             (library, result.library.value if result.library else 0.0),
             (rate, formatting.rate(result)[0]),
             (limit, of_limit.share if of_limit else 0.0),
         ),
         "expected": expected,
         "times": [
-            (a, si(_median_or_0(timing, a), timing.unit)) for a in charts.arms(timing) if timing
+            (a, si(_mean_or_0(timing, a), timing.unit)) for a in charts.arms(timing) if timing
         ],
         "rate": rate,
         "how": _how(timing),
         "reason": formatting.reason(result),
         "also": [
-            (also.metric.value, arm, si(_median_or_0(also, arm), also.unit))
+            (also.metric.value, arm, si(_mean_or_0(also, arm), also.unit))
             for also in result.also
             for arm in charts.arms(also)
         ],
@@ -200,7 +200,7 @@ def _anchor(name: str) -> str:
     return f"{plain}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:6]}"
 
 
-def _median_or_0(timing: Timing | None, arm: str) -> float:
+def _mean_or_0(timing: Timing | None, arm: str) -> float:
     return mean_call_s(timing.replicates, arm) if timing and arm in charts.arms(timing) else 0.0
 
 
