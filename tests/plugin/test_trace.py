@@ -99,6 +99,8 @@ def test_only_work_that_the_marked_calls_launch_counts():
             item("own", 25.0, 2.0, 2),
             item("launched by an API that is not traced", 40.0, 3.0, 4),
             launch("cudaDeviceSynchronize", 21.0, 5),
+            launch("cudaLaunchKernel", 50.0, 6),  # evicts the L2 for the next call
+            item("flush", 52.0, 20.0, 6),
         ]
     )
     assert found.names == ("launched by an API that is not traced", "own")
