@@ -11,7 +11,9 @@ cheat, honest = Corpus(), Corpus()
 CHEATS, HONEST = cheat.entries, honest.entries
 
 WRONG = "optimized disagrees with the reference"
-STRAY = "worked on for|is nan, expected|on values that were put into the timed inputs"
+STRAY = (
+    "does not wait for|worked on for|is nan, expected|on values that were put into the timed inputs"
+)
 STALE = "on values that were put into the timed inputs|the timed block ran on other values"
 SETTINGS = "an arm changed global settings .*"
 N = 1 << 25
@@ -81,6 +83,45 @@ def a_stream_of_its_own(nvcc):
             return x * 2
 
     return doubling(arm)
+
+
+def halves(full, *, waits=True, joined=True):
+    """Return a claim whose optimized arm doubles one half of a vector on a side stream."""
+    side_stream = torch.cuda.Stream()
+
+    def inputs(bench):
+        n = bench.size(full, check=1 << 12)
+        return torch.randn(n, device=bench.device), torch.empty(n, device=bench.device)
+
+    def arm(x, out):
+        stream, half = torch.cuda.current_stream(), x.numel() // 2
+        if waits:
+            side_stream.wait_stream(stream)
+        with torch.cuda.stream(side_stream):
+            torch.mul(x[:half], 2, out=out[:half])
+        torch.mul(x[half:], 2, out=out[half:])
+        if joined:
+            stream.wait_stream(side_stream)
+
+    reference = lambda x, out: x.double() * 2
+    baseline = lambda x, out: torch.mul(x, 2, out=out)
+    words = {"baseline": baseline, "inputs": inputs, "reference": reference, "cache": "warm"}
+    return doubling(arm, **words)
+
+
+@cheat("does not wait for: end with", clock="gpu")
+def a_short_half_that_is_not_joined(nvcc):  # timed in a graph
+    return halves(1 << 16, joined=False)
+
+
+@cheat("does not wait for: end with", clock="gpu")
+def a_half_that_is_not_joined(nvcc):  # timed behind a blocking kernel
+    return halves(1 << 25, joined=False)
+
+
+@cheat("does not wait for the call's own: begin with|on values that were put", clock="gpu")
+def a_half_that_starts_too_early(nvcc):
+    return halves(1 << 25, waits=False)
 
 
 @cheat(STRAY, clock="gpu")
@@ -254,6 +295,16 @@ def a_stream_that_is_joined(nvcc):
         return out
 
     return doubling(arm)
+
+
+@honest(clock="gpu")
+def halves_that_are_joined(nvcc):
+    return halves(1 << 25)
+
+
+@honest(clock="gpu")
+def halves_of_a_caller_that_waits(nvcc):  # wall time includes the wait for all streams
+    return halves(1 << 25, joined=False) | {"metric": "wall"}
 
 
 @honest(clock="gpu")

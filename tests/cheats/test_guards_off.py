@@ -284,6 +284,14 @@ GUARDS = {
         {(cuda.CudaDevice, "_refuse_unsynced_work"): nothing},
         on_a_fake_driver(test_cuda.test_work_that_outlives_its_stream_is_refused),
     ),
+    "forked work is joined": Guard(
+        {(cuda.CudaDevice, "refuse_unjoined"): nothing},
+        on_a_fake_driver(test_cuda.test_forked_work_that_is_not_joined_is_refused_however_short),
+    ),
+    "work is ordered with the call's stream": Guard(
+        {(cuda.CudaDevice, "refuse_unordered"): nothing},
+        on_a_fake_driver(test_cuda.test_work_that_is_not_ordered_with_the_calls_stream_is_refused),
+    ),
     "a backlog never runs empty": Guard(
         {
             (cuda.CudaDevice, "time_behind_blocking_kernel"): lambda self, work, spin, **_: (
