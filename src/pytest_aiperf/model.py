@@ -265,6 +265,7 @@ class Trace:
     names: tuple[str, ...] = ()  #: Names of the kernels, the longest-running first.
     counts: tuple[int, ...] = ()  #: How often the kernel of each name ran.
     grids: tuple[int, ...] = ()  #: Blocks of the largest launch of each name; 0 if unknown.
+    seconds: tuple[float, ...] = ()  #: Seconds of all launches of each name, added up.
     total: float = 0.0  #: Seconds of all kernels, copies and memsets, added up.
     copying: float = 0.0  #: Seconds in which at least one copy ran.
     hidden: float = 0.0  #: Seconds of these in which a kernel ran as well.

@@ -169,9 +169,17 @@ def test_the_share_of_the_ceiling_decides_the_advice(limit, advice):
 def test_only_kernels_that_leave_the_gpu_idle_are_latency_bound(
     limit, kernels, grid, seconds, advice
 ):
-    traced = replace(trace(seconds, kernels, kernels), grids=(grid,))
+    each = {"counts": (kernels,), "seconds": (seconds,)}
+    traced = replace(trace(seconds, kernels, kernels), grids=(grid,), **each)
     line = diagnose(limit, traced, seconds, ceilings=CEILINGS, sms=132)
     assert line.startswith(advice)
+
+
+def test_small_kernels_beside_a_long_one_do_not_make_an_arm_unfused():
+    each = {"counts": (1, 2), "grids": (16, 9999), "seconds": (6e-4, 0.6e-4)}
+    traced = replace(trace(6.6e-4, 3, 3), **each)
+    line = diagnose(memory(0.2), traced, 6.6e-4, sms=132)
+    assert line.startswith("latency-bound: 20 % of the copy rate; 16 blocks on 132 SMs")
 
 
 @pytest.mark.parametrize(

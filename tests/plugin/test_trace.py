@@ -63,6 +63,7 @@ def test_counts_and_grids_are_those_of_the_names():
     )
     assert found.names == ("long", "short")
     assert (found.counts, found.grids) == ((1, 2), (0, 16))
+    assert found.seconds == pytest.approx((9e-6, 2e-6))
 
 
 def test_overlap_and_copies_by_direction():

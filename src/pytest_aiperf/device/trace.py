@@ -178,7 +178,7 @@ def read(content: Iterable[Mapping[str, Any]]) -> Trace | None:
 
 def _summary(work: Sequence[Activity], api_calls: int | None) -> Trace:
     """Summarize the GPU activity of one call."""
-    names = list(kernel_seconds(work))[:MAX_NAMES]
+    seconds = dict(list(kernel_seconds(work).items())[:MAX_NAMES])
     counts, grids, copied = Counter[str](), Counter[str](), Counter[str]()
     for activity in work:
         if activity.kind == "kernel":
@@ -196,9 +196,10 @@ def _summary(work: Sequence[Activity], api_calls: int | None) -> Trace:
         copies=len(work) - kernels,
         busy=busy,
         span=span,
-        names=tuple(names),
-        counts=tuple(counts[name] for name in names),
-        grids=tuple(grids[name] for name in names),
+        names=tuple(seconds),
+        counts=tuple(counts[name] for name in seconds),
+        grids=tuple(grids[name] for name in seconds),
+        seconds=tuple(seconds.values()),
         total=sum(activity.end - activity.start for activity in work),
         copying=covered(copying),
         hidden=covered(copying) + covered(running) - covered([*copying, *running]),

@@ -227,7 +227,9 @@ def _beyond_work(limit: Limit | None, trace: Trace | None, sms: int) -> str | No
     if limit is None or trace is None:
         return None
     rate, kernels = f"{percent(limit.share)} of the {limit.ceiling} rate", trace.kernels
-    blocks = max(trace.grids, default=0)
+    blocks = next(iter(trace.grids), 0)
+    if trace.seconds and trace.seconds[0] / trace.counts[0] > 0.5 * trace.busy:
+        kernels = 1  # one launch takes most of the time
     if kernels > 1 and trace.busy < _SHORT_KERNEL_S * kernels:
         each = si(trace.busy / kernels, "s", 2)
         return f"latency-bound: {rate}; {kernels} kernels of {each} each: fuse them"
