@@ -119,7 +119,7 @@ def a_half_that_is_not_joined(nvcc):  # timed behind a blocking kernel
     return halves(1 << 25, joined=False)
 
 
-@cheat("does not wait for the call's own: begin with|on values that were put", clock="gpu")
+@cheat("begin with side_stream|is nan, expected|on values that were put", clock="gpu")
 def a_half_that_starts_too_early(nvcc):
     return halves(1 << 25, waits=False)
 
