@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aiperf.errors import CaptureFailed, ClaimNotMet, ToolMissing
+from pytest_aiperf.machine import process_group
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Evidence, EvidenceKind, Outcome, Profile, Work, prepared
 from pytest_aiperf.profilers import capture as captures
@@ -75,7 +76,10 @@ if sys.argv[1:] == ["wait"]:
     import time
     waiting = pathlib.Path(job["scratch"], "waiting")
     waiting.touch()
-    time.sleep(8)
+    waits = pathlib.Path(job["stem"]).with_name("waits")
+    waits.touch()
+    while waits.exists():
+        time.sleep(0.01)
     waiting.unlink()
     sys.argv.pop()
 if sys.argv[1:] == ["hang"]:
@@ -208,7 +212,8 @@ def test_ncu_collects_the_metrics_of_figures_and_evidence(make_request, tmp_path
     for part in (
         "--clock-control none",
         "--nvtx --nvtx-include aiperf ",  # with a slash, autograd's threads would be left out
-        "--section WarpStateStats",
+        f"--launch-count {captures.ncu.MAX_LAUNCHES}",
+        "issue_stalled_long_scoreboard_per_issue_active.ratio",
         f"{DURATION},",
         "l1tex__x.sum ",
         "--cache-control none",
@@ -275,12 +280,16 @@ def test_an_error_of_the_target_is_reported(make_request):
         capture(make_request("ncu", "out", "of", "memory"))
 
 
-def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path):
-    before = time.monotonic()
-    with pytest.raises(CaptureFailed, match="exceeded its deadline of 6 s"):
-        capture(make_request("ncu", "hang", deadline=6.0))
-    assert time.monotonic() - before < 60
-    started = int((tmp_path / "artifacts" / "started").read_text())
+def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path, monkeypatch):
+    file = tmp_path / "artifacts" / "started"
+
+    def monotonic():  # the deadline passes as soon as the target has started its child
+        return 1000.0 if file.exists() and file.read_text() else 0.0
+
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
+    with pytest.raises(CaptureFailed, match="exceeded its deadline of 30 s"):
+        capture(make_request("ncu", "hang"))
+    started = int(file.read_text())
     stat = Path(f"/proc/{started}/stat")
     patience = time.monotonic() + 60  # seconds that a killed process may take to end
     while alive := stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
@@ -290,8 +299,21 @@ def test_a_target_that_hangs_is_killed_with_its_children(make_request, tmp_path)
     assert not alive
 
 
-def test_waiting_for_other_processes_does_not_count_towards_the_deadline(make_request):
-    assert capture(make_request("ncu", "wait", deadline=6.0)).figures["duration"] > 0
+def test_waiting_for_other_processes_does_not_count_towards_the_deadline(
+    make_request, tmp_path, monkeypatch
+):
+    waits, looks = tmp_path / "artifacts" / "waits", 0
+
+    def monotonic():  # 2,000 s pass while the target waits
+        nonlocal looks
+        looks += waits.exists()
+        if looks == 3:
+            waits.unlink(missing_ok=True)
+        return 1000.0 * min(looks, 2)
+
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
+    assert capture(make_request("ncu", "wait")).figures["duration"] > 0
+    assert looks == 3
 
 
 def test_ids_of_claims_become_names_of_folders():
@@ -577,18 +599,35 @@ def test_counters_and_known_ceilings_say_what_binds(monkeypatch):
 
 
 def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(project, monkeypatch):
-    """The test holds the GPU until two arms have waited for longer than the deadline."""
+    """The test holds the GPU until the clock of two waiting arms has jumped beyond the deadline."""
     project.tests("def test_it(compare): compare(**usual)")
+    project.write(
+        "conftest.py",
+        "import threading, time\n"
+        "from pathlib import Path\n"
+        "from types import SimpleNamespace\n"
+        "from pytest_aiperf.machine import process_group\n"
+        "def monotonic():\n"
+        "    late = Path('late').exists()\n"
+        "    if late:\n"
+        "        seen = Path(f'seen-{threading.get_ident()}')\n"
+        "        (seen.with_name(f'{seen}-twice') if seen.exists() else seen).touch()\n"
+        "    return time.monotonic() + 1000 * late\n"
+        "process_group.time = SimpleNamespace(monotonic=monotonic)\n",
+    )
     scratch = project.path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    deadline_s, patience = 20.0, time.monotonic() + 120
+    patience = time.monotonic() + 120
     with GpuLock([FAKE_GPU.uuid], project.path / "locks").exclusive_gpu():
-        running = project.start("--profile=ncu", "--gpu", "-o", f"aiperf_deadline={deadline_s}")
+        running = project.start("--profile=ncu", "--gpu", "-oaiperf_deadline=500")
         while len(list(scratch.glob(f"*/{target.WAITING}"))) < 2:
             assert time.monotonic() < patience
-            time.sleep(0.1)
-        time.sleep(deadline_s + 1)
+            time.sleep(0.02)
+        (project.path / "late").touch()
+        while len(list(project.path.glob("seen-*-twice"))) < 2:
+            assert time.monotonic() < patience
+            time.sleep(0.02)
     assert running.wait(120) == 0, (project.path / "out").read_text()
     assert project.results()["ch07/it"]["outcome"] == "PASSED"
 

@@ -98,6 +98,18 @@ def test_sums_are_added_and_shares_weighted_with_time():
     assert aggregate("absent", kernels) is None
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_share_is_that_of_the_busiest_part(monkeypatch, whole):
+    """ncu's own throughput, which only some presets collect, covers more parts."""
+    issued, alu = ncu.NCU_METRICS["sm share"][:2]
+    throughput = {"sm__throughput.avg.pct_of_peak_sustained_elapsed": 80.0} if whole else {}
+    rows = [Kernel("a", 1.0, {issued: 20.0, alu: 50.0, **throughput})]
+    monkeypatch.setattr(ncu, "_kernels", lambda *_: rows)
+    assert ncu.ncu(Path("a.ncu-rep"))[0] == {
+        "kernels": (1, ""), "sm share": (pytest.approx(0.8 if whole else 0.5), "share"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "normalized"),
     [
@@ -113,6 +125,8 @@ def test_names_of_kernels_are_those_of_compilers(name, normalized):
 def test_the_second_tensor_pipe_is_collected_on_its_chips_only():
     assert not any("pipe_tc_" in metric for metric in ncu_metrics("sm90"))
     assert any("pipe_tc_" in metric for metric in ncu_metrics("sm100"))
+    assert not any("stalled_gmma_" in metric for metric in ncu_metrics("sm100"))
+    assert any("stalled_gmma_" in metric for metric in ncu_metrics("sm90"))
     assert ncu_metrics("sm90", ["extra.sum", "dram__bytes.sum"]).count("dram__bytes.sum") == 1
     assert ncu_metrics("sm90", ["extra.sum"])[-1] == "extra.sum"
 

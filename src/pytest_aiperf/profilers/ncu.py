@@ -21,9 +21,22 @@ from pytest_aiperf.errors import CaptureFailed
 NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
     "duration": ("gpu__time_duration.sum",),
     "dram share": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "l2 share": ("lts__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "l1 share": ("l1tex__throughput.avg.pct_of_peak_sustained_active",),
-    "sm share": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "l2 share": (
+        "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+        "lts__t_tag_requests.avg.pct_of_peak_sustained_elapsed",
+        "lts__lts2xbar_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "l1 share": (
+        "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active",
+        "l1tex__lsuin_requests.avg.pct_of_peak_sustained_active",
+    ),
+    "sm share": (
+        "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__pipe_fp64_cycles_active.avg.pct_of_peak_sustained_elapsed",
+        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
+    ),
     "tensor share": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",),
     "dram bytes": ("dram__bytes.sum",),
     "l2 hit rate": ("lts__t_sector_hit_rate.pct",),
@@ -44,25 +57,44 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
     ),
 }
-"""Name of each figure, and the ncu metrics from which it is computed."""
-NCU_SECTIONS: Final = ("WarpStateStats",)
-"""ncu section with the stall reasons; not listed as metrics, which differ between chips."""
-MAX_LAUNCHES: Final = 20
-"""Kernel launches per arm that the preset "minimal" profiles. Each takes about 0.1 s, in which no
-other claim can use the GPU, and an arm may launch thousands, most of them alike."""
+"""Name of each figure, and the ncu metrics from which it is computed.
+
+All of them need five passes on an H200. ncu's own throughput of the L2, the L1 or the SMs is the
+largest share among dozens of counters, and needs up to eight passes alone.
+"""
+MAX_LAUNCHES: Final = 12
+"""Kernel launches per arm that the preset "minimal" profiles. Each takes some tenths of a second,
+in which no other claim can use the GPU, and an arm may launch thousands, most of them alike."""
 CUT: Final = f"only its first {MAX_LAUNCHES} kernels: --profile=ncu:deep_dive profiles all"
 """Note of a profile that may lack kernels: its sums are not those of the whole call."""
 _TC_PIPE: Final = "sm__pipe_tc_cycles_active.avg.pct_of_peak_sustained_elapsed"
 """The second tensor pipe of sm100 and sm103, for tcgen05; no other chip has this metric."""
+_MORE: Final = {
+    "l2 share": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l1 share": "l1tex__throughput.avg.pct_of_peak_sustained_active",
+    "sm share": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "tensor share": _TC_PIPE,
+}
+"""A further metric of a share, which not every preset or chip has; the largest metric counts."""
 
 _RATIOS: Final = ("sectors per load", "sectors per store")
 """Figures that are the first metric divided by the second."""
 _UNITS: Final = {"%": (0.01, "share"), "ns": (1e-9, "s"), "byte": (1.0, "B")}
 """ncu's unit of a metric, and the factor that converts it to this plugin's unit."""
+_STALL_METRIC: Final = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 _STALL: Final = re.compile(
     r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)_per_issue_active\.ratio"
 )
 """Pattern of the stall reasons' metrics, without "selected": such a warp did not stall."""
+_STALLS: Final = (
+    "barrier", "lg_throttle", "long_scoreboard", "math_pipe_throttle", "mio_throttle",
+    "short_scoreboard", "wait",
+)  # fmt: skip
+"""Stall reasons to collect: those that say what to change. The others would need more passes."""
+_OF_CHIP: Final = {
+    "sm90": (_STALL_METRIC.format("gmma"),), "sm100": (_TC_PIPE,), "sm103": (_TC_PIPE,)
+}  # fmt: skip
+"""Metrics that only these chips have; ncu refuses to collect unknown metrics."""
 _TOP_STALLS: Final = 3  #: Maximum number of stall reasons in a profile.
 
 
@@ -77,9 +109,9 @@ class Kernel:
 
 def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
     """List the metrics to collect on a GPU: those of all figures, and ``counters``."""
-    tc_pipe = [_TC_PIPE] if arch in ("sm100", "sm103") else []
     metrics = itertools.chain.from_iterable(NCU_METRICS.values())
-    return list(dict.fromkeys([*metrics, *tc_pipe, *counters]))
+    stalls = map(_STALL_METRIC.format, _STALLS)
+    return list(dict.fromkeys([*metrics, *stalls, *_OF_CHIP.get(arch, ()), *counters]))
 
 
 def normalize_name(name: str) -> str:
@@ -117,8 +149,6 @@ def ncu(
     for name, metrics in NCU_METRICS.items():
         if (figure := _figure(name, metrics, kernels)) is not None:
             figures[name] = figure
-    if (second := _figure("tensor share", (_TC_PIPE,), kernels)) is not None:
-        figures["tensor share"] = max(second, figures.get("tensor share", second))
     reasons = {m for kernel in kernels for m in kernel.values if _STALL.match(m)}
     stalls = [(aggregate(metric, kernels) or 0.0, metric) for metric in sorted(reasons)]
     for warps, metric in sorted(stalls, key=lambda stall: -stall[0])[:_TOP_STALLS]:
@@ -147,7 +177,10 @@ def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
 
 
 def _figure(name: str, metrics: tuple[str, ...], kernels: list[Kernel]) -> tuple[float, str] | None:
-    values = [value for m in metrics if (value := aggregate(m, kernels)) is not None]
+    more = [_MORE[name]] if name in _MORE else []
+    values = [v for m in (*metrics, *more) if (v := aggregate(m, kernels)) is not None]
+    if name in _MORE and values:
+        values, metrics = [max(values)], metrics[:1]
     if len(values) < len(metrics):
         return None  # a metric does not exist on this chip or was not collected
     if name in _RATIOS:
@@ -181,7 +214,7 @@ def _rows(
     artefact: str, binary: str, *counters: str
 ) -> Iterator[tuple[str, float, dict[str, float]]]:
     report = _ncu_report(binary or None).load_report(artefact)
-    metrics = {_TC_PIPE, *itertools.chain.from_iterable(NCU_METRICS.values()), *counters}
+    metrics = {*_MORE.values(), *itertools.chain.from_iterable(NCU_METRICS.values()), *counters}
     ranges = [report.range_by_idx(k) for k in range(report.num_ranges())]
     for action in (r.action_by_idx(k) for r in ranges for k in range(r.num_actions())):
         present = set(action.metric_names())

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from pytest_aiperf.build.sass import find_in_packages
 from pytest_aiperf.errors import ToolMissing, UsageError
 
-from .ncu import MAX_LAUNCHES, NCU_SECTIONS
+from .ncu import MAX_LAUNCHES
 from .timeline import RANGE
 
 
@@ -105,10 +105,7 @@ _TOOLS: Final = (
         "install NVIDIA Nsight Compute",
         ".ncu-rep",
         {
-            "minimal": _single_invocation(
-                *(w for s in NCU_SECTIONS for w in ("--section", s)),
-                *("--launch-count", f"{MAX_LAUNCHES}"),
-            ),
+            "minimal": _single_invocation("--launch-count", f"{MAX_LAUNCHES}"),
             "deep_dive": _single_invocation("--set", "full", "--import-source", "yes"),
             "roofline": _single_invocation("--set", "roofline"),
         },

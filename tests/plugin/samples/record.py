@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.machine.nvml import visible
-from pytest_aiperf.profilers.ncu import NCU_SECTIONS, ncu_metrics
+from pytest_aiperf.profilers.ncu import ncu_metrics
 from pytest_aiperf.profilers.timeline import RANGE
 
 HERE = Path(__file__).parent
@@ -58,9 +58,10 @@ def ranged() -> None:
 
     run = call()
     torch.cuda.cudart().cudaProfilerStart()
-    with torch.cuda.nvtx.range(RANGE):
-        run()
-        torch.cuda.synchronize()
+    marked = torch.cuda.nvtx.range_start(RANGE)
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_end(marked)
     torch.cuda.cudart().cudaProfilerStop()
 
 
@@ -158,9 +159,8 @@ def record(folder: Path, scratch: Path) -> None:
     this = (sys.executable, __file__)
     if ncu := shutil.which("ncu"):
         metrics = ",".join(ncu_metrics(visible()[0].arch))
-        scope = ("--nvtx", "--nvtx-include", f"{RANGE}/", "--clock-control", "none")
-        sections = [part for section in NCU_SECTIONS for part in ("--section", section)]
-        options = (*scope, *sections, "--metrics", metrics, "-o", scratch / "ncu")
+        scope = ("--nvtx", "--nvtx-include", RANGE, "--clock-control", "none")
+        options = (*scope, "--metrics", metrics, "-o", scratch / "ncu")
         run_tool(ncu, *options, *this, "ranged")
         report = blanked((scratch / "ncu.ncu-rep").read_bytes())
         (folder / "ncu.ncu-rep.gz").write_bytes(gzip.compress(report, mtime=0))
