@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -98,12 +97,12 @@ def explain(
     record: Result,
     builds: Sequence[Build],
     ceilings: Mapping[str, float],
-    lock: GpuLock | None = None,
+    lock: GpuLock,
 ) -> Result:
     """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down.
 
     Arms are prepared under the shared lock, and traced and counted under the exclusive one: other
-    claims would lengthen their kernels. Without ``lock``, the caller holds one.
+    claims would lengthen their kernels. The caller does not hold ``lock``.
     """
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
@@ -192,7 +191,7 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 class _Inspection:
     """Inspects calls that are not timed; each inspection builds new inputs."""
 
-    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock | None) -> None:
+    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock) -> None:
         self.bound = bound
         self.record = record
         self.lock = lock
@@ -286,23 +285,23 @@ class _Inspection:
         """Pass a call of an arm to functions; errors become notes: the timing is still valid."""
         bound = self.bound
         try:
-            with self._locked("shared"):
+            with self.lock.shared():
                 inputs = bound.make_inputs(bound.seed)
                 call = partial(bound.prepare(name, inputs), *inputs.args)
                 bound.device.synchronize()
         except Exception as why:  # noqa: BLE001  becomes a note
             self._note(name, why)
             return
-        exclusive = "exclusive_host" if _has(bound.claim.evidence, *_HOST) else "exclusive_gpu"
-        with self._locked(exclusive if alone else "shared"):
+        lock = self.lock
+        exclusive = (
+            lock.exclusive_host if _has(bound.claim.evidence, *_HOST) else lock.exclusive_gpu
+        )
+        with exclusive() if alone else lock.shared():
             for inspect in inspections:
                 try:
                     inspect(call)
                 except Exception as why:  # noqa: BLE001  becomes a note
                     self._note(name, why)
-
-    def _locked(self, scope: str) -> AbstractContextManager[None]:
-        return getattr(self.lock, scope)() if self.lock else nullcontext()
 
     def _note(self, name: str, why: Exception) -> None:
         message = str(why).strip().partition("\n")[0]
