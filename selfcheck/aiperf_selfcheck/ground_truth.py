@@ -19,6 +19,7 @@ from typing import Any, Final
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.claim import Claim, no_progress
+from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor as measure_noise_floor
 from pytest_aiperf.claim.replicates import measure_metric, speedup
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule

@@ -18,10 +18,15 @@ from tests.plugin.claims import a_claim, doubling
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
 
 
+TRACED = ("shared", "exclusive_gpu") * 2
+"""How the lock is entered to prepare an arm and to trace it, for two arms."""
+
+
 class LoggingLock:
     """A GPU lock that records how it is entered."""
 
     waited_s = 0.0
+    folder = None
 
     def __init__(self):
         self.log = []
@@ -124,12 +129,13 @@ def test_a_claim_that_holds():
 def test_it_prepares_under_the_shared_lock_and_times_under_the_exclusive():
     context = a_context()
     measure_claim(a_claim(metric=("device", "wall")), context)
-    # one step for the work, one for the effects and one per seed; per metric three: prepare, time
-    # and check with new inputs; at the end, verify the outputs and explain the claim
-    locks = ["shared"] * (2 + AGREEMENT_SEEDS)
+    # one step for the size of the inputs, one for the work, one for the effects and one per seed;
+    # per metric three: prepare, time and check with new inputs; at the end, verify the outputs and
+    # trace each arm
+    locks = ["shared"] * (3 + AGREEMENT_SEEDS)
     for timed in ("exclusive_gpu", "exclusive_host"):
         locks += ["shared", timed, "shared"]
-    assert context.lock.log == [*locks, "shared", "shared"]
+    assert context.lock.log == [*locks, "shared", *TRACED]
 
 
 def test_a_step_waits_for_its_work_before_it_releases_the_lock():
@@ -159,8 +165,8 @@ def test_a_step_without_memory_runs_again_under_the_exclusive_lock():
     result, _ = measure_claim(a_claim(optimized=crowded), context)
     # the first seed runs out of memory; the other seeds and all later steps run as usual
     others = ["shared"] * (AGREEMENT_SEEDS - 1)
-    timed = ["shared", "exclusive_gpu", *["shared"] * 3]
-    assert context.lock.log == [*["shared"] * 3, "exclusive_gpu", *others, *timed]
+    timed = ["shared", "exclusive_gpu", *["shared"] * 2, *TRACED]
+    assert context.lock.log == [*["shared"] * 4, "exclusive_gpu", *others, *timed]
     assert result.outcome is Outcome.PASSED
 
 
@@ -179,7 +185,8 @@ def test_a_reference_without_memory_runs_again_under_the_exclusive_lock():
     reference = a_claim().reference
     result, problem = measure_claim(a_claim(reference=greedy), context)
     assert problem is None
-    assert context.lock.log[-5:] == ["exclusive_gpu", *["shared"] * 2, "exclusive_gpu", "shared"]
+    verified = ["exclusive_gpu", *["shared"] * 2, "exclusive_gpu"]
+    assert context.lock.log[-8:] == [*verified, *TRACED]
     assert result.outcome is Outcome.PASSED
 
 

@@ -329,5 +329,5 @@ def test_rungs_pass_through_junit_and_expectations(project):
     assert (project.path / "out.xml").read_text().count("<testcase") == 3
     text = (project.path / "expectations.yaml").read_text()
     assert all(f"ch07/ladder[{rung}]" in text for rung in (100, 50, 5))
-    assert json.loads((project.path / "results" / "fake.json").read_text())
-    assert set(by_claim(project.path / "results" / "fake.json")) == set(project.results())
+    accepted = json.loads((project.path / "results" / "fake.json").read_text())
+    assert by_claim(accepted).keys() == project.results().keys()

@@ -172,7 +172,7 @@ def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
     ladder = Ladder([bound])
     timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
     sets = len(timing.replicates) * timing.sets
-    # 1 call measures the size of a set, 3 make the check with new inputs
+    # 1 call finds the size of a set, 3 make the check with new inputs
     assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
     calls.clear()
     ladder.verify()

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +52,57 @@ def two(project):
     project.two = write
     project.monkeypatch.delenv("RANK", raising=False)
     return project
+
+
+def test_ranks_measure_a_ladder_together(two):
+    two.two(
+        """
+@in_two
+@pytest.mark.parametrize("rung", [1, 2])
+def test_sum(compare, rung):
+    def faster(x):
+        spend(20e-6 / rung)
+        return total(x)
+
+    def slower(x):
+        spend(100e-6)
+        return total(x)
+
+    compare(**sums | {"baseline": slower, "optimized": faster})
+"""
+    )
+    two.run("--gpu").assert_outcomes(passed=2)
+    results = two.results()
+    blocks = [
+        results[f"ch04/sum[{rung}]"]["timing"]["replicates"][0]["rounds"][0]["seconds"]
+        for rung in (1, 2)
+    ]
+    assert blocks[0]["baseline"] == blocks[1]["baseline"]
+    assert all(not result["notes"] for result in results.values())
+
+
+def test_a_rung_that_fails_in_one_rank_does_not_affect_the_others(two):
+    two.two(
+        """
+@in_two
+@pytest.mark.parametrize("rung", [1, 2])
+def test_sum(compare, rung):
+    def faster(x):
+        spend(20e-6)
+        return total(x) + (rung == 2 and RANK == 1)
+
+    def slower(x):
+        spend(100e-6)
+        return total(x)
+
+    compare(**sums | {"baseline": slower, "optimized": faster})
+"""
+    )
+    two.run("--gpu").assert_outcomes(passed=1, failed=1)
+    results = two.results()
+    assert "rank 1: optimized disagrees" in results["ch04/sum[2]"]["message"]
+    [note] = results["ch04/sum[1]"]["notes"]
+    assert note.startswith("measured by itself, because the ranks of its ladder failed: rank 1: ")
 
 
 def test_a_time_is_that_of_the_slowest_rank(two):
@@ -188,10 +241,20 @@ import subprocess, time
 print("so far", subprocess.Popen(["sleep", "600"], start_new_session=True) and "", flush=True)
 time.sleep(600)
 """
+    log, wait = project.path / "log", isolation.wait
+
+    def monotonic():  # the deadline passes as soon as the ranks have written
+        return time.monotonic() + 1000.0 * (log.exists() and log.stat().st_size > 0)
+
+    def wait_or_look(sources, timeout=None):  # at the clock, while the deadline is far
+        return wait(sources, 0.02 if timeout and timeout > 100 else timeout)
+
+    monkeypatch.setattr(isolation, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(isolation, "wait", wait_or_look)
     monkeypatch.setattr(torchrun, "command", lambda *_: (sys.executable, "-c", code))
-    combined = torchrun.run(torchrun.RankJob(str(project.path), BLANK), 2, (), 1.0, {})
-    assert combined.message.startswith("exceeded its deadline of 1 s")
-    assert combined.result.outcome is Outcome.ERROR
+    combined = torchrun.run(torchrun.RankJob(str(project.path), (BLANK,)), 2, (), 500.0, {})
+    assert combined.message.startswith("exceeded its deadline of 500 s")
+    assert combined.results[0].outcome is Outcome.ERROR
     assert "so far" in capsys.readouterr().out
     assert not project.processes()
 
@@ -209,15 +272,19 @@ def launcher_exit(status="exited", code=1):
 @pytest.mark.parametrize(
     ("exits", "launcher", "message"),
     [
-        ([torchrun.RankExit(MEASURED), torchrun.RankExit(MEASURED)], launcher_exit(code=0), ""),
         (
-            [torchrun.RankExit(SLOWER, SLOWER.message, is_cause=True)] * 2,
+            [torchrun.RankExit((MEASURED,)), torchrun.RankExit((MEASURED,))],
+            launcher_exit(code=0),
+            "",
+        ),
+        (
+            [torchrun.RankExit((SLOWER,), SLOWER.message, is_cause=True)] * 2,
             launcher_exit(),
             "SLOWER: 0.5x",
         ),
         (
             [
-                torchrun.RankExit(MEASURED),
+                torchrun.RankExit((MEASURED,)),
                 torchrun.RankExit(message="wrong", is_cause=True, at_s=2.0),
             ],
             launcher_exit(),
@@ -254,7 +321,7 @@ def launcher_exit(status="exited", code=1):
     ],
 )
 def test_the_first_rank_that_fails_gives_the_message(tmp_path, exits, launcher, message):
-    job = torchrun.RankJob(str(tmp_path), BLANK)
+    job = torchrun.RankJob(str(tmp_path), (BLANK,))
     for rank, rank_exit in enumerate(exits):
         if isinstance(rank_exit, torchrun.RankExit):
             (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(rank_exit)))
@@ -264,8 +331,7 @@ def test_the_first_rank_that_fails_gives_the_message(tmp_path, exits, launcher, 
     combined = torchrun._combine_exits(job, len(exits), launcher)
     assert combined.message.startswith(message)
     assert bool(combined.message) == bool(message)
-    assert combined.result is not None
-    assert combined.result.message == combined.message
+    assert [result.message for result in combined.results] == [combined.message]
 
 
 def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
@@ -273,7 +339,7 @@ def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
         rank_exit = torchrun.RankExit(message="no such library", is_cause=True, skipped=True)
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(to_json(rank_exit)))
     combined = torchrun._combine_exits(
-        torchrun.RankJob(str(tmp_path), BLANK), 2, launcher_exit(code=0)
+        torchrun.RankJob(str(tmp_path), (BLANK,)), 2, launcher_exit(code=0)
     )
     assert combined.skipped
     assert combined.message == "no such library"

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from pytest_aiperf.build.launcher import Launcher
@@ -115,15 +115,19 @@ class BoundClaim:
 
     def compute_work(self) -> Work | None:
         """Return the work of one call; None if the claim does not declare it."""
-        if self.claim.work is None:
-            return None
+        return self._first_inputs[0]
+
+    @property
+    def set_bytes(self) -> int:
+        """Size of one set of inputs."""
+        return self._first_inputs[1]
+
+    @cached_property
+    def _first_inputs(self) -> tuple[Work | None, int]:
         with self.step():
             args = self.make_inputs(self.seed).args
-            _check_signature("work", self.claim.work, args)
-            work = self.claim.work(*args)
-        if not isinstance(work, Work):
-            raise UsageError(f"work() must return a Work, not {work!r}")
-        return work
+            work = self.claim.work(*args) if self.claim.work else None
+            return work, tensors.nbytes(args)
 
     def note_settings(self) -> None:
         """Note the global settings; the number of threads among them depends on the lock held."""

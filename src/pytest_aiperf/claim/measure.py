@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -21,8 +22,9 @@ from pytest_aiperf.errors import (
     WrongResult,
     is_out_of_memory,
 )
+from pytest_aiperf.machine import gpu_memory
 from pytest_aiperf.machine.gpu_lock import GpuLock
-from pytest_aiperf.model import Error, Expectation, Metric, Outcome, Result, Timing
+from pytest_aiperf.model import Error, Expectation, Gpu, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, validity, verdict
 
 from . import explanation
@@ -30,7 +32,8 @@ from .bound_claim import BoundClaim
 from .claim import Claim, Progress
 from .ladder import Ladder, identity
 from .replicates import Measurement, measure_metric, speedup
-from .stopping_rule import QUICK, StoppingRule
+from .sampler import PREBUILT_SHARE, input_sets
+from .stopping_rule import QUICK, STANDARD, StoppingRule
 from .torch_compile import uncompiled
 
 T = TypeVar("T")
@@ -130,12 +133,13 @@ def measure_ladder(
     started = time.monotonic() - lock.waited_s
     trials = [_Trial(*each, alone=len(claims) == 1) for each in claims]
     effects: dict[Hashable, agreement.ArgumentEffects] = {}
-    for trial in trials:
-        trial.run(partial(_agree, trial, effects))
-    for group in _groups(trials):
-        _time(group)
-    for trial in trials:
-        trial.run(partial(_explain, trial))
+    with _reserved_memory(trials):
+        for trial in trials:
+            trial.run(partial(_agree, trial, effects))
+        for group in _groups(trials):
+            _time(group)
+        for trial in trials:
+            trial.run(partial(_explain, trial))
     seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
     return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
 
@@ -187,6 +191,47 @@ def refuse_debug_environment() -> None:
     """Refuse environment variables that make every timing meaningless."""
     if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
+
+
+@contextmanager
+def _reserved_memory(trials: Sequence[_Trial]) -> Iterator[None]:
+    """Reserve the GPU memory that claims need; others that would not fit beside them wait."""
+    context, gpu = trials[0].context, trials[0].context.device.gpu
+    # ranks must not wait: the process that started them holds the GPUs' locks
+    if gpu is None or not gpu.memory_bytes or context.device.ranks.count > 1:
+        yield
+        return
+    limit = int(gpu_memory.USABLE_SHARE * gpu.memory_bytes)
+    arms = len(Ladder([trial.bound for trial in trials]).arms)
+    needs = 0
+    for trial in trials:
+        try:
+            with context.lock.shared():
+                needs = max(needs, _footprint(trial.bound, gpu, arms))
+        except Exception as why:  # noqa: BLE001  the claim's test raises it
+            if is_out_of_memory(why):
+                needs = limit  # wait until no other claim has reserved any
+            else:
+                trial.keep(why)
+    context.device.release()
+    with gpu_memory.reservation(
+        gpu.uuid,
+        min(needs, limit),
+        limit,
+        folder=context.lock.folder,
+        on_wait=context.lock.on_wait,
+        on_acquired=context.lock.on_acquired,
+    ) as waited_s:
+        context.lock.waited_s += waited_s
+        yield
+
+
+def _footprint(bound: BoundClaim, gpu: Gpu, arms: int) -> int:
+    """Return the bytes of GPU memory that a claim needs at most, with replicates built ahead."""
+    size = bound.set_bytes
+    sets = input_sets(gpu, bound.claim.cache, size)
+    ahead = min(PREBUILT_SHARE * gpu.memory_bytes, STANDARD.min_replicates * size * arms * sets)
+    return gpu_memory.footprint(size, arms, sets) + int(ahead)
 
 
 def _agree(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:
@@ -279,8 +324,9 @@ def _explain(trial: _Trial) -> None:
     """Explain a timed claim's speedup and judge the claim."""
     context, bound = trial.context, trial.bound
     context.progress("explaining")
-    with context.lock.shared():
-        trial.record = explanation.explain(bound, trial.record, context.builds, context.ceilings)
+    trial.record = explanation.explain(
+        bound, trial.record, context.builds, context.ceilings, context.lock
+    )
     explanation.refuse_impossible_times(trial.record)
     trial.record = _judge(trial.record, context)
     if trial.record.outcome is not Outcome.PASSED:

@@ -13,7 +13,7 @@ from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.device.device import MAX_BLOCK_S, Block, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
-from pytest_aiperf.model import GpuState, Metric, Mode, Replicate, Round, Timing
+from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import stats, validity
 from pytest_aiperf.text import si
 
@@ -49,6 +49,13 @@ class ArmBuffers:
     """The timed block: it cycles through the calls and ends with the last one."""
 
 
+def input_sets(gpu: Gpu | None, cache: CacheName, set_bytes: int) -> int:
+    """Return the number of input sets of ``set_bytes`` that successive calls must use in turn."""
+    if gpu is None:
+        return 1  # a host claim has one input set: the CPU's caches stay warm
+    return WARM_SETS if cache == "warm" else validity.rotation(set_bytes, gpu.l2_bytes)
+
+
 class Sampler:
     """Samples the seconds per call of each arm."""
 
@@ -73,7 +80,7 @@ class Sampler:
         device = self.device
         self.bound.progress("preparing")
         self._prebuilt.clear()
-        self.sets = self._count_sets()
+        self.sets = input_sets(device.gpu, self.bound.claim.cache, self.bound.set_bytes)
         first = self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
         for arm in first:
             block = device.block(arm.calls[:1], Mode.WALL)
@@ -118,17 +125,6 @@ class Sampler:
         affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
         self.rounds = max(1, min(self.rule.rounds_per_replicate, affordable))
 
-    def _count_sets(self) -> int:
-        """Return the number of input sets that successive calls must use in turn."""
-        gpu = self.device.gpu
-        self.set_bytes = 0
-        if gpu is None:
-            return 1  # a host claim has one input set: the CPU's caches stay warm
-        if self.bound.claim.cache == "warm":
-            return WARM_SETS
-        self.set_bytes = tensors.nbytes(self.bound.make_inputs(self.bound.seed).args)
-        return validity.rotation(self.set_bytes, gpu.l2_bytes)
-
     def _count_calls(self, seconds: Mapping[str, float]) -> None:
         """Choose each arm's calls per block: the same for all arms that are about as fast."""
         fastest = min(seconds.values())
@@ -139,13 +135,13 @@ class Sampler:
 
     def _min_calls(self, call_s: float) -> int:
         """Return the fewest calls per block of an arm that keep its inputs out of the L2."""
-        gpu = self.device.gpu
-        if gpu is None or not self.set_bytes:
+        gpu, size = self.device.gpu, self.bound.set_bytes
+        if gpu is None or self.bound.claim.cache == "warm":
             return 1
         # one call on so large a set evicts the set's start from the L2: the next call is cold
-        if self.set_bytes >= validity.L2_SPANS * gpu.l2_bytes:
+        if size >= validity.L2_SPANS * gpu.l2_bytes:
             return 1
-        miss_s = MISS_S + self.set_bytes / MISSED_BYTES_PER_S
+        miss_s = MISS_S + size / MISSED_BYTES_PER_S
         return 1 if miss_s < COLD_SHARE * call_s else self.sets
 
     def _build(self, seed: int) -> list[ArmBuffers]:
@@ -365,7 +361,7 @@ class Sampler:
     def _slowed(self, replicates: tuple[Replicate, ...]) -> Iterator[str]:
         """Report arms whose timed calls are much slower than their first calls."""
         for name, first_s in self._first_s.items():
-            timed_s = stats.median_call_s(replicates, name)
+            timed_s = stats.mean_call_s(replicates, name)
             if timed_s > SLOWED * first_s:
                 was, is_ = (si(seconds, "s") for seconds in (first_s, timed_s))
                 yield f"{name} took {was} when it was first called, and {is_} when it was timed"

@@ -47,9 +47,9 @@ class GpuLock:
         threads: int | None = None,
     ) -> None:
         self._gpus = sorted(set(gpus))
-        self._folder = private_folder(folder or default_folder())
-        self._on_wait = on_wait
-        self._on_acquired = on_acquired
+        self.folder = private_folder(folder or default_folder())
+        self.on_wait = on_wait
+        self.on_acquired = on_acquired
         self._threads = threads
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
@@ -95,7 +95,7 @@ class GpuLock:
             with ExitStack() as scope:
                 # all processes lock in the same order, so that no two claims wait for each other
                 with self._waiting() as wait:
-                    host = self._folder / "host"
+                    host = self.folder / "host"
                     _lock(scope, host, partial(wait, "the host"), exclusive=exclusive_host)
                     gpus = scope.enter_context(ExitStack())
                     self._lock_gpus(gpus, wait, exclusive=exclusive_gpus)
@@ -108,7 +108,7 @@ class GpuLock:
 
     def _lock_gpus(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
         for uuid in self._gpus:
-            path = self._folder / f"gpu-{uuid.replace('/', '_')}"  # old MIG names have slashes
+            path = self.folder / f"gpu-{uuid.replace('/', '_')}"  # old MIG names have slashes
             _lock(scope, path, partial(wait, f"GPU {uuid}"), exclusive=exclusive)
 
     @contextmanager
@@ -120,12 +120,12 @@ class GpuLock:
             nonlocal since
             if since is None:
                 since = time.monotonic()
-                self._on_wait(f"waiting for {name}, which another claim holds")
+                self.on_wait(f"waiting for {name}, which another claim holds")
 
         yield wait
         if since is not None:
             self.waited_s += time.monotonic() - since
-            self._on_acquired()
+            self.on_acquired()
 
 
 def default_folder() -> Path:

@@ -1,4 +1,4 @@
-"""One claim in several processes: torchrun starts the ranks, and their exits are combined."""
+"""Claims in several processes: torchrun starts the ranks, and their exits are combined."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RankJob:
     """The job that a rank receives from the process that starts it."""
 
     scratch: str  #: Folder to which the ranks write their exits and their output.
-    record: Result  #: The claim's record so far.
+    records: tuple[Result, ...]  #: The records so far: one claim's, or those of a ladder's rungs.
     noise_floor: float | None = None  #: The session's noise floor, if it is measured already.
 
 
@@ -38,8 +38,8 @@ class RankJob:
 class RankExit:
     """The exit of one rank, or the combined exit of all ranks."""
 
-    result: Result | None = None  #: Record of the claim, if the rank measured it.
-    message: str = ""  #: Error, or reason of a skip; empty after a success.
+    results: tuple[Result, ...] = ()  #: Records of the claims that the rank measured.
+    message: str = ""  #: First error, or reason of a skip; empty after a success.
     is_cause: bool = False
     """Whether ``message`` is a root cause: one of this plugin's messages. Any other exception may
     only be a consequence of another rank's failure."""
@@ -101,8 +101,9 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
         elif trace.exists() and not trace.stat().st_size:  # empty trace: torchrun did not stop it
             lost = RankExit(message="its process ended without a result (os._exit, or a crash?)")
             failures.append((1, 0.0, rank, lost))
-    results = [e.result for e in exits.values() if e.result is not None]
-    if len(results) == count and len({r.message for r in results}) == 1:
+    messages = [tuple(r.message for r in e.results) for e in exits.values()]
+    complete = [m for m in messages if len(m) == len(job.records)]
+    if len(complete) == count and len(set(complete)) == 1:
         return exits[0]
     if not failures or (launcher.status == "timeout" and not min(failures)[3].is_cause):
         if len(exits) == count and launcher.status == "exited" and launcher.code == 0:
@@ -113,18 +114,20 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
     if first.skipped:
         return first
     message = f"rank {rank}: {first.message}"
-    if first.result is None or first.result.outcome is Outcome.PASSED:  # failed after passing
-        return _failed(job, message, is_cause=first.is_cause)
-    return replace(first, message=message, result=replace(first.result, message=message))
+    if len(first.results) != 1 or first.results[0].outcome is Outcome.PASSED:
+        return _failed(job, message, is_cause=first.is_cause)  # failed before or after measuring
+    return replace(first, message=message, results=(replace(first.results[0], message=message),))
 
 
 def _failed(job: RankJob, message: str, *, is_cause: bool = False) -> RankExit:
-    record = replace(job.record, outcome=Outcome.ERROR, message=message)
-    return RankExit(record, message, is_cause)
+    if len(job.records) > 1:
+        return RankExit((), message, is_cause)
+    record = replace(job.records[0], outcome=Outcome.ERROR, message=message)
+    return RankExit((record,), message, is_cause)
 
 
 class Rank:
-    """The pytest plugin of a rank: it writes the RankExit of the rank's only test."""
+    """The pytest plugin of a rank: it writes the RankExit of the rank's tests."""
 
     def __init__(self, job: RankJob) -> None:
         self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")
@@ -135,9 +138,10 @@ class Rank:
         faulthandler.register(signal.SIGTERM, self._trace, chain=True)
 
     def receive(self, kind: str, **payload: Any) -> None:
-        """Keep the claim's result; ignore the other messages that it sends, such as progress."""
+        """Keep the claims' results; ignore the other messages that they send, such as progress."""
         if kind == "result":
-            self._exit = replace(self._exit, result=from_json(Result, payload["result"]))
+            result = from_json(Result, payload["result"])
+            self._exit = replace(self._exit, results=(*self._exit.results, result))
 
     def pytest_exception_interact(self, call: pytest.CallInfo[object]) -> None:
         assert call.excinfo is not None

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Generic, TypeVar
 
 import pytest
 
@@ -13,12 +14,10 @@ import pytest
 from _pytest.outcomes import Skipped
 from _pytest.runner import runtestprotocol
 
-from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.machine import requirements
 from pytest_aiperf.model import Result
 
-from .context import ItemContext
-
+C = TypeVar("C")  #: A claim and what is needed to measure it.
 Reports = list[pytest.TestReport]
 Measured = tuple[Result, Exception | None]  #: A claim's record, and the error that its test raises.
 
@@ -28,26 +27,25 @@ class Learned(Skipped):
 
 
 @dataclass(slots=True)
-class LadderRun:
+class LadderRun(Generic[C]):
     """The rungs that one process measures together."""
 
-    claims: dict[str, tuple[Claim, ItemContext]] = field(default_factory=dict)
+    claims: dict[str, C] = field(default_factory=dict)
     """The claim of each rung, by the test's nodeid."""
     measured: dict[str, Measured] = field(default_factory=dict)
     """What was measured, by nodeid; empty until all rungs are known."""
 
-    def compare(self, claim: Claim, context: ItemContext) -> Measured:
-        """Return what was measured for a claim; until then, note the claim and end its test."""
-        nodeid = context.item.nodeid
+    def compare(self, nodeid: str, claim: C) -> Measured:
+        """Return what was measured for a test's claim; until then, note it and end the test."""
         if nodeid in self.measured:
             return self.measured[nodeid]
-        self.claims[nodeid] = claim, context
+        self.claims[nodeid] = claim
         raise Learned("its ladder is measured first")
 
     def run(
         self,
         items: Sequence[pytest.Item],
-        measure: Callable[[Sequence[tuple[Claim, ItemContext]]], Sequence[Measured]],
+        measure: Callable[[Sequence[C]], Sequence[Measured]],
         report: Callable[[pytest.Item, Reports], object],
     ) -> None:
         """Run each test up to its ``compare``, measure all of them, then run each to its end."""

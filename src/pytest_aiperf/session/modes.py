@@ -35,8 +35,10 @@ def run(claim: Claim, context: ItemContext) -> Result:
         result, error = _profile_arms(claim, context, settings.profile)
     elif checks and not on_cpu:
         return _check_builds(claim, context)
+    elif context.session.ladder is not None:
+        result, error = context.session.ladder.compare(context.item.nodeid, (claim, context))
     elif required.count > 1 and context.session.role is not Role.RANK:
-        return _run_in_ranks(claim, context)
+        [(result, error)] = _run_in_ranks([(claim, context)])
     elif settings.capture_job is not None:
         target.perform_arm(settings.capture_job, claim, context.device, context.lock)
         pytest.exit("captured", returncode=0)
@@ -44,8 +46,6 @@ def run(claim: Claim, context: ItemContext) -> Result:
         builds, archs = context.nvcc.used, required.archs or ("sm90",)
         record = context.new_result()
         return measure.check_claim(claim, context.device, record, builds=builds, archs=archs)
-    elif context.session.ladder is not None:
-        result, error = context.session.ladder.compare(claim, context)
     else:
         [(result, error)] = measure_together([(claim, context)])
     result = replace(result, sources=provenance.locate(claim.arms, settings.root))
@@ -69,8 +69,10 @@ def _check_builds(claim: Claim, context: ItemContext) -> Result:
 def measure_together(
     claims: Sequence[tuple[Claim, ItemContext]],
 ) -> list[tuple[Result, Exception | None]]:
-    """Check, time and judge claims in this process."""
+    """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
     context = claims[0][1]
+    if context.requirements.count > 1 and context.session.role is not Role.RANK:
+        return _run_in_ranks(claims)
     session, lock, device = context.session, context.lock, context.device
     files = dict.fromkeys(file for _, each in claims for file in each.files())
     contexts = [(claim, _claim_context(each)) for claim, each in claims]
@@ -114,10 +116,16 @@ def _profile_arms(claim: Claim, context: ItemContext, spec: str) -> tuple[Result
     return profiled
 
 
-def _run_in_ranks(claim: Claim, context: ItemContext) -> Result:
-    """Run the test again in one process per GPU; together they check, measure or profile it."""
+def _run_in_ranks(
+    claims: Sequence[tuple[Claim, ItemContext]],
+) -> list[tuple[Result, Exception | None]]:
+    """Run tests again in one process per GPU; together they check, measure or profile the claims.
+
+    If the ranks do not measure all rungs of a ladder, each rung gets ranks of its own.
+    """
+    claim, context = claims[0]
     settings, figures = context.settings, context.session.figures
-    record = replace(context.new_result(), against=claim.against)
+    records = [replace(each.new_result(), against=claim.against) for claim, each in claims]
     count = context.requirements.count
     checks = settings.measure is None
     # A check runs torch.compile'd arms uncompiled, so that no rank must load the compiler.
@@ -131,22 +139,31 @@ def _run_in_ranks(claim: Claim, context: ItemContext) -> Result:
         # A check needs no lock, because it times nothing.
         nullcontext() if checks else lock_all(),
     ):
-        job = torchrun.RankJob(scratch, record, figures.noise_floor(context.gpus))
+        job = torchrun.RankJob(scratch, tuple(records), figures.noise_floor(context.gpus))
         context.wait_for(f"in {count} ranks")  # stops this deadline: the ranks have another
-        ending = torchrun.run(job, count, context.arguments(), settings.deadline_s, environ)
+        arguments = context.arguments([each.item for _, each in claims])
+        ending = torchrun.run(job, count, arguments, settings.deadline_s * len(claims), environ)
         context.progress("reading")
+    measured = {result.nodeid: result for result in ending.results}
+    if len(claims) > 1 and any(record.nodeid not in measured for record in records):
+        apart = [_run_in_ranks([each])[0] for each in claims]
+        note = f"measured by itself, because the ranks of its ladder failed: {ending.message}"
+        return [(replace(r, notes=(*r.notes, note)), error) for r, error in apart]
     if ending.skipped:
         raise pytest.skip.Exception(ending.message, _use_item_location=True)
-    if ending.result is not None:
-        context.send_result(ending.result)
-    if ending.message:
-        raise AiperfError(ending.message)
-    if settings.capture_job is not None:
+    if settings.capture_job is not None and not ending.message:
         pytest.exit("captured", returncode=0)
-    result = ending.result or replace(record, outcome=Outcome.PASSED)
-    if result.floor:  # keep it, so that the next claim need not measure it
-        figures.keep_noise_floor(context.gpus, result.floor)
-    return result
+    results = [
+        measured.get(r.nodeid)
+        or replace(r, outcome=Outcome.ERROR if ending.message else Outcome.PASSED)
+        for r in records
+    ]
+    if results[0].floor:  # keep it, so that the next claim need not measure it
+        figures.keep_noise_floor(context.gpus, results[0].floor)
+    if len(claims) == 1:
+        return [(results[0], AiperfError(ending.message) if ending.message else None)]
+    passed = Outcome.PASSED
+    return [(r, None if r.outcome is passed else AiperfError(r.message)) for r in results]
 
 
 @contextmanager

@@ -67,7 +67,7 @@ not fit through the channel of the claim's process."""
 
 
 def register(config: pytest.Config, session: Session) -> None:
-    """Register the hooks of a run that measures, on its controller and its workers."""
+    """Register the hooks of a run that measures, on its controller, its workers and its ranks."""
     if "TORCH_TRACE" not in os.environ and hasattr(config.option, "logger_disable"):
         # torch logs each compilation in hundreds of lines, which pytest would show with a failure
         config.option.logger_disable = [*config.option.logger_disable, "torch.__trace"]
@@ -75,6 +75,23 @@ def register(config: pytest.Config, session: Session) -> None:
         config.option.maxschedchunk = 1  # xdist's default, larger chunks, suits only short tests
     if session.role in (Role.CONTROLLER, Role.WORKER):
         config.pluginmanager.register(Runner(session), "aiperf-runner")
+    elif session.settings.rank_job and len(session.settings.rank_job.records) > 1:
+        config.pluginmanager.register(RankLoop(), "aiperf-rank-loop")
+
+
+class RankLoop:
+    """The pytest plugin that runs a ladder's rungs in a rank."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        def log(item: pytest.Item, reports: Reports) -> None:
+            for report in reports:
+                item.ihook.pytest_runtest_logreport(report=report)
+
+        aiperf = session.config.stash[SESSION]
+        aiperf.ladder = LadderRun()
+        aiperf.ladder.run(session.items, measure_together, log)
+        return True
 
 
 class Runner:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -32,12 +32,11 @@ from pytest_aiperf.report.live import Live
 from .config import Role, Settings, read_settings
 from .cuda_machine import Machine
 from .figures import SharedFigures
+from .ladder import LadderRun
 
 if TYPE_CHECKING:
     from pytest_aiperf.device.device import Device
     from pytest_aiperf.machine.gpu_lock import GpuLock
-
-    from .ladder import LadderRun
 
 RUNS = ".aiperf"  #: Folder of runs, in pytest's root folder.
 NOT_RUN = "not run: "
@@ -65,7 +64,7 @@ class Session:
     """Results by claim id; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     attempt: int = 1  #: Number of the current attempt at a claim.
-    ladder: LadderRun | None = None  #: The rungs that this process measures together.
+    ladder: LadderRun[Any] | None = None  #: The rungs that this process measures together.
     opened: Device | None = None  #: The device of this process, once it is opened.
     lock: GpuLock | None = None  #: The lock of this process, once it is needed.
 
@@ -178,7 +177,8 @@ class Session:
     def new_result(self, item: pytest.Item) -> Result:
         """Return the record of a claim before anything is measured."""
         if self.settings.rank_job is not None:
-            return self.settings.rank_job.record  # all ranks need the same seed
+            # all ranks need the same seed
+            return next(r for r in self.settings.rank_job.records if r.nodeid == item.nodeid)
         gpus = self.gpus_for(item)
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
