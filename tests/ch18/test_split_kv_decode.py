@@ -60,7 +60,7 @@ def test_split_kv_decode(compare: Compare) -> None:
         evidence=[
             evidence.spills(kernel="_part"),
             evidence.kernels(max=2),
-            evidence.counter("launch__grid_size", min=2 * 132),
+            evidence.grid_size(min=2 * 132),
             evidence.counter("dram__bytes.sum", max=1.1, per="work"),
         ],
     )
