@@ -30,7 +30,7 @@ from tests.plugin.conftest import HEAD, STEADY
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 CLAIMS = 4
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds after which a session counts as hung: far more than it takes on a busy machine."""
 
 # imports are most of a short session: fork sessions from a process that has done them
@@ -168,10 +168,10 @@ def test_a_kill_costs_no_finished_result_and_leaves_no_process(tmp_path, seed, r
     merged = folder / ".aiperf" / "latest" / "results.json"
     if merged.exists():
         assert kept.items() <= records(merged).items(), case
+        assert len(records(merged)) == CLAIMS, case
     # without a manifest, a worker died while starting, and xdist ended the session
     if role != "controller" and list(folder.glob(".aiperf/*/manifest.json")):
         outcomes = [record["outcome"] for record in records(merged).values()]
-        assert len(outcomes) == CLAIMS, case
         stops = role == "worker" and signum != signal.SIGKILL  # the worker then ends by itself
         assert stops or outcomes.count("PASSED") >= CLAIMS - 1, case
 

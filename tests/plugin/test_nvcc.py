@@ -245,8 +245,8 @@ def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
 
 
 def alive(pid):
-    """Whether a process still runs, after up to 5 seconds for a killed one to end."""
-    for _ in range(500):
+    """Whether a process still runs, after up to a minute for a killed one to end."""
+    for _ in range(6_000):
         try:
             if "(zombie)" in Path(f"/proc/{pid}/status").read_text():
                 return False

@@ -81,16 +81,27 @@ def test_only_the_claim_that_goes_wrong_fails(project, workers):
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_a_claim_that_hangs_costs_itself(project, workers):
+    # the deadline passes as soon as the claim hangs, however busy the machine is
+    project.write(
+        "conftest.py",
+        "from pytest_aiperf.machine.isolation import _Deadline\n"
+        "update = _Deadline.update\n"
+        "def update_or_pass(deadline, kind):\n"
+        "    update(deadline, kind)\n"
+        "    if kind == 'hangs': deadline._end = 0.0\n"
+        "_Deadline.update = update_or_pass\n",
+    )
     project.tests(
-        "def test_hang(compare):\n"
+        "from pytest_aiperf.session import SESSION\n"
+        "def test_hang(compare, request):\n"
         "    print('on my way')\n"
+        "    request.config.stash[SESSION].send('hangs')\n"
         "    time.sleep(600)\n"
         "def test_good(compare): compare(**usual)\n"
     )
-    # 8 s: a good claim needs less, even on a busy machine
-    done = project.run("--gpu", workers, "-oaiperf_deadline=8")
+    done = project.run("--gpu", workers, "-oaiperf_deadline=200")
     done.assert_outcomes(passed=1, failed=1)
-    assert "exceeded its deadline of 8 s" in project.results()["ch07/hang"]["message"]
+    assert "exceeded its deadline of 200 s" in project.results()["ch07/hang"]["message"]
     assert not project.processes()
     done.stdout.fnmatch_lines(["*Captured stdout of the lost process*", "on my way"])
 
@@ -161,6 +172,14 @@ def test_an_interrupted_run_lists_finished_and_missing_claims(project, workers, 
     out = (project.path / "out").read_text()
     assert "expectations: untouched, the session was interrupted" in out
     assert "INTERNALERROR" not in out
+
+
+@pytest.mark.parametrize("workers", [["-n0"], ["-n1", "--max-worker-restart=0"]])
+def test_a_run_that_is_ended_while_it_collects_writes_no_incomplete_manifest(project, workers):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.write("ch07/test_ends.py", "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    assert project.run("--gpu", *workers).ret == pytest.ExitCode.INTERRUPTED
+    assert not list(project.path.glob(".aiperf/*/manifest.json"))
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
