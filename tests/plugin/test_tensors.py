@@ -1,6 +1,7 @@
 """Tensors in a value are found, compared, poisoned and overwritten."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -53,6 +54,42 @@ def test_changes_are_found_bit_by_bit(zeros):
     args[2][1, 3] = 1
     assert tensors.changed(before, args) == ("args[0]", "args[2]")
     assert tensors.changed(before, args, skip=["args[0]"]) == ("args[2]",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.uint8])
+def test_checksums_depend_on_positions_and_signs(monkeypatch, dtype):
+    monkeypatch.setattr(tensors, "HOST_CHUNK", 16)
+    array = torch.arange(1, 41).to(dtype)
+    for view in (array, array[::2], array.view(5, 8).t()):
+        before = tensors.fingerprint((view,))
+        assert tensors.changed(before, (view,)) == ()
+        for first, second in (((0,), (1,)), ((0,), (-1,))):
+            a, b = view[first].clone(), view[second].clone()
+            view[first], view[second] = b, a
+            assert tensors.changed(before, (view,)) == ("args[0]",), "exchanged"
+            view[first], view[second] = a, b
+        if dtype is not torch.uint8:
+            view.neg_()
+            assert tensors.changed(before, (view,)) == ("args[0]",), "all signs are flipped"
+            view.neg_()
+        assert tensors.changed(before, (view,)) == ()
+
+
+def test_a_fingerprint_holds_no_copy():
+    (_, checksums) = tensors.fingerprint((np.ones(3 * tensors.HOST_CHUNK + 1),))["args[0]"]
+    assert len(checksums) == 4
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3, 0), (25,), (7, 3), (2, 3, 25), (2, 11), (1, 1, 10)]
+)
+@pytest.mark.parametrize("module", [np, torch], ids=["numpy", "torch"])
+def test_parts_are_small_and_in_row_major_order(module, shape):
+    count = math.prod(shape)
+    array = module.arange(count).reshape(shape)
+    parts = list(tensors.parts(array, 10))
+    assert [x for _, part in parts for x in part.tolist()] == list(range(count))
+    assert all(len(part) <= 10 and start == part[0] for start, part in parts)
 
 
 def test_a_gradient_that_appears_is_a_change():
