@@ -54,8 +54,8 @@ def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, rando
 
 
 CLAIMS = """
-@pytest.mark.parametrize("rung", "abcd")
-def test_it(compare, rung):
+@pytest.mark.parametrize("size", "abcd")
+def test_it(compare, size):
     compare(**usual)
 
 
