@@ -361,6 +361,7 @@ def test_a_call_of_many_kernels_is_profiled_in_part(make_request, tmp_path, monk
     assert "--launch-count" in (tmp_path / "artifacts" / "baseline.log").read_text()
     assert [p.notes for p in done.profiles] == [(captures.ncu.CUT,)] * 2
     assert [(f.value, f.held) for f in done.evidence] == [(None, None)]
+    assert captures.ncu.CUT in done.evidence[0].where
     assert done.diagnosis == {}
     assert captures.ncu.CUT not in capture(make_request("ncu:deep_dive")).notes
 
@@ -373,6 +374,7 @@ def test_counters_are_held_to_the_evidence(make_request):
     assert done.outcome is Outcome.FAILED
     assert "the claim states at most 0.5" in done.message
     assert [(f.value, f.held) for f in done.evidence] == [(1.0, False)]
+    assert [(f.baseline_value, f.baseline_held) for f in done.evidence] == [(1.0, False)]
 
     done, problem, _ = run(
         make_request("ncu"), evidence=[same, Evidence(EvidenceKind.SPILLS, max=0)]

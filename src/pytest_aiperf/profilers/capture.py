@@ -154,12 +154,14 @@ def _findings(
     """Check the evidence; counter evidence is checked only in a profile by ncu."""
     findings: list[Finding] = []
     for piece in pieces:
-        figures = {}
+        figures: dict[str, dict[str, float]] = {}
+        reasons: dict[EvidenceKind, str] = {}
         if piece.kind is EvidenceKind.COUNTER and profiles["optimized"].tool == "ncu":
             names = [ncu.counter(piece.of, kernel) for kernel in (piece.kernel, "")]
             for arm in ("baseline", "optimized"):  # not library: that arm may run no kernel
                 profile = profiles[arm]
                 if ncu.CUT in profile.notes:
+                    reasons[piece.kind] = f"the {arm} arm: {ncu.CUT}"
                     continue
                 values = [profile.figures[name] for name in names if name in profile.figures]
                 if not values:
@@ -168,7 +170,9 @@ def _findings(
                         "`ncu --query-metrics` for the metrics of this GPU"
                     )
                 figures[arm] = {piece.of: values[0]}
-        findings += evidence.hold([piece], evidence.Facts(figures=figures, work=work))
+        findings += evidence.hold(
+            [piece], evidence.Facts(figures=figures, reasons=reasons, work=work)
+        )
     return findings
 
 

@@ -62,7 +62,7 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
 All of them need five passes on an H200. ncu's own throughput of the L2, the L1 or the SMs is the
 largest share among dozens of counters, and needs up to eight passes alone.
 """
-MAX_LAUNCHES: Final = 12
+MAX_LAUNCHES: Final = 10
 """Kernel launches per arm that the preset "minimal" profiles. Each takes some tenths of a second,
 in which no other claim can use the GPU, and an arm may launch thousands, most of them alike."""
 CUT: Final = f"only its first {MAX_LAUNCHES} kernels: --profile=ncu:deep_dive profiles all"
