@@ -12,6 +12,10 @@ import pytest
 
 from tests.fake_gpu import VARIABLE
 
+PATIENCE_S = 600
+"""Seconds after which a run counts as hung: far more than it takes on a busy machine, and more than
+the deadline of a claim."""
+
 STEADY = {
     "white": 0.001, "tail": 0, "drift": 0, "ramp": 0, "throttle_per_s": 0, "layout": 0.001,
     "jump_chance": 0,
@@ -86,7 +90,7 @@ class Project:
         return [*(f"-p{name}" for name in plugins), *arguments]
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=180)
+        return self.pytester.runpytest_subprocess(*self.command(*arguments), timeout=PATIENCE_S)
 
     def start(self, *arguments: str):
         """Start pytest as the leader of a session, as in a terminal, and return before it ends."""

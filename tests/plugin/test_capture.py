@@ -27,6 +27,7 @@ from pytest_aiperf.rules import evidence
 from pytest_aiperf.schema import from_json
 from tests.fake_gpu import FAKE_GPU, FakeDevice
 from tests.plugin.claims import a_claim, doubling
+from tests.plugin.conftest import PATIENCE_S
 from tests.plugin.records import result
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -620,7 +621,7 @@ def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(projec
     scratch = project.path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    patience = time.monotonic() + 120
+    patience = time.monotonic() + PATIENCE_S
     with GpuLock([FAKE_GPU.uuid], project.path / "locks").exclusive_gpu():
         running = project.start("--profile=ncu", "--gpu", "-oaiperf_deadline=500")
         while len(list(scratch.glob(f"*/{target.WAITING}"))) < 2:
@@ -630,7 +631,7 @@ def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(projec
         while len(list(project.path.glob("seen-*-twice"))) < 2:
             assert time.monotonic() < patience
             time.sleep(0.02)
-    assert running.wait(120) == 0, (project.path / "out").read_text()
+    assert running.wait(PATIENCE_S) == 0, (project.path / "out").read_text()
     assert project.results()["ch07/it"]["outcome"] == "PASSED"
 
 

@@ -25,13 +25,11 @@ from pytest_aiperf.machine import gpu_lock
 from pytest_aiperf.records import expectations, journal, results
 from pytest_aiperf.schema import to_json
 from tests import fake_gpu
-from tests.plugin.conftest import HEAD, STEADY
+from tests.plugin.conftest import HEAD, PATIENCE_S, STEADY
 
 KILLS = 1_000 if settings.get_current_profile_name() == "long" else 12
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 CLAIMS = 4
-PATIENCE = 300.0
-"""Seconds after which a session counts as hung: far more than it takes on a busy machine."""
 
 # imports are most of a short session: fork sessions from a process that has done them
 FORKS = multiprocessing.get_context("forkserver")
@@ -85,8 +83,8 @@ class Session:
 
     def ends(self):
         """Wait until the session and all its descendants have ended; return whether they have."""
-        self.process.join(PATIENCE)
-        wait(lambda: not family(self.folder), PATIENCE)
+        self.process.join(PATIENCE_S)
+        wait(lambda: not family(self.folder), PATIENCE_S)
         return not self.runs and not family(self.folder)
 
 
@@ -134,7 +132,7 @@ def attack(folder, draw):
     update = draw.choice([(), ("--update-expectations",)])
     attacked = Session(folder, (draw.choice(["-n0", "-n2"]), *update))
     after, signum = draw.randint(0, CLAIMS), draw.choice(SIGNALS)
-    wait(lambda: len(journaled(folder)) >= after or not attacked.runs, PATIENCE)
+    wait(lambda: len(journaled(folder)) >= after or not attacked.runs, PATIENCE_S)
     time.sleep(draw.random() * (0.15 if after else 2.0 if "-n2" in attacked.words else 0.5))
     roles = attacked.roles()
     role = draw.choice(sorted(roles))

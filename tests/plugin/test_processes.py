@@ -11,6 +11,8 @@ import time
 import pytest
 from hypothesis import settings
 
+from tests.plugin.conftest import PATIENCE_S
+
 TIMES = 20 if settings.get_current_profile_name() == "long" else 1
 SIGNALS = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "SIGILL", "SIGKILL")
 
@@ -68,7 +70,7 @@ SAID = {
 def test_only_the_claim_that_goes_wrong_fails(project, workers):
     project.tests(f"import resource\n{BAD}")
     words = project.command("--gpu", workers)
-    done = project.pytester.runpytest_subprocess(*words, timeout=180 * TIMES)
+    done = project.pytester.runpytest_subprocess(*words, timeout=PATIENCE_S * TIMES)
     done.assert_outcomes(passed=2 * TIMES, failed=(len(SAID) - 2) * TIMES)
     results = project.results()
     assert len(results) == len(SAID) * TIMES
@@ -148,7 +150,7 @@ def begin(project, *words):
 
 
 def wait(until):
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + PATIENCE_S
     while not until():
         assert time.monotonic() < limit
         time.sleep(0.05)
@@ -165,7 +167,7 @@ def check_kept(project):
 def test_an_interrupted_run_lists_finished_and_missing_claims(project, workers, signum):
     run = begin(project, workers)
     run.send_signal(signum)
-    assert run.wait(120) == pytest.ExitCode.INTERRUPTED
+    assert run.wait(PATIENCE_S) == pytest.ExitCode.INTERRUPTED
     check_kept(project)
     outcomes = [r["outcome"] for r in project.results().values()]
     assert (outcomes.count("PASSED"), outcomes.count("NOT_RUN")) == (3, 3)
@@ -186,7 +188,7 @@ def test_a_run_that_is_ended_while_it_collects_writes_no_incomplete_manifest(pro
 def test_a_terminals_ctrl_c_reaches_all_processes_at_once(project, workers):
     run = begin(project, workers)
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(120) == 2
+    assert run.wait(PATIENCE_S) == 2
     check_kept(project)
     assert sum(r["outcome"] == "PASSED" for r in project.results().values()) == 3
 
@@ -198,7 +200,7 @@ def test_a_second_ctrl_c_loses_nothing_either(project, workers, again):
     os.killpg(run.pid, signal.SIGINT)
     time.sleep(again * 0.02)  # vary the moment at which the second signal arrives
     os.killpg(run.pid, signal.SIGINT)
-    run.wait(120)
+    run.wait(PATIENCE_S)
     check_kept(project)
 
 
@@ -206,7 +208,7 @@ def test_a_second_ctrl_c_before_pytest_has_noted_the_first_is_an_interruption(pr
     project.write("conftest.py", "def pytest_keyboard_interrupt(): raise KeyboardInterrupt")
     run = begin(project)
     run.send_signal(signal.SIGINT)
-    run.wait(120)
+    run.wait(PATIENCE_S)
     check_kept(project)
     assert "interrupted" in (project.path / "out").read_text()
 
@@ -215,7 +217,7 @@ def test_a_second_ctrl_c_before_pytest_has_noted_the_first_is_an_interruption(pr
 def test_a_run_whose_controller_is_killed_keeps_its_journals(project, workers):
     run = begin(project, workers)
     run.kill()
-    run.wait(120)
+    run.wait(PATIENCE_S)
     check_kept(project)
 
 
