@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
@@ -62,14 +63,10 @@ class Corpus:
         return add
 
 
-@dataclass(slots=True)
-class _NoLock:
-    """Stand-in for the GPU lock: a test has the fake device to itself."""
-
-    exclusive_gpu: object = contextlib.nullcontext
-    exclusive_host: object = contextlib.nullcontext
-    shared: object = contextlib.nullcontext
-    waited_s: float = 0.0
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for this process's locks, which is removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="aiperf-cheats-")
 
 
 @functools.cache
@@ -87,7 +84,8 @@ def measure_entry(
     machine = FakeMachine() if entry.clock == "fake" else CudaMachine()
     claim = a_claim(**entry.make(**fixtures))
     # lock a real GPU: other work could delay the check until an arm has written its late result
-    lock = GpuLock([clock.gpu.uuid]) if entry.clock == "gpu" else _NoLock()
+    on_gpu = entry.clock == "gpu"
+    lock = GpuLock([clock.gpu.uuid]) if on_gpu else GpuLock([], Path(_folder().name))
     with lock.exclusive_gpu():
         ceilings = machine.ceilings(clock, _no_progress())
     context = ClaimContext(
