@@ -20,7 +20,7 @@ import pytest_aiperf.correctness.agreement
 import pytest_aiperf.device.device
 from pytest_aiperf import Score, Work, prepared, static
 from tests.cheats.case import Corpus, State
-from tests.fake_gpu import Allocation, Fault, spend
+from tests.fake_gpu import Allocation, Fault, fork, spend
 from tests.plugin.claims import doubling
 
 cheat = Corpus()
@@ -875,6 +875,24 @@ def a_baseline_that_takes_the_threads_away():
 @cheat(SETTINGS + "time.perf_counter_ns")
 def the_host_timer():
     return flipping(lambda: setattr(time, "perf_counter_ns", lambda: 0))
+
+
+@cheat("optimized: a call leaves work on a stream")
+def a_stream_that_is_not_joined():
+    def double(x):
+        fork(joined=False)
+        return returning(SHORT, x * 2)
+
+    return {"optimized": double}
+
+
+@cheat("optimized: a call starts work on a stream")
+def a_stream_that_does_not_wait():
+    def double(x):
+        fork(waits=False)
+        return returning(SHORT, x * 2)
+
+    return {"optimized": double}
 
 
 @cheat(SETTINGS + "sys.setprofile")

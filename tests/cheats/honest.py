@@ -31,7 +31,7 @@ from tests.cheats.dishonest import (
     scoring,
     writing,
 )
-from tests.fake_gpu import Allocation, Fault, spend, synchronise
+from tests.fake_gpu import Allocation, Fault, fork, spend, synchronise
 from tests.plugin.claims import doubling, vectors
 
 honest = Corpus()
@@ -795,3 +795,12 @@ def captured_calls():
 @honest()
 def long_calls():
     return {"baseline": doubling(20_000), "optimized": doubling(10_000)}
+
+
+@honest()
+def a_stream_that_the_caller_waits_for():
+    def double(x):
+        fork(waits=False, joined=False)
+        return returning(FAST, x * 2)
+
+    return {"optimized": double, "metric": "wall"}

@@ -374,3 +374,15 @@ def test_it(compare):
     compare(**usual)
 """)
     project.run("--gpu", "--quick").assert_outcomes(passed=1)
+
+
+def test_a_noisy_machine_is_reported_once_with_its_first_claim(project):
+    project.tests("def test_1(compare): compare(**usual)\ndef test_2(compare): compare(**usual)")
+    project.fake(noise={"layout": 0.5})
+    for words in ((), ("-n2",)):
+        done = project.run("--gpu", "--quick", *words)
+        noisy = [line for line in done.outlines if line.startswith("noisy: two identical arms")]
+        assert len(noisy) == 1
+        assert done.outlines.index(noisy[0]) < min(
+            i for i, line in enumerate(done.outlines) if "= claims =" in line
+        )

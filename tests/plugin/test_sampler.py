@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -623,6 +624,47 @@ def test_a_score_must_be_there_and_positive(arm, message):
         measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
 
 
+# large inputs
+
+
+def test_at_most_two_sets_of_large_inputs_exist_at_a_time():
+    made, alive = [], []
+
+    def tracked(bench):
+        array = np.random.default_rng(bench.seed).random(64)
+        made.append(weakref.ref(array))
+        alive.append(sum(ref() is not None for ref in made))
+        return (array,)
+
+    def negate(x):
+        spend(100e-6)
+        np.negative(x, out=x)
+
+    gpu = replace(FAKE_GPU, memory_bytes=64 * 8 * 19)
+    bound = a_bound_claim(
+        FakeDevice(gpu, WHITE), inputs=tracked, reference=lambda x: -x,
+        baseline=negate, optimized=negate, library=negate,
+    )  # fmt: skip
+    timing = measured(bound)
+    assert max(alive) == 2
+    assert len(timing.replicates) >= STANDARD.min_replicates
+    assert "too large to keep the outputs" in timing.notes[0]
+
+
+def test_an_arm_that_turns_wrong_on_large_inputs_is_found_after_timing():
+    calls = []
+
+    def tires(x):
+        spend(100e-6)
+        calls.append(1)
+        return x * (2 if len(calls) < 50 else 3)
+
+    gpu = replace(FAKE_GPU, memory_bytes=64 * 8 * 19)
+    with pytest.raises(WrongResult, match="optimized disagrees with the reference"):
+        measured(a_bound_claim(FakeDevice(gpu, WHITE), optimized=tires))
+    assert len(calls) > 50
+
+
 # verdicts on a device with all the noise of a real one
 
 
@@ -634,7 +676,9 @@ def verdicts(slower, comparisons=40):
         bound = a_bound_claim(device, baseline=doubling(200), optimized=doubling(200 * slower))
         bound.random = random.Random(seed)
         bound.check_agreement()
-        found.append(verdict(speedup(measure_metric(Ladder([bound]), Metric.DEVICE, STANDARD)), floor))
+        found.append(
+            verdict(speedup(measure_metric(Ladder([bound]), Metric.DEVICE, STANDARD)), floor)
+        )
     return found
 
 

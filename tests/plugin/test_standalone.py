@@ -39,6 +39,13 @@ def machine(tmp_path, monkeypatch):
         cache.cache_clear()
 
 
+def test_under_a_tracer_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(sys, "gettrace", lambda: "coverage")
+    result = pytest_aiperf.measure(**USUAL, quick=True)
+    assert result.outcome is Outcome.INVALID
+    assert result.message.startswith("sys.settrace is 'coverage'")
+
+
 def test_the_record_of_a_comparison_on_the_gpu():
     result = pytest_aiperf.measure(**USUAL, quick=True, seed=7)
     assert (result.outcome, result.verdict) == (Outcome.PASSED, Verdict.FASTER)

@@ -25,6 +25,9 @@ AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference be
 DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
 such a seed, so whatever the arm computes from decoys is wrong for the timed values."""
+PENDING_SHARE = 1 / 64
+"""Fraction of the GPU's memory that outputs may fill while they wait to be compared. They wait
+until the exclusive lock is released, because the reference takes longer than the timed calls."""
 ASSUMED_MEMORY_BYTES = 64 << 30  #: Assumed memory of a GPU that does not report its size.
 
 Step = Callable[[], Any]
@@ -51,6 +54,13 @@ class BoundClaim:
         self.effects = agreement.ArgumentEffects()
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self._settings = validity.flags()
+
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes of outputs that may be kept until they are compared."""
+        gpu = self.device.gpu
+        memory_bytes = gpu.memory_bytes if gpu and gpu.memory_bytes else ASSUMED_MEMORY_BYTES
+        return PENDING_SHARE * memory_bytes
 
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
@@ -168,7 +178,7 @@ class BoundClaim:
             self.effects = effects
         seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
         worst: dict[str, Error] = {}
-        for error in [e for seed in seeds for e in share(partial(self._check_seed, seed))]:
+        for error in [e for seed in seeds for e in share(partial(self.check_seed, seed))]:
             other = worst.setdefault(error.arm, error)
             if error.error * other.allowed > other.error * error.allowed:
                 worst[error.arm] = error
@@ -185,7 +195,8 @@ class BoundClaim:
             )
             self._refuse_constant_inputs()
 
-    def _check_seed(self, seed: int) -> Sequence[Error]:
+    def check_seed(self, seed: int) -> Sequence[Error]:
+        """Check all arms against the reference on one seed; return each arm's errors."""
         self.progress("agreeing", seed=seed)
         with self.step():
             errors = agreement.agree(
@@ -194,6 +205,7 @@ class BoundClaim:
                 self.claim.reference,
                 self.effects,
                 self.claim.precision,
+                kept_bytes=self.kept_bytes,
             )
         if seed == self.seed + AGREEMENT_SEEDS:
             self.device.release()  # only once: this delays other processes' driver calls

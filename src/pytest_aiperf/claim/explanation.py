@@ -215,6 +215,8 @@ class _Inspection:
             if device.gpu and needs_trace:
                 mode = timing.mode if timing else Mode.PLAIN
                 steps.append(partial(self._trace, name, mode))
+                if self.record.timing and self.record.timing.metric is Metric.DEVICE:
+                    steps.append(partial(self._refuse_unordered, name))
             if name != "library" and metrics and not self._cached(name, metrics):
                 steps.append(partial(self._count, name, metrics))
             if steps:
@@ -224,6 +226,12 @@ class _Inspection:
         cold = self.bound.claim.cache == "cold"
         if (trace := self.bound.device.trace(call, mode, cold=cold)) is not None:
             self.traces[name] = trace
+
+    def _refuse_unordered(self, name: str, call: Call) -> None:
+        try:
+            self.bound.device.refuse_unordered(call)
+        except InvalidMeasurement as why:
+            raise InvalidMeasurement(f"{name}: {why}") from None
 
     def _use_host(self, name: str, call: Call) -> None:
         call()  # the first call also loads code
@@ -300,6 +308,8 @@ class _Inspection:
             for inspect in inspections:
                 try:
                     inspect(call)
+                except InvalidMeasurement:
+                    raise  # the timing is not valid
                 except Exception as why:  # noqa: BLE001  becomes a note
                     self._note(name, why)
 

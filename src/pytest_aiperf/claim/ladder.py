@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pytest_aiperf.correctness import agreement
+from pytest_aiperf.correctness.agreement import Expected
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.errors import AiperfError
 from pytest_aiperf.model import Prepared, Replicate, Round, Timing
 
-from .bound_claim import ASSUMED_MEMORY_BYTES, BoundClaim
-
-PENDING_SHARE = 1 / 64
-"""Fraction of the GPU's memory that outputs may fill while they wait for verification. They wait
-until the exclusive lock is released, because the reference takes longer than the timed calls."""
+from .bound_claim import BoundClaim
 
 Results = Mapping[str, list[NamedTensor]]  #: Each arm's result for the same inputs.
 
@@ -101,15 +98,13 @@ class Ladder:
         """Queue copies of the arms' outputs for verification after the exclusive lock is released.
 
         The inputs were made with ``seed``; if ``values_seed`` is given, their dynamic arguments
-        were then overwritten with values drawn with that seed. If the queued copies exceed
-        PENDING_SHARE of the GPU's memory, all of them are verified immediately.
+        were then overwritten with values drawn with that seed. If the queued copies
+        exceed the bytes that may be kept, all of them are verified immediately.
         """
         self._pending.append(_Pending(results, seed, values_seed, when))
         arms = (arm for p in self._pending for each in p.results for arm in each.values())
         pending_bytes = sum(getattr(value, "nbytes", 0) for arm in arms for _, value in arm)
-        gpu = self.bound.device.gpu
-        memory_bytes = gpu.memory_bytes if gpu and gpu.memory_bytes else ASSUMED_MEMORY_BYTES
-        if pending_bytes > PENDING_SHARE * memory_bytes:
+        if pending_bytes > self.bound.kept_bytes:
             self.verify()
 
     def verify(self) -> None:
@@ -119,27 +114,39 @@ class Ladder:
         """
         bound = self.bound
         key: tuple[int, int | None] | None = None
-        expected: object = None
+        expected: list[Expected] = []
         while self._pending:
             batch = self._pending[0]
             if key != (batch.seed, batch.values_seed):
-                expected = None
+                expected = []  # free it first
                 if batch.values_seed is None:
                     inputs = bound.make_inputs(batch.seed)
                 else:
                     inputs = bound.make_inputs_with(batch.seed, batch.values_seed)
-                expected = bound.claim.reference(*inputs.args)
+                expected = agreement.expect(bound.claim.reference(*inputs.args))
                 key = batch.seed, batch.values_seed
                 del inputs
             for results in batch.results:
+                deviations = {
+                    name: agreement.compare(outputs, expected, located=False)
+                    for name, outputs in results.items()
+                }
                 for rung in self.rungs:
-                    roles = {r: results[n] for r, n in rung.arms.items() if r != "first"}
+                    roles = {r: deviations[n] for r, n in rung.arms.items() if r != "first"}
                     precision = rung.bound.claim.precision
                     try:
-                        agreement.verify(roles, expected, precision, batch.when, located=False)
+                        agreement.judge(roles, expected, precision, batch.when, located=False)
                     except AiperfError as why:
                         rung.error = rung.error or why
             del self._pending[0]
+
+    def check_anew(self, seed: int) -> None:
+        """Check each rung on one more seed; for outputs that are too large to keep."""
+        for rung in self.rungs:
+            try:
+                rung.bound.check_seed(seed)
+            except AiperfError as why:
+                rung.error = rung.error or why
 
     def raise_error(self) -> None:
         """Raise the error of the first rung that has one."""

@@ -32,6 +32,9 @@ MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
 COLD_SHARE = 1e-3  #: Fraction of a call below which reading its inputs anew does not matter.
 SLOWED = 1.3
 """An arm whose timed calls take this many times as long as its first calls is reported."""
+LARGE_SHARE = 1 / 20
+"""Fraction of the GPU's memory above which the arms use one set of inputs in turn, and their
+outputs are not kept: up to 40 % of the memory, this leaves room for the reference's result."""
 WARM_SETS = 3  #: Input sets with a warm cache: successive calls get different data.
 NEW_VALUES_OFFSET = 250_031
 """Added to a set's seed to draw the new values of ``check_with_new_inputs``."""
@@ -81,6 +84,13 @@ class Sampler:
         self.bound.progress("preparing")
         self._prebuilt.clear()
         self.sets = input_sets(device.gpu, self.bound.claim.cache, self.bound.set_bytes)
+        memory_bytes = device.gpu.memory_bytes if device.gpu else 0
+        self.large = bool(memory_bytes) and self.bound.effects.nbytes > LARGE_SHARE * memory_bytes
+        if self.large:
+            self.sets = 1
+            self.notes.append(
+                "too large to keep the outputs of timed calls: the arms were checked once more"
+            )
         first = self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
         for arm in first:
             block = device.block(arm.calls[:1], Mode.WALL)
@@ -108,6 +118,11 @@ class Sampler:
         """Wait for stable clocks; choose the mode, the calls per block and the rounds."""
         self.bound.progress("warming up")
         buffers = next(iter(self._prebuilt.values()))
+        for arm in buffers if self.metric is Metric.DEVICE else ():
+            try:
+                self.device.refuse_unjoined(arm.calls[0])
+            except InvalidMeasurement as why:
+                raise InvalidMeasurement(f"{arm.name}: {why}") from None
         first_calls = [b.calls[0] for b in buffers]
         self.device.stabilize_clocks(lambda: [call() for call in first_calls])
         seconds = {b.name: self._estimate_s(b.calls) for b in buffers}
@@ -148,12 +163,13 @@ class Sampler:
         bound = self.bound
         names = self.ladder.arms
         bound.random.shuffle(names)  # the order of allocation must not favour an arm
-        buffers = []
+        buffers: list[ArmBuffers] = []
         for name in names:
             padding = self.device.random_padding(bound.random)
             sets, calls = [], []
             for i in range(self.sets):
-                inputs = bound.make_inputs(seed + i)
+                shared = self.large and buffers
+                inputs = buffers[0].inputs[0] if shared else bound.make_inputs(seed + i)
                 tensors.poison(inputs.args, bound.effects.write_only)
                 call = self.ladder.prepare(name, inputs)
                 sets.append(inputs)
@@ -213,6 +229,7 @@ class Sampler:
 
     def replicate(self, seed: int) -> Replicate:
         """Time each arm on its own buffers, and queue the last outputs for verification."""
+        self._timed = None  # frees the buffers of the previous replicate
         buffers = self._prebuilt.pop(seed, [])
         # Free cached memory, so that new buffers, or outputs allocated in the calls, get new
         # addresses. With prebuilt buffers, graph and wall mode skip this: a graph owns its memory,
@@ -235,7 +252,8 @@ class Sampler:
             round_, repeats, state = self._undisturbed_round(by_name, state)
             rounds.append(round_)
             repeated += repeats
-        self._verify_later(buffers, seed)
+        if not self.large:
+            self._verify_later(buffers, seed)
         self._timed = seed, by_name
         del padding
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
@@ -304,6 +322,12 @@ class Sampler:
         if self._timed is None:
             return
         seed, buffers = self._timed
+        if self.large:
+            del buffers
+            self._timed = None
+            self.device.release()
+            self.ladder.check_anew(seed)
+            return
         last = self.sets - 1
         seed, values_seed = seed + last, seed + NEW_VALUES_OFFSET
         new = bound.make_inputs_with(seed, values_seed)

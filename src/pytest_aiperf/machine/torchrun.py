@@ -132,6 +132,7 @@ class Rank:
     def __init__(self, job: RankJob) -> None:
         self._file = Path(job.scratch, f"rank-{os.environ['RANK']}.json")
         self._exit = RankExit()
+        isolation.turn_off_tracers()
         # torchrun stops the other ranks with SIGTERM when one fails. faulthandler writes a trace
         # then, even inside a collective that never returns; a rank that crashed has written none.
         self._trace = self._file.with_suffix(".trace").open("w")

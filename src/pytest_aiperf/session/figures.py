@@ -12,9 +12,10 @@ from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.device.device import Device
-from pytest_aiperf.errors import AiperfError
+from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.model import Gpu, Result
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
+from pytest_aiperf.rules import validity
 
 from .cuda_machine import Machine
 
@@ -63,6 +64,8 @@ class SharedFigures:
         with_work = [(c, t) for c, t in claims if c.work] or list(claims)
         try:
             measure.refuse_debug_environment()
+            if problem := validity.tracer_problem():
+                raise InvalidMeasurement(problem)
             floor, ceilings = self._for_claim(*with_work[0], gpus, machine)
         except AiperfError as error:
             return [(measure.failed(_unmeasured(c, t), error), error) for c, t in claims]

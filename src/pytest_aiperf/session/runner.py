@@ -28,6 +28,7 @@ from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.records import results
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import stats
+from pytest_aiperf.rules.verdict import noise_problem
 from pytest_aiperf.schema import from_json, to_json
 
 from . import SESSION
@@ -101,6 +102,8 @@ class Runner:
         self.session = session
         self.settings = session.settings
         self.ladders: dict[str, list[pytest.Item]] = {}  # the rungs of each rung's ladder
+        self.terminal: Any = None  # None on an xdist worker
+        self.noise_shown = False
         if session.role is Role.WORKER:
             # Linux kills this worker when the controller ends. An exception in the worker instead
             # could leave xdist's locks held for ever. The supervisor of a claim that is running
@@ -142,6 +145,7 @@ class Runner:
             report.aiperf = {  # type: ignore[attr-defined]
                 "verdict": result.verdict and result.verdict.value,
                 "speedup": result.speedup and result.speedup.value,
+                "noise": noise_problem(result.floor),
             }
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
@@ -330,10 +334,18 @@ class Runner:
             return replace(result, outcome=outcome, message=reason.removeprefix(NOT_RUN))
         return result
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logreport(self) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.session.live is not None:
             self.session.live.clear()
+        noise = getattr(report, "aiperf", {}).get("noise")
+        if noise and self.terminal is not None and not self.noise_shown:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(noise, yellow=True)
+            self.noise_shown = True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Iterator[None]:
