@@ -24,7 +24,8 @@ from .stopping_rule import StoppingRule
 MAX_REPEATS = 3
 """Most repeats of a disturbed round: the first at once, the others after the clocks are stable."""
 CHECKED_CALLS = 5  #: Successive calls to check: an arm may skip the work of every n-th call.
-SLOW_CALL_S = 0.01  #: Of calls slower than this, only two are checked, to save time.
+SLOW_CALL_S = 0.01
+"""Of calls slower than this, only two are checked, to save time; of large ones, to save memory."""
 PREBUILT_SHARE = 1 / 32
 """Fraction of the GPU's memory for inputs that are built before the exclusive lock is taken."""
 MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
@@ -131,7 +132,9 @@ class Sampler:
         first_run_s = self._choose_mode(buffers, seconds)
         # a block uses at most one set per call
         self.sets = min(self.sets, max(self.calls.values()))
-        self.checked_calls = CHECKED_CALLS if max(seconds.values()) < SLOW_CALL_S else 2
+        outputs = self.bound.effects.nbytes * len(self.ladder.arms)
+        is_cheap = max(seconds.values()) < SLOW_CALL_S and outputs < self.bound.kept_bytes
+        self.checked_calls = CHECKED_CALLS if is_cheap else 2
         # A round takes at least as long as the host needs to enqueue its blocks. The maximum over
         # the ranks makes all of them choose the same number of rounds.
         first_run_s = self.device.ranks.max(first_run_s)
@@ -317,19 +320,35 @@ class Sampler:
         copied in stream order: a wait before the copy would hide work that the stream does not
         wait for. Then the timed block runs on the new values, and the buffers are freed.
         """
-        bound = self.bound
         self._prebuilt.clear()  # buffers of replicates that were not run
         if self._timed is None:
             return
-        seed, buffers = self._timed
+        seed = self._timed[0] + self.sets - 1  # the seed of the last set
         if self.large:
-            del buffers
             self._timed = None
             self.device.release()
             self.ladder.check_anew(seed)
             return
-        last = self.sets - 1
-        seed, values_seed = seed + last, seed + NEW_VALUES_OFFSET
+        values_seed = seed + NEW_VALUES_OFFSET
+        results, block_results = self._call_with_new_values(seed, values_seed)
+        self._timed = None  # leaves the memory of the buffers to the reference
+        when = "on values that were put into the timed inputs"
+        self.ladder.verify_later(results[1::2], seed, when)
+        self.ladder.verify_later(results[::2], seed, when, values_seed)
+        when = "when the timed block ran on other values"
+        self.ladder.verify_later(block_results, seed, when, values_seed)
+
+    def _call_with_new_values(
+        self, seed: int, values_seed: int
+    ) -> tuple[list[dict[str, list[NamedTensor]]], list[dict[str, list[NamedTensor]]]]:
+        """Return copies of the arms' results, of successive calls and of the timed block.
+
+        Successive calls get the values of ``values_seed`` and of ``seed`` in turn, the block the
+        former. The block is left out if its calls update their inputs: the reference does it once.
+        """
+        assert self._timed is not None
+        _, buffers = self._timed
+        bound, last = self.bound, self.sets - 1
         new = bound.make_inputs_with(seed, values_seed)
         values = (new, bound.make_inputs(seed))
 
@@ -346,19 +365,15 @@ class Sampler:
                 block = self.device.block([partial(self._call, buffers[name], last)], Mode.WALL)
                 block.run()
                 outputs[name] = agreement.copies(cast("list[NamedTensor]", block.last))
-        when = "on values that were put into the timed inputs"
-        self.ladder.verify_later(results[1::2], seed, when)
-        self.ladder.verify_later(results[::2], seed, when, values_seed)
-        if not bound.effects.updates:  # a block makes several updates, the reference only one
-            block_outputs: dict[str, list[NamedTensor]] = {}
-            for name in names:
-                arm = buffers[name]
-                overwrite(arm, new)
-                arm.block.run_untimed()
-                block_outputs[name] = bound.output_copies(arm.block.last, arm.inputs[last])
-            when = "when the timed block ran on other values"
-            self.ladder.verify_later([block_outputs], seed, when, values_seed)
-        self._timed = None
+        if bound.effects.updates:
+            return results, []
+        block_results: dict[str, list[NamedTensor]] = {}
+        for name in names:
+            arm = buffers[name]
+            overwrite(arm, new)
+            arm.block.run_untimed()
+            block_results[name] = bound.output_copies(arm.block.last, arm.inputs[last])
+        return results, [block_results]
 
     def _call(self, arm: ArmBuffers, i: int) -> list[NamedTensor]:
         """Call an arm and copy its outputs at once, in the order of the device's stream."""

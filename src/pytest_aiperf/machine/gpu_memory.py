@@ -39,10 +39,11 @@ def footprint(input_bytes: int, arms: int, sets: int) -> int:
     ``input_bytes`` is the size of one set of inputs and of the result, ``arms`` the number of arms
     in one measurement and ``sets`` the number of input sets that each arm rotates through. While
     agreement is checked, there are one set, a copy of each arm's result, and the reference. While
-    the arms are timed, each has its own sets, and two more are made to check the outputs.
+    the arms are timed, each has its own sets; two more sets and copies of each arm's results from
+    two calls are made to check the outputs.
     """
     checked = 1 + arms + REFERENCE_SETS
-    timed = arms * sets + 2
+    timed = arms * sets + 2 + 2 * arms
     return CONTEXT_BYTES + input_bytes * max(checked, timed)
 
 
