@@ -270,7 +270,7 @@ class Trace:
     copying: float = 0.0  #: Seconds in which at least one copy ran.
     hidden: float = 0.0  #: Seconds of these in which a kernel ran as well.
     copied: Mapping[str, int] = field(default_factory=dict)
-    """Bytes copied, by direction, such as "host to device"."""
+    """Bytes copied, by direction and kind of host memory, such as "host to device (pinned)"."""
     api_calls: int | None = None  #: Number of CUDA API calls; None if they were not traced.
 
 

@@ -23,7 +23,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from pytest_aiperf import Bench, Compare, Work
+from pytest_aiperf import Bench, Compare, Work, evidence
 
 BLOCKS, READERS = 8, 4
 LATENCY_S = 3e-3  # simulated wait per block
@@ -76,4 +76,6 @@ def test_prefetch_thread_host(compare: Compare) -> None:
         reference=sequential_digests,
         metric="wall",
         cache="warm",
+        # besides the waits for storage, each reader waits for work at least once
+        evidence=[evidence.context_switches(min=BLOCKS + READERS)],
     )

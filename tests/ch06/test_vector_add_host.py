@@ -14,7 +14,7 @@ instead of three.
 import numpy as np
 import pytest
 
-from pytest_aiperf import Bench, Compare, Work, prepared
+from pytest_aiperf import Bench, Compare, Work, evidence, prepared
 
 
 def vectors(bench: Bench) -> tuple[np.ndarray, np.ndarray]:
@@ -42,4 +42,6 @@ def test_vector_add_host(compare: Compare) -> None:
         work=lambda rows, bias: Work(read=rows.nbytes, written=rows.nbytes),
         reference=lambda rows, bias: rows.astype(np.float64) + bias,
         metric="wall",
+        # 32 MiB of fresh memory are 16 faults if all its pages are huge, otherwise up to 8192
+        evidence=[evidence.page_faults(max=8)],
     )

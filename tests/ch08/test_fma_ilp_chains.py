@@ -18,10 +18,12 @@ import torch
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
 ISSUE_RATE = "smsp__issue_active.avg.per_cycle_active"
+# The latency allows an issue rate of chains / 4. The end of the loop costs about 8 clocks per 64,
+# and the start about 4000 of 40,000; the bounds leave 20 to 25 % for both.
 EVIDENCE = {  # kernel, FMAs in the loop body (16 steps unrolled), instructions issued per clock
-    "chains_2": ("Chains2", 32, 0.45),
-    "chains_4": ("Chains4", 64, 0.85),
-    "chains_8": ("Chains8", 128, 0.85),
+    "chains_2": ("Chains2", 32, 0.4),
+    "chains_4": ("Chains4", 64, 0.75),
+    "chains_8": ("Chains8", 128, 0.8),
 }
 
 

@@ -177,7 +177,7 @@ def test_the_reason_of_a_missing_figure_is_part_of_its_finding():
 TRACE = Trace(
     launches=2, kernels=4, copies=2, busy=8.0, span=10.0, names=("void copy<4>(float *)", "gemm"),
     counts=(3, 1), grids=(64, 0), total=12.0, copying=4.0, hidden=3.0,
-    copied={"host to device": 100}, api_calls=9,
+    copied={"host to device (pinned)": 70, "host to device (pageable)": 30}, api_calls=9,
 )  # fmt: skip
 
 
@@ -195,6 +195,7 @@ TRACE = Trace(
         (evidence.overlap(min=1), 1.5),
         (evidence.overlap(of="copies", min=1), 0.75),
         (evidence.copied_bytes("host to device", max=1), 100),
+        (evidence.copied_bytes("host to device", memory="pageable", max=0), 30),
         (evidence.copied_bytes("device to host", max=1), 0),
         (evidence.api_calls(max=1), 9),
         (evidence.busy_share(min=1), 0.8),
@@ -336,6 +337,10 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
         (
             lambda: evidence.copied_bytes("htod", max=1),
             r"copied_bytes\('htod'\): use one of host to",
+        ),
+        (
+            lambda: evidence.copied_bytes("host to device", memory="managed", max=1),
+            r"copied_bytes\(memory='managed'\): use 'pageable' or 'pinned'",
         ),
     ],
 )

@@ -72,16 +72,23 @@ def test_overlap_and_copies_by_direction():
             item("k", 0.0, 10.0, 1),
             item("k", 5.0, 10.0, 2),
             item("Memcpy HtoD (Pinned -> Device)", 12.0, 6.0, 3, "gpu_memcpy", bytes=100),
-            item("Memcpy HtoD (Pinned -> Device)", 20.0, 2.0, 4, "gpu_memcpy", bytes=50),
+            item("Memcpy HtoD (Pinned -> Device)", 20.0, 1.0, 4, "gpu_memcpy", bytes=50),
+            item("Memcpy HtoD (Pageable -> Device)", 21.0, 1.0, 7, "gpu_memcpy", bytes=3),
             item("Memcpy DtoH (Device -> Pinned)", 21.0, 2.0, 5, "gpu_memcpy", bytes=7),
+            item("Memcpy DtoD (Device -> Device)", 22.0, 1.0, 8, "gpu_memcpy", bytes=11),
             item("Memset (Device)", 30.0, 1.0, 6, "gpu_memset", bytes=9),
         ]
     )
-    assert found.total == pytest.approx(31e-6)
+    assert found.total == pytest.approx(32e-6)
     assert found.busy == pytest.approx(22e-6)
     assert found.copying == pytest.approx(9e-6)
     assert found.hidden == pytest.approx(3e-6)
-    assert found.copied == {"host to device": 150, "device to host": 7}
+    assert found.copied == {
+        "host to device (pinned)": 150,
+        "host to device (pageable)": 3,
+        "device to host (pinned)": 7,
+        "device to device": 11,
+    }
     assert found.api_calls is None
 
 

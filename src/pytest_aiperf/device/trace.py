@@ -28,6 +28,8 @@ _DIRECTIONS: Final = {
     "DtoD": "device to device", "PtoP": "peer to peer",
 }  # fmt: skip
 """Kind of a copy, by the abbreviation in its event's name."""
+_HOST_MEMORY: Final = {"Pageable": " (pageable)", "Pinned": " (pinned)"}
+"""Suffix of a copy's kind, by the kind of host memory in its event's name."""
 
 
 def trace(
@@ -185,7 +187,8 @@ def _summary(work: Sequence[Activity], api_calls: int | None) -> Trace:
             counts[activity.name] += 1
             grids[activity.name] = max(grids[activity.name], activity.grid)
         elif activity.is_copy:
-            copied[activity.kind] += activity.bytes
+            memory = (suffix for kind, suffix in _HOST_MEMORY.items() if kind in activity.name)
+            copied[activity.kind + next(memory, "")] += activity.bytes
     busy, span = busy_and_span(work)
     running = [(activity.start, activity.end) for activity in work if activity.kind == "kernel"]
     copying = [(activity.start, activity.end) for activity in work if activity.is_copy]

@@ -21,6 +21,7 @@ from pytest_aiperf.model import (
 Bound = float | None
 Per = Literal["", "baseline", "work"]
 Direction = Literal["host to device", "device to host", "device to device", "peer to peer"]
+HostMemory = Literal["", "pageable", "pinned"]
 DIRECTIONS: Final = get_args(Direction)
 
 
@@ -86,17 +87,26 @@ def overlap(*, min: Bound = None, max: Bound = None, of: Literal["", "copies"] =
 
 
 def copied_bytes(
-    direction: Direction, *, min: Bound = None, max: Bound = None, per: Per = ""
+    direction: Direction,
+    *,
+    memory: HostMemory = "",
+    min: Bound = None,
+    max: Bound = None,
+    per: Per = "",
 ) -> Evidence:
     """Bound the bytes that one call copies in a direction, such as "host to device".
 
-    Only copies by the CUDA API count, not those that kernels make.
+    With ``memory``, only copies from or to this kind of host memory count. Only copies by the CUDA
+    API count, not those that kernels make.
     """
     if direction not in DIRECTIONS:
         raise UsageError(
             f"evidence.copied_bytes({direction!r}): use one of {', '.join(DIRECTIONS)}"
         )
-    return _evidence(EvidenceKind.COPIED_BYTES, direction, min=min, max=max, per=per)
+    if memory not in get_args(HostMemory):
+        raise UsageError(f"evidence.copied_bytes(memory={memory!r}): use 'pageable' or 'pinned'")
+    of = f"{direction} ({memory})" if memory else direction
+    return _evidence(EvidenceKind.COPIED_BYTES, of, min=min, max=max, per=per)
 
 
 def api_calls(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
@@ -179,6 +189,10 @@ def _overlap(piece: Evidence, trace: Trace) -> float | None:
     return trace.total / trace.busy if trace.busy else None
 
 
+def _copied(piece: Evidence, trace: Trace) -> float:
+    return sum(size for kind, size in trace.copied.items() if kind.startswith(piece.of))
+
+
 _KINDS: Final = {
     EvidenceKind.OPCODE: _Kind("{of}"),
     EvidenceKind.REGISTERS: _Kind("registers per thread"),
@@ -189,9 +203,7 @@ _KINDS: Final = {
     EvidenceKind.KERNEL_NAME: _Kind("kernels named {of} per call", _count),
     EvidenceKind.GRID_SIZE: _Kind("blocks in the largest launch", _grid),
     EvidenceKind.OVERLAP: _Kind("overlap of {of}", _overlap),
-    EvidenceKind.COPIED_BYTES: _Kind(
-        "bytes copied {of} per call", lambda piece, trace: trace.copied.get(piece.of, 0)
-    ),
+    EvidenceKind.COPIED_BYTES: _Kind("bytes copied {of} per call", _copied),
     EvidenceKind.API_CALLS: _Kind("API calls per call", lambda _, trace: trace.api_calls),
     EvidenceKind.BUSY_SHARE: _Kind(
         "of its time busy", lambda _, trace: trace.busy / trace.span if trace.span else None
