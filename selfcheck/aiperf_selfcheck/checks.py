@@ -19,13 +19,33 @@ from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import L2_SPANS, rotation
 
 from . import other_timers
-from .ground_truth import SHORT, Comparison, HeatedDevice, Workbench, calibrate_slowdown, compare
+from .ground_truth import (
+    SHORT,
+    Comparison,
+    HeatedDevice,
+    Workbench,
+    calibrate_slowdown,
+    compare,
+    compare_ladder,
+    spin_arm,
+    time_ladder,
+)
 
 SPINS_S: Final = (2e-6, 5e-6, 2e-5, 1e-4, 1e-3, 5e-3, 2e-2, 1e-1)
 """Durations of the spin kernels: from the shortest to the longest call of usual claims."""
 
+LADDER_SPINS_S: Final = (2e-5, 5e-5, 1e-4, 1e-3, 5e-3)
+"""Durations of the spin kernels of a ladder: slow arms must have fewer calls per block than fast
+ones, because one block would otherwise take up to 125 ms."""
+
+LADDER_ARMS: Final = 5
+"""Arms of the ladders of ``power_ladder`` and ``aa_ladder``."""
+
 SLOWDOWNS: Final = (0.005, 0.01, 0.02, 0.05)
 """Fractions by which ``power`` slows one arm: claims stop at an interval half-width of 0.005."""
+
+LADDER_SLOWDOWNS: Final = (0.02, 0.05)
+"""Fractions by which ``power_ladder`` slows one arm: ``power`` must detect both nearly always."""
 
 _DEVICE_MODES: Final = (Mode.GRAPH, Mode.BACKLOG, Mode.PLAIN)
 """Modes that measure time on the GPU; the remaining mode, wall, measures time on the host."""
@@ -51,6 +71,8 @@ class Scale:
     """Comparisons of identical arms in ``aa``, for all kinds of arms together."""
     power: int
     """Comparisons per slowdown in ``power``."""
+    ladders: int
+    """Ladders in ``aa_ladder``, and ladders per slowdown in ``power_ladder``."""
     drift: int
     """Comparisons in ``drift`` per kind of arms on a heated GPU, and as many on a rested GPU."""
     repeat: int
@@ -59,8 +81,10 @@ class Scale:
     """Cases of ``rivals`` that every timer judges."""
 
 
-FULL: Final = Scale(runs=9, aa=300, power=24, drift=5, repeat=10, cases=len(other_timers.CASES))
-QUICK: Final = Scale(runs=3, aa=24, power=4, drift=1, repeat=2, cases=4)
+FULL: Final = Scale(
+    runs=9, aa=300, power=24, ladders=16, drift=5, repeat=10, cases=len(other_timers.CASES)
+)
+QUICK: Final = Scale(runs=3, aa=24, power=4, ladders=2, drift=1, repeat=2, cases=4)
 
 
 def spin(workbench: Workbench, scale: Scale) -> Figures:
@@ -81,13 +105,7 @@ def spin(workbench: Workbench, scale: Scale) -> Figures:
     for mode in _DEVICE_MODES:
         points = [_time_spins(workbench, mode, seconds, scale.runs) for seconds in SPINS_S]
         fitted = [p for p, s in zip(points, SPINS_S, strict=True) if _is_used(mode, s)]
-        slope, per_call_s, per_block_s = fit(*zip(*fitted, strict=True))
-        fits[mode.value] = {
-            "slope": slope,
-            "a_call_us": per_call_s * 1e6,
-            "a_block_us": per_block_s * 1e6,
-            "over_us": [round((got - true) / calls * 1e6, 3) for true, calls, got in points],
-        }
+        fits[mode.value] = _fit_figures(points, fitted)
     pairs = [
         [_time_spins(workbench, Mode.WALL, seconds, 1) for seconds in (SPINS_S[-1], SPINS_S[-2])]
         for _ in range(scale.runs)
@@ -96,14 +114,55 @@ def spin(workbench: Workbench, scale: Scale) -> Figures:
     return {"seconds": list(SPINS_S), **fits, "host_clock": host}
 
 
+def spin_ladder(workbench: Workbench, scale: Scale) -> Figures:
+    """Fit the times of kernels that spin for 20 µs to 5 ms and are timed in one ladder.
+
+    The true times are measured as in ``spin``, once before the ladder and once after it.
+    """
+
+    def true_times() -> list[float]:
+        points = (_time_spins(workbench, Mode.GRAPH, s, scale.runs) for s in LADDER_SPINS_S)
+        return [true_s / calls for true_s, calls, _ in points]
+
+    arms = [spin_arm(workbench, seconds) for seconds in LADDER_SPINS_S]
+    inputs, _ = workbench.kinds["add"]
+    before = true_times()
+    # spin kernels read nothing, so their inputs need not rotate to stay out of the cache
+    ladder, timing = time_ladder(workbench.device, inputs, arms, SHORT, workbench.seed(), "warm")
+    truths = map(statistics.fmean, zip(before, true_times(), strict=True))
+    points = []
+    for true_s, name in zip(truths, ladder.arms, strict=True):
+        calls = timing.calls[name]
+        measured_s = stats.mean_call_s(timing.replicates, name)
+        points.append((true_s * calls, calls, measured_s * calls))
+    return {
+        "arms": len(arms),
+        "calls": [calls for _, calls, _ in points],
+        timing.mode.value: _fit_figures(points, points),
+    }
+
+
+_Point = tuple[float, int, float]
+"""True seconds of a block of spins, its number of calls and its measured seconds."""
+
+
+def _fit_figures(points: Sequence[_Point], fitted: Sequence[_Point]) -> Figures:
+    """Return the fit to the points in ``fitted``, and each point's excess time per call."""
+    slope, per_call_s, per_block_s = fit(*zip(*fitted, strict=True))
+    return {
+        "slope": slope,
+        "a_call_us": per_call_s * 1e6,
+        "a_block_us": per_block_s * 1e6,
+        "over_us": [round((got - true) / calls * 1e6, 3) for true, calls, got in points],
+    }
+
+
 def _is_used(mode: Mode, seconds: float) -> bool:
     return mode is not Mode.PLAIN or seconds >= _PLAIN_FROM_S
 
 
-def _time_spins(
-    workbench: Workbench, mode: Mode, seconds: float, runs: int
-) -> tuple[float, int, float]:
-    """Return the true seconds of a block of spins, its number of calls and measured seconds."""
+def _time_spins(workbench: Workbench, mode: Mode, seconds: float, runs: int) -> _Point:
+    """Time a block of spins, and a reference block before each of its runs."""
     calls = 1 if mode is Mode.WALL else calls_per_block(mode, seconds, seconds)
     block, reference = (
         workbench.device.block([partial(kernel, seconds)] * calls, mode)
@@ -214,29 +273,43 @@ def modes(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def aa(workbench: Workbench, scale: Scale) -> Figures:
-    """Compare identical arms, each time with new allocations; repeat each false alarm.
+    """Compare two identical arms, each time with new allocations; repeat each false alarm.
 
-    The plugin measures a failed claim a second time, so a false alarm is measured twice, too.
     ``confirmed`` counts the false alarms with the same verdict in both measurements.
     """
+    return _compare_identical(workbench, "aa", 2, scale.aa)
+
+
+def aa_ladder(workbench: Workbench, scale: Scale) -> Figures:
+    """Compare identical arms as ``aa`` does, but in ladders: four arms with the same baseline.
+
+    Each rung is judged by its own 99 % interval, as every claim is; the interval is not widened for
+    the number of rungs. So the bound on false alarms is per comparison, not per ladder.
+    """
+    return _compare_identical(workbench, "aa_ladder", LADDER_ARMS, scale.ladders)
+
+
+def _compare_identical(workbench: Workbench, part: str, arms: int, measurements: int) -> Figures:
     noise_floor = workbench.noise_floor()
     comparisons: dict[str, list[Comparison]] = {name: [] for name in workbench.kinds}
     confirmed = 0
     error = ""
     try:
-        for name, i in _cycle(workbench.kinds, scale.aa):
+        for name, i in _cycle(workbench.kinds, measurements):
             inputs, arm = workbench.kinds[name]
-            measure = partial(compare, workbench.device, inputs, (arm, arm), noise_floor)
-            comparison = measure(SHORT, workbench.seed())
-            if comparison.is_alarm:
+            measure = partial(compare_ladder, workbench.device, inputs, [arm] * arms, noise_floor)
+            of_ladder = measure(SHORT, workbench.seed())
+            if any(c.is_alarm for c in of_ladder):
                 again = measure(STANDARD, workbench.seed())
-                confirmed += again.verdict is comparison.verdict
-            comparisons[name].append(comparison)
-            _progress(workbench, "aa", i, scale.aa)
+                both = zip(of_ladder, again, strict=True)
+                confirmed += sum(c.is_alarm and c.verdict is a.verdict for c, a in both)
+            comparisons[name] += of_ladder
+            _progress(workbench, part, i, measurements)
     except Exception as why:  # noqa: BLE001  after any error, keep the earlier comparisons
         workbench.progress(traceback.format_exc())
         error = f"{type(why).__name__}: {why}"
     return {
+        "arms": arms,
         "broken": error,
         "floor": noise_floor,
         **aggregate([c for of_kind in comparisons.values() for c in of_kind]),
@@ -246,7 +319,11 @@ def aa(workbench: Workbench, scale: Scale) -> Figures:
 
 
 def aggregate(comparisons: Sequence[Comparison]) -> Figures:
-    """Count verdicts on identical arms; average interval widths and standard deviations."""
+    """Count verdicts on identical arms; average interval widths and standard deviations.
+
+    ``without_1`` counts the 99 % intervals that do not contain 1, the true ratio. Unlike a false
+    alarm, such an interval need not lie beyond the noise floor.
+    """
     valid = [c for c in comparisons if c.ratio]
     ratios = [c.ratio.value for c in comparisons if c.ratio]
     widths = [stats.half_width(c.ratio) for c in comparisons if c.ratio]
@@ -255,6 +332,7 @@ def aggregate(comparisons: Sequence[Comparison]) -> Figures:
         "comparisons": len(comparisons),
         "refused": len(comparisons) - len(valid),
         "false_alarms": sum(c.is_alarm for c in comparisons),
+        "without_1": sum(not c.ratio.low <= 1 <= c.ratio.high for c in comparisons if c.ratio),
         "beyond_3_percent": sum(max(ratio, 1 / ratio) >= 1.03 for ratio in ratios),
         "half_width": statistics.median(widths) if widths else None,
         "replicate_sd": _pooled(c.replicate_sd for c in valid),
@@ -269,31 +347,61 @@ def _pooled(deviations: Iterable[float]) -> float | None:
 
 
 def power(workbench: Workbench, scale: Scale) -> Figures:
-    """Count how often a known slowdown of one arm, chosen at random, is detected."""
+    """Count how often a known slowdown of one of two arms, chosen at random, is detected."""
+    return _detect(workbench, "power", 2, SLOWDOWNS, scale.power)
+
+
+def power_ladder(workbench: Workbench, scale: Scale) -> Figures:
+    """Slow one of the five arms of a ladder, chosen at random; judge all rungs.
+
+    If the slow arm is the baseline, all rungs differ from it. Otherwise one rung does, and the
+    three others must be neither FASTER nor SLOWER.
+    """
+    return _detect(workbench, "power_ladder", LADDER_ARMS, LADDER_SLOWDOWNS, scale.ladders)
+
+
+def _detect(
+    workbench: Workbench, part: str, arms: int, slowdowns: Sequence[float], measurements: int
+) -> Figures:
     noise_floor = workbench.noise_floor()
-    slowdowns = {n: calibrate_slowdown(workbench, kind) for n, kind in workbench.kinds.items()}
-    figures: Figures = {}
-    for share in SLOWDOWNS:
-        seen = wrong = refused = 0
-        log_ratios = []
-        for name, i in _cycle(workbench.kinds, scale.power):
-            slow, fast = slowdowns[name](share)
-            is_faster = workbench.random.random() < 0.5
-            arms = (slow, fast) if is_faster else (fast, slow)
-            inputs, _ = workbench.kinds[name]
-            comparison = compare(
-                workbench.device, inputs, arms, noise_floor, SHORT, workbench.seed()
-            )
-            seen += comparison.verdict is (Verdict.FASTER if is_faster else Verdict.SLOWER)
-            wrong += comparison.verdict is (Verdict.SLOWER if is_faster else Verdict.FASTER)
-            refused += comparison.ratio is None
-            if comparison.ratio:
-                log_ratios.append(math.log(comparison.ratio.value) * (1 if is_faster else -1))
-            _progress(workbench, f"power at {share:.1%}", i, scale.power)
-        mean = math.expm1(statistics.fmean(log_ratios)) if log_ratios else None
+    slowed = {n: calibrate_slowdown(workbench, kind) for n, kind in workbench.kinds.items()}
+    figures: Figures = {"arms": arms}
+    for share in slowdowns:
+        seen = wrong = 0
+        log_ratios: list[float] = []
+        different: list[Comparison] = []
+        equal: list[Comparison] = []
+        for name, i in _cycle(workbench.kinds, measurements):
+            slow, fast = slowed[name](share)
+            ladder = [fast] * arms
+            slow_index = workbench.random.randrange(arms)
+            ladder[slow_index] = slow
+            comparisons = compare_ladder(
+                workbench.device, workbench.kinds[name][0], ladder, noise_floor, SHORT,
+                workbench.seed(),
+            )  # fmt: skip
+            right, opposite, sign = Verdict.SLOWER, Verdict.FASTER, -1
+            if slow_index == 0:
+                right, opposite, sign = opposite, right, 1
+            for index, comparison in enumerate(comparisons, 1):
+                if slow_index not in (0, index):
+                    equal.append(comparison)
+                    continue
+                different.append(comparison)
+                seen += comparison.verdict is right
+                wrong += comparison.verdict is opposite
+                if comparison.ratio:
+                    log_ratios.append(sign * math.log(comparison.ratio.value))
+            _progress(workbench, f"{part} at {share:.1%}", i, measurements)
         figures[f"{share:g}"] = {
-            "of": scale.power, "seen": seen, "wrong": wrong, "refused": refused, "mean": mean,
-        }  # fmt: skip
+            "of": len(different),
+            "seen": seen,
+            "wrong": wrong,
+            "refused": sum(c.ratio is None for c in (*different, *equal)),
+            "mean": math.expm1(statistics.fmean(log_ratios)) if log_ratios else None,
+            "equal": len(equal),
+            "false_alarms": sum(c.is_alarm for c in equal),
+        }
     return figures
 
 
@@ -409,12 +517,15 @@ def _progress(workbench: Workbench, phase: str, done: int, of: int) -> None:
 
 PARTS: Final[Mapping[str, Callable[[Workbench, Scale], Figures]]] = {
     "spin": spin,
+    "spin_ladder": spin_ladder,
     "floor": floor,
     "flush": flush,
     "modes": modes,
     "drift": drift,
     "power": power,
+    "power_ladder": power_ladder,
     "aa": aa,
+    "aa_ladder": aa_ladder,
     "rivals": head_to_head,
     "repeat": repeat,
     "one": one,

@@ -31,7 +31,7 @@ def add_command(subcommands: Any) -> None:
     add = parser.add_argument
     add("record", metavar="RECORD.json", type=Path, nargs="?", help="record to show with --readme")
     add("--only", metavar="PART,...", help=f"parts to run, out of {', '.join(record.ALL)}")
-    add("--quick", action="store_true", help="smaller samples: about 90 seconds")
+    add("--quick", action="store_true", help="smaller samples: about 2 minutes")
     add("--json", metavar="FILE", type=Path, help="write each part's figures to this record")
     add("--readme", metavar="FILE", type=Path, help="write the tables of RECORD.json into FILE")
 
@@ -40,10 +40,10 @@ def prove(arguments: argparse.Namespace) -> int:
     """Check the harness on this machine's first GPU, against known answers.
 
     Measures kernels that spin for a known time, an empty kernel, cold and warm reads, identical
-    arms, arms slowed by 0.5 to 5 %, arms on a GPU that is heated between blocks, and one claim in
-    several processes. Other timers judge some of these comparisons, too. Takes about 8 minutes. The
-    exit status is 1 if a part fails or misses its bound. `--readme` measures nothing: it replaces
-    the text between `<!-- proof -->` and `<!-- /proof -->`.
+    arms, arms slowed by 0.5 to 5 %, ladders of five such arms, arms on a GPU that is heated between
+    blocks, and one claim in several processes. Other timers judge some of these comparisons, too.
+    Takes about 11 minutes. The exit status is 1 if a part fails or misses its bound. `--readme`
+    measures nothing: it replaces the text between `<!-- proof -->` and `<!-- /proof -->`.
     """
     if (arguments.readme is None) != (arguments.record is None):
         raise UsageError("--readme FILE needs a record: prove --readme README.md RECORD.json")

@@ -49,6 +49,16 @@ Arms = tuple[Arm, Arm]
 """A baseline and an optimized arm."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Distinct:
+    """An arm that equals no other: a ladder times arms that are equal only once."""
+
+    arm: Arm
+
+    def __call__(self, *args: object) -> object:
+        return self.arm(*args)
+
+
 @dataclass(slots=True)
 class Workbench:
     """A device, and calls with a known or adjustable duration on it."""
@@ -127,20 +137,61 @@ def compare(  # noqa: PLR0917  all callers use the same order
     cache: CacheName = "cold",
 ) -> Comparison:
     """Compare two arms in the way that a claim's arms are compared, with new allocations."""
+    [comparison] = compare_ladder(device, inputs, arms, noise_floor, rule, seed, cache)
+    return comparison
+
+
+def compare_ladder(  # noqa: PLR0917  in the order of compare()
+    device: Device,
+    inputs: Callable[[Bench], object],
+    arms: Sequence[Arm],
+    noise_floor: float,
+    rule: StoppingRule,
+    seed: int,
+    cache: CacheName = "cold",
+) -> list[Comparison]:
+    """Compare each arm after the first with the first, as the rungs of a ladder are compared.
+
+    Each comparison counts an equal part of the ladder's seconds.
+    """
     started = time.monotonic()
-    baseline, optimized = arms
-    claim = Claim({"baseline": baseline, "optimized": optimized}, inputs, baseline, cache=cache)
-    ladder = Ladder([BoundClaim(claim, device, seed, full=True)])
     try:
-        timing = measure_metric(ladder, Metric.DEVICE, rule)
+        ladder, timing = time_ladder(device, inputs, arms, rule, seed, cache)
     except InvalidMeasurement:
-        return Comparison(None, None, time.monotonic() - started)
+        seconds = (time.monotonic() - started) / (len(arms) - 1)
+        return [Comparison(None, None, seconds)] * (len(arms) - 1)
+    timings = [ladder.timing_of(rung, timing) for rung in ladder.rungs]
+    seconds = (time.monotonic() - started) / len(timings)
+    return [
+        Comparison(verdict(ratio, noise_floor), ratio, seconds, *deviations(of_rung))
+        for ratio, of_rung in zip(map(speedup, timings), timings, strict=True)
+    ]
+
+
+def time_ladder(  # noqa: PLR0917  in the order of compare()
+    device: Device,
+    inputs: Callable[[Bench], object],
+    arms: Sequence[Arm],
+    rule: StoppingRule,
+    seed: int,
+    cache: CacheName,
+) -> tuple[Ladder, Timing]:
+    """Time arms in one ladder whose rungs share the first arm as their baseline.
+
+    The ladder names its arms in the given order. All of them must return the same values, which are
+    checked. Raises InvalidMeasurement if a guard refuses the measurement.
+    """
+    baseline, *others = map(_Distinct, arms)
+    claims = [
+        Claim({"baseline": baseline, "optimized": other}, inputs, baseline, cache=cache)
+        for other in others
+    ]
+    ladder = Ladder([BoundClaim(claim, device, seed, full=True) for claim in claims])
+    try:
+        return ladder, measure_metric(ladder, Metric.DEVICE, rule)
     finally:
         ladder.verify()
         ladder.raise_error()
-    ratio = speedup(timing)
-    seconds = time.monotonic() - started
-    return Comparison(verdict(ratio, noise_floor), ratio, seconds, *deviations(timing))
 
 
 def deviations(timing: Timing) -> tuple[float, float]:
@@ -154,6 +205,16 @@ def deviations(timing: Timing) -> tuple[float, float]:
     ]
     replicate_sd = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
     return replicate_sd, math.sqrt(statistics.fmean(round_variances)) if round_variances else 0.0
+
+
+def spin_arm(workbench: Workbench, seconds: float) -> Arm:
+    """Return an arm that spins, and returns its first argument."""
+
+    def spin(*args: object) -> object:
+        workbench.spin(seconds)
+        return args[0]
+
+    return spin
 
 
 def calibrate_slowdown(workbench: Workbench, kind: NoiseProbe) -> Callable[[float], Arms]:

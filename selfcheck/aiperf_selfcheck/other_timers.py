@@ -14,7 +14,15 @@ from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.device.device import Call, NoiseProbe, now
 from pytest_aiperf.model import Bench, CacheName, Verdict
 
-from .ground_truth import Arm, Arms, HeatedDevice, Workbench, calibrate_slowdown, compare
+from .ground_truth import (
+    Arm,
+    Arms,
+    HeatedDevice,
+    Workbench,
+    calibrate_slowdown,
+    compare,
+    spin_arm,
+)
 
 THRESHOLD: Final = 1.02
 """A ratio above this, measured by another timer, counts as a difference. Other timers have no
@@ -152,19 +160,11 @@ def _arms(
             slowdowns[case.kind] = calibrate_slowdown(workbench, kind)
         slow, fast = slowdowns[case.kind](case.share) if case.share else (kind[1], kind[1])
     else:
-        kind = (workbench.kinds["add"][0], _spin_arm(workbench, case.kind))
-        slow, fast = _spin_arm(workbench, case.kind * (1 + case.share)), kind[1]
+        kind = (workbench.kinds["add"][0], spin_arm(workbench, case.kind))
+        slow, fast = spin_arm(workbench, case.kind * (1 + case.share)), kind[1]
     if case.host_overhead_s:
         fast = _with_host_overhead(fast, case.host_overhead_s)
     return kind, (slow, fast)
-
-
-def _spin_arm(workbench: Workbench, seconds: float) -> Arm:
-    def spin(*args: object) -> object:
-        workbench.spin(seconds)
-        return args[0]
-
-    return spin
 
 
 def _with_host_overhead(arm: Arm, seconds: float) -> Arm:

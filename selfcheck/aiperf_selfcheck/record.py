@@ -151,17 +151,26 @@ def rows(parts: Mapping[str, Figures]) -> list[Row]:
 
 
 def _spin(f: Figures) -> Iterator[Row]:
-    bound = "slope 1 ± 0.001, at most 0.6 µs per call"
     for mode in ("graph", "backlog", "plain"):
-        g, has_bound = f[mode], mode == "graph"
-        measured = f"slope {g['slope']:.5f}, {g['a_call_us']:+.2f} µs per call, "
-        measured += f"{g['a_block_us']:+.2f} µs per block"
-        is_met = abs(g["slope"] - 1) <= 1e-3 and abs(g["a_call_us"]) <= 0.6
-        check = f"spin kernels of 2 µs to 100 ms, {mode} mode"
-        yield Row(check, measured, bound if has_bound else "", is_met if has_bound else None)
+        yield _fit(f"spin kernels of 2 µs to 100 ms, {mode} mode", f[mode], mode)
     host = f["host_clock"]
     is_met = abs(host - 1) <= 1e-3
     yield Row("host's clock against the GPU's timer", f"{host:.5f}", "1 ± 0.001", is_met)
+
+
+def _spin_ladder(f: Figures) -> Iterator[Row]:
+    for mode in ("graph", "backlog", "plain"):
+        if mode in f:
+            yield _fit(f"spin kernels of 20 µs to 5 ms, {mode} mode{_arms(f)}", f[mode], mode)
+
+
+def _fit(check: str, g: Figures, mode: str) -> Row:
+    measured = f"slope {g['slope']:.5f}, {g['a_call_us']:+.2f} µs per call, "
+    measured += f"{g['a_block_us']:+.2f} µs per block"
+    if mode != "graph":
+        return Row(check, measured)
+    is_met = abs(g["slope"] - 1) <= 1e-3 and abs(g["a_call_us"]) <= 0.6
+    return Row(check, measured, "slope 1 ± 0.001, at most 0.6 µs per call", is_met)
 
 
 def _floor(f: Figures) -> Iterator[Row]:
@@ -202,17 +211,23 @@ def _drift(f: Figures) -> Iterator[Row]:
 
 def _power(f: Figures) -> Iterator[Row]:
     for share, required in (("0.005", 0.0), ("0.01", 0.8), ("0.02", 0.95), ("0.05", 1.0)):
+        if share not in f:
+            continue
         g = f[share]
         mean = "" if g["mean"] is None else f", mean {_percent(g['mean'])}"
         measured = f"{g['seen']} of {g['of']} detected, {g['wrong']} in the wrong direction"
         is_met = g["seen"] >= required * g["of"] and not g["wrong"]
         bound = f"at least {text.percent(required)} detected, " if required else ""
+        check = f"one arm {text.percent(float(share), 1)} slower{_arms(f)}"
         yield Row(
-            f"one arm {text.percent(float(share), 1)} slower",
+            check,
             f"{measured}{_refused(g)}{mean}",
             f"{bound}none in the wrong direction",
             is_met,
         )
+        if equal := g.get("equal"):  # arms of a ladder that are as fast as its baseline
+            alarms = g["false_alarms"]
+            yield Row(f"false alarms, {check}", f"{alarms} of {equal}", "none", not alarms)
 
 
 def _repeat(f: Figures) -> Iterator[Row]:
@@ -226,18 +241,26 @@ def _repeat(f: Figures) -> Iterator[Row]:
 def _aa(f: Figures) -> Iterator[Row]:
     n, alarms, beyond = f["comparisons"], f["false_alarms"], f["beyond_3_percent"]
     measured = f"{alarms} of {n}{_refused(f)}, {beyond} at 1.03x or more"
+    # older records do not have this count
+    measured += f", {f['without_1']} intervals without 1" if "without_1" in f else ""
     measured += f"; stopped by {f['broken']}" if f["broken"] else ""
     is_met = alarms <= 0.01 * n and not beyond and not f["broken"]
     bound = "at most 1 %, none at 1.03x or more"
-    yield Row("false alarms on identical arms", measured, bound, is_met)
+    yield Row(f"false alarms on identical arms{_arms(f)}", measured, bound, is_met)
     again = f["confirmed"]
-    yield Row(
-        "false alarms confirmed by a repeat", f"{again} of {n}", "at most 0.1 %", again <= 0.001 * n
-    )
+    check = f"false alarms confirmed by a repeat{_arms(f)}"
+    yield Row(check, f"{again} of {n}", "at most 0.1 %", again <= 0.001 * n)
     width = f["half_width"]
     if width is not None:
         measured = f"{_percent(width)}, {f['seconds_each']:.2g} s per comparison"
-        yield Row("median half-width of an interval", measured, "at most 0.5 %", width <= 0.005)
+        check = f"median half-width of an interval{_arms(f)}"
+        yield Row(check, measured, "at most 0.5 %", width <= 0.005)
+
+
+def _arms(f: Figures) -> str:
+    """Return the end of a check's name: the arms of a ladder; nothing for pairs of arms."""
+    arms = f.get("arms", 2)
+    return f", ladders of {arms} arms" if arms > 2 else ""
 
 
 def _refused(f: Figures) -> str:
@@ -245,8 +268,9 @@ def _refused(f: Figures) -> str:
 
 
 _ROWS: Final[Mapping[str, Callable[[Figures], Iterator[Row]]]] = {
-    "spin": _spin, "floor": _floor, "flush": _flush, "modes": _modes, "drift": _drift,
-    "power": _power, "repeat": _repeat, "aa": _aa,
+    "spin": _spin, "spin_ladder": _spin_ladder, "floor": _floor, "flush": _flush, "modes": _modes,
+    "drift": _drift, "power": _power, "power_ladder": _power, "repeat": _repeat, "aa": _aa,
+    "aa_ladder": _aa,
 }  # fmt: skip
 
 
@@ -255,8 +279,11 @@ def tables(parts: Mapping[str, Figures], escape_cell: Callable[[str], str] = str
     met = {None: "", True: "yes", False: "NO"}
     checks = [(r.check, r.measured, r.bound, met[r.is_met]) for r in rows(parts)]
     sections = [_table(("check", "measured", "bound", "met"), checks, escape_cell)]
-    if "kinds" in (f := parts.get("aa", {})):
-        head = ("identical arms", "false alarms", "half-width", "sd of replicates", "sd of rounds")
+    for f in (parts.get("aa", {}), parts.get("aa_ladder", {})):
+        if "kinds" not in f:
+            continue
+        arms = f"identical arms{_arms(f)}"
+        head = (arms, "false alarms", "half-width", "sd of replicates", "sd of rounds")
         kinds = [
             (kind, f"{g['false_alarms']} of {g['comparisons']}",
              *(_percent(g[name]) for name in ("half_width", "replicate_sd", "round_sd")))

@@ -21,12 +21,12 @@ from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.claim.stopping_rule import StoppingRule
 from pytest_aiperf.cli import main
-from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError
+from pytest_aiperf.errors import AiperfError, InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import Interval, Mode, Verdict
-from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Noise, spend
+from tests.fake_gpu import CEILINGS, FAKE_GPU, FakeDevice, Fault, Noise, spend
 
 ROOT = Path(__file__).parents[2]
-TINY = Scale(runs=2, aa=8, power=4, drift=1, repeat=3, cases=4)
+TINY = Scale(runs=2, aa=8, power=4, ladders=4, drift=1, repeat=3, cases=4)
 TIMES = {"copy": 60e-6, "gemm": 200e-6, "softmax": 65e-6, "add": 5e-6}
 FIXED_REPLICATES = StoppingRule(
     target_half_width=0,
@@ -159,6 +159,7 @@ def test_figures_of_identical_arms():
     figures = checks.aggregate(comparisons)
     assert (figures["comparisons"], figures["refused"], figures["false_alarms"]) == (5, 1, 2)
     assert figures["beyond_3_percent"] == 2  # 1.031 and 1 / 0.97
+    assert figures["without_1"] == 3
     assert figures["half_width"] == pytest.approx(0.004, rel=0.05)
     assert figures["replicate_sd"] == pytest.approx(0.0025)
     assert figures["round_sd"] == pytest.approx(0.001)
@@ -240,6 +241,85 @@ def test_wrong_block_times_are_detected():
     assert host.is_met is False
 
 
+def test_equal_arms_of_a_ladder_are_timed_apart():
+    arm = arm_of(1e-4)
+    device = FakeDevice(FAKE_GPU, CALM)
+    ladder, timing = ground_truth.time_ladder(
+        device, numbers, [arm] * 5, ground_truth.SHORT, 7, "cold"
+    )
+    assert len(ladder.arms) == 5
+    assert all(len(r.seconds) == 5 for p in timing.replicates for r in p.rounds)
+
+
+def test_the_arms_of_a_ladder_are_compared_with_the_first():
+    arms = [arm_of(100e-6 * (1 + slower)) for slower in (0, 0.1, 0.2, 0, -0.1)]
+    device = FakeDevice(FAKE_GPU, CALM)
+    compared = ground_truth.compare_ladder(device, numbers, arms, 0.01, ground_truth.SHORT, 7)
+    assert [c.ratio.value for c in compared] == [
+        pytest.approx(ratio, rel=0.005) for ratio in (1 / 1.1, 1 / 1.2, 1, 1 / 0.9)
+    ]
+    assert [c.verdict for c in compared] == ["SLOWER", "SLOWER", "SAME", "FASTER"]
+    assert len({c.seconds for c in compared}) == 1
+
+
+def test_a_refused_ladder_refuses_each_of_its_comparisons():
+    device = FakeDevice(FAKE_GPU, CALM, [Fault(0, "throttle", blocks=10_000)])
+    arms = [arm_of(1e-4)] * 5
+    compared = ground_truth.compare_ladder(device, numbers, arms, 0.01, ground_truth.SHORT, 7)
+    assert [(c.verdict, c.ratio) for c in compared] == [(None, None)] * 4
+
+
+def test_an_arm_of_a_ladder_that_returns_other_values_is_refused():
+    arms = [arm_of(1e-4)] * 4 + [lambda x: spend(1e-4) or x]
+    with pytest.raises(WrongResult):
+        ground_truth.compare_ladder(
+            FakeDevice(FAKE_GPU, CALM), numbers, arms, 0.01, ground_truth.SHORT, 7
+        )
+
+
+def test_spins_in_a_ladder_are_timed_correctly():
+    figures = checks.spin_ladder(workbench(Noise.none()), TINY)
+    assert figures["arms"] == len(figures["calls"]) == 5
+    assert figures["calls"][0] > 4 * figures["calls"][-1]  # a slow arm has fewer calls per block
+    assert figures["graph"]["over_us"] == [0] * 5
+    [row] = records.rows({"spin_ladder": figures})
+    assert row.check == "spin kernels of 20 µs to 5 ms, graph mode, ladders of 5 arms"
+    assert row.is_met
+
+
+@pytest.mark.parametrize(("slope", "per_call_s"), [(1.002, 0), (1, 1e-6)])
+def test_wrong_times_in_a_ladder_are_detected(slope, per_call_s):
+    class WrongTimes(FakeDevice):
+        def run(self, calls, mode, layout):
+            seconds, last = super().run(calls, mode, layout)
+            return slope * seconds + per_call_s * len(calls), last
+
+    figures = checks.spin_ladder(workbench(device=WrongTimes(FAKE_GPU, Noise.none())), TINY)
+    assert figures["graph"]["slope"] == pytest.approx(slope, abs=1e-4)
+    assert figures["graph"]["a_call_us"] == pytest.approx(per_call_s * 1e6, abs=0.01)
+    assert [row.is_met for row in records.rows({"spin_ladder": figures})] == [False]
+
+
+def test_a_clock_that_slows_down_steadily_does_not_bias_the_times_of_a_ladder(monkeypatch):
+    slower = 1.0
+
+    def spin(seconds):
+        spend(slower * seconds)
+
+    def time_ladder(*args):
+        nonlocal slower
+        slower = 1.01
+        timed = ground_truth.time_ladder(*args)
+        slower = 1.02
+        return timed
+
+    bench = workbench(Noise.none())
+    timed_spin = bench.timed_spin
+    bench.spin, bench.timed_spin = spin, lambda seconds: timed_spin(slower * seconds)
+    monkeypatch.setattr(checks, "time_ladder", time_ladder)
+    assert checks.spin_ladder(bench, TINY)["graph"]["slope"] == pytest.approx(1, abs=1e-6)
+
+
 def test_a_block_that_runs_again_counts_once():
     class RunsAgain(FakeDevice):
         def run(self, calls, mode, layout):
@@ -284,26 +364,41 @@ def test_identical_arms_give_no_false_alarm(record):
         TIMES, 2
     )
     assert 0 < figures["floor"] < 0.02
+    figures = record["parts"]["aa_ladder"]
+    assert (figures["comparisons"], figures["false_alarms"], figures["confirmed"]) == (16, 0, 0)
+    assert (record["parts"]["aa"]["arms"], figures["arms"]) == (2, 5)
 
 
 def test_a_false_alarm_is_measured_again(monkeypatch):
     rules = []
 
-    def compare(_device, _inputs, _arms, _noise_floor, rule, *_):
+    def compare_ladder(_device, _inputs, _arms, _noise_floor, rule, *_):
         rules.append(rule)
         is_alarm = rule is ground_truth.SHORT or len(rules) < 3
-        return comparison(Verdict.FASTER if is_alarm else Verdict.SAME, 1.04)
+        return [comparison(Verdict.FASTER if is_alarm else Verdict.SAME, 1.04)]
 
-    monkeypatch.setattr(checks, "compare", compare)
-    figures = checks.aa(workbench(cached_noise_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
+    monkeypatch.setattr(checks, "compare_ladder", compare_ladder)
+    figures = checks.aa(workbench(cached_noise_floor=0.0), Scale(2, 3, 0, 0, 0, 0, 0))
     assert (figures["false_alarms"], figures["confirmed"]) == (3, 1)
     assert rules == [ground_truth.SHORT, ground_truth.STANDARD] * 3
 
 
+def test_only_the_rung_with_the_same_verdict_is_a_confirmed_alarm(monkeypatch):
+    faster, same, slower = (
+        comparison(Verdict.FASTER, 1.04), comparison(Verdict.SAME, 1.0),
+        comparison(Verdict.SLOWER, 0.96),
+    )  # fmt: skip
+    ladders = iter([[faster, slower, same, same], [faster, faster, faster, same]])
+    monkeypatch.setattr(checks, "compare_ladder", lambda *_: next(ladders))
+    figures = checks.aa_ladder(workbench(cached_noise_floor=0.0), Scale(2, 0, 0, 1, 0, 0, 0))
+    counts = (figures["comparisons"], figures["false_alarms"], figures["confirmed"])
+    assert counts == (4, 2, 1)
+
+
 def test_an_error_keeps_the_comparisons_before_it(monkeypatch):
-    comparisons = iter([comparison(Verdict.SAME, 1.0)] * 2)
-    monkeypatch.setattr(checks, "compare", lambda *_: next(comparisons))
-    figures = checks.aa(workbench(cached_noise_floor=0.0), Scale(2, 3, 0, 0, 0, 0))
+    ladders = iter([[comparison(Verdict.SAME, 1.0)]] * 2)
+    monkeypatch.setattr(checks, "compare_ladder", lambda *_: next(ladders))
+    figures = checks.aa(workbench(cached_noise_floor=0.0), Scale(2, 3, 0, 0, 0, 0, 0))
     assert (figures["comparisons"], figures["broken"]) == (2, "StopIteration: ")
     first = records.rows({"aa": figures})[0]
     assert first.measured.endswith("; stopped by StopIteration: ")
@@ -335,9 +430,38 @@ def test_slowdowns_of_either_arm_are_detected(record):
     assert figures["0.05"]["mean"] == pytest.approx(0.05, abs=0.005)
 
 
+def test_a_slowdown_of_any_arm_of_a_ladder_is_detected_and_of_no_other(monkeypatch):
+    bench = workbench()
+    monkeypatch.setattr(bench, "random", random.Random(1))
+    positions = iter([*range(5)] * 2)  # the baseline, then each of the other arms; per slowdown
+    monkeypatch.setattr(bench.random, "randrange", lambda stop: next(positions) if stop == 5 else 7)
+    figures = checks.power_ladder(bench, dataclasses.replace(TINY, ladders=5))
+    for share in ("0.02", "0.05"):
+        f = figures[share]
+        assert (f["of"], f["seen"], f["wrong"], f["equal"], f["false_alarms"]) == (8, 8, 0, 12, 0)
+        assert f["mean"] == pytest.approx(float(share), abs=0.004)
+    rows = records.rows({"power_ladder": figures})
+    assert [row.is_met for row in rows] == [True] * 4
+    assert rows[1].check == "false alarms, one arm 2.0 % slower, ladders of 5 arms"
+    figures["0.02"] |= {"false_alarms": 1}
+    figures["0.05"] |= {"wrong": 1}
+    rows = records.rows({"power_ladder": figures})
+    assert [row.is_met for row in rows] == [True, False, False, True]
+
+
+def test_ladders_of_noisy_identical_arms_give_no_false_alarm():
+    """With a noise floor of 0, an interval that does not contain 1 is a false alarm."""
+    bench = workbench(Noise(), seed=4, cached_noise_floor=0.0)
+    figures = checks.aa_ladder(bench, dataclasses.replace(TINY, ladders=20))
+    assert figures["comparisons"] == 80
+    # up to 1.9 % of the intervals miss 1 (see StoppingRule): more than 5 of 80 hardly ever do
+    assert figures["without_1"] == figures["false_alarms"] <= 5
+    assert figures["confirmed"] == 0
+
+
 def test_heating_disturbs_medians_in_sequence_but_no_paired_rounds():
     noise = dataclasses.replace(CALM, drift=1e-4, drift_s=0.003)
-    figures = checks.drift(workbench(noise), Scale(2, 0, 0, 4, 0, 0))
+    figures = checks.drift(workbench(noise), Scale(2, 0, 0, 0, 4, 0, 0))
     heated = figures["heated"]
     assert heated["comparisons"] == 8
     assert (heated["ours"]["false_alarms"], heated["ours"]["refused"]) == (0, 0)
@@ -522,6 +646,11 @@ def test_all_parts_are_shown(record):
     ):
         assert word in shown
     assert "| pytest-aiperf " in shown
+    kinds = [line for line in shown.splitlines() if line.startswith("| identical arms")]
+    assert [line.split(" | ")[0].strip("| ") for line in kinds] == [
+        "identical arms",
+        "identical arms, ladders of 5 arms",
+    ]
     assert len({len(line) for line in shown.split("\n\n")[0].splitlines()}) == 1
 
 
