@@ -9,8 +9,8 @@ stages ahead (TMA), an MMA warp issues the products, and four warps run the epil
 accumulators in TMEM alternate, so the epilogue of a tile overlaps the products of the next.
 
 cuBLAS is the library arm. The gain shrinks as k grows, because the epilogue weighs less, and with
-two blocks per SM, which fill each other's gaps. The evidence does not distinguish the arms: both
-use these instructions.
+two blocks per SM, which fill each other's gaps. Both arms use the same instructions; only the
+specialised one has one block per SM, which loops over tiles.
 """
 
 import pytest
@@ -44,5 +44,6 @@ def test_tcgen05_warp_specialized(compare: Compare, nvcc: Nvcc) -> None:
             evidence.opcode("UTMALDG.2D", kernel="gemm_specialised"),
             evidence.opcode("LDTM", kernel="gemm_specialised"),
             evidence.spills(kernel="gemm_specialised"),
+            evidence.grid_size(max=512),  # one block per SM instead of one for each of 2048 tiles
         ],
     )

@@ -6,7 +6,8 @@ division), and rows of 8192 columns pass through memory eight times: five reads 
 
 The other rungs are judged against torch.softmax. Each row must be read and written at least once,
 and a kernel that keeps it on the chip moves no more, so the only gain left is a larger share of
-copy bandwidth: torch.softmax reaches 45 % of it on an H200, and 2.2x is the limit. "online"
+copy bandwidth: torch.softmax reaches 45 % of it on an H200, and 2.2x is the limit. It loads 4 bytes
+per thread at a time; both rungs load 16, so they need a quarter of the loads per sweep. "online"
 (online softmax) computes the max and the denominator in one sweep, rescales the denominator
 whenever the running max grows, and reads the row a second time from the L2 cache. "resident" is
 compiled for this width, loads a whole row at once, and keeps it in registers.
@@ -15,6 +16,8 @@ The library arm is torch.compile of the separate operations, which also fuses th
 rows that fit in the registers of a block; "online" loses its cache hits where the rows in flight
 exceed the L2 cache.
 """
+
+from functools import cache
 
 import pytest
 import torch
@@ -49,20 +52,30 @@ ARMS = {
 }
 
 
+REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
+MAX_REQUESTS = {"online": 0.6, "resident": 0.35}
+"""Loads relative to torch.softmax, with a margin: 16 bytes instead of 4, in two sweeps or one."""
+
+compiled = cache(torch.compile)  # one object for all rungs, so that it is timed once
+
+
 @pytest.mark.parametrize("rung", ARMS)
 def test_online_softmax(compare: Compare, rung: str) -> None:
     baseline, optimized, against = ARMS[rung]
-    single_pass = [
-        evidence.spills(kernel=f"_{rung}"),
-        evidence.counter("dram__bytes.sum", max=1.1, per="work"),
-    ]
+    proof = [evidence.kernels(max=1)]
+    if rung in MAX_REQUESTS:
+        proof += [
+            evidence.spills(kernel=f"_{rung}"),
+            evidence.counter("dram__bytes.sum", max=1.1, per="work"),
+            evidence.counter(REQUESTS, max=MAX_REQUESTS[rung], per="baseline"),
+        ]
     compare(
         baseline=baseline,
         optimized=optimized,
-        library=torch.compile(separate_operations, dynamic=False),
+        library=compiled(separate_operations, dynamic=False),
         against=against,
         inputs=rows,
         work=lambda x: Work(read=x.nbytes, written=x.nbytes, flops=5 * x.numel(), dtype="fp32"),
         reference=in_fp64,
-        evidence=[evidence.kernels(max=1), *(single_pass if against == "library" else [])],
+        evidence=proof,
     )

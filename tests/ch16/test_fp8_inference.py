@@ -54,7 +54,12 @@ PHASES = {
         fp8_mlp.prefill,
         2048,
         lambda tokens, weights: Work(flops=2 * tokens * weights, dtype="fp8"),
-        [evidence.kernels(max=5), evidence.opcode("F2FP*E4M3", kernel="_quantize")],
+        [
+            evidence.kernels(max=5),
+            evidence.opcode("F2FP*E4M3", kernel="_quantize"),
+            # at least one operation per multiply-add; the baseline has none in fp8
+            evidence.counter("sm__ops_path_tensor_src_fp8.sum", min=2048 * 4096 * 3 * 16384),
+        ],
     ),
     "decode": (
         fp8_mlp.decode,
