@@ -64,9 +64,9 @@ PASSES = {"forward": (forward, 4), "training": (training, 14)}
 
 
 @pytest.mark.gpu(min_sm=90)
-@pytest.mark.parametrize("rung", PASSES)
-def test_sdpa_backend_choice(compare: Compare, rung: str) -> None:
-    passes, flops = PASSES[rung]
+@pytest.mark.parametrize("name", PASSES)
+def test_sdpa_backend_choice(compare: Compare, name: str) -> None:
+    passes, flops = PASSES[name]
     compare(
         baseline=with_backend(passes, SDPBackend.FLASH_ATTENTION),
         optimized=with_backend(passes, SDPBackend.CUDNN_ATTENTION),

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -622,6 +623,22 @@ def test_scores(better, ratio):
 def test_a_score_must_be_there_and_positive(arm, message):
     with pytest.raises(UsageError, match=message):
         measured(a_bound_claim(baseline=arm, optimized=arm, metric="score"), metric=Metric.SCORE)
+
+
+def test_an_arm_that_slows_down_before_it_is_timed_is_reported():
+    calls = []
+
+    def tires(x):
+        calls.append(1)
+        spend(100e-6 if len(calls) < 40 else 200e-6)
+        return x * 2
+
+    timing = measured(a_bound_claim(baseline=tires))
+    [note] = timing.notes
+    was, is_ = (float(figure) for figure in re.findall(r"([\d.]+) µs", note))
+    assert (was, is_) == (pytest.approx(100, rel=0.05), pytest.approx(200, rel=0.05))
+    assert note.startswith("baseline took")
+    assert not measured(a_bound_claim()).notes
 
 
 # large inputs
