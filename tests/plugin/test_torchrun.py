@@ -71,7 +71,7 @@ def test_sum(compare, rung):
     compare(**sums | {"baseline": slower, "optimized": faster})
 """
     )
-    two.run("--gpu").assert_outcomes(passed=2)
+    two.run("--gpu", "--quick").assert_outcomes(passed=2)
     results = two.results()
     blocks = [
         results[f"ch04/sum[{rung}]"]["timing"]["replicates"][0]["rounds"][0]["seconds"]
@@ -98,7 +98,7 @@ def test_sum(compare, rung):
     compare(**sums | {"baseline": slower, "optimized": faster})
 """
     )
-    two.run("--gpu").assert_outcomes(passed=1, failed=1)
+    two.run("--gpu", "--quick").assert_outcomes(passed=1, failed=1)
     results = two.results()
     assert "rank 1: optimized disagrees" in results["ch04/sum[2]"]["message"]
     [note] = results["ch04/sum[1]"]["notes"]
