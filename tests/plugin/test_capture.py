@@ -630,6 +630,7 @@ def test_a_profiled_process_may_wait_for_the_gpu_longer_than_its_deadline(projec
         (project.path / "late").touch()
         while len(list(project.path.glob("seen-*-twice"))) < 2:
             assert time.monotonic() < patience
+            assert running.poll() is None
             time.sleep(0.02)
     assert running.wait(PATIENCE_S) == 0, (project.path / "out").read_text()
     assert project.results()["ch07/it"]["outcome"] == "PASSED"
