@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from pytest_aiperf import Bench, Compare, prepared
+from pytest_aiperf import Bench, Compare, evidence, prepared
 
 
 def megabyte(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,4 +62,5 @@ def test_symm_mem_all_reduce(compare: Compare) -> None:
         reference=sum_in_fp64,
         metric=("device", "wall"),
         cache="warm",
+        evidence=[evidence.kernel_name("one_shot_all_reduce")],
     )

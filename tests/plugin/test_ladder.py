@@ -97,8 +97,13 @@ def test_an_arm_that_two_rungs_use_is_timed_once():
     )
     assert [rung.arms for rung in ladder.rungs] == [
         {"baseline": "baseline", "optimized": "optimized", "library": "library"},
-        {"baseline": "optimized", "optimized": "optimized-1", "library": "library", "first": "baseline"},
-    ]  # fmt: skip
+        {
+            "baseline": "optimized",
+            "optimized": "optimized-1",
+            "library": "library",
+            "first": "baseline",
+        },
+    ]
     for rung in ladder.rungs:
         rung.bound.check_agreement()
     timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
