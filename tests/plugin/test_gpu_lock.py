@@ -38,10 +38,12 @@ class Claim:
                     on_acquired=lambda: os.write(events, b"t"),
                 )
                 with getattr(other, scope)():
-                    os.write(events, b"+")
+                    parent = os.getpid()
                     if forks and os.fork() == 0:
-                        arm_parent_death()
+                        arm_parent_death(parent=parent)
                         time.sleep(300)  # outlives the scope, with copies of its file descriptors
+                        os._exit(0)
+                    os.write(events, b"+")
                     os.read(commands, 1)
                 os.write(events, b"-")
                 os.read(commands, 1)
