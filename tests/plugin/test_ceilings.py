@@ -68,7 +68,7 @@ def kernels():
         def __missing__(self, name):
             def launch(*args):
                 for convert, arg in zip(real[name]._converts, args, strict=True):
-                    convert(on_gpu(arg) if isinstance(arg, torch.Tensor) else arg)
+                    convert(on_gpu(arg) if isinstance(arg, torch.Tensor) else arg, False)
                 self.calls.append((name, *args))
 
             self[name] = launch

@@ -171,7 +171,7 @@ def test_expectations_from_their_first_writing_to_a_loss(project):
     assert expected.read_text() == first
 
     path.write_text(path.read_text().replace("doubling(100)", "doubling(120)"))
-    done = project.run("--gpu")
+    done = project.run("--gpu", "-v")  # -v keeps every column
     done.assert_outcomes(passed=1)  # changed code is not compared
     done.stdout.fnmatch_lines(["* FASTER * stale"])
 

@@ -134,9 +134,14 @@ class BoundClaim:
 
     @cached_property
     def _first_inputs(self) -> tuple[Work | None, int]:
+        work = None
         with self.step():
             args = self.make_inputs(self.seed).args
-            work = self.claim.work(*args) if self.claim.work else None
+            if self.claim.work is not None:
+                _check_signature("work", self.claim.work, args)
+                work = self.claim.work(*args)
+                if not isinstance(work, Work):
+                    raise UsageError(f"work() must return a Work, not {work!r}")
             return work, tensors.nbytes(args)
 
     def note_settings(self) -> None:

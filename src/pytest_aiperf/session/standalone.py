@@ -74,7 +74,9 @@ def measure(
             return value followed by the arguments that it changed.
         optimized: The arm that should be faster.
         inputs: ``inputs(bench)`` returns one set of inputs, on ``bench.device``.
-        reference: Returns the correct result, computed in fp64 or exactly.
+        reference: Returns the correct result, computed in fp64 or exactly. For inputs that
+            fill much of the GPU's memory, return it exactly in the arms' dtype, such as
+            ``x.neg()``: fp64 takes 2 to 8 times the memory.
         work: Returns the :class:`Work` of one call, from which reports compute how close an
             arm comes to the GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
