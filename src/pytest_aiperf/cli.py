@@ -1,7 +1,5 @@
 """The commands of `python -m pytest_aiperf`."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import os

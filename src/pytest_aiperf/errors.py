@@ -1,7 +1,5 @@
 """Exceptions of the plugin; each message states what is wrong, where, and what to do about it."""
 
-from __future__ import annotations
-
 
 class AiperfError(Exception):
     """Base class of all exceptions of this plugin."""

@@ -1,7 +1,5 @@
 """Command-line options and ini settings."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

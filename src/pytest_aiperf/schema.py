@@ -1,7 +1,5 @@
 """Convert frozen dataclasses to JSON values and back; their fields and types are the schema."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

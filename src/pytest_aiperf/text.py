@@ -1,7 +1,5 @@
 """Format figures and columns, the same way in every table, message and report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Call the extern "C" launchers of a CUDA source from Python, with tensors and numbers."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Disassemble kernels and count their SASS opcodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Collect the machine code of a claim's Triton kernels, with or without a GPU."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib.util

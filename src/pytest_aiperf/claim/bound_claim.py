@@ -1,7 +1,5 @@
 """A claim on a device: builds its inputs, prepares its arms and checks their results."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import random

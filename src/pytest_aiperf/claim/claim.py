@@ -1,7 +1,5 @@
 """A claim as its author states it: the arguments of ``compare``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args

@@ -1,7 +1,5 @@
 """Explains a timed claim: its evidence, and each arm's roofline limit and bottleneck."""
 
-from __future__ import annotations
-
 import math
 import resource
 import statistics

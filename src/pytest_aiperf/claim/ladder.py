@@ -1,7 +1,5 @@
 """The rungs of a ladder, whose arms are timed together; a single claim is a ladder of one rung."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Measures claims, from the agreement of their arms to their judgement."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

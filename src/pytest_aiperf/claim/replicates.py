@@ -1,7 +1,5 @@
 """Measures one metric of a ladder in replicates, until the stopping rule is met."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

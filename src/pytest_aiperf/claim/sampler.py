@@ -1,7 +1,5 @@
 """Times the arms of a claim: blocks of calls, in mirrored rounds, on rotated input sets."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

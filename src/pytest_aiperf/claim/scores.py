@@ -1,7 +1,5 @@
 """Samples figures that are not times: peak bytes, or a score that an arm returns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """When a measurement is precise enough to stop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Disables torch.compile in checks; in measurements, releases the GPU lock while it compiles."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Counts, on the CPU, the fewest GPU launches of a call; records its Triton kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

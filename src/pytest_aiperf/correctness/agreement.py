@@ -15,8 +15,6 @@ and decoy inputs of prepared arms. A reference in fp64 returns 2 to 8 times the 
 results; for large inputs it should return exactly their result, in their dtype.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

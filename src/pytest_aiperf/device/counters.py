@@ -1,7 +1,5 @@
 """Reads hardware counters around one call, in this process, through CUPTI's range profiler."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

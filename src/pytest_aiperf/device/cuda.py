@@ -1,7 +1,5 @@
 """The CUDA device: calls timed in a graph, behind a blocking kernel, or between two events."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

@@ -1,7 +1,5 @@
 """The protocol of a device, the choice of a timing mode, and the host as a device."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

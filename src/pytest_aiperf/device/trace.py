@@ -1,7 +1,5 @@
 """Traces one call on the GPU through CUPTI: API calls, kernels, copies and their times."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

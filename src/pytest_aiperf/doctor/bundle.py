@@ -4,8 +4,6 @@ Only listed facts are packed. Command output, paths and error messages are left 
 may contain the names of the machine, its user or their files.
 """
 
-from __future__ import annotations
-
 import io
 import platform
 import re

@@ -1,7 +1,5 @@
 """Find and remove the files that this plugin wrote."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Check what works on this machine, and name a remedy for the rest."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Measure the ceilings of a GPU, once per driver and torch version, and keep them on disk."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measure the rates between GPUs: copies between two, collectives over all."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

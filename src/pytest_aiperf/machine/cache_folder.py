@@ -1,7 +1,5 @@
 """Tag the folders that this plugin creates, so that ``clean`` removes no others."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """The processes that share one measurement: a multi-GPU claim has one rank per GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any, Final

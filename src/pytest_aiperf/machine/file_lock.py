@@ -1,7 +1,5 @@
 """Lock a file; the kernel releases the lock when its holder ends, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

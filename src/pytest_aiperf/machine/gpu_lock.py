@@ -4,8 +4,6 @@ The kernel releases a lock when the process that holds it ends, however it ends.
 lock at a time: a second one would wait for the first.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -8,8 +8,6 @@ A claim reserves before it takes a GpuLock, keeps the reservation until its buff
 never waits for one while it holds a GpuLock: then no two claims wait for each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import uuid

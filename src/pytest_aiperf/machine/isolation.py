@@ -9,8 +9,6 @@ other process. A claim's output goes where pytest's own output goes, without a s
 kernel's only such limit (RLIMIT_FSIZE) would apply to result files, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

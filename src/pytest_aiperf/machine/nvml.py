@@ -1,7 +1,5 @@
 """Properties and state of the GPUs, read from NVML so that CUDA stays uninitialised."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

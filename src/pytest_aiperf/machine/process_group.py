@@ -1,7 +1,5 @@
 """Run a command as a process group that does not outlive the call."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Claims in several processes: torchrun starts the ranks, and their exits are combined."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

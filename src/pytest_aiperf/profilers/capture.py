@@ -1,7 +1,5 @@
 """Run the arms of a claim under a profiler, each in its own process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

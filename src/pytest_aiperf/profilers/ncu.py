@@ -1,7 +1,5 @@
 """Read an Nsight Compute report and aggregate its metrics over the kernels of one call."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Read the figures of one arm from the file that a profiler wrote."""
 
-from __future__ import annotations
-
 import functools
 import re
 import statistics

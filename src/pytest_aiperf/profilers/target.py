@@ -1,7 +1,5 @@
 """The profiled process: run the calls of one arm inside the range that is profiled."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

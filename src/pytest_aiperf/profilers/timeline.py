@@ -1,7 +1,5 @@
 """GPU activities and CUDA API calls with their times, from nsys and PyTorch's profiler."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sqlite3

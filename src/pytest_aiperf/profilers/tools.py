@@ -1,7 +1,5 @@
 """The profilers: how to find and start each, and what its error messages mean."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Compare two runs claim by claim."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read and write results files: strict JSON in pytest-benchmark's schema."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Split a session into shards for several machines, and collect their results."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

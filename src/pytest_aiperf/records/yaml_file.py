@@ -1,7 +1,5 @@
 """Read YAML that has only numbers and texts as values; errors name line and column."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

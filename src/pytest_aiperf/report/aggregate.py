@@ -1,7 +1,5 @@
 """Counts, means and ladders of many results."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Positions on charts: x in per cent from the left, y in pixels from the top."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Figures, verdict and notes of a result as text for all reports."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Sequence

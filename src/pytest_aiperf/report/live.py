@@ -1,7 +1,5 @@
 """The live line: the progress of the current claim, on the controller's terminal."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Results as Markdown: a report with each claim's explanation, and the README's tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """Results as one HTML file without external references, so that it can be read offline."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The text of a claim's module docstring, and the source code of its arms."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Results as a table on the terminal, as Markdown, and for pytest-benchmark."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evidence of why an arm is faster: a claim's author states it, and each run checks it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ from all three limits does more than ``work`` counts, because it is unfused or c
 dtype, or it is latency-bound: its own instructions wait for each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Final

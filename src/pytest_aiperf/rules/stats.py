@@ -1,7 +1,5 @@
 """Ratios of arms with their confidence intervals."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

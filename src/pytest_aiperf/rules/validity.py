@@ -1,7 +1,5 @@
 """Is this measurement valid? Each check returns a sentence that names the problem, or None."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """Judge a comparison by the expectation of its claim."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Command line, ini file and environment, read once into the settings of a session."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -1,7 +1,5 @@
 """One test in the process that runs it: its GPUs, device, lock, kernels and record."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The machine that a session measures on: its GPUs, its devices and their ceilings."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec

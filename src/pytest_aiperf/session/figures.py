@@ -1,7 +1,5 @@
 """Noise floor and ceilings, measured once and shared by all claims of a session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The callable fixtures: compare, clock and capture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

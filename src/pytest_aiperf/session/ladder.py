@@ -1,7 +1,5 @@
 """Ladders in a session: which tests are the rungs of one, and how one process measures them all."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Check, measure or profile claims, in this process or in several ranks."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tempfile

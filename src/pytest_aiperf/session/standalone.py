@@ -1,7 +1,5 @@
 """Measure a comparison outside pytest."""
 
-from __future__ import annotations
-
 import functools
 import os
 import secrets

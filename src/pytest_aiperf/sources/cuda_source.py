@@ -1,7 +1,5 @@
 """Finds the lines of a CUDA source file that one launcher needs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds the source code of a claim's arms, so that reports can show it."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

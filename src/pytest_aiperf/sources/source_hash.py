@@ -1,7 +1,5 @@
 """Hash of a claim's source code without comments and docstrings."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io
