@@ -159,7 +159,9 @@ def test_an_error_while_inspecting_an_arm_becomes_a_note():
 def inspected(record=None, lock=None, device=None, builds=(), **words):
     device = device or FakeDevice(FAKE_GPU, Noise.none())
     bound = BoundClaim(a_claim(**words), device, 1, full=True)
-    return explanation.explain(bound, record or BLANK, builds, CEILINGS, lock or LoggingLock())
+    return explanation.explain(
+        bound, record or BLANK, builds, CEILINGS, lock or LoggingLock(), seen={}
+    )
 
 
 def test_arms_are_prepared_together_with_other_claims_and_inspected_alone():

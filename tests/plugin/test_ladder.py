@@ -336,3 +336,20 @@ def test_rungs_pass_through_junit_and_expectations(project):
     assert all(f"ch07/ladder[{rung}]" in text for rung in (100, 50, 5))
     accepted = json.loads((project.path / "results" / "fake.json").read_text())
     assert by_claim(accepted).keys() == project.results().keys()
+
+
+def test_an_arm_that_two_rungs_use_is_traced_once():
+    traced = []
+
+    class Watched(FakeDevice):
+        def trace(self, call, mode, *, cold):
+            traced.append(call)
+            return super().trace(call, mode, cold=cold)
+
+    context = a_context(device=Watched(noise=replace(Noise.none(), white=0.001)))
+    claims = [a_claim(), a_claim(optimized=doubling(50)), a_claim(optimized=doubling(25))]
+    measured = measure_ladder([(claim, context) for claim in claims])
+    assert [error for _, error in measured] == [None] * 3
+    assert len(traced) == 4
+    assert all(set(r.traces) == {"baseline", "optimized"} for r, _ in measured)
+    assert measured[0][0].traces["baseline"] == measured[2][0].traces["baseline"]

@@ -4,7 +4,7 @@ import math
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from pytest_aiperf.rules.evidence import STATIC, TRACED, Compiled, Facts
 from . import triton_launches
 from .bound_claim import BoundClaim
 from .claim import Claim
+from .ladder import identity
 from .scores import peak_bytes
 
 _HOST: Final = {
@@ -46,6 +47,8 @@ _HOST: Final = {
     EvidenceKind.CONTEXT_SWITCHES: ("ru_nvcsw", "ru_nivcsw"),
 }
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
+Seen = dict[Hashable, tuple[Trace, dict[str, float]]]
+"""Traces and further figures of arms, by what identifies the arm and what was read."""
 
 
 def check(
@@ -96,11 +99,14 @@ def explain(
     builds: Sequence[Build],
     ceilings: Mapping[str, float],
     lock: GpuLock,
+    *,
+    seen: Seen,
 ) -> Result:
     """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down.
 
     Arms are prepared under the shared lock, and traced and counted under the exclusive one: other
-    claims would lengthen their kernels. The caller does not hold ``lock``.
+    claims would lengthen their kernels. The caller does not hold ``lock``. An arm that is in
+    ``seen``, because another rung of the ladder uses it as well, is not traced again.
     """
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
@@ -111,7 +117,7 @@ def explain(
         if work and timing and device.gpu
         if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings))
     }
-    inspection = _Inspection(bound, record, lock)
+    inspection = _Inspection(bound, record, lock, seen)
     inspection.run_alone(timing)
     inspection.measure()
     code: list[Compiled] = []
@@ -189,10 +195,11 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 class _Inspection:
     """Inspects calls that are not timed; each inspection builds new inputs."""
 
-    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock) -> None:
+    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock, seen: Seen) -> None:
         self.bound = bound
         self.record = record
         self.lock = lock
+        self.seen = seen
         self.traces: dict[str, Trace] = {}
         self.figures: dict[str, dict[str, float]] = {name: {} for name in bound.claim.arms}
         self.reasons: dict[EvidenceKind, str] = {}
@@ -206,7 +213,13 @@ class _Inspection:
         if device.ranks.count > 1:
             metrics = []
             self.reasons[EvidenceKind.COUNTER] = "counters are read in claims on a single GPU only"
-        for name in self.figures:
+        for name, arm in self.bound.claim.arms.items():
+            read = () if name == "library" else (*metrics, _has(pieces, *_HOST))
+            key = identity(arm), identity(self.bound.claim.inputs), timing and timing.mode, read
+            if key in self.seen:
+                self.traces[name], figures = self.seen[key]
+                self.figures[name] = dict(figures)
+                continue
             steps: list[Callable[[Call], None]] = []
             if name != "library" and _has(pieces, *_HOST):
                 steps.append(partial(self._use_host, name))  # first: CUPTI adds to the figures
@@ -219,6 +232,8 @@ class _Inspection:
                 steps.append(partial(self._count, name, metrics))
             if steps:
                 self._call(name, *steps, alone=True)
+            if name in self.traces and not self.reasons:
+                self.seen[key] = self.traces[name], dict(self.figures[name])
 
     def _trace(self, name: str, mode: Mode, call: Call) -> None:
         cold = self.bound.claim.cache == "cold"

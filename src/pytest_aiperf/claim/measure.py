@@ -136,8 +136,9 @@ def measure_ladder(
             trial.run(partial(_agree, trial, effects))
         for group in _groups(trials):
             _time(group)
+        seen: explanation.Seen = {}
         for trial in trials:
-            trial.run(partial(_explain, trial))
+            trial.run(partial(_explain, trial, seen))
     seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
     return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
 
@@ -318,12 +319,12 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     return timings, notes
 
 
-def _explain(trial: _Trial) -> None:
+def _explain(trial: _Trial, seen: explanation.Seen) -> None:
     """Explain a timed claim's speedup and judge the claim."""
     context, bound = trial.context, trial.bound
     context.progress("explaining")
     trial.record = explanation.explain(
-        bound, trial.record, context.builds, context.ceilings, context.lock
+        bound, trial.record, context.builds, context.ceilings, context.lock, seen=seen
     )
     explanation.refuse_impossible_times(trial.record)
     trial.record = _judge(trial.record, context)
