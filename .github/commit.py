@@ -71,7 +71,7 @@ def commit(branch: str, message: str, root: Path, folder: Path, *, propose: bool
     if propose:
         owner = os.environ["GITHUB_REPOSITORY"].partition("/")[0]
         if not api(f"{repo}/pulls?state=open&head={owner}:{branch}"):
-            body = "Proposed by the workflow `publish`. Check the ratios before you merge."
+            body = "Proposed by the workflow `record-night`. Check the ratios before you merge."
             api(f"{repo}/pulls", "POST", title=message, head=branch, base=main, body=body)
 
 

@@ -25,9 +25,14 @@ PINNED = re.compile(r"[\w-]+/[\w./-]+@[0-9a-f]{40}")
 TRIGGERS = {
     "cpu.yml": {"push", "pull_request"},
     "gpu-nightly.yml": {"schedule", "workflow_dispatch"},
-    "publish.yml": {"workflow_run"},
+    "record-night.yml": {"workflow_run"},
+    "release.yml": {"release", "workflow_dispatch"},
 }
-WRITES = {("publish.yml", "history"), ("publish.yml", "expectations")}
+WRITES = {
+    ("record-night.yml", "history"): {"contents"},
+    ("record-night.yml", "expectations"): {"contents", "pull-requests"},
+    ("release.yml", "publish"): {"id-token"},
+}
 
 
 def load(path):
@@ -45,7 +50,7 @@ def jobs():
 
 
 def gpu_jobs():
-    return [job for _, _, job in (p.values for p in jobs()) if "self-hosted" in job["runs-on"]]
+    return [p for p in jobs() if "self-hosted" in p.values[2]["runs-on"]]
 
 
 def steps(job, action=""):
@@ -71,8 +76,7 @@ def test_each_job_has_a_time_limit_and_the_least_permissions(workflow, name, job
     assert 0 < job["timeout-minutes"] <= 240
     writing = {k for k, v in job["permissions"].items() if v == "write"}
     assert set(job["permissions"].values()) <= {"read", "write"}
-    assert bool(writing) == ((workflow, name) in WRITES)
-    assert writing <= {"contents", "pull-requests"}
+    assert writing == WRITES.get((workflow, name), set())
     for step in job["steps"]:
         if "uses" in step:
             assert PINNED.fullmatch(step["uses"])
@@ -102,11 +106,37 @@ def test_each_action_has_one_sha():
     assert len({action for action, _ in pins}) == len(pins)
 
 
-@pytest.mark.parametrize("job", gpu_jobs())
-def test_gpu_jobs_have_no_secrets_and_run_on_labelled_runners(job):
+@pytest.mark.parametrize(("workflow", "name", "job"), gpu_jobs())
+def test_gpu_jobs_have_no_secrets_and_run_on_labelled_runners(workflow, name, job):
+    assert TRIGGERS[workflow] == {"schedule", "workflow_dispatch"}
     assert job["permissions"] == {"contents": "read"}
     assert job["runs-on"] == ["self-hosted", "gpu", "${{ matrix.arch }}"]
     assert "token" not in json.dumps(job).lower()
+
+
+@pytest.mark.parametrize(("workflow", "name", "job"), gpu_jobs())
+def test_gpu_jobs_are_skipped_in_a_fork_without_runners(workflow, name, job):
+    assert job["strategy"]["matrix"]["arch"] == "${{ fromJSON(vars.GPU_ARCHS || '[]') }}"
+    if name == "measure":
+        assert job["if"].startswith("vars.GPU_ARCHS != '' && (")
+    else:  # skipped together with the job that it needs
+        assert job["needs"] == "measure"
+        assert job["if"] == "${{ !cancelled() && needs.measure.result != 'skipped' }}"
+
+
+@pytest.mark.parametrize(("workflow", "name", "job"), jobs())
+def test_environments_are_cached_except_in_a_release(workflow, name, job):
+    for step in steps(job, "actions/setup-python"):
+        cached = workflow == "cpu.yml"
+        assert ("cache" in step["with"]) == cached
+        assert ("cache-dependency-path" in step["with"]) == cached
+    if "self-hosted" in job["runs-on"]:
+        (setup,) = (step["run"] for step in job["steps"] if "make " in step.get("run", ""))
+        venv = "$RUNNER_TOOL_CACHE/pytest-aiperf"  # checkout removes an environment in the clone
+        assert setup.splitlines() == [
+            f'make VENV="{venv}" "{venv}/ready"',
+            f'echo "{venv}/bin" >> "$GITHUB_PATH"',
+        ]
 
 
 def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check():
@@ -118,7 +148,7 @@ def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check
     )
     assert noise <= shard
     shards = nightly["jobs"]["measure"]["strategy"]["matrix"]["shard"]
-    assert shards == list(range(1, nightly["env"]["SHARDS"] + 1))
+    assert shards == [f"{i}/{len(shards)}" for i in range(1, len(shards) + 1)]
     last = nightly["jobs"]["gate"]["steps"][-1]
     assert last["if"] == "always()"
     assert "pytest_aiperf complete" in last["run"]
@@ -126,21 +156,41 @@ def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check
 
 def test_jobs_that_run_the_gate_install_it():
     gate = load(GITHUB / "workflows" / "gpu-nightly.yml")["jobs"]["gate"]
-    read = load(GITHUB / "workflows" / "publish.yml")["jobs"]["read"]
-    assert "make .venv/ready" in [step.get("run") for step in gate["steps"]]
+    read = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["read"]
+    assert any("make VENV=" in step.get("run", "") for step in gate["steps"])
     assert "--editable ./nightly" in (ROOT / "Makefile").read_text(encoding="utf-8")
     assert any(
         step.get("run", "").endswith("pip install --quiet . ./nightly") for step in read["steps"]
     )
 
 
-def test_only_results_of_a_night_on_main_are_published():
-    read = load(GITHUB / "workflows" / "publish.yml")["jobs"]["read"]
-    for condition in ("head_repository.full_name == github.repository", "head_branch =="):
+def test_only_results_of_a_night_on_main_are_recorded():
+    read = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["read"]
+    for condition in (
+        "head_repository.full_name == github.repository",
+        "head_branch ==",
+        "conclusion != 'skipped'",
+    ):
         assert condition in read["if"]
     (download,) = steps(read, "actions/download-artifact")
     assert download["with"]["run-id"] == "${{ github.event.workflow_run.id }}"
     assert "runner.temp" in download["with"]["path"]  # outside the search paths of Python and pip
+
+
+def test_a_release_is_checked_before_it_is_uploaded_and_only_where_that_is_wanted():
+    release = load(GITHUB / "workflows" / "release.yml")
+    assert release["on"]["release"] == {"types": ["published"]}
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    runs = "\n".join(step.get("run", "") for step in build["steps"])
+    places = [runs.index(text) for text in ("-m build", "twine check --strict", "TAG#v", "--help")]
+    assert places == sorted(places)
+    assert publish["needs"] == "build"
+    assert publish["if"] == "github.event_name == 'release' && vars.PUBLISH == 'true'"
+    assert publish["environment"] == "pypi"
+    # the job that may upload executes nothing but two actions
+    assert not [step for step in publish["steps"] if "run" in step]
+    assert not steps(publish, "actions/checkout")
+    assert "with" not in publish["steps"][-1]
 
 
 def test_dependabot_keeps_the_pins():
