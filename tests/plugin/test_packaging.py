@@ -149,17 +149,19 @@ def test_bench_forgives_noise_and_no_wrong_result(project, selected):
 @pytest.mark.parametrize(
     ("status", "failures"),
     [
-        (1, []),  # pytest lost a claim's report
+        (1, []),  # pytest wrote no file
         (1, ["INCONCLUSIVE where FASTER", "SLOWER where FASTER is claimed: INCONCLUSIVE where"]),
         (1, ["INCONCLUSIVE where FASTER", "spills: 3 where at most 0; INCONCLUSIVE where FASTER"]),
         (2, ["INCONCLUSIVE where FASTER"]),  # interrupted
     ],
-    ids=["lost", "slower", "evidence", "interrupted"],
+    ids=["no file", "slower", "evidence", "interrupted"],
 )
 def test_bench_fails_for_any_other_reason(tmp_path, status, failures):
     cases = "".join(f'<failure message="Failed: {f}">x</failure>' for f in failures)
     junit = tmp_path / ".aiperf/report/junit.xml"
-    run = bench(tmp_path, f"mkdir -p {junit.parent}\necho '{cases}' > {junit}\nexit {status}")
+    junit.parent.mkdir(parents=True)
+    junit.write_text('<failure message="Failed: INCONCLUSIVE where FASTER">')  # of the run before
+    run = bench(tmp_path, f"[ -z '{cases}' ] || echo '{cases}' > {junit}\nexit {status}")
     assert run.returncode
     assert f"Error {status}" in run.stderr
 
