@@ -66,7 +66,8 @@ def hta(folder: Path) -> Reading:
         from hta.trace_analysis import TraceAnalysis
     except ImportError as error:
         raise CaptureFailed(
-            f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'pytest-aiperf[hta]'"
+            f"HolisticTraceAnalysis cannot be imported ({error}): "
+            "install the extra pytest-aiperf[hta]"
         ) from error
     try:
         files = {int(trace.name.partition(".")[0]): str(trace.absolute()) for trace in traces}

@@ -53,7 +53,7 @@ def measurable_gpus(machine: Machine) -> Sequence[Gpu]:
     if not gpus:
         raise UsageError(f"there is no NVIDIA GPU to measure here: {nvml.absence()}")
     if find_spec("torch") is None:
-        raise UsageError("torch is missing: pip install 'pytest-aiperf[gpu]'")
+        raise UsageError("torch is missing: install the extra pytest-aiperf[gpu]")
     if problem := validity.environment_problem(os.environ):
         raise InvalidMeasurement(problem)
     return gpus
