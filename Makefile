@@ -59,7 +59,7 @@ lint: $(VENV)/ready
 
 # GPU machines bring their own torch: the environment includes it, so that pip installs no other.
 # pip writes hundreds of lines: only large downloads and the installation are shown, and errors.
-$(VENV)/ready: pyproject.toml selfcheck/pyproject.toml nightly/pyproject.toml
+$(VENV)/ready: pyproject.toml $(wildcard selfcheck/pyproject.toml nightly/pyproject.toml)
 	@$(or $(PYTHON),false) -c '$(TOO_OLD)' || { echo "pytest-aiperf needs Python 3.11 or newer:" \
 		"install it, then name it, for example make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $(PYTHON) and the extras $(strip $(EXTRAS)): about $(SIZE), 2 to 5 minutes"

@@ -26,7 +26,9 @@ def script(path, text):
 def make(folder, *arguments):
     """Run the Makefile in a folder; scripts in its subfolder `path` hide installed programs."""
     path = f"{folder / 'path'}{os.pathsep}{os.environ['PATH']}"
-    environment = {k: v for k, v in os.environ.items() if k not in {"PYTHON", "MAKEFLAGS"}}
+    # `make test` must not pass its variables on to the make that is tested
+    outer = {"PYTHON", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    environment = {k: v for k, v in os.environ.items() if k not in outer}
     return subprocess.run(
         ["make", "-f", str(ROOT / "Makefile"), *arguments],
         cwd=folder,

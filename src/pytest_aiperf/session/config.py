@@ -86,7 +86,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         started=started,
         run_id=shared.get("run_id")
         or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
-        worker=os.environ["PYTEST_XDIST_WORKER"] if role is Role.WORKER else "main",
+        worker=workerinput["workerid"] if role is Role.WORKER and workerinput else "main",
         threads=threads if measure is not None and role is Role.WORKER else None,
         budget_s=option.budget,
         deadline_s=_deadline_s(config.getini("aiperf_deadline")),
