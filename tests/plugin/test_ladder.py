@@ -277,10 +277,12 @@ def test_a_rung_that_is_not_met_is_confirmed_with_its_ladder(project):
     assert results["ch07/ladder[200]"]["verdict"] == "SAME"
 
 
-def test_a_fixture_that_ends_with_the_test_keeps_its_rungs_apart(project):
+@pytest.mark.parametrize("scope", ["function", "module"])
+def test_a_fixture_lives_until_its_rungs_are_timed(project, scope):
+    """Rungs that share one from their module are timed together, rungs with their own apart."""
     project.tests(
-        """
-@pytest.fixture
+        f"""
+@pytest.fixture(scope="{scope}")
 def resource():
     held = [2]
     yield held
@@ -291,30 +293,15 @@ def test_ladder(compare, resource, rung):
     def double(x):
         spend(rung * 1e-6)
         return x * resource[0]
-    compare(**usual | {"optimized": double})
+    compare(**usual | {{"optimized": double}})
 """
     )
     project.run("--gpu").assert_outcomes(passed=2)
-
-
-def test_a_module_fixture_lives_as_long_as_its_ladder(project):
-    project.tests(
-        """
-@pytest.fixture(scope="module")
-def resource():
-    held = [2]
-    yield held
-    held.clear()
-
-@pytest.mark.parametrize("rung", [100, 50])
-def test_ladder(compare, resource, rung):
-    def double(x):
-        spend(rung * 1e-6)
-        return x * resource[0]
-    compare(**usual | {"optimized": double})
-"""
-    )
-    project.run("--gpu").assert_outcomes(passed=2)
+    blocks = [
+        r["timing"]["replicates"][0]["rounds"][0]["seconds"]["baseline"]
+        for r in project.results().values()
+    ]
+    assert (blocks[0] == blocks[1]) == (scope == "module")
 
 
 def test_a_shard_holds_whole_ladders(project):

@@ -17,7 +17,7 @@ from pytest_aiperf.model import Result
 
 C = TypeVar("C")  #: A claim and what is needed to measure it.
 Reports = list[pytest.TestReport]
-Measured = tuple[Result, Exception | None]  #: A claim's record, and the error that its test raises.
+Judged = tuple[Result, Exception | None]  #: A claim's record, and the error that its test raises.
 
 
 class Learned(Skipped):
@@ -30,10 +30,10 @@ class LadderRun(Generic[C]):
 
     claims: dict[str, C] = field(default_factory=dict)
     """The claim of each rung, by the test's nodeid."""
-    measured: dict[str, Measured] = field(default_factory=dict)
+    measured: dict[str, Judged] = field(default_factory=dict)
     """What was measured, by nodeid; empty until all rungs are known."""
 
-    def compare(self, nodeid: str, claim: C) -> Measured:
+    def compare(self, nodeid: str, claim: C) -> Judged:
         """Return what was measured for a test's claim; until then, note it and end the test."""
         if nodeid in self.measured:
             return self.measured[nodeid]
@@ -43,7 +43,7 @@ class LadderRun(Generic[C]):
     def run(
         self,
         items: Sequence[pytest.Item],
-        measure: Callable[[Sequence[C]], Sequence[Measured]],
+        measure: Callable[[Sequence[C]], Sequence[Judged]],
         report: Callable[[pytest.Item, Reports], object],
     ) -> None:
         """Run each test up to its ``compare``, measure all of them, then run each to its end."""

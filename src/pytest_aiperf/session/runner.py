@@ -46,7 +46,7 @@ class Measured:
     """What came of running an item."""
 
     reports: Reports
-    result: Result | None = None  #: The claim's record; None for an item that is no claim.
+    result: Result | None = None  #: The claim's record; None if the item is not a claim.
 
     @property
     def is_complete(self) -> bool:
