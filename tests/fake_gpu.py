@@ -9,6 +9,7 @@ or an object with fields of Noise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,11 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe, seed_all
+import pytest
+
+from pytest_aiperf.device.device import (
+    Block,
+    Call,
+    Device,
+    NoiseProbe,
+    nothing,
+    run_calls,
+    seed_all,
+)
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, UsageError
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.schema import from_json, to_json
+from pytest_aiperf.session import session
 
 VARIABLE: Final = "PYTEST_AIPERF_FAKE"
 """Environment variable that describes the machine."""
@@ -197,6 +209,7 @@ class FakeDevice:
     """
 
     torch_device = "cpu"
+    renews = True
 
     def __init__(
         self,
@@ -231,11 +244,11 @@ class FakeDevice:
         self._layout = _generator(self._random.getrandbits(64) ^ rng.getrandbits(64))
         return None
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> FakeBlock:
+    def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> FakeBlock:
         if mode is Mode.GRAPH:
             self._execute(calls, mode)  # the capture, in which a synchronising call is refused
             mode = Mode.PLAIN
-        return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout)
+        return FakeBlock(self, calls, mode, self._layout.gauss() * self._noise.layout, keep)
 
     def estimate_s(self, call: Call) -> float:
         return self.ranks.max(self._read(self._execute([call], Mode.PLAIN)[0]))
@@ -267,10 +280,15 @@ class FakeDevice:
             violations={"thermal": self._violation_ns},
         )
 
-    def peak_bytes(self, call: Call) -> int:
-        before = _ledger.peak = _ledger.held
-        call()
-        return _ledger.peak - before
+    def flush(self) -> None:
+        pass
+
+    def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]:
+        before = _ledger.held
+        first()
+        _ledger.peak = _ledger.held
+        result = second()
+        return _ledger.peak - before, result
 
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
         """Count each :func:`spend` as one kernel, without gaps between kernels."""
@@ -298,6 +316,9 @@ class FakeDevice:
     def synchronize(self) -> None:
         pass
 
+    def separate_memory(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def release(self) -> None:
         pass
 
@@ -316,7 +337,9 @@ class FakeDevice:
 
         return inputs, negate
 
-    def run(self, calls: Sequence[Call], mode: Mode, layout: float) -> tuple[float, object]:
+    def run(
+        self, calls: Sequence[Call], mode: Mode, layout: float, keep: int
+    ) -> tuple[float, object]:
         """Run one block, with the faults that are scheduled for it."""
         number, self._blocks = self._blocks, self._blocks + 1
         self._reasons = 0
@@ -328,20 +351,24 @@ class FakeDevice:
             while fault.kind == "hang":
                 time.sleep(3_600)
             self._reasons = fault.reasons
-        seconds, last = self._execute(calls, mode)
-        return self.ranks.max(self._read(seconds, layout)), last
+        seconds, kept = self._execute(calls, mode, keep)
+        return self.ranks.max(self._read(seconds, layout)), kept
 
-    def _execute(self, calls: Sequence[Call], mode: Mode) -> tuple[list[float], object]:
-        last: object = None
+    def _execute(
+        self, calls: Sequence[Call], mode: Mode, keep: int = -1
+    ) -> tuple[list[float], object]:
+        """Return the true seconds of each call, and the result of the call number ``keep``."""
         seconds: list[float] = []
         _ledger.calls, _ledger.mode = seconds, mode
+
+        def timed(call: Call) -> Call:
+            return lambda: (seconds.append(0.0), call())[1]
+
         try:
-            for call in calls:
-                seconds.append(0.0)
-                last = call()
+            kept = run_calls([timed(call) for call in calls], keep)
         finally:
             _ledger.calls = _ledger.mode = None
-        return seconds, last
+        return seconds, kept
 
     def _read(self, seconds: Sequence[float], layout: float = 0.0) -> float:
         """Advance virtual time by the true ``seconds`` of the calls; return the measured time."""
@@ -384,14 +411,14 @@ class FakeBlock:
     calls: Sequence[Call]
     mode: Mode
     layout: float
-    last: object = None
+    keep: int = -1
+    kept: object = None
 
-    def run(self) -> float:
-        seconds, self.last = self.device.run(self.calls, self.mode, self.layout)
+    def run(self, before: Call = nothing, after: Call = nothing) -> float:
+        before()
+        seconds, self.kept = self.device.run(self.calls, self.mode, self.layout, self.keep)
+        after()
         return seconds
-
-    def run_untimed(self) -> None:
-        self.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +444,12 @@ def machine(text: str) -> FakeMachine:
     except (TypeError, ValueError) as why:
         raise UsageError(f"{VARIABLE}={text}: {why} (see tests/fake_gpu.py)") from why
     return FakeMachine(gpus, noise, described.faults, described.seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """Let tests accept figures of the fake machine, as those of the machine they stand for."""
+    session.CudaMachine = FakeMachine
 
 
 def pytest_aiperf_machine() -> FakeMachine:

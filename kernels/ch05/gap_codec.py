@@ -1,4 +1,4 @@
-"""Delta-coded sorted ids, four bits per gap: decoders for the CPU (C, OpenMP) and GPU (Triton).
+"""Delta-coded sorted ids, four bits per gap: decoders for one CPU core (C) and the GPU (Triton).
 
 A frame holds 1024 ids in 512 bytes, two gaps per byte with the earlier one in the low nibble. The
 first gap counts from the frame's ``start``. An id is the start plus all gaps up to and
@@ -20,17 +20,14 @@ FRAME = 1024
 """Ids per frame, as one GPU block decodes them: 128 threads with eight gaps each."""
 
 SLICE = 1024
-"""Frames per decode and copy on the CPU: 4 MiB of ids, to fit the cores' combined caches."""
+"""Frames per decode and copy on the CPU: 4 MiB of ids, which the core's caches still hold."""
 
 SOURCE = r"""
 #include <cstdint>
 
 constexpr int FRAME = 1024;
 
-// Frames are independent: each thread decodes its share, with no barrier before the end.
-extern "C" void decode(const uint8_t* packed, const int32_t* starts, int32_t* ids, int64_t frames,
-                       int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+extern "C" void decode(const uint8_t* packed, const int32_t* starts, int32_t* ids, int64_t frames) {
     for (int64_t frame = 0; frame < frames; ++frame) {
         const uint8_t* pairs = packed + frame * (FRAME / 2);
         int32_t* out = ids + frame * FRAME;
@@ -54,7 +51,12 @@ def _decode(packed, starts, out, FRAME: tl.constexpr):
     tl.store(out + frame * FRAME + i, tl.load(starts + frame) + tl.cumsum(gaps, 0))
 
 
-def decode_on_gpu(packed, starts, out):
+def send_plain(_packed, _starts, ids, out):
+    """Copy ids that need no decoding."""
+    out.copy_(ids, non_blocking=True)
+
+
+def decode_on_gpu(packed, starts, _ids, out):
     """Copy the packed frames to the GPU and decode them there."""
     packed = packed.to(out.device, non_blocking=True)
     starts = starts.to(out.device, non_blocking=True)
@@ -67,32 +69,27 @@ def _library():
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "decode.cpp"), Path(folder, "decode.so")
         source.write_text(SOURCE)
-        command = [compiler, "-O3", "-fopenmp", "-shared", "-fPIC", "-o", str(library), str(source)]
+        command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
         subprocess.run(command, check=True)
         return ctypes.CDLL(str(library))  # the library stays loaded after its file is deleted
 
 
-def _decode_slice(packed, starts, ids, threads):
-    """Decode one slice of frames in C. OpenMP reuses its threads for the next slice."""
+def _decode_slice(packed, starts, ids):
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (packed, starts, ids))
-    _library().decode(*pointers, ctypes.c_int64(len(ids)), threads)
+    _library().decode(*pointers, ctypes.c_int64(len(ids)))
 
 
-def decode_on_cpu(threads):
+def decode_on_cpu(_packed, _starts, _ids, out):
     """Decode slices into pinned memory; copy each to the GPU while the next one is decoded."""
+    decoded = torch.empty_like(out, device="cpu", pin_memory=out.is_cuda)
+    _library()
 
-    def prepare(_packed, _starts, out):
-        ids = torch.empty_like(out, device="cpu", pin_memory=out.is_cuda)
-        _library()
+    def run(packed, starts, _ids, out):
+        slices = [x.split(SLICE) for x in (packed, starts, decoded, out)]
+        for frames, slice_starts, part, target in zip(*slices, strict=True):
+            _decode_slice(frames, slice_starts, part)
+            target.copy_(part, non_blocking=True)
+        if out.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the next call overwrites `decoded`
 
-        def run(packed, starts, out):
-            slices = [x.split(SLICE) for x in (packed, starts, ids, out)]
-            for frames, slice_starts, decoded, part in zip(*slices, strict=True):
-                _decode_slice(frames, slice_starts, decoded, threads)
-                part.copy_(decoded, non_blocking=True)
-            if out.is_cuda:
-                torch.cuda.current_stream().synchronize()  # the next call overwrites `ids`
-
-        return run
-
-    return prepare
+    return run

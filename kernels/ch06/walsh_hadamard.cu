@@ -1,32 +1,26 @@
-// Walsh-Hadamard transform of 64 values per thread: registers per thread against occupancy.
+// Walsh-Hadamard transform of 128 values per thread: launch bounds decide the registers per thread.
 //
-// The matrix has 64 rows, and each thread transforms one column: six stages of 32 butterflies
-// (a, b) -> (a + b, a - b), after which every output depends on every input. All 64 values are live
-// throughout, so a thread needs about 80 registers. An SM has 65536 registers, enough for 768 such
-// threads of the 2048 that it can hold.
+// The matrix has 128 rows, and each thread transforms one column: seven stages of 64 butterflies
+// (a, b) -> (a + b, a - b), after which every output depends on every input. All 128 values are
+// live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs more than
+// 160 of the SM's 65536 registers. All kernels are launched with blocks of 128 threads.
 //
-//   full_occupancy  __launch_bounds__(256, 8) asks for all 2048 threads, which leaves 32 registers
-//                   per thread. (GPUs with 1536 threads per SM: 6 blocks, 40 registers.) The other
-//                   values spill to local memory, which is device memory behind the L1 and L2: each
-//                   stage stores them there and loads them again.
-//   unbounded       No __launch_bounds__: the compiler takes the registers it needs, and fewer
-//                   threads are resident.
-//   matched         __launch_bounds__(256, 2) requires only two resident blocks and allows 128
-//                   registers. It documents the launch configuration and keeps later changes of the
-//                   kernel from using more registers than two blocks can have.
+//   any_block   __launch_bounds__(1024) allows every block size up to the largest. A block of 1024
+//               threads must fit the SM, so the compiler may use 64 registers per thread. The other
+//               values spill to local memory, which is device memory behind the L1 and L2: most
+//               stages store them there and load them again.
+//   unbounded   No __launch_bounds__: the compiler takes the registers it needs, a little over 200.
+//               Two blocks are resident. (A launch of 512 such threads would fail.)
+//   matched     __launch_bounds__(128, 3) states the block size of the launch and asks for three
+//               resident blocks, which leaves 168 registers per thread: enough, so nothing spills.
 //
-// Each thread has 64 independent loads in flight. They hide the latency that more resident threads
+// Each thread has 128 independent loads in flight. They hide the latency that more resident threads
 // would otherwise have to hide.
 
 #include <cuda_runtime.h>
 
-constexpr int SIZE = 64;
-constexpr int THREADS = 256;
-#if __CUDA_ARCH__ >= 1200
-constexpr int ALL_BLOCKS = 6;
-#else
-constexpr int ALL_BLOCKS = 8;
-#endif
+constexpr int SIZE = 128;
+constexpr int THREADS = 128;
 
 __device__ __forceinline__ void transform(const float* in, float* out, int columns) {
     const int column = blockIdx.x * THREADS + threadIdx.x;
@@ -48,8 +42,7 @@ __device__ __forceinline__ void transform(const float* in, float* out, int colum
     for (int row = 0; row < SIZE; ++row) out[size_t(row) * columns + column] = x[row];
 }
 
-__global__ void __launch_bounds__(THREADS, ALL_BLOCKS)
-    wht_full_occupancy(const float* in, float* out, int columns) {
+__global__ void __launch_bounds__(1024) wht_any_block(const float* in, float* out, int columns) {
     transform(in, out, columns);
 }
 
@@ -57,26 +50,26 @@ __global__ void wht_unbounded(const float* in, float* out, int columns) {
     transform(in, out, columns);
 }
 
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS, 3)
     wht_matched(const float* in, float* out, int columns) {
     transform(in, out, columns);
 }
 
-extern "C" cudaError_t full_occupancy(const float* in, float* out, int columns,
-                                      cudaStream_t stream) {
+template <typename Kernel>
+cudaError_t launch(Kernel kernel, const float* in, float* out, int columns, cudaStream_t stream) {
     const int blocks = (columns + THREADS - 1) / THREADS;
-    wht_full_occupancy<<<blocks, THREADS, 0, stream>>>(in, out, columns);
+    kernel<<<blocks, THREADS, 0, stream>>>(in, out, columns);
     return cudaGetLastError();
+}
+
+extern "C" cudaError_t any_block(const float* in, float* out, int columns, cudaStream_t stream) {
+    return launch(wht_any_block, in, out, columns, stream);
 }
 
 extern "C" cudaError_t unbounded(const float* in, float* out, int columns, cudaStream_t stream) {
-    const int blocks = (columns + THREADS - 1) / THREADS;
-    wht_unbounded<<<blocks, THREADS, 0, stream>>>(in, out, columns);
-    return cudaGetLastError();
+    return launch(wht_unbounded, in, out, columns, stream);
 }
 
 extern "C" cudaError_t matched(const float* in, float* out, int columns, cudaStream_t stream) {
-    const int blocks = (columns + THREADS - 1) / THREADS;
-    wht_matched<<<blocks, THREADS, 0, stream>>>(in, out, columns);
-    return cudaGetLastError();
+    return launch(wht_matched, in, out, columns, stream);
 }

@@ -4,9 +4,9 @@
 //   two_kernels   One kernel computes rstd per row, a second one scales the rows. The rows do not
 //                 stay in the L2 cache in between, so device memory is read twice and written
 //                 once: 3 passes.
-//   one_block     One block per row, which reads the row twice. The second read is served by the L2
-//                 cache as far as the rows in flight fit in it: 264 rows of 256 KiB on an H200,
-//                 66 MiB, exceed its 60 MiB. Between 2 and 3 passes.
+//   one_block     One block per row and one row per SM, read twice. The second read goes backwards,
+//                 from what was read last, and is served by the L2 cache as far as that still holds
+//                 the row: 132 rows of 256 KiB on an H200 are 33 of its 60 MiB. 2 to 3 passes.
 //   cluster_4/8   The blocks of a cluster run at the same time and can read each other's shared
 //                 memory (distributed shared memory, DSMEM). Each block keeps its part of the row
 //                 in shared memory and publishes its sum of squares. After a cluster barrier it
@@ -63,7 +63,7 @@ scale_rows(const float4* x, const float* rstd, float4* out, int vectors) {
     if (i < vectors) out[start + i] = scaled(x[start + i], rstd[blockIdx.y]);
 }
 
-__global__ void __launch_bounds__(1024, 2)
+__global__ void __launch_bounds__(1024)
 norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
     __shared__ float shared_scale;
     const size_t start = size_t(blockIdx.x) * vectors;
@@ -72,7 +72,7 @@ norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
     __syncthreads();
     scale = shared_scale;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += 1024)  // streaming: neither x nor out is reused
+    for (int i = vectors - 1 - threadIdx.x; i >= 0; i -= 1024)  // streaming: no more reuse
         __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 
@@ -122,14 +122,24 @@ extern "C" cudaError_t two_kernels(const float* x, float* out, float* rstd, int 
 extern "C" cudaError_t one_block(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
     if (columns % 4) return cudaErrorInvalidValue;
-    norm_one_block<<<rows, 1024, 0, stream>>>(reinterpret_cast<const float4*>(x),
-                                              reinterpret_cast<float4*>(out), rstd, columns / 4);
+    // Half of an SM's shared memory, unused, and what each block takes besides: a second block does
+    // not fit, so no more rows than SMs share the L2 cache.
+    int device = 0, bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    bytes /= 2;
+    if (cudaError_t error = cudaFuncSetAttribute(
+            norm_one_block, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+        return error;
+    norm_one_block<<<rows, 1024, bytes, stream>>>(reinterpret_cast<const float4*>(x),
+                                                  reinterpret_cast<float4*>(out), rstd, columns / 4);
     return cudaGetLastError();
 }
 
+// Launch one cluster of BLOCKS blocks per row; each block keeps its part in dynamic shared memory.
 template <int BLOCKS, int THREADS>
-cudaError_t launch(const float* x, float* out, float* rstd, int rows, int columns,
-                   cudaStream_t stream) {
+cudaError_t cluster_per_row(const float* x, float* out, float* rstd, int rows, int columns,
+                            cudaStream_t stream) {
     if (columns % (4 * BLOCKS)) return cudaErrorInvalidValue;
     const auto kernel = norm_cluster<BLOCKS, THREADS>;
     const int bytes = columns / BLOCKS * 4;
@@ -138,7 +148,7 @@ cudaError_t launch(const float* x, float* out, float* rstd, int rows, int column
         return error;
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {BLOCKS, 1, 1};
+    cluster.val.clusterDim = {unsigned(BLOCKS), 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(rows * BLOCKS);
     config.blockDim = dim3(THREADS);
@@ -152,10 +162,10 @@ cudaError_t launch(const float* x, float* out, float* rstd, int rows, int column
 
 extern "C" cudaError_t cluster_4(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
-    return launch<4, 512>(x, out, rstd, rows, columns, stream);
+    return cluster_per_row<4, 512>(x, out, rstd, rows, columns, stream);
 }
 
 extern "C" cudaError_t cluster_8(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
-    return launch<8, 256>(x, out, rstd, rows, columns, stream);
+    return cluster_per_row<8, 256>(x, out, rstd, rows, columns, stream);
 }

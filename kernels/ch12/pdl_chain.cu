@@ -12,6 +12,9 @@
 //               (griddepcontrol.wait), and loads the state. A block takes 72 KiB of shared memory,
 //               so blocks of up to three layers are resident on an SM.
 //
+// Captured in a CUDA graph, the launches of "overlapped" are joined by programmatic edges and keep
+// their overlap.
+//
 // Before the wait, a kernel must not read what the kernel before writes, nor write what the kernel
 // before reads.
 

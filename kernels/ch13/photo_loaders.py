@@ -1,24 +1,47 @@
-"""One epoch of photos through a model, fed by three data loaders.
+"""One epoch of photos through a model, fed by two data loaders.
 
-in_process   The training process prepares each photo when its batch is due.
+in_process   The process that runs the model prepares each batch when it is due.
 workers      Persistent worker processes prepare batches ahead of the model.
-packed       Each photo is prepared once per epoch, however often the epoch shows it. The results
-             form one table, and a batch is one gather from it.
+
+Both pin their batches, so that the copies to the GPU are asynchronous. The model labels each patch
+of 4 x 4 pixels by itself: an embedding, residual MLP blocks and a classifier, in bf16.
 """
 
 import os
-from functools import cache
-from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.nn.functional import gelu, rms_norm
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-BATCH = 8
+BATCH = 32
 """Photos per batch."""
 
-SHARED_SETS = 48
-"""Photo sets in shared memory: up to 48 prepared arms can be alive at the same time."""
+WORKERS = 12
+"""Most worker processes: half of them would do, the others make up for busy cores."""
+
+
+class PatchModel(NamedTuple):
+    """Weights of the model. Inputs are rows: a layer is ``x @ weight``."""
+
+    embedding: torch.Tensor
+    """Values of a patch (48) x width."""
+    up: torch.Tensor
+    """Layers x width x 4 width."""
+    down: torch.Tensor
+    """Layers x 4 width x width."""
+    classifier: torch.Tensor
+    """Width x classes."""
+
+    def __call__(self, batch):
+        """Return a score for each class and patch of photos (batch x side x side x 3)."""
+        rows = batch.shape[1] // 4
+        patches = batch.view(-1, rows, 4, rows, 4, 3).transpose(2, 3).reshape(-1, rows**2, 48)
+        x = patches.to(self.embedding.dtype) @ self.embedding
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + gelu(rms_norm(x, x.shape[-1:]) @ up) @ down
+        return rms_norm(x, x.shape[-1:]) @ self.classifier
 
 
 class PreparedPhotos(Dataset):
@@ -36,46 +59,43 @@ class PreparedPhotos(Dataset):
         return (small - small.mean((0, 1))) / small.std((0, 1))
 
 
+class EpochOrder(Sampler):
+    """The order of the next epoch, which is read when the epoch begins."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        return iter(self.order.tolist())
+
+
+def loader_of(photos, order, model, **options):
+    pin_memory = model.embedding.is_cuda
+    return DataLoader(
+        PreparedPhotos(photos), BATCH, sampler=EpochOrder(order), pin_memory=pin_memory, **options
+    )
+
+
 def run_epoch(loader, model):
-    batches = (batch.to(model.device, non_blocking=True) for batch in loader)
-    return torch.cat([batch.flatten(1) @ model for batch in batches])
+    batches = (batch.to(model.embedding.device, non_blocking=True) for batch in loader)
+    return torch.cat([model(batch) for batch in batches])
 
 
 def in_process(photos, order, model):
-    return run_epoch(DataLoader(PreparedPhotos(photos), BATCH, sampler=order.tolist()), model)
-
-
-@cache
-def _worker_pool(shape, pin_memory):
-    """Start the workers once. They read photos from memory shared with this process."""
-    shared, indices = torch.zeros(SHARED_SETS, *shape, dtype=torch.uint8).share_memory_(), [0]
-    loader = DataLoader(
-        PreparedPhotos(shared.flatten(0, 1)),
-        BATCH,
-        sampler=indices,
-        num_workers=min(8, len(os.sched_getaffinity(0))),
-        multiprocessing_context="fork",
-        persistent_workers=True,
-        pin_memory=pin_memory,
-    )
-    return shared, indices, loader, cycle(range(SHARED_SETS))
+    return run_epoch(loader_of(photos, order, model), model)
 
 
 def workers(photos, order, model):
-    shared, indices, loader, set_numbers = _worker_pool(photos.shape, model.is_cuda)
-    photo_set = next(set_numbers)
-    shared[photo_set] = photos
-    epoch_indices = (photo_set * len(photos) + order).tolist()
+    """Start the workers, which get the photos by fork, with one epoch."""
+    count = min(WORKERS, len(os.sched_getaffinity(0)))
+    options = {"num_workers": count, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = loader_of(photos, order, model, **options)
+    run_epoch(loader, model)
 
-    def run(_photos, _order, model):
-        indices[:] = epoch_indices  # the loader takes its batches from this list
+    def run(_photos, _order, model):  # unused: the loader reads the order when an epoch begins
         return run_epoch(loader, model)
 
     return run
-
-
-def packed(photos, order, model):
-    table = torch.from_numpy(np.stack(list(PreparedPhotos(photos))))
-    batches = BatchSampler(order.tolist(), BATCH, drop_last=False)
-    loader = DataLoader(table, batch_size=None, sampler=batches, pin_memory=model.is_cuda)
-    return run_epoch(loader, model)

@@ -1,63 +1,76 @@
-"""A training step of a small residual network with SGD, eager and captured in a CUDA graph.
+"""A training step of a small residual network with SGD, eager and without its launches.
 
-eager              Forward pass, backward pass and update are launched kernel by kernel.
-forward_backward   A graph computes loss and gradients; the optimizer runs eagerly.
-whole_step         One graph runs the whole step and updates weights and momentum in place.
+eager        Forward pass, backward pass and update are launched kernel by kernel.
+compiled     torch.compile fuses the passes' kernels and replays each pass from a CUDA graph; the
+             optimizer runs eagerly.
+whole_step   One CUDA graph runs the whole step and updates weights and momentum in place.
 """
 
 import torch
-from torch.nn.functional import gelu, mse_loss, rms_norm
+from torch import nn
+from torch.nn.functional import gelu, rms_norm
 from torch.optim.sgd import sgd
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 
 
-def loss_and_gradients(x, target, weights):
-    """Run the forward and the backward pass in the dtype of ``x``."""
-    parameters = [w.detach().requires_grad_() for w in weights]
+def loss_of(x, target, parameters):
+    """Run the forward pass in the dtype of ``x``; return the loss of each row.
+
+    The mean of all rows is nearly the same for all inputs, so it would prove little.
+    """
     for w in parameters:
         x = x + gelu(rms_norm(x, x.shape[-1:]) @ w.to(x.dtype))
-    loss = mse_loss(x, target)
-    return loss.detach(), torch.autograd.grad(loss, parameters)
+    return (x - target).square().mean(-1)
 
 
-def update(weights, momentum, grads):
+def update(parameters, momentum, grads):
     unused = {"weight_decay": 0, "dampening": 0, "nesterov": False, "maximize": False}
-    lists = list(weights), list(grads), list(momentum)
-    sgd(*lists, foreach=True, lr=LEARNING_RATE, momentum=MOMENTUM, **unused)
+    with torch.no_grad():
+        lists = list(parameters), list(grads), list(momentum)
+        sgd(*lists, foreach=True, lr=LEARNING_RATE, momentum=MOMENTUM, **unused)
 
 
 def eager(x, target, weights, momentum):
-    loss, grads = loss_and_gradients(x, target, weights)
-    update(weights, momentum, grads)
-    return loss
+    parameters = [w.detach().requires_grad_() for w in weights]
+    losses = loss_of(x, target, parameters)
+    update(parameters, momentum, torch.autograd.grad(losses.mean(), parameters))
+    return losses.detach()
 
 
-def _capture(call, *args):
-    """Capture a call in a CUDA graph, after a first call outside the graph loads the kernels."""
-    call(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = call(*args)
-    return graph, outputs
+class Network(nn.Module):
+    """The network as a module: torch.compile does not copy a module's weights into its graphs."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(w) for w in weights)  # shares their memory
+
+    def forward(self, x, target):
+        return loss_of(x, target, self.weights)
 
 
-def forward_backward(x, target, weights, momentum):  # noqa: ARG001  momentum: not captured
-    graph, (loss, grads) = _capture(loss_and_gradients, x, target, weights)
+def compiled(_x, _target, weights, _momentum):
+    network = Network(weights)
+    parameters = list(network.parameters())
+    compiled_loss = torch.compile(network, mode="reduce-overhead", dynamic=False)
 
-    def step(x, target, weights, momentum):  # noqa: ARG001  x, target: read by the graph
-        graph.replay()
-        update(weights, momentum, grads)
-        return loss
+    def step(x, target, _weights, momentum):
+        torch.compiler.cudagraph_mark_step_begin()
+        losses = compiled_loss(x, target)
+        update(parameters, momentum, torch.autograd.grad(losses.mean(), parameters))
+        return losses.detach().clone()  # the next replay overwrites the graph's own output
 
     return step
 
 
 def whole_step(*batch):
-    graph, loss = _capture(eager, *batch)
+    eager(*batch)  # loads the kernels, which is not allowed in a capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        losses = eager(*batch)
 
     def step(*_):
         graph.replay()
-        return loss
+        return losses
 
     return step

@@ -88,7 +88,11 @@ def forward(model, tokens, attend=causal):
 
 
 def captured(step, device):
-    """Capture a step in a CUDA graph and return its replay; without a GPU, return the step."""
+    """Capture a step in a CUDA graph and return its replay; without a GPU, return the step.
+
+    The graph holds addresses, not tensors: the caller must hold the tensors that the step reads and
+    writes for as long as it replays.
+    """
     if torch.device(device).type != "cuda":
         return step
     return capture_graph(step).replay

@@ -112,15 +112,18 @@ def serve(prompts, lengths, values, pool, allocator_class):
     when the sequence ends. When a sequence needs a slot and none is free, the youngest sequence is
     preempted: it frees its slots, returns to the head of the queue, and later starts again.
 
-    Return the sum of each sequence's values, and the mean number of sequences per step.
+    Return, per sequence, the sum of its values, the step of its last admission, and the step at
+    which it ended.
     """
     memory, sums = np.zeros(pool, values.dtype), np.zeros(len(values), values.dtype)
+    admitted, ended = np.zeros((2, len(values)), int)
     allocator = allocator_class(memory, values.shape[1])
     queue, running, steps = list(range(len(lengths)))[::-1], {}, 0
     while queue or running:
         while queue and allocator.grow(queue[-1], int(prompts[queue[-1]])):
             sequence = queue.pop()
             running[sequence] = prompt = int(prompts[sequence])
+            admitted[sequence] = steps
             memory[allocator.slots(sequence, 0, prompt)] = values[sequence, :prompt]
         if not running:
             raise ValueError("a prompt is larger than the pool")
@@ -137,5 +140,6 @@ def serve(prompts, lengths, values, pool, allocator_class):
                 sums[sequence] = memory[allocator.slots(sequence, 0, lengths[sequence])].sum()
                 allocator.release(sequence)
                 del running[sequence]
+                ended[sequence] = steps + 1
         steps += 1
-    return sums, float((lengths - prompts).sum()) / steps
+    return sums, admitted, ended

@@ -1,6 +1,7 @@
 """Prefix caches with room for a fixed number of tokens; each evicts the least recently used entry.
 
-exact    finds a prompt only if the whole prompt was served before.
+sessions keeps the kv of each conversation by itself, and finds the one that begins most like the
+         prompt.
 blocks   keeps every full block of 16 tokens under a hash of its own and all earlier tokens.
 radix    keeps a radix tree whose nodes hold consecutive tokens. A prompt that diverges within a
          node splits it; eviction drops leaves.
@@ -41,26 +42,41 @@ def serve(tokens, lengths, cache):
         cached = cache.match(prompt)[: len(prompt) - 1]  # the last token is always computed
         kv = prefill(prompt, cached)
         cache.insert(prompt, kv)
-        if cache.size > cache.capacity:
-            raise AssertionError(f"the cache holds {cache.size} of at most {cache.capacity} tokens")
+        held = sum(map(len, cache.stored()))
+        if held != cache.size or held > cache.capacity:
+            raise AssertionError(f"the cache holds {held} of at most {cache.capacity} tokens")
         sums.append(kv.sum())
         reused += len(cached)
     return np.array(sums), reused
 
 
-class Exact:
+class Sessions:
     def __init__(self, capacity):
-        self.capacity, self.size = capacity, 0
-        self.entries = OrderedDict()
+        self.capacity, self.size, self.entries = capacity, 0, OrderedDict()
+        self.source, self.shared = (), 0  # the entry with the longest common prefix, and its length
 
     def match(self, prompt):
-        if prompt in self.entries:
-            self.entries.move_to_end(prompt)
-        return self.entries.get(prompt, np.empty(0, int))
+        def shared_length(entry):
+            pairs = enumerate(zip(entry, prompt, strict=False))
+            return next((i for i, (a, b) in pairs if a != b), min(len(entry), len(prompt)))
+
+        self.source = max(self.entries, key=shared_length, default=())
+        self.shared = shared_length(self.source)
+        if not self.shared:
+            return np.empty(0, int)
+        self.entries.move_to_end(self.source)
+        return self.entries[self.source][: self.shared]
+
+    def stored(self):
+        return self.entries.values()
 
     def insert(self, prompt, kv):
-        self.size += 0 if prompt in self.entries else len(kv)
+        if prompt in self.entries:
+            return
+        if self.source and self.shared == len(self.source):  # the prompt extends this entry
+            self.size -= len(self.entries.pop(self.source))
         self.entries[prompt] = kv
+        self.size += len(kv)
         while self.size > self.capacity:
             self.size -= len(self.entries.popitem(last=False)[1])
 
@@ -73,6 +89,9 @@ class Blocks:
     @property
     def size(self):
         return BLOCK * len(self.blocks)
+
+    def stored(self):
+        return self.blocks.values()
 
     def _hashes(self, prompt):
         prefix_hash = 0
@@ -143,6 +162,12 @@ class Radix:
             self.size += len(leaf.tokens)
         while self.size > self.capacity:
             self._evict(min(self._leaves(self.root), key=lambda leaf: leaf.last_use))
+
+    def stored(self):
+        nodes = [self.root]
+        for node in nodes:  # grows as it is walked
+            nodes += node.children.values()
+        return [node.kv for node in nodes]
 
     def _split(self, node, at):
         """Move a node's tokens from ``at`` on, its children and its last use to a new child."""

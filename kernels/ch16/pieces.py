@@ -1,30 +1,23 @@
-"""A transformer's forward pass over prompts of any length, launched in three ways.
+"""A transformer's forward pass over prompts of any length, launched in four ways.
 
 eager       operation by operation.
-recapture   the whole pass as a CUDA graph. A graph fits one length, so each prompt is captured
-            anew, into the memory pool of the previous graph.
-piecewise   one graph per piece between two attentions. The pieces treat each token independently,
-            so they may run on padding: each piece is captured for a few token counts (buckets), and
-            a prompt uses the smallest bucket that fits. Attention needs the exact length and is
-            launched eagerly.
+padded      the whole pass as one CUDA graph for the longest prompt. Each prompt is padded to it.
+bucketed    the whole pass as a graph for each of a few lengths (buckets). A prompt uses the
+            smallest bucket that fits.
+piecewise   one graph per bucket and piece, where a piece is what lies between two attentions. The
+            pieces treat each token independently, so they may run on padding. Attention is launched
+            eagerly, for exactly the prompt's tokens.
 
-Each of the three writes the last hidden state of each prompt.
+Padding follows the prompt, and the attention is causal: it does not change the prompt's results.
+Each of the four writes the last hidden state of each prompt.
 """
 
 import torch
 
-from kernels.ch15.decoder import (
-    HEAD_DIM,
-    capture_graph,
-    captured,
-    causal,
-    forward,
-    norm,
-    output_and_mlp,
-)
+from kernels.ch15.decoder import HEAD_DIM, captured, causal, forward, norm, output_and_mlp
 
-BUCKETS = 64, 128, 256
-"""Token counts for which the pieces are captured."""
+BUCKETS = 256, 512, 1024, 2048
+"""Token counts for which graphs are captured."""
 
 
 def eager(model, prompts, lengths, out):
@@ -32,22 +25,23 @@ def eager(model, prompts, lengths, out):
         answer.copy_(forward(model, prompt[None, :length])[0, -1])
 
 
-def recapture(_model, _prompts, _lengths, _out):
-    previous = []  # keeps a graph alive until the next one has taken over its memory pool
+class Whole:
+    """The graph of the whole pass for one bucket, and the tensors that it reads and writes."""
 
-    def run(model, prompts, lengths, out):
-        for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
+    def __init__(self, model, bucket):
+        self.model = model
+        self.tokens = torch.zeros(1, bucket, dtype=torch.long, device=model.embedding.device)
+        self.x = model.embedding.new_zeros(bucket, model.embedding.shape[1])
+        self.replay = captured(self.step, self.x.device)
 
-            def step(prompt=prompt, length=length, answer=answer):
-                answer.copy_(forward(model, prompt[None, :length])[0, -1])
+    def step(self):
+        self.x.copy_(forward(self.model, self.tokens)[0])
 
-            if out.is_cuda:
-                previous[:] = [capture_graph(step, *(graph.pool() for graph in previous))]
-                previous[0].replay()
-            else:
-                step()
-
-    return run
+    def run(self, prompt, answer):
+        length = len(prompt)
+        self.tokens[0, :length] = prompt
+        self.replay()
+        answer.copy_(self.x[length - 1])
 
 
 class Pieces:
@@ -83,12 +77,25 @@ class Pieces:
         answer.copy_(self.x[length - 1])
 
 
+def padded(model, prompts, _lengths, _out):
+    return _by_bucket(Whole, model, prompts.shape[1:])
+
+
+def bucketed(model, _prompts, _lengths, _out):
+    return _by_bucket(Whole, model, BUCKETS)
+
+
 def piecewise(model, _prompts, _lengths, _out):
-    pieces_of = {bucket: Pieces(model, bucket) for bucket in BUCKETS}
+    return _by_bucket(Pieces, model, BUCKETS)
+
+
+def _by_bucket(graphs, model, buckets):
+    """Capture graphs for each bucket, and return an arm that runs each prompt in the smallest."""
+    graphs_of = {bucket: graphs(model, bucket) for bucket in buckets}
 
     def run(_model, prompts, lengths, out):
         for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
-            bucket = next(bucket for bucket in BUCKETS if bucket >= length)
-            pieces_of[bucket].run(prompt[:length], answer)
+            bucket = next(bucket for bucket in buckets if bucket >= length)
+            graphs_of[bucket].run(prompt[:length], answer)
 
     return run

@@ -29,21 +29,19 @@ def predicted_wait(_in_system, work_ahead, service, promised):
 def serve(arrivals, services, promised, admit):
     """Serve admitted requests in order of arrival, and the rejected ones after all others.
 
-    Return the end time of each request, the indices of the rejected ones, and the total work.
+    Return the end time of each request.
     """
-    ends, rejected, in_system, free_at, total_work = {}, [], deque(), 0, 0
+    ends, rejected, in_system, free_at = {}, [], deque(), 0
     requests = list(zip(arrivals.tolist(), services.tolist(), strict=True))
     for request, (arrival, service) in enumerate(requests):
         while in_system and in_system[0] <= arrival:
             in_system.popleft()
         if admit(in_system, max(free_at - arrival, 0), service, promised):
             free_at = ends[request] = max(free_at, arrival) + service
-            total_work += service
             in_system.append(free_at)
         else:
             rejected.append(request)
     for request in rejected:
         arrival, service = requests[request]
         free_at = ends[request] = max(free_at, arrival) + service
-        total_work += service
-    return [ends[request] for request in range(len(requests))], rejected, total_work
+    return [ends[request] for request in range(len(requests))]

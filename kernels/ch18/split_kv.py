@@ -71,11 +71,15 @@ def _merge(  # noqa: PLR0917  as above
     tl.store(out + query_head * D + column, result.to(out.dtype.element_ty))
 
 
-def attend(q, k, v, parts):
-    """Attend with the cache of each key head split into at most ``parts`` parts."""
+def attend(q, k, v, parts, *, tile=TILE, warps=4, stages=3):
+    """Attend with the cache of each key head split into at most ``parts`` parts.
+
+    With a ``tile`` of 64 keys and 3 pipeline ``stages`` a block takes 70 KiB of shared memory, so 3
+    of them fit on an SM of Hopper: choose ``parts`` such that all blocks run in one wave.
+    """
     heads, group, width = q.shape
     length = k.shape[1]
-    part_length = triton.cdiv(triton.cdiv(length, parts), TILE) * TILE
+    part_length = triton.cdiv(triton.cdiv(length, parts), 16) * 16  # keeps loads aligned
     parts = triton.cdiv(length, part_length)  # fewer if part_length was rounded up; none is empty
     part_out = torch.empty(heads, parts, group, width, device=q.device)
     part_max, part_denominator = torch.empty(2, heads, parts, group, device=q.device)
@@ -84,8 +88,9 @@ def attend(q, k, v, parts):
         GROUP=group,
         D=width,
         ROWS=ROWS,
-        TILE=TILE,
-        num_stages=3,
+        TILE=tile,
+        num_warps=warps,
+        num_stages=stages,
     )
     out, padded_parts = torch.empty_like(q), triton.next_power_of_2(parts)
     _merge[(heads * group,)](

@@ -7,17 +7,13 @@ all variants once, keeps the better quarter and times these four times as often,
 exhaustive search would time every variant CALLS times.
 """
 
-import ctypes
-import os
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
+
+from kernels import host_c
 
 CALLS = 16
 """Timed calls per variant in the exhaustive search that halving is compared with."""
@@ -97,25 +93,15 @@ VARIANTS = [
     *(Variant(*knobs) for knobs in product(("jk", "kj"), (1, 4), (32, 64, 128, UNTILED))),
     *(Variant(order, 4, 64, tail=False) for order in ("jk", "kj")),
 ]
-
-
-@cache
-def _library():
-    compiler = os.environ.get("CC", "cc")
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "variants.c"), Path(folder, "variants.so")
-        source.write_text("".join(v.source for v in {START, *VARIANTS}))
-        command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(library), str(source)]
-        subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))  # the library stays loaded after its file is deleted
+SOURCE = "".join(variant.source for variant in VARIANTS)
 
 
 def arm(variant):
     """Return a function that writes ``a @ b`` into ``out``; all are square float32 matrices."""
-    function = getattr(_library(), variant.name)
+    function = getattr(host_c.build(SOURCE), variant.name)
 
     def run(a, b, out):
-        function(*(ctypes.c_void_p(x.ctypes.data) for x in (a, b, out)), len(a))
+        function(*host_c.pointers(a, b, out), len(a))
 
     return run
 

@@ -5,8 +5,9 @@ fused     AdamW in one kernel.
 compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 
-The step updates weights and both moments in place and returns the loss. Weights and moments
-are each a Decoder: embedding, lm_head and one tensor per kind of weight (kernels/ch15/decoder.py).
+The step updates weights and both moments in place and returns the loss of each token. Weights and
+moments are each a Decoder: embedding, lm_head and one tensor per kind of weight
+(kernels/ch15/decoder.py).
 """
 
 import torch
@@ -15,7 +16,9 @@ from torch.optim.adamw import adamw
 
 from kernels.ch15.decoder import Decoder, captured, forward, norm
 
-RATE, BETA1, BETA2, DECAY, EPSILON = 1e-3, 0.9, 0.99, 0.01, 1e-6
+RATE, BETA1, BETA2, DECAY, EPSILON = 0.5, 0.9, 0.9, 0.01, 1e-6
+"""AdamW's parameters. The step is so large that weights and moments that are left as they are
+differ from updated ones by more than the tolerance of bf16."""
 STEP = 10
 """Number of this step: it sets AdamW's bias corrections."""
 
@@ -27,13 +30,14 @@ class _PerLayer(Decoder):
 
 
 def loss_of(x, target, weights, layers, dtype):
-    """Return the loss of a batch; ``weights`` are in the order of `flat`."""
+    """Return the loss of a batch and of each token; ``weights`` are in the order of `flat`."""
     tables, rest = weights[:2], weights[2:]
     kinds = [[w.to(dtype) for w in rest[i * layers : (i + 1) * layers]] for i in range(4)]
     model = _PerLayer(*(table.to(dtype) for table in tables), *kinds)
     logits = norm(forward(model, x)).flatten(0, 1) @ model.lm_head.T
+    losses = cross_entropy(logits.to(weights[0].dtype), target.flatten(), reduction="none")
     # summed over each sequence, not averaged, so that the gradients do not become tiny
-    return cross_entropy(logits.to(weights[0].dtype), target.flatten(), reduction="sum") / len(x)
+    return losses.sum() / len(x), losses.detach()
 
 
 COMPILED = torch.compile(loss_of, dynamic=False)
@@ -45,9 +49,13 @@ def flat(model):
 
 
 def gradients(x, target, model, loss, dtype):
+    """Return the loss of each token and the gradients of the mean over sequences.
+
+    The mean itself is nearly the same for all batches and weights, so it would prove little.
+    """
     leaves = [w.detach().requires_grad_() for w in flat(model)]
-    value = loss(x, target, leaves, len(model[2]), dtype)
-    return value.detach(), torch.autograd.grad(value, leaves)
+    mean, losses = loss(x, target, leaves, len(model[2]), dtype)
+    return losses, torch.autograd.grad(mean, leaves)
 
 
 def update(model, means, squares, grads, **options):
@@ -60,9 +68,9 @@ def update(model, means, squares, grads, **options):
 
 
 def step(x, target, model, means, squares, *, loss=loss_of, **options):
-    value, grads = gradients(x, target, model, loss, torch.bfloat16)
+    losses, grads = gradients(x, target, model, loss, torch.bfloat16)
     update(model, means, squares, grads, **options)
-    return value
+    return losses
 
 
 def eager(*state):
@@ -81,13 +89,13 @@ def graph(*state):
     outputs = {}
 
     def whole_step():
-        outputs["loss"] = compiled(*state)
+        outputs["losses"] = compiled(*state)
 
     compiled(*state)  # compile first: a capture forbids it
     replay = captured(whole_step, state[0].device)
 
     def run(*_):  # unused: the graph reads the state by address
         replay()
-        return outputs["loss"]
+        return outputs["losses"]
 
     return run

@@ -1,55 +1,138 @@
-"""Decode one sequence token by token, from eager PyTorch to 8-bit weights in a CUDA graph.
+"""Decode one sequence token by token: from eager PyTorch to 4-bit weights, bound by reading them.
 
-eager   PyTorch's operations, launched one by one; the KV cache is a preallocated slab.
-graph   The same operations in a CUDA graph, replayed per token. The token and its position change
-        from replay to replay, so they live in tensors.
-fused   Triton kernels: five per layer instead of sixteen. A matrix-vector product is bound by
-        reading the matrix, so norm, activation function and residual are computed in it for free.
-int8    The same kernels with one byte per weight and one scale per row (weight-only quantization).
+eager       PyTorch's operations, launched one by one; the KV cache is a preallocated slab.
+graph       The same operations in a CUDA graph, replayed per token. The token and its position
+            change from replay to replay, so they live in tensors, and a mask hides the unused slots
+            of the cache.
+fused       Two Triton kernels replace the library's matrix-vector products and what is between
+            them: one computes the norm and the activation function with the product, the other the
+            residual. Attention is flash-decoding: a part of a head's cache is a block of its own,
+            and a second kernel merges the parts. The first one also writes the new key and value to
+            the cache.
+overlapped  Programmatic dependent launch: a kernel's blocks start while the previous kernel still
+            runs, load their first weights or cached keys, and only then wait for its result.
+int8        Each weight is a byte (W8A16). 64 weights of a row are a group with a common scale.
+int4        Each weight is a nibble, two per byte (W4A16). 128 weights of a row are a group.
+
+``compiled`` is the graph rung with torch.compile's kernels.
 
 The tokens are given instead of chosen, so rounding cannot select another token. The result is the
-last hidden state at each token. ``past`` holds the keys and values of the previous tokens
-(layers x 2 x heads x tokens x HEAD_DIM).
+last hidden state of each token (tokens x width), and the keys and values that were added to the
+cache. ``past`` holds those of the previous tokens (layers x 2 x heads x tokens x HEAD_DIM).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import gelu, linear, rms_norm, scaled_dot_product_attention
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.ch15.decoder import HEAD_DIM, attention, block, captured
+from kernels.ch15.decoder import captured
+
+HEAD_DIM = 128
+"""Channels per attention head."""
 
 EPSILON = 1e-6
 """Added to the mean square in the RMS norm, so that a zero vector causes no division by zero."""
 
-TILE = 4096
-"""Weights that a program of the matrix-vector product loads at a time."""
+KEYS, PARTS = 32, 16
+"""Cached tokens that a block loads at a time, and the most parts of a head's cache.
+
+32 keys and values of 128 channels, and those of the next step, fit into the registers of 4 warps.
+16 parts of 32 heads are 512 blocks, which run on 132 SMs at once.
+"""
+
+GROUP_WORDS = tl.constexpr(16)
+"""32-bit words with a common scale: 64 weights of a byte, or 128 of a nibble."""
+
+TILES = {16: (2, 2048, 4), 8: (8, 256, 2), 4: (4, 512, 4)}
+"""Rows and columns that a block of a product loads at a time, and its warps, by bits per weight.
+
+Packed columns are counted in words. They are the fastest of some twenty tiles on an H200.
+"""
 
 
-def cache_slab(past, tokens):
+class Decoder(NamedTuple):
+    """Weights, one tensor per kind for all layers; a layer's matrix has one row per output."""
+
+    embedding: torch.Tensor
+    """Vocabulary x width."""
+    qkv: torch.Tensor
+    """Layers x 3 width x width."""
+    out: torch.Tensor
+    """Layers x width x width: the output projection of attention."""
+    up: torch.Tensor
+    """Layers x 4 width x width."""
+    down: torch.Tensor
+    """Layers x width x 4 width."""
+
+    def layers(self):
+        """Return the matrices of each layer."""
+        return list(zip(*self[1:], strict=True))
+
+
+def random_decoder(layers, width, vocabulary, length, **options):
+    """Draw weights for which attention and the MLPs add to x about as much as the embedding.
+
+    As in GPT-2, the matrices that write to x are the smaller, the more layers there are. Queries
+    are larger than keys, so that attention prefers some tokens, and its output projection makes up
+    for the averaging over ``length`` cached values.
+    """
+
+    def draw(outputs, inputs, gain=1.0):
+        return torch.randn(layers, outputs, inputs, **options).mul_(gain * inputs**-0.5)
+
+    qkv, residual_gain = draw(3 * width, width), layers**-0.5
+    qkv[:, :width] *= 1.5
+    out = draw(width, width, residual_gain * length**0.5 / 9)
+    up = draw(4 * width, width)
+    embedding = torch.randn(vocabulary, width, **options)
+    return Decoder(embedding, qkv, out, up, draw(width, 4 * width, residual_gain))
+
+
+def norm(x):
+    return rms_norm(x, x.shape[-1:], eps=EPSILON)
+
+
+def project(x, qkv):
+    """Return the query and the stacked key and value of token x: 1 and 2 x heads x HEAD_DIM."""
+    return linear(norm(x), qkv).view(3, -1, HEAD_DIM).split((1, 2))
+
+
+def output_and_mlp(x, attended, out, up, down):
+    """Add the output projection of the attention result (1 x width) to x, then the MLP."""
+    x = x + linear(attended, out)
+    return x + linear(gelu(linear(norm(x), up)), down)
+
+
+def attention(q, keys, values, **options):
+    """Attend with a query (1 x heads x HEAD_DIM) to keys and values (heads x tokens x HEAD_DIM)."""
+    q, keys, values = q[:, :, None], keys[None], values[None]
+    return scaled_dot_product_attention(q, keys, values, **options).flatten(1)
+
+
+def cache_slabs(past, tokens):
     """Copy the past into slabs that have room for the new tokens."""
     slabs = past.new_zeros(*past.shape[:3], past.shape[3] + len(tokens), HEAD_DIM)
     slabs[:, :, :, : past.shape[3]] = past
     return slabs
 
 
-def eager(model, past, tokens):  # noqa: ARG001  model: used in decode()
-    slabs, length = cache_slab(past, tokens), past.shape[3]
+def eager(model, past, tokens):
+    layers, slabs, length = model.layers(), cache_slabs(past, tokens), past.shape[3]
 
-    def decode(model, past, tokens):  # noqa: ARG001  the slabs contain the past
+    def decode(model, past, tokens):  # noqa: ARG001  past: the slabs contain it
         states = []
         for position, token in enumerate(tokens[:, None], length):
-            x = model.embedding[token][None]
-            for layer, slab in zip(model.layers(), slabs, strict=True):
-
-                def attend(q, k, v, position=position, slab=slab):
-                    for cached, new in zip(slab, (k, v), strict=True):
-                        cached[:, position : position + 1] = new[0].transpose(0, 1)
-                    filled = (cached[:, : position + 1].transpose(0, 1)[None] for cached in slab)
-                    return attention(q, *filled)
-
-                x = block(x, layer, attend)
-            states.append(x[0, 0])
-        return torch.stack(states)
+            x = model.embedding[token]
+            for (qkv, *rest), slab in zip(layers, slabs, strict=True):
+                q, kv = project(x, qkv)
+                slab[:, :, position] = kv
+                x = output_and_mlp(x, attention(q, *slab[:, :, : position + 1]), *rest)
+            states.append(x[0])
+        return torch.stack(states), slabs[:, :, :, length:].clone()
 
     return decode
 
@@ -57,146 +140,348 @@ def eager(model, past, tokens):  # noqa: ARG001  model: used in decode()
 class Replay:
     """A captured step; ``step`` computes the hidden state of ``token`` at ``position``."""
 
+    bits = 16
+    """Bits per weight."""
+
     def __init__(self, model, past, tokens):
-        self.model, self.slabs = model, cache_slab(past, tokens)
+        self.model, self.slabs = model, cache_slabs(past, tokens)
         self.token = tokens[:1].clone()
-        self.position = torch.full_like(tokens[:1], past.shape[3])
-        self.start = past.shape[3]
-        self.positions = torch.arange(self.slabs.shape[3], device=past.device)
+        self.start, capacity = past.shape[3], self.slabs.shape[3]
+        self.position = torch.full_like(tokens[:1], self.start)
+        self.slots = torch.arange(capacity, device=past.device)
         self.out = model.embedding.new_zeros(len(tokens), model.embedding.shape[1])
-        self.load_weights()
+        self.layers = [[self.load(matrix) for matrix in layer] for layer in model.layers()]
         self.replay = captured(self.step, past.device)
 
-    def load_weights(self):
-        """Convert the weights to the rung's format; here, keep them as they are."""
+    def load(self, matrix):
+        """Convert a matrix to the rung's format; here, keep it as it is."""
+        return matrix
 
     def __call__(self, model, past, tokens):  # noqa: ARG002  model, past: loaded once
         self.position.fill_(self.start)
         for i in range(len(tokens)):
             self.token.copy_(tokens[i : i + 1])
             self.replay()
-        return self.out.clone()
+        return self.out.clone(), self.slabs[:, :, :, self.start :].clone()
 
-    def finish(self, x):
+    def step(self):
+        x = self.model.embedding[self.token]
+        mask = (self.slots <= self.position)[None, None, None]
+        for matrices, slab in zip(self.layers, self.slabs, strict=True):
+            x = self.layer(x, slab, self.position, mask, *matrices)
         self.out.index_copy_(0, self.position - self.start, x)
         self.position += 1
 
 
+def masked_layer(x, slab, position, mask, qkv, *rest):
+    q, kv = project(x, qkv)
+    slab.index_copy_(2, position, kv[:, :, None])
+    return output_and_mlp(x, attention(q, *slab, attn_mask=mask), *rest)
+
+
 class Graph(Replay):
-    def step(self):
-        mask = (self.positions <= self.position)[None, None, None]
-        x = self.model.embedding[self.token][None]
-        for layer, slab in zip(self.model.layers(), self.slabs, strict=True):
+    layer = staticmethod(masked_layer)
 
-            def attend(q, k, v, slab=slab):
-                for cached, new in zip(slab, (k, v), strict=True):
-                    cached.index_copy_(1, self.position, new[0].transpose(0, 1))
-                heads = (cached.transpose(0, 1)[None] for cached in slab)
-                return attention(q, *heads, attn_mask=mask)
 
-            x = block(x, layer, attend)
-        self.finish(x[0])
+class Compiled(Replay):
+    layer = staticmethod(torch.compile(masked_layer, dynamic=False))
 
 
 @triton.jit
-def _matrix_vector(  # noqa: PLR0917  a launch passes arguments by position
-    weight, scale, x, residual, out, columns, epsilon,
-    NORM: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+def _load_keys(  # noqa: PLR0917  as below
+    keys, values, head, start, length, capacity, D: tl.constexpr, KEYS: tl.constexpr
+):
+    """Load the cached keys and values of the tokens from ``start``."""
+    token = start + tl.arange(0, KEYS)
+    offsets = (head * capacity + token)[:, None] * D + tl.arange(0, D)[None, :]
+    is_cached = (token < length)[:, None]
+    return (
+        tl.load(keys + offsets, mask=is_cached, other=0),
+        tl.load(values + offsets, mask=is_cached, other=0),
+    )
+
+
+@triton.jit
+def _attend_part(  # noqa: PLR0917  a launch passes arguments by position
+    qkv, keys, values, position, part_out, part_max, part_sum, capacity, part_length, scale,
+    D: tl.constexpr, KEYS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    head, part, column = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    heads, slot = tl.num_programs(0), head * tl.num_programs(1) + part
+    length, begin = tl.load(position).to(tl.int32), part * part_length
+    end = tl.minimum(begin + part_length, length + 1)
+    loaded_k, loaded_v = _load_keys(keys, values, head, begin, length, capacity, D, KEYS)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()  # qkv is the previous kernel's result
+    q = tl.load(qkv + head * D + column).to(tl.float32) * (scale * 1.44269504)
+    new_k = tl.load(qkv + (heads + head) * D + column)
+    new_v = tl.load(qkv + (2 * heads + head) * D + column)
+    maximum, total = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    sums = tl.zeros((D,), tl.float32)
+    for start in range(begin, end, KEYS):
+        token = start + tl.arange(0, KEYS)
+        is_new = (token == length)[:, None]
+        k = tl.where(is_new, new_k[None, :], loaded_k).to(tl.float32)
+        v = tl.where(is_new, new_v[None, :], loaded_v).to(tl.float32)
+        # the next tile's loads are under way during the arithmetic of this one
+        loaded_k, loaded_v = _load_keys(
+            keys, values, head, start + KEYS, tl.minimum(length, end), capacity, D, KEYS
+        )
+        # q contains log2(e): exp2 is a single instruction, exp is not
+        scores = tl.where(token < end, tl.sum(k * q[None, :], 1), -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        weights, rescale = tl.exp2(scores - new_maximum), tl.exp2(maximum - new_maximum)
+        sums = sums * rescale + tl.sum(v * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        maximum = new_maximum
+    if (begin <= length) & (length < begin + part_length):  # a part per head has the new token
+        tl.store(keys + (head * capacity + length) * D + column, new_k)
+        tl.store(values + (head * capacity + length) * D + column, new_v)
+    tl.store(part_max + slot, maximum)  # of a part behind the new token: -inf
+    tl.store(part_sum + slot, total)
+    tl.store(part_out + slot * D + column, sums)
+
+
+@triton.jit
+def _merge_parts(  # noqa: PLR0917  as above
+    part_out, part_max, part_sum, out, parts,
+    D: tl.constexpr, PADDED_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    head, part, column = tl.program_id(0), tl.arange(0, PADDED_PARTS), tl.arange(0, D)
+    slot, valid = head * parts + part, part < parts
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    maxima = tl.load(part_max + slot, mask=valid, other=-float("inf"))
+    sums = tl.load(part_sum + slot, mask=valid, other=0)
+    outputs = tl.load(part_out + slot[:, None] * D + column[None, :], mask=valid[:, None], other=0)
+    rescale = tl.exp2(maxima - tl.max(maxima, 0))
+    result = tl.sum(outputs * rescale[:, None], 0) / tl.sum(sums * rescale, 0)
+    tl.store(out + head * D + column, result.to(out.dtype.element_ty))
+
+
+class SplitKV(Replay):
+    overlaps = False
+    """Whether a kernel starts before the previous one has finished."""
+
+    @property
+    def launch_options(self):
+        """The constant OVERLAP and, on GPUs since Hopper, the launch attribute that belongs to it.
+
+        Triton's interpreter knows neither the attribute nor the instructions.
+        """
+        x = self.slabs
+        overlaps = self.overlaps and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] > 8
+        return {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+
+    def attend(self, qkv, slab):
+        """Attend with the new token's query, key and value (3 width); return 1 x width."""
+        _, heads, capacity, _ = slab.shape
+        part_length = triton.cdiv(triton.cdiv(capacity, PARTS), KEYS) * KEYS
+        parts = triton.cdiv(capacity, part_length)
+        part_out = torch.empty(heads, parts, HEAD_DIM, device=slab.device)
+        part_max, part_sum = torch.empty(2, heads, parts, device=slab.device)
+        _attend_part[heads, parts](
+            *(qkv, *slab, self.position, part_out, part_max, part_sum),
+            *(capacity, part_length, HEAD_DIM**-0.5, HEAD_DIM, KEYS),
+            num_warps=4,
+            **self.launch_options,
+        )
+        out = slab.new_empty(1, heads * HEAD_DIM)
+        _merge_parts[(heads,)](
+            *(part_out, part_max, part_sum, out, parts, HEAD_DIM, triton.next_power_of_2(parts)),
+            **self.launch_options,
+        )
+        return out
+
+    def layer(self, x, slab, position, mask, qkv, *rest):  # noqa: ARG002  position: in attend()
+        return output_and_mlp(x, self.attend(linear(norm(x), qkv), slab), *rest)
+
+
+@triton.jit
+def _dot(  # noqa: PLR0917  as above
+    weight, x, row, columns, ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Return the products of x with rows of a matrix, and the sum of the squares of x."""
+    at = tl.arange(0, STEP)
+    address = weight + row[:, None] * columns + at[None, :]
+    loaded = tl.load(address, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()  # x is the previous kernel's result, the weights are not
+    sums = tl.zeros((ROWS, STEP), tl.float32)
+    squares = tl.zeros((STEP,), tl.float32)
+    for start in range(0, columns, STEP):
+        tile = loaded.to(tl.float32)
+        ahead = start + STEP
+        loaded = tl.load(address + ahead, mask=ahead < columns, eviction_policy="evict_first")
+        value = tl.load(x + start + at).to(tl.float32)
+        sums += tile * value[None, :]
+        squares += value * value
+    return tl.sum(sums, 1), tl.sum(squares, 0)
+
+
+@triton.jit
+def _dot_packed(  # noqa: PLR0917  as above
+    weight, scales, x, row, row_words,
+    BITS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Do the same for a matrix of packed unsigned integers; STEP counts words.
+
+    A conversion from integer to float has a fraction of the rate of a multiply-add. So there is
+    none: the bits of an integer n below 2**16, taken as those of a float, are the subnormal number
+    n * 2**-149. The factor 2**149 is split in two, because a float is less than 2**128.
+    """
+    PER_HALF: tl.constexpr = 16 // BITS
+    word = tl.arange(0, STEP)
+    # value n of a group's word j is the weight of column 16 n + j: loads of x stay contiguous
+    column = word // GROUP_WORDS * (GROUP_WORDS * 2 * PER_HALF) + word % GROUP_WORDS
+    address = weight + row[:, None] * row_words + word[None, :]
+    scale_address = (
+        scales + row[:, None] * (row_words // GROUP_WORDS) + (word // GROUP_WORDS)[None, :]
+    )
+    loaded = tl.load(address, eviction_policy="evict_first")
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.zeros((ROWS, STEP), tl.float32)
+    squares = tl.zeros((STEP,), tl.float32)
+    for start in range(0, row_words, STEP):
+        words = loaded
+        ahead = start + STEP
+        loaded = tl.load(address + ahead, mask=ahead < row_words, eviction_policy="evict_first")
+        scale = tl.load(scale_address + start // GROUP_WORDS).to(tl.float32)
+        products = tl.zeros((ROWS, STEP), tl.float32)
+        total = tl.zeros((STEP,), tl.float32)
+        for half in tl.static_range(2):
+            bits = words >> (16 * half)
+            for i in tl.static_range(PER_HALF):
+                n = half * PER_HALF + i
+                value = tl.load(x + start * (2 * PER_HALF) + column + n * GROUP_WORDS)
+                value = value.to(tl.float32)
+                total += value
+                squares += value * value
+                # an integer stays where it is in the word, which multiplies it by 2**(BITS * i)
+                integer = bits & (((1 << BITS) - 1) << (BITS * i))
+                value *= 2.0 ** (100 - BITS * i)
+                products += integer.to(tl.float32, bitcast=True) * value[None, :]
+        offset = total * (1 << (BITS - 1))  # the integers are stored with this offset
+        sums += (products * 2.0**49 - offset[None, :]) * scale
+    return tl.sum(sums, 1), tl.sum(squares, 0)
+
+
+@triton.jit
+def _norm_linear(  # noqa: PLR0917  as above
+    weight, scales, x, out, stored_columns, columns, epsilon, GELU: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, TILE)
-    products = tl.zeros((ROWS, TILE), tl.float32)
-    squares = tl.zeros((TILE,), tl.float32)
-    for start in range(0, columns, TILE):
-        w = tl.load(weight + row[:, None] * columns + (start + column)[None, :]).to(tl.float32)
-        value = tl.load(x + start + column).to(tl.float32)
-        products += w * value[None, :]
-        if NORM:
-            squares += value * value
-    result = tl.sum(products, 1)
-    if SCALED:
-        result *= tl.load(scale + row)
-    if NORM:  # W (x / rms(x)) = (W x) / rms(x)
-        result *= 1 / tl.sqrt(tl.sum(squares, 0) / columns + epsilon)
+    if BITS == 16:
+        product, squares = _dot(weight, x, row, stored_columns, ROWS, STEP, OVERLAP)
+    else:
+        product, squares = _dot_packed(
+            weight, scales, x, row, stored_columns, BITS, ROWS, STEP, OVERLAP
+        )  # fmt: skip
+    result = product / tl.sqrt(squares / columns + epsilon)  # W (x / rms(x)) = (W x) / rms(x)
     if GELU:
         result = result * 0.5 * (1 + tl.erf(result * 0.7071067811865476))
-    if RESIDUAL:
-        result += tl.load(residual + row).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
 @triton.jit
-def _attend(  # noqa: PLR0917  as above
-    qkv, keys, values, position, out, heads, capacity, scale, D: tl.constexpr, TILE: tl.constexpr
-):
-    head, column, key = tl.program_id(0), tl.arange(0, D), tl.arange(0, TILE)
-    length = tl.load(position).to(tl.int32)
-    q = tl.load(qkv + head * D + column).to(tl.float32) * scale
-    k = tl.load(qkv + (heads + head) * D + column)
-    v = tl.load(qkv + (2 * heads + head) * D + column)
-    tl.store(keys + (head * capacity + length) * D + column, k)
-    tl.store(values + (head * capacity + length) * D + column, v)
-    # start with the new token, whose key and value are already in registers
-    running_max = tl.sum(q * k.to(tl.float32), 0)
-    denominator = tl.exp(running_max - running_max)
-    accumulator = v.to(tl.float32)
-    for start in range(0, length, TILE):
-        valid = (start + key < length)[:, None]
-        offsets = (head * capacity + start + key)[:, None] * D + column[None, :]
-        cached = tl.load(keys + offsets, mask=valid, other=0).to(tl.float32)
-        scores = tl.where(start + key < length, tl.sum(cached * q[None, :], 1), -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 0))
-        rescale = tl.exp(running_max - new_max)
-        weights = tl.exp(scores - new_max)
-        cached = tl.load(values + offsets, mask=valid, other=0).to(tl.float32)
-        denominator = denominator * rescale + tl.sum(weights, 0)
-        accumulator = accumulator * rescale + tl.sum(cached * weights[:, None], 0)
-        running_max = new_max
-    tl.store(out + head * D + column, (accumulator / denominator).to(out.dtype.element_ty))
+def _linear_residual(  # noqa: PLR0917  as above
+    weight, scales, x, residual, out, stored_columns,
+    BITS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if BITS == 16:
+        product, _ = _dot(weight, x, row, stored_columns, ROWS, STEP, OVERLAP)
+    else:
+        product, _ = _dot_packed(
+            weight, scales, x, row, stored_columns, BITS, ROWS, STEP, OVERLAP
+        )  # fmt: skip
+    result = product + tl.load(residual + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
 
 
-class Fused(Replay):
-    def load_weights(self):
-        """Transpose the matrices: one contiguous row per output."""
-        kinds = (self.model.qkv, self.model.out, self.model.up, self.model.down)
-        self.weights = [[(w.T.contiguous(), None) for w in kind] for kind in kinds]
+class Fused(SplitKV):
+    def load(self, matrix):
+        """Return the stored weights, and their scales if they have any."""
+        return matrix, None
 
-    def step(self):
-        x = self.model.embedding[self.token][0]
-        for qkv, out, up, down, slab in zip(*self.weights, self.slabs, strict=True):
-            projected, attended = self.product(qkv, x, norm=True), torch.empty_like(x)
-            _attend[(slab.shape[1],)](
-                *(projected, *slab, self.position, attended),
-                *(slab.shape[1], slab.shape[2], HEAD_DIM**-0.5, HEAD_DIM, 64),
-            )
-            x = self.product(out, attended, residual=x)
-            x = self.product(down, self.product(up, x, norm=True, gelu=True), residual=x)
-        self.finish(x[None])
+    def layer(self, x, slab, position, mask, *matrices):  # noqa: ARG002  as above
+        qkv, out, up, down = matrices
+        attended = self.attend(self.norm_linear(qkv, x), slab)
+        x = self.linear_residual(out, attended, x)
+        return self.linear_residual(down, self.norm_linear(up, x, gelu=True), x)
 
-    @staticmethod
-    def product(matrix, x, residual=None, *, norm=False, gelu=False):
-        """Multiply ``matrix`` (weights, scale) by x or norm(x); apply GELU; add residual."""
-        weight, scale = matrix
-        rows, columns = weight.shape
-        out, tile = x.new_empty(rows), min(columns, 1024)
-        tile_rows = TILE // tile
-        _matrix_vector[(rows // tile_rows,)](
-            *(weight, scale, x, residual, out, columns, EPSILON),
-            *(norm, gelu, residual is not None, scale is not None, tile_rows, tile),
+    def norm_linear(self, matrix, x, *, gelu=False):
+        weight, scales = matrix
+        out = x.new_empty(1, len(weight))
+        _norm_linear[self.grid(weight)](
+            *(weight, scales, x, out, weight.shape[1], x.shape[1], EPSILON, gelu),
+            *(self.bits, *self.tile(weight)),
+            num_warps=TILES[self.bits][2],
+            **self.launch_options,
         )
         return out
 
+    def linear_residual(self, matrix, x, residual):
+        weight, scales = matrix
+        out = torch.empty_like(residual)
+        _linear_residual[self.grid(weight)](
+            *(weight, scales, x, residual, out, weight.shape[1]),
+            *(self.bits, *self.tile(weight)),
+            num_warps=TILES[self.bits][2],
+            **self.launch_options,
+        )
+        return out
 
-class Int8(Fused):
-    def load_weights(self):
-        super().load_weights()
-        self.weights = [[self.quantize(w) for w, _ in kind] for kind in self.weights]
+    def tile(self, weight):
+        rows, step, _ = TILES[self.bits]
+        return rows, min(step, weight.shape[1])
 
-    @staticmethod
-    def quantize(weight):
-        scale = weight.abs().amax(1).float() / 127
-        return (weight.float() / scale[:, None]).round().to(torch.int8), scale
+    def grid(self, weight):
+        return (len(weight) // TILES[self.bits][0],)
 
 
-RUNGS = {"graph": Graph, "fused": Fused, "int8": Int8}
+class Overlapped(Fused):
+    overlaps = True
+
+
+class Int8(Overlapped):
+    bits = 8
+
+    def load(self, matrix):
+        return packed(matrix, self.bits)
+
+
+class Int4(Int8):
+    bits = 4
+
+
+def packed(weight, bits):
+    """Quantize a matrix; return 32-bit words (rows x words) and scales (rows x groups).
+
+    The scale of a group turns its largest weight into the lowest integer, so that all integers are
+    used. They are stored unsigned. Value n of a group's word j is the weight of column 16 n + j.
+    """
+    per_word, offset, words_per_group = 32 // bits, 1 << (bits - 1), GROUP_WORDS.value
+    groups = weight.unflatten(1, (-1, words_per_group * per_word))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = largest / -offset
+    integers = (groups.float() / scales.float()).round().clamp(-offset, offset - 1) + offset
+    words = torch.zeros_like(groups[:, :, :words_per_group], dtype=torch.int32)
+    for n, part in enumerate(integers.to(torch.int32).split(words_per_group, 2)):
+        words |= part << (bits * n)
+    return words.flatten(1), scales.squeeze(2)
+
+
+RUNGS = {
+    "graph": Graph,
+    "fused": Fused,
+    "overlapped": Overlapped,
+    "int8": Int8,
+    "int4": Int4,
+}

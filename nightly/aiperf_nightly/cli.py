@@ -1,4 +1,4 @@
-"""The commands `python -m pytest_aiperf gate` and `python -m pytest_aiperf drift`."""
+"""The commands `gate`, `drift` and `history` of `python -m pytest_aiperf`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.records.results import atomic_write, read_results
 from pytest_aiperf.report import formatting
 
-from . import history
+from . import history, page
 
 OK: Final = 0
 """Exit status if `gate` confirmed no drop, or `drift` found no lasting change."""
@@ -25,7 +25,7 @@ FAILED: Final = 1
 
 def add_gate(subcommands: Any) -> None:
     """Add ``gate`` to the subcommands of `python -m pytest_aiperf`; an entry point."""
-    add = _add_command(subcommands, gate)
+    add = _add_command(subcommands, "gate", gate)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of the night")
     add("--history", metavar="DIR", type=Path, default=Path("history"), help="default: history")
     text = "results of further runs of the flagged claims"
@@ -36,17 +36,26 @@ def add_gate(subcommands: Any) -> None:
 
 def add_drift(subcommands: Any) -> None:
     """Add ``drift`` to the subcommands of `python -m pytest_aiperf`; an entry point."""
-    add = _add_command(subcommands, drift)
+    add = _add_command(subcommands, "drift", drift)
     add("history", metavar="HISTORY.jsonl", type=Path, help="the history of one kind of GPU")
 
 
+def add_history(subcommands: Any) -> None:
+    """Add ``history`` to the subcommands of `python -m pytest_aiperf`; an entry point."""
+    add = _add_command(subcommands, "history", draw)
+    text = "the history of one kind of GPU each"
+    add("histories", metavar="HISTORY.jsonl", type=Path, nargs="+", help=text)
+    text, default = "file to write (default: %(default)s)", Path("history.html")
+    add("-o", "--output", metavar="FILE", type=Path, default=default, help=text)
+
+
 def _add_command(
-    subcommands: Any, run: Callable[[argparse.Namespace], int]
+    subcommands: Any, name: str, run: Callable[[argparse.Namespace], int]
 ) -> Callable[..., argparse.Action]:
     """Add a subcommand that calls ``run``, with its docstring as help; return ``add_argument``."""
     description = inspect.getdoc(run) or ""
     summary = description.partition("\n")[0].rstrip(".")
-    parser = subcommands.add_parser(run.__name__, help=summary, description=description)
+    parser = subcommands.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run)
     add: Callable[..., argparse.Action] = parser.add_argument
     return add
@@ -115,8 +124,23 @@ def drift(arguments: argparse.Namespace) -> int:
     """
     nights = history.read_history(arguments.history)
     steps = history.change_points(nights) if nights else []
-    _print(f"{claim}: {ratio:.3f}x since {night}" for claim, night, ratio in steps)
+    _print(f"{step.claim}: {step.ratio:.3f}x since {step.night.started}" for step in steps)
     return FAILED if steps else OK
+
+
+def draw(arguments: argparse.Namespace) -> int:
+    """Draw every claim over the nights of one or more histories, as an HTML page.
+
+    A chart shows a claim's speedup in each night, the band of the nights before, nights below it,
+    void nights, changes of driver or software, and lasting changes as `drift` finds them.
+    """
+    histories = [history.read_history(path) for path in arguments.histories]
+    for path, nights in zip(arguments.histories, histories, strict=True):
+        if not nights:
+            raise UsageError(f"{path} holds no night; `gate` adds nights to a history")
+    atomic_write(arguments.output, page.page(histories))
+    _print([f"written: {arguments.output}"])
+    return OK
 
 
 def _print(lines: Iterable[object]) -> None:

@@ -89,6 +89,40 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
+class Band:
+    """The range in which a figure is expected."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A claim's speedup, or a sentinel's seconds per call, in one night."""
+
+    night: Night
+    value: float
+    band: Band | None
+    """The band of the nights before; None after fewer than MIN_NIGHTS of them."""
+    is_outside: bool
+    """Whether a speedup lies below its band; whether a sentinel lies on either side of its band.
+
+    False in a void night."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A lasting change of a claim's speedup."""
+
+    claim: str
+    night: Night
+    """First night with the change."""
+    ratio: float
+    """Mean speedup after the change divided by the mean before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     """The outcome of comparing a night with its history."""
 
@@ -135,8 +169,8 @@ def _is_valid(result: Result) -> bool:
     return result.outcome in (Outcome.PASSED, Outcome.FAILED) and not result.profiles
 
 
-def band(past: Sequence[float]) -> tuple[float, float]:
-    """Return the median of past speedups, and the lower end of their band.
+def band(past: Sequence[float], min_half_width: float = -math.log1p(-SESSIONS_APART)) -> Band:
+    """Return the band of past figures; ``min_half_width`` is the logarithm of a ratio.
 
     The standard deviation is estimated from the median absolute deviation, which one outlier hardly
     changes.
@@ -144,13 +178,17 @@ def band(past: Sequence[float]) -> tuple[float, float]:
     logs = [math.log(value) for value in past]
     median = statistics.median(logs)
     sigma = MAD_TO_SIGMA * statistics.median(abs(v - median) for v in logs)
-    drop = max(SIGMAS * sigma, -math.log1p(-SESSIONS_APART))
-    return math.exp(median), math.exp(median - drop)
+    half = max(SIGMAS * sigma, min_half_width)
+    return Band(*(math.exp(v) for v in (median - half, median, median + half)))
+
+
+def _sentinel_band(past: Sequence[float]) -> Band:
+    return band(past, math.log1p(MAX_SENTINEL_CHANGE))
 
 
 def judge(history: Sequence[Night], tonight: Night) -> Gate:
     """Compare tonight's run with the latest valid nights of the same epoch."""
-    past = [n for n in history if n.epoch == tonight.epoch and not n.void][-MAX_NIGHTS:]
+    past = _comparable(history, tonight)
     if void := tonight.void or _sentinel_problem(past, tonight):
         return Gate(void=void)
     flags, provisional = [], []
@@ -159,15 +197,37 @@ def judge(history: Sequence[Night], tonight: Night) -> Gate:
         if len(speedups) < MIN_NIGHTS:
             provisional.append(claim)
             continue
-        median, least = band(speedups)
-        if value < least:
-            flags.append(Flag(claim, median, least, value))
+        expected = band(speedups)
+        if value < expected.low:
+            flags.append(Flag(claim, expected.median, expected.low, value))
     count = len(tonight.claims) - len(provisional)
     shift = ""
     if len(flags) >= max(SHIFT_MIN_FLAGS, SHIFT_MIN_SHARE * count):
         drop = 1 - statistics.median(f.value / f.median for f in flags)
         shift = f"{len(flags)} of {count} claims lie below their bands, by {drop:.1%} in the median"
     return Gate(shift=shift, flags=tuple(flags), provisional=tuple(provisional))
+
+
+def _comparable(history: Sequence[Night], night: Night) -> list[Night]:
+    """Return the latest valid nights of the same epoch."""
+    return [n for n in history if n.epoch == night.epoch and not n.void][-MAX_NIGHTS:]
+
+
+def courses(nights: Sequence[Night], *, sentinels: bool = False) -> dict[str, list[Point]]:
+    """Return each claim's speedup, or each sentinel's seconds, in every night, with its band."""
+    points: dict[str, list[Point]] = {}
+    for index, night in enumerate(nights):
+        past = _comparable(nights[:index], night)
+        for claim, value in (night.sentinels if sentinels else night.claims).items():
+            before = [n.sentinels if sentinels else n.claims for n in past]
+            figures = [each[claim] for each in before if claim in each]
+            expected, is_outside = None, False
+            if len(figures) >= MIN_NIGHTS:
+                expected = _sentinel_band(figures) if sentinels else band(figures)
+                above = sentinels and value > expected.high
+                is_outside = not night.void and (value < expected.low or above)
+            points.setdefault(claim, []).append(Point(night, value, expected, is_outside))
+    return points
 
 
 def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
@@ -178,10 +238,10 @@ def _sentinel_problem(past: Sequence[Night], tonight: Night) -> str:
             continue
         if claim not in tonight.sentinels:
             return f"the sentinel {claim} has no valid figure"
-        median, least = band(seconds)
-        ratio = tonight.sentinels[claim] / median
-        if abs(math.log(ratio)) > max(math.log(median / least), math.log1p(MAX_SENTINEL_CHANGE)):
-            return f"the sentinel {claim} takes {ratio:.2f} times its usual {median:.3g} s"
+        expected = _sentinel_band(seconds)
+        if not expected.low <= tonight.sentinels[claim] <= expected.high:
+            ratio = tonight.sentinels[claim] / expected.median
+            return f"the sentinel {claim} takes {ratio:.2f} times its usual {expected.median:.3g} s"
     return ""
 
 
@@ -191,18 +251,18 @@ def confirmed(flags: Iterable[Flag], again: Sequence[Sequence[Result]]) -> list[
     return [f for f in flags if runs and all(r.get(f.claim, math.inf) < f.least for r in runs)]
 
 
-def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
-    """Find lasting changes in the latest epoch: (claim, first night with the change, ratio).
+def change_points(history: Sequence[Night]) -> list[Step]:
+    """Find lasting changes in the latest epoch.
 
     The library ruptures applies PELT (Killick, Fearnhead and Eckley 2012) to the log speedups of a
     claim. The penalty per change is 3 times the variance times log n for n nights.
     """
-    # imported here, because both modules load slowly and only `drift` needs them
+    # imported here, because both modules load slowly and `gate` does not need them
     import numpy as np
     import ruptures
 
     valid = [n for n in history if not n.void and n.epoch == history[-1].epoch]
-    steps = []
+    steps: list[Step] = []
     for claim in sorted({claim for night in valid for claim in night.claims}):
         nights = [n for n in valid if claim in n.claims]
         if len(nights) < 2 * MIN_NIGHTS:
@@ -217,7 +277,7 @@ def change_points(history: Sequence[Night]) -> list[tuple[str, str, float]]:
         means = [statistics.fmean(logs[a:b]) for a, b in itertools.pairwise(ends)]
         for first, before, after in zip(ends[1:], means, means[1:], strict=False):
             if abs(after - before) > MIN_STEP:
-                steps.append((claim, nights[first].started, math.exp(after - before)))
+                steps.append(Step(claim, nights[first], math.exp(after - before)))
     return steps
 
 

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.gpu_lock import GpuLock
-from pytest_aiperf.report import formatting, terminal
+from pytest_aiperf.report import formatting
 from pytest_aiperf.session.cuda_machine import CudaMachine, measurable_gpus
 
 from . import ground_truth, record
@@ -29,11 +28,9 @@ def add_command(subcommands: Any) -> None:
     parser = subcommands.add_parser("prove", help=summary, description=description)
     parser.set_defaults(run=prove)
     add = parser.add_argument
-    add("record", metavar="RECORD.json", type=Path, nargs="?", help="record to show with --readme")
     add("--only", metavar="PART,...", help=f"parts to run, out of {', '.join(record.ALL)}")
     add("--quick", action="store_true", help="smaller samples: about 2 minutes")
     add("--json", metavar="FILE", type=Path, help="write each part's figures to this record")
-    add("--readme", metavar="FILE", type=Path, help="write the tables of RECORD.json into FILE")
 
 
 def prove(arguments: argparse.Namespace) -> int:
@@ -42,15 +39,8 @@ def prove(arguments: argparse.Namespace) -> int:
     Measures kernels that spin for a known time, an empty kernel, cold and warm reads, identical
     arms, arms slowed by 0.5 to 5 %, ladders of five such arms, arms on a GPU that is heated between
     blocks, and one claim in several processes. Other timers judge some of these comparisons, too.
-    Takes about 11 minutes. The exit status is 1 if a part fails or misses its bound. `--readme`
-    measures nothing: it replaces the text between `<!-- proof -->` and `<!-- /proof -->`.
+    Takes about 11 minutes. The exit status is 1 if a part fails or misses its bound.
     """
-    if (arguments.readme is None) != (arguments.record is None):
-        raise UsageError("--readme FILE needs a record: prove --readme README.md RECORD.json")
-    if arguments.readme:
-        section = record.section(record.read(arguments.record))
-        terminal.embed(arguments.readme, "proof", section)
-        return OK
     names = record.parts_named(arguments.only)
     gpus = measurable_gpus(CudaMachine())[:1]
     file = record.Record(gpus[0], arguments.json)

@@ -21,9 +21,9 @@ from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.claim import Claim, no_progress
 from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor as measure_noise_floor
-from pytest_aiperf.claim.replicates import measure_metric, speedup
+from pytest_aiperf.claim.replicates import measure_metric
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
-from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe
+from pytest_aiperf.device.device import Block, Call, Device, NoiseProbe, nothing
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
 from pytest_aiperf.limits import ceilings
 from pytest_aiperf.model import Bench, CacheName, Interval, Metric, Mode, Timing, Verdict
@@ -164,7 +164,7 @@ def compare_ladder(  # noqa: PLR0917  in the order of compare()
     seconds = (time.monotonic() - started) / len(timings)
     return [
         Comparison(verdict(ratio, noise_floor), ratio, seconds, *deviations(of_rung))
-        for ratio, of_rung in zip(map(speedup, timings), timings, strict=True)
+        for ratio, of_rung in zip(map(stats.speedup, timings), timings, strict=True)
     ]
 
 
@@ -261,8 +261,8 @@ class HeatedDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:
-        block = self._device.block(calls, mode)
+    def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> Block:
+        block = self._device.block(calls, mode, keep)
         if mode is Mode.WALL:  # these blocks only warm up: their times are not used
             return block
         self._log_seconds.append(([], []))
@@ -288,18 +288,34 @@ class _HeatedBlock:
         log_seconds: tuple[list[float], list[float]],
     ) -> None:
         self._block, self._heat_at_random, self._log_seconds = block, heat_at_random, log_seconds
-        self.last = block.last
 
-    def run(self) -> float:
-        is_heated = self._heat_at_random()
-        seconds = self._block.run()
-        self.last = self._block.last
+    @property
+    def keep(self) -> int:
+        return self._block.keep
+
+    @keep.setter
+    def keep(self, number: int) -> None:
+        self._block.keep = number
+
+    @property
+    def kept(self) -> object:
+        return self._block.kept
+
+    @kept.setter
+    def kept(self, result: object) -> None:
+        self._block.kept = result
+
+    def run(self, before: Call = nothing, after: Call = nothing) -> float:
+        is_heated = False
+
+        def heated() -> None:
+            nonlocal is_heated
+            before()
+            is_heated = self._heat_at_random()
+
+        seconds = self._block.run(heated, after)
         self._log_seconds[is_heated].append(math.log(seconds))
         return seconds
-
-    def run_untimed(self) -> None:
-        self._block.run_untimed()
-        self.last = self._block.last
 
 
 def kinds() -> dict[str, NoiseProbe]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         prepared,
         static,
     )
-    from .rules import evidence
+    from .rules import evidence, scores
     from .session.fixtures import Capture, Compare, Stopwatch
     from .session.standalone import measure
 
@@ -69,6 +69,7 @@ __all__ = [
     "evidence",
     "measure",
     "prepared",
+    "scores",
     "static",
 ]
 
@@ -79,6 +80,7 @@ _MODULES = {
     "Stopwatch": "session.fixtures",
     "evidence": "rules.evidence",
     "measure": "session.standalone",
+    "scores": "rules.scores",
 }
 """Submodule that defines each public name; names not listed are defined in ``model``."""
 
@@ -91,4 +93,4 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("pytest-aiperf")
     module = import_module(f".{_MODULES.get(name, 'model')}", __name__)
-    return getattr(module, name, module)  # `evidence` is a module
+    return getattr(module, name, module)  # `evidence` and `scores` are modules

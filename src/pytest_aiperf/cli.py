@@ -2,8 +2,10 @@
 
 import argparse
 import inspect
+import math
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +13,26 @@ from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from . import __version__
 from .build import nvcc
 from .doctor import bundle
 from .doctor import clean as artifacts
 from .doctor import doctor as diagnosis
 from .errors import AiperfError, InvalidMeasurement, UsageError
+from .judge import judging
 from .limits import ceilings as limits
 from .machine.gpu_lock import GpuLock
-from .model import Outcome, Result
+from .machine.nvml import visible
+from .model import Outcome, PrecisionName, Result
 from .profilers import capture as profiler
-from .profilers import target, tools
+from .profilers import command as command_profiler
+from .profilers import summary, target, tools
+from .profilers.timeline import Selection
 from .records import comparison, expectations, journal, shards
 from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
-from .report import formatting, markdown, page, terminal
+from .report import formatting, markdown, page, side_by_side, terminal
 from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
 from .text import si
@@ -34,7 +41,12 @@ DONE = 0  #: Exit status of a command that found no problem.
 FAILED = 1  #: Exit status of a command that found a problem, such as a regression.
 WRONG = 2  #: Exit status if an argument, a file or this machine is not usable.
 
-DISTRIBUTIONS = {"prove": "selfcheck", "gate": "nightly", "drift": "nightly"}
+GITHUB_ACTION = "github-action-benchmark"  #: A format of `report`.
+FUNCTION_DEADLINE_S = 300.0
+"""Time limit of `capture` for a function: warm-up and a few calls take seconds, and a function that
+hangs under a profiler is not noticed otherwise."""
+MODULE = "python -m pytest_aiperf"  #: What messages and help call this command line.
+DISTRIBUTIONS = {"prove": "selfcheck", **dict.fromkeys(("gate", "drift", "history"), "nightly")}
 """Commands of other distributions, and the folder of each distribution in the repository."""
 
 
@@ -42,15 +54,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. An AiperfError is printed without a traceback."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = words[0] if words else ""
+    words, profiled = _split(words)
     parser, problems = _parser(command)
     try:
         if command in problems:
             raise UsageError(problems[command])
-        given = parser.parse_args(words)
+        given = parser.parse_args(words, argparse.Namespace(profiled=profiled))
         return int(given.run(given))
     except AiperfError as error:
         sys.stderr.write(f"{command}: {error}\n")
         return WRONG
+
+
+class _Command(argparse.ArgumentParser):
+    """Parser of a command, whose options may stand before, between and after other arguments.
+
+    argparse itself would take an optional argument as left out once it meets an option before it.
+    """
+
+    _is_nested = False
+
+    def parse_known_args(  # type: ignore[override]  # argparse's own types are overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if self._is_nested:
+            return super().parse_known_args(args, namespace)
+        self._is_nested = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_nested = False
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split off the command that `capture` profiles as it is: what follows the first "--"."""
+    if words[:1] != ["capture"] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
@@ -59,12 +100,15 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     Commands of other distributions are loaded only if ``command`` is not defined in this file.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m pytest_aiperf",
+        prog="pytest-aiperf" if Path(sys.argv[0]).stem == "pytest-aiperf" else MODULE,
         description="Inspect this machine and work with results. `pytest` measures claims.",
         epilog="Exit status: 0 done; 1 the command found a problem, such as a regression (see the "
         "help of each command); 2 an argument, a file or this machine is not usable.",
     )
-    subcommands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"pytest-aiperf {__version__}")
+    subcommands = parser.add_subparsers(
+        dest="name", metavar="COMMAND", required=True, parser_class=_Command
+    )
     add = _command(subcommands, doctor)
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
     text = "with --bundle: also try each profiler on a matrix product"
@@ -73,22 +117,8 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
     text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
     add("--json", metavar="FILE", type=Path, help=text)
-    add = _command(subcommands, capture)
-    add("tool", metavar="TOOL[:PRESET]", help=", ".join(tools.TOOLS))
-    add("function", metavar="FILE.py::FUNCTION", help="a function without parameters")
-    add("--calls", metavar="N", type=int, default=1, help="calls to profile (default: %(default)s)")
-    text = "time limit of a process under the profiler (default: %(default)s)"
-    add("--deadline", metavar="SECONDS", type=float, default=300, help=text)
-    add = _command(subcommands, report)
-    add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
-    add("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
-    text = "file to write (default: report.html, or stdout for Markdown)"
-    add("-o", "--output", metavar="FILE", type=Path, help=text)
-    add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
-    add("--readme", metavar="FILE", type=Path, help="instead, update the tables in this file")
-    add = _command(subcommands, compare)
-    add("old", metavar="OLD", type=Path, help="a results.json, or a folder of them")
-    add("new", metavar="NEW", type=Path, help="likewise, of a later run")
+    _add_capture(subcommands)
+    _add_views(subcommands)
     add = _command(subcommands, accept)
     add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
     text, default = "the file to update (default: %(default)s)", Path("expectations.yaml")
@@ -103,6 +133,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("runs", metavar="DIR", type=Path, nargs="+", help="folders with the runs of all shards")
     add = _command(subcommands, clean)
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
+    _add_judge(subcommands)
     commands, broken = subcommands.choices, {}
     if command not in commands:
         for entry in entry_points(group="pytest_aiperf.commands"):
@@ -114,6 +145,75 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     text = "not installed; install it from a clone: pip install ./"
     absent = {name: f"{text}{at}" for name, at in DISTRIBUTIONS.items() if name not in commands}
     return parser, absent | broken
+
+
+def _add_capture(subcommands: Any) -> None:
+    add = _command(subcommands, capture)
+    text = f"{', '.join(tools.TOOLS)}; several, as in nsys,ncu, run one after another"
+    add("tool", metavar="TOOL[:PRESET]", nargs="?", default="", help=text)
+    text = "a function without parameters, instead of `-- COMMAND ...`"
+    add("function", metavar="FILE.py::FUNCTION", nargs="?", default="", help=text)
+    text = "calls of a function to profile (default: %(default)s)"
+    add("--calls", metavar="N", type=int, default=1, help=text)
+    text = "time limit of a run (default: 300 for a function, none for a command)"
+    add("--deadline", metavar="SECONDS", type=float, help=text)
+    text = (
+        "only what a command launches in its NVTX ranges, or record_function blocks, of this name"
+    )
+    add("--nvtx", metavar="RANGE", default="", help=text)
+    text = "only kernels of a command in whose names this regular expression is found"
+    add("--kernel", metavar="REGEX", default="", help=text)
+    text = "ncu: kernels of a command to skip, of those that --nvtx and --kernel select"
+    add("--launch-skip", metavar="N", type=int, default=0, help=text)
+    text = "ncu: kernels of a command to profile (default: that of the preset)"
+    add("--launch-count", metavar="N", type=int, help=text)
+    text = "ncu: further metrics of a command, separated by commas"
+    add("--metrics", metavar="A,B", default="", help=text)
+    text = "further arguments of the tool, for a command, as in --tool-args='--delay=30'"
+    add("--tool-args", metavar="ARGS", default="", help=text)
+    text = "compare two captures instead: their folders, or files of profilers"
+    add("--compare", metavar=("BEFORE", "AFTER"), nargs=2, type=Path, help=text)
+    text = "with --compare: also write a Markdown file"
+    add("-o", "--output", metavar="FILE.md", type=Path, help=text)
+
+
+def _add_views(subcommands: Any) -> None:
+    """Add the commands that show results."""
+    add = _command(subcommands, report)
+    add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
+    text = "github-action-benchmark: its format customBiggerIsBetter (default: %(default)s)"
+    add("--format", choices=("html", "md", GITHUB_ACTION), default="html", help=text)
+    text = "file to write (default: report.html; other formats: stdout)"
+    add("-o", "--output", metavar="FILE", type=Path, help=text)
+    add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
+    add = _command(subcommands, compare)
+    add("old", metavar="OLD", type=Path, help="a results.json, or the folder of a run or of runs")
+    add("new", metavar="NEW", type=Path, help="likewise, of a later run")
+    text = "md for the comment of a pull request (default: %(default)s)"
+    add("--format", choices=("text", "md"), default="text", help=text)
+    add("--html", metavar="FILE", type=Path, help="also write both runs side by side")
+
+
+def _add_judge(subcommands: Any) -> None:
+    add = _command(subcommands, judge)
+    add("problem", metavar="PROBLEM", type=Path, help="a problem's file, or a folder of pairs")
+    text = "the solution to judge; with a folder of problems, the folder of their solutions"
+    add("solution", metavar="SOLUTION", type=Path, nargs="?", help=text)
+    add("--cpu", action="store_true", help="measure on the host, even if there is a GPU")
+    add("--gpu", action="store_true", help="measure on the GPU, and fail without one")
+    text = "device: GPU time; wall: what a caller waits (default: %(default)s)"
+    add("--metric", choices=("device", "wall"), default="device", help=text)
+    add("--quick", action="store_true", help="fewer replicates, wider intervals")
+    text = "precision in which a solution may compute, if the problem states no tolerance"
+    add("--tolerance", choices=get_args(PrecisionName), help=text)
+    text = "the widest tolerance that counts, whatever a problem states (default: %(default)s)"
+    add("--cap", choices=get_args(PrecisionName), default="bf16", help=text)
+    text = "time limit of a pair (default: %(default)s)"
+    add("--deadline", metavar="SECONDS", type=float, default=600, help=text)
+    add("--seed", metavar="N", type=int, help="seed of inputs and weights (default: random)")
+    text = "pairs that are loaded and checked at the same time (default: %(default)s)"
+    add("-n", metavar="N", type=int, default=1, dest="processes", help=text)
+    add("--json", action="store_true", help="print JSON: an object, or a list for a folder")
 
 
 def _command(
@@ -177,14 +277,30 @@ def _progress(line: str) -> None:
 
 
 def capture(given: argparse.Namespace) -> int:
-    """Profile one function of your own, as `pytest --profile` profiles an arm.
+    """Profile a command as it is, or a function of your own.
 
-    The function runs in a process under the profiler: first to warm up, then inside a range named
-    "aiperf". The range's figures are printed. Artefacts and the tool's output go to artifacts/.
+    `capture TOOL -- COMMAND ...` runs a command, such as `python train.py`, `torchrun
+    --nproc-per-node=2 train.py` or `./binary`, from its start to its end under the tool, with all
+    of its processes. The exit status is that of the command; what was recorded before a failure is
+    shown. `capture TOOL FILE.py::FUNCTION` calls a function, first to warm up, then inside a range
+    named "aiperf", whose figures are shown. Artefacts, the output of the tools and a summary in
+    Markdown go to artifacts/.
     """
-    tool, preset = tools.parse(given.tool)
-    path, _, name = given.function.partition("::")
+    if given.compare:
+        return _compare_captures(given)
+    chosen = [tools.parse(spec) for spec in given.tool.split(",") if spec]
+    if not chosen or bool(given.function) == bool(given.profiled):
+        usage = "capture TOOL -- COMMAND ..., capture TOOL FILE.py::FUNCTION or capture --compare"
+        raise UsageError(f"name what to profile: {usage} BEFORE AFTER (capture --help)")
+    if len({tool.name for tool, _ in chosen}) < len(chosen):
+        raise UsageError(f"{given.tool} names a tool twice: run `capture` once per preset")
+    if given.profiled:
+        return _capture_command(given, chosen)
+    if unused := _given(given, "nvtx", "kernel", "launch_skip", "launch_count", "metrics",
+                        "tool_args"):  # fmt: skip
+        raise UsageError(f"{unused} is for a command: capture {given.tool} -- python FILE.py")
     job = target.job_from(os.environ)
+    path, _, name = given.function.partition("::")
     if job is not None:  # only the process under the profiler has a job
         gpus = CudaMachine().gpus()[:1]
         device = CudaMachine().open_device(gpus[0] if gpus else None)
@@ -198,10 +314,95 @@ def capture(given: argparse.Namespace) -> int:
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
     folder = profiler.run_folder(Path.cwd(), run) / profiler.folder_name(name)
-    command = (sys.executable, "-m", "pytest_aiperf", "capture", given.tool, given.function)
-    request = profiler.CaptureRequest(tool, preset, folder, command, given.deadline, given.calls)
-    profile, _ = profiler.capture(request, "call")
-    sys.stdout.write("".join(f"{line}\n" for line in terminal.profile(name, [profile])))
+    deadline_s = given.deadline or FUNCTION_DEADLINE_S
+    status = DONE
+    for tool, preset in chosen:
+        spec = f"{tool.name}:{preset}"
+        command = (sys.executable, "-m", "pytest_aiperf", "capture", spec, given.function)
+        request = profiler.CaptureRequest(tool, preset, folder, command, deadline_s, given.calls)
+        try:
+            profile, _ = profiler.capture(request, "call")
+        except AiperfError as error:  # the next tool may work
+            _progress(f"capture: {error}")
+            status = WRONG
+        else:
+            _print(terminal.profile(name, [profile]))
+    return status
+
+
+def _given(given: argparse.Namespace, *names: str) -> str:
+    """Return the first of these options that the user has given; "" if none."""
+    return next((f"--{name.replace('_', '-')}" for name in names if getattr(given, name)), "")
+
+
+def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Tool, str]]) -> int:
+    """Profile a command under one tool after another; return the command's exit status."""
+    of_ncu = _given(given, "launch_skip", "launch_count", "metrics")
+    if of_ncu and all(tool.name != "ncu" for tool, _ in chosen):
+        raise UsageError(f"{of_ncu} is for ncu, not for {given.tool}")
+    if given.tool_args and len(chosen) > 1:
+        raise UsageError(f"--tool-args is for one tool, and {given.tool} are {len(chosen)}")
+    if given.calls != 1:
+        raise UsageError("--calls is for a function: capture TOOL FILE.py::FUNCTION")
+    if given.launch_skip < 0 or (given.launch_count is not None and given.launch_count < 1):
+        raise UsageError("--launch-skip takes a number from 0 on, --launch-count one from 1 on")
+    started = datetime.now(UTC)
+    name = command_profiler.name_of(given.profiled)
+    root = Path.cwd() / profiler.ARTIFACTS / journal.new_run_id(started, os.getpid())
+    requests = [
+        command_profiler.CommandRequest(
+            tool,
+            preset,
+            root / profiler.folder_name(name),
+            tuple(given.profiled),
+            Selection(given.nvtx, given.kernel),
+            given.launch_skip,
+            given.launch_count,
+            tuple(filter(None, given.metrics.split(","))),
+            tuple(shlex.split(given.tool_args)),
+            given.deadline or math.inf,
+        )
+        for tool, preset in chosen
+    ]
+    for request in requests:
+        command_profiler.check(request)
+    folder = profiler.run_folder(Path.cwd(), root.name) / profiler.folder_name(name)
+    gpus = tuple(gpu.name for gpu in visible())
+    captures: list[command_profiler.ToolCapture] = []
+    for request in requests:
+        captures.append(command_profiler.run(request, _progress, sys.stderr.buffer))
+        record = command_profiler.CommandRecord(
+            tuple(given.profiled), started.isoformat(timespec="seconds"), gpus, tuple(captures)
+        )
+        command_profiler.save(record, folder)  # after each tool: a later one may be killed
+        sections = list(summary.capture(record))
+        atomic_write(folder / "summary.md", summary.markdown(summary.heading(record), sections))
+        if captures[-1].status == command_profiler.INTERRUPTED:
+            break
+    _print(["", *summary.text(sections), f"written: {os.path.relpath(folder / 'summary.md')}"])
+    if failed := next((each.status for each in captures if each.status), 0):
+        return failed
+    if any(each.error for each in captures):
+        return WRONG
+    found = [part.profile.figures.get("findings", 0) for each in captures for part in each.parts]
+    return FAILED if any(found) else DONE
+
+
+def _compare_captures(given: argparse.Namespace) -> int:
+    if given.tool or given.profiled:
+        raise UsageError("--compare takes two captures and runs nothing: leave out the tool")
+    before, after = (command_profiler.load(path) for path in given.compare)
+    sections = list(summary.comparison(before, after))
+    heads = [
+        f"{label}: {path}" + (f" ({line})" if (line := summary.heading(record)) else "")
+        for label, path, record in zip(
+            ("before", "after"), given.compare, (before, after), strict=True
+        )
+    ]
+    _print([*heads, "", *summary.text(sections)])
+    if given.output:
+        atomic_write(given.output, summary.markdown(", ".join(heads), sections))
+        sys.stdout.write(f"written: {given.output}\n")
     return DONE
 
 
@@ -214,30 +415,36 @@ def _function(path: Path, name: str) -> Callable[[], object]:
     spec.loader.exec_module(module)
     function: Callable[[], object] | None = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"{path} has no function {name!r}")
+        raise UsageError(f"{path} has no function {name!r}: name FILE.py::FUNCTION")
     return function
 
 
 def report(given: argparse.Namespace) -> int:
-    """Write the results of one or more runs as an HTML page, as Markdown, or into a README.
+    """Write the results of one or more runs as an HTML page, as Markdown or for another tool.
 
-    Explanations and code are read from the tests and kernels below the current folder. `--readme`
-    replaces the text between `<!-- results -->` and `<!-- /results -->`.
+    Explanations and code are read from the tests and kernels below the current folder.
     """
     results = [result for path in given.results for result in read_results(path)]
-    if given.readme:
-        terminal.embed(given.readme, "results", markdown.tables(results))
-        return DONE
     output = given.output
     if given.format == "md":
         text = markdown.markdown(results, Path.cwd())
+    elif given.format == GITHUB_ACTION:
+        text = terminal.github_action_benchmark(results)
     else:
         output = output or Path("report.html")
         content = read_json(given.results[0])
         machine = {"commit": content.get("commit_info")}
         if isinstance(info := content.get("machine_info"), dict):
             machine |= info
-        text = page.page(results, machine, given.title, root=Path.cwd(), folder=output.parent)
+        text = page.page(
+            results,
+            machine,
+            given.title,
+            root=Path.cwd(),
+            folder=output.parent,
+            data=given.results,
+            address=page.source_address(Path.cwd(), machine),
+        )
     if output:
         atomic_write(output, text)
         sys.stdout.write(f"written: {output}\n")
@@ -249,25 +456,42 @@ def report(given: argparse.Namespace) -> int:
 def compare(given: argparse.Namespace) -> int:
     """Compare two runs claim by claim, within the same kind of GPU.
 
-    Exit status 1 if a claim has regressed.
+    OLD and NEW are results files, folders of one run or of many (the latest counts), or a folder of
+    accepted results. Exit status 1 if a claim has regressed, or if the runs share no claim.
     """
     old, new = _results_in(given.old), _results_in(given.new)
     changes = comparison.changes(old, new)
-    text = [f"differs: {line}" for line in comparison.stack_changes(old, new)]
-    for change in changes:
-        ratio = f"  {change.ratio}" if change.ratio else ""
-        why = f"  ({change.why})" if change.why else ""
-        text.append(f"{change.state:<9}  {change.key}  {change.claim}{ratio}{why}")
+    if given.html:
+        atomic_write(given.html, side_by_side.page(old, new))
+    stack = [f"differs: {line}" for line in comparison.stack_changes(old, new)]
     count = Counter(change.state.value for change in changes)
-    _print([*text, ", ".join(f"{n} {state}" for state, n in count.items()) or "no claims"])
-    return FAILED if count[comparison.State.REGRESSED] else DONE
+    counts = ", ".join(f"{n} {state}" for state, n in count.items()) or "no claims"
+    if is_apart := not {(r.claim, r.key) for r in old} & {(r.claim, r.key) for r in new}:
+        counts += "; the two runs have no claim on the same kind of GPU in common"
+    if given.format == "md":
+        sys.stdout.write(markdown.comparison(changes, stack, counts))
+    else:
+        rows = []
+        for change in changes:
+            ratio = f"  {change.ratio}" if change.ratio else ""
+            why = f"  ({change.why})" if change.why else ""
+            rows.append(f"{change.state:<12}  {change.key}  {change.claim}{ratio}{why}")
+        _print([*stack, *rows, counts])
+    return FAILED if count[comparison.State.REGRESSED] or is_apart else DONE
 
 
 def _results_in(path: Path) -> list[Result]:
-    """Read one results file, or all results files of a folder."""
+    """Read a results file, the latest run in a folder, or all accepted results of a folder."""
+    latest = Path("latest", "results.json")
+    for file in (path, path / "results.json", path / latest, path / RUNS / latest):
+        if file.is_file():
+            return read_results(file)
+    if runs := sorted(path.glob("*/results.json")):  # the names of runs sort by time
+        return read_results(runs[-1])
     other = ("ceilings-", "proof-")  # files in the results folder that are not results
-    folder = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
-    files = folder if path.is_dir() else [path]
+    files = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
+    if not files:
+        raise UsageError(f"{path} is not a results file, nor a folder with results of a run")
     return [result for file in files for result in read_results(file)]
 
 
@@ -324,6 +548,47 @@ def complete(given: argparse.Namespace) -> int:
     counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count.items()))
     _print([*text, f"{len(outcomes)} claims: {counts or 'none'}"])
     return FAILED if text else DONE
+
+
+def judge(given: argparse.Namespace) -> int:
+    """Judge whether a kernel of unknown origin is right, honest and faster than its problem.
+
+    A problem and its solution have the form of KernelBench, of GPU MODE, or a plain one. Exit
+    status 0 FASTER; 1 SAME, SLOWER or INCONCLUSIVE; 2 UNUSABLE, the problem cannot be judged;
+    3 WRONG; 4 SHORTCUT; 5 BROKEN, the solution cannot be run; 6 INVALID, measure again. Of a
+    folder, the highest counts.
+    """
+    options = judging.Options(
+        device="cpu" if given.cpu else "cuda" if given.gpu else None,
+        metric=given.metric,
+        quick=given.quick,
+        tolerance=given.tolerance,
+        cap=given.cap,
+        deadline_s=given.deadline,
+        seed=given.seed,
+    )
+
+    def show(judgement: judging.Judgement) -> None:
+        if not given.json:
+            _print(judging.lines(judgement))
+            sys.stdout.flush()
+
+    is_folder = given.solution is None or given.solution.is_dir()
+    if not is_folder:
+        found = [judging.judge(given.problem, given.solution, options)]
+        show(found[0])
+    else:
+        pairs = judging.pairs(given.problem, given.solution)
+        found = judging.judge_all(pairs, options, given.processes, show)
+        if not given.json:
+            count = Counter(judgement.status for judgement in found)
+            counts = ", ".join(f"{n} {status}" for status, n in count.items())
+            sys.stdout.write(f"{len(found)} judged: {counts}\n")
+    if given.json:
+        data = [judging.data(judgement) for judgement in found]
+        text = dumps(data if is_folder else data[0], "judgement", indent=1)
+        sys.stdout.write(f"{text}\n")
+    return max(judgement.exit_status for judgement in found)
 
 
 def clean(given: argparse.Namespace) -> int:

@@ -94,6 +94,9 @@ class Score:
     unit: str  #: Unit of the figure.
     better: Literal["higher", "lower"] = "higher"  #: Whether higher or lower values are better.
 
+    def __str__(self) -> str:
+        return f"{self.value:.4g} {self.unit}"
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -108,6 +111,29 @@ class Bench:
         return full if self.full else check
 
 
+_NO_END: Final = 10**6
+"""End of the range of a feature that later architectures keep."""
+
+FEATURES: Final[Mapping[str, range]] = {
+    "fp8": range(89, _NO_END),
+    "tma": range(90, _NO_END),
+    "clusters": range(90, _NO_END),
+    "dsmem": range(90, _NO_END),
+    "pdl": range(90, _NO_END),
+    "wgmma": range(90, 91),
+    "tcgen05": range(100, 120),
+    "fp4": range(100, 130),
+}
+"""Hardware features by name, and the compute capabilities that have them: 90 is sm90.
+
+Sources: the CUDA Programming Guide, appendix "Compute Capabilities" (tables of feature support and
+of the tensor cores' input types), and the target notes of the PTX ISA. A range without an end is a
+feature of PTX's baseline, which later architectures keep. The other features are bound to their
+architectures, so a GPU newer than this table is not assumed to have them. sm120 and sm121 have
+clusters and distributed shared memory; they lack tcgen05 and wgmma.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """Properties of a GPU, readable without initialising CUDA."""
@@ -120,6 +146,12 @@ class Gpu:
     l2_bytes: int  #: Size of the L2 cache.
     memory_bytes: int  #: Size of the device memory.
     driver: str  #: Version of the driver.
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Hardware features of its architecture: names in ``pytest_aiperf.model.FEATURES``."""
+        capability = int(self.arch.removeprefix("sm"))
+        return tuple(name for name, range_ in FEATURES.items() if capability in range_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +422,8 @@ class Result:
     diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What limits each arm's speed.
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
     notes: tuple[str, ...] = ()  #: Remarks about the claim, for reports.
+    unchecked: tuple[str, ...] = ()
+    """What the measurement could not check; a record with such parts is not accepted."""
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     """Lines of source code of each arm."""
     expectation: Expectation | None = None  #: Expectation that the claim was judged against.
@@ -407,7 +441,7 @@ class Result:
 
 
 class Prepared:
-    """An arm with an untimed setup; made by :func:`prepared`."""
+    """An arm with an untimed setup; made by :func:`~pytest_aiperf.prepared`."""
 
     __slots__ = ("make",)
 
@@ -428,7 +462,7 @@ def prepared(make: Callable[..., Callable[..., object]]) -> Prepared:
 
 
 class Static:
-    """An input whose values an arm may use during its setup; made by :func:`static`."""
+    """An input whose values an arm may use in its setup; made by :func:`~pytest_aiperf.static`."""
 
     __slots__ = ("value",)
 

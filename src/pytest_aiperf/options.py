@@ -1,7 +1,8 @@
 """Command-line options and ini settings."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import pytest
 
@@ -14,27 +15,99 @@ PROFILE_TAKEN = (
 """Error message if another plugin would parse --profile=TOOL."""
 
 
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _tool(text: str) -> str:
+    from .profilers.tools import parse
+
+    try:
+        tool, preset = parse(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return f"{tool.name}:{preset}"
+
+
+def _shard(text: str) -> tuple[int, int]:
+    from .records.shards import parse
+
+    try:
+        return parse(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number = text[:-1] if text[-1:] in units else text
+    try:
+        seconds = float(number) * units.get(text[-1:], 1.0)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90, 90s, 20m or 2h")
+    return seconds
+
+
+_FLAG: Final = {"action": "store_true"}
+_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gpu": {**_FLAG, "help": "measure the selected claims on the GPU"},
+    "cpu": {**_FLAG, "help": "measure the host claims on this machine"},
+    "quick": {
+        **_FLAG,
+        "help": "fewer replicates, wider intervals, no second attempt after a failure",
+    },
+    "update-expectations": {
+        **_FLAG,
+        "help": "measure, then write the results into expectations.yaml and the results folder",
+    },
+    "budget": {
+        "type": _seconds,
+        "metavar": "TIME",
+        "help": "start no further claim after this time (90, 90s, 20m, 2h) and list the rest",
+    },
+    "shard": {
+        "type": _shard,
+        "metavar": "I/N",
+        "help": "measure only the I-th of N shards of about equal duration",
+    },
+    "reproducible": {
+        **_FLAG,
+        "help": "use fixed seeds and deterministic algorithms: the same inputs in every run",
+    },
+    "profile": {
+        "type": _tool,
+        "metavar": "TOOL[:PRESET]",
+        "help": "profile each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
+        "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
+    },
+    "profile-calls": {
+        "type": _count,
+        "default": 1,
+        "metavar": "N",
+        "help": "number of calls that --profile captures (default: %(default)s)",
+    },
+}
+"""Options by name, with the arguments of ``addoption``."""
+MEASURING: Final = ("gpu", "cpu", "update-expectations", "profile")
+"""Options of which each makes a session measure or profile."""
+
+
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the ini settings, and all options except --profile (see :func:`add_profile`)."""
+    """Add the ini settings and the options, as --aiperf-NAME (see :func:`add_short_names`)."""
     _refuse_taken_profile(pluginmanager)
-    option = parser.getgroup("aiperf", "GPU optimizations as benchmark tests").addoption
-    option("--gpu", action="store_true", help="measure the selected claims on the GPU")
-    option("--cpu", action="store_true", help="measure the host claims on this machine")
-    text = "fewer replicates, wider intervals, no second attempt after a failure"
-    option("--quick", action="store_true", help=text)
-    text = "measure, then write the results into expectations.yaml and the results folder"
-    option("--update-expectations", action="store_true", help=text)
-    text = "start no further claim after this time (90, 90s, 20m, 2h) and list the rest"
-    option("--budget", type=_seconds, metavar="TIME", help=text)
-    text = "measure only the I-th of N shards of about equal duration"
-    option("--shard", type=_shard, metavar="I/N", help=text)
+    group = parser.getgroup(
+        "aiperf",
+        "GPU optimizations as benchmark tests (where another plugin or a conftest.py has an option "
+        "of the same name, write --aiperf-gpu instead of --gpu, and so on)",
+    )
+    for name, attributes in _OPTIONS.items():
+        group.addoption(f"--aiperf-{name}", **{**attributes, "help": argparse.SUPPRESS})
     text = "also write the results into DIR, as an HTML page and as Markdown"
-    option("--aiperf-report", metavar="DIR", help=text)
-    text = "use fixed seeds and deterministic algorithms: the same inputs in every run"
-    option("--reproducible", action="store_true", help=text)
-    text = "number of calls that --profile captures (default: %(default)s)"
-    calls = "aiperf_profile_calls"
-    option("--profile-calls", dest=calls, type=_count, default=1, metavar="N", help=text)
+    group.addoption("--aiperf-report", metavar="DIR", help=text)
 
     ini = parser.addini
     ini("aiperf_expectations", "the expectations file", default="expectations.yaml")
@@ -61,59 +134,27 @@ def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:
             raise pytest.UsageError(PROFILE_TAKEN)
 
 
-def add_profile(parser: pytest.Parser, args: Sequence[str]) -> None:
-    """Add --aiperf-profile, with the short name --profile unless another plugin owns it.
+def add_short_names(parser: pytest.Parser, args: Sequence[str]) -> set[str]:
+    """Add --NAME for each option --aiperf-NAME, unless a plugin or a conftest owns that name.
 
-    Call this when all plugins have added their options.
+    Return the added names. Call this when all plugins and conftests have added their options.
     """
-    try:
-        _, unknown = parser.parse_known_and_unknown_args(["--profile"])
-        free = "--profile" in unknown
-    except pytest.UsageError:  # --profile belongs to another plugin and needs a value
-        free = False
-    if not free and any(word.startswith("--profile=") for word in args):
+    free = _free(parser, [f"--{name}" for name in _OPTIONS])
+    if "--profile" not in free and any(word.startswith("--profile=") for word in args):
         raise pytest.UsageError(PROFILE_TAKEN)
-    parser.getgroup("aiperf").addoption(
-        *(["--profile"] if free else []),
-        "--aiperf-profile",
-        dest="aiperf_profile",
-        type=_tool,
-        metavar="TOOL[:PRESET]",
-        help="profile each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
-        "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
-    )
+    for name, attributes in _OPTIONS.items():
+        if f"--{name}" in free:
+            dest = f"aiperf_{name}".replace("-", "_")
+            parser.getgroup("aiperf").addoption(f"--{name}", dest=dest, **attributes)
+    return free
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
-
-
-def _tool(text: str) -> str:
-    from .profilers.tools import parse
-
+def _free(parser: pytest.Parser, names: Sequence[str]) -> set[str]:
+    """Return the options that nobody has added."""
     try:
-        tool, preset = parse(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return f"{tool.name}:{preset}"
-
-
-def _shard(text: str) -> tuple[int, int]:
-    from .records.shards import parse
-
-    try:
-        return parse(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _seconds(text: str) -> float:
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number = text[:-1] if text[-1:] in units else text
-    seconds = float(number) * units.get(text[-1:], 1.0)
-    if not seconds > 0:
-        raise ValueError(text)
-    return seconds
+        _, unknown = parser.parse_known_and_unknown_args(names)
+    except pytest.UsageError:  # one of them is known, and needs a value
+        unknown = []
+    if len(unknown) == len(names) or len(names) == 1:
+        return set(unknown)
+    return {free for name in names for free in _free(parser, [name])}

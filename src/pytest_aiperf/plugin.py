@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pytest
 
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
     from .session.session import Session
 
 CONTEXT = pytest.StashKey["ItemContext"]()  #: The state that the fixtures of an item share.
-COMPARE = pytest.StashKey["Compare"]()  #: The compare fixture of an item that has requested it.
 COLLECTED = pytest.StashKey[set[str]]()  #: Ids of all collected claims, selected or not.
+SHORT_NAMES = pytest.StashKey[set[str]]()  #: Options that have a name without the prefix aiperf-.
 PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that was not collected.
+ROOT: Final = Path(__file__).parent
 WORKERS_PER_GPU: Final = 8
 """Maximum xdist workers per GPU with ``-n auto``: one times while the others build and check."""
 
@@ -53,27 +57,32 @@ def pytest_aiperf_machine() -> Machine:
     return CudaMachine()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
-) -> None:
+) -> Generator[None]:
+    option = early_config.option
+    given = {word.partition("=")[0].replace("--aiperf-", "--") for word in args}
+    # An xdist worker gets the options of the ini file from the controller, and not as arguments.
+    given |= {f"--{name}" for name in options.MEASURING if _value(option, name)}
     # Must be set before a conftest imports torch: otherwise torch.cuda.is_available() in a test
     # module would initialise CUDA in this process, and the claims, its forks, could not use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    options.add_profile(parser, args)
-    option = early_config.option
-    given = parser.parse_known_args(args, namespace=copy.copy(option))
-    if given.aiperf_profile and not (given.gpu or given.cpu):
-        setattr(option, "cpu" if given.aiperf_profile.startswith("perf") else "gpu", True)
-    checking = not (given.gpu or given.cpu or given.update_expectations or given.aiperf_profile)
     # On a machine with a GPU, the ini file must ask for Triton's interpreter: tests that are not
     # claims may need Triton on the GPU.
-    if checking and (
+    if given.isdisjoint(f"--{name}" for name in options.MEASURING) and (
         early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
     ):
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if given.reproducible:
+    if "--reproducible" in given or option.aiperf_reproducible:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    early_config.stash[SHORT_NAMES] = options.add_short_names(parser, args)
+    if "--profile" in given:
+        final = parser.parse_known_args(args, namespace=copy.copy(option))
+        if final.aiperf_profile and not (final.aiperf_gpu or final.aiperf_cpu):
+            is_host = final.aiperf_profile.startswith("perf")
+            setattr(option, "aiperf_cpu" if is_host else "aiperf_gpu", True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +91,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if measure is None and distributed.VARIABLE not in os.environ:
         return  # a session that only checks is opened by its first claim
     try:
+        if (folder := config.option.aiperf_report) and not hasattr(config, "workerinput"):
+            from .records.results import writing
+
+            with writing(Path(folder)):  # an error before measuring, not after it
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
         session = _session(config, measure)
         if measure is not None:
             from .session.runner import register
@@ -99,31 +114,38 @@ def _add_markers(config: pytest.Config) -> None:
         config.addinivalue_line("markers", text)
     config.addinivalue_line(
         "markers",
-        "gpu(count=1, min_sm=None, memory=None, cpu=True): needs `count` GPUs with at least this "
-        "compute capability (90 for sm90) and memory in bytes. A multi-GPU claim runs in one "
-        "process per GPU; without --gpu these processes check it on the CPU, unless cpu=False",
+        "gpu(count=1, min_sm=None, memory=None, cpu=None, features=()): needs `count` GPUs with at "
+        "least this compute capability (90 for sm90), memory in bytes and hardware features, such "
+        'as features=("tma", "fp8"). A multi-GPU claim runs in one process per GPU. Without --gpu, '
+        "claims for several GPUs are checked on the CPU unless cpu=False, and claims for one GPU "
+        "only if cpu=True",
     )
     config.addinivalue_line("markers", "host: a host claim, measured by --cpu and --gpu")
 
 
 def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
     option = config.option
-    if getattr(option, "aiperf_profile", None) and option.update_expectations:
+    if option.aiperf_profile and option.aiperf_update_expectations:
         raise pytest.UsageError(
             "--profile measures no times that could be accepted: drop --update-expectations"
         )
-    if option.gpu and option.cpu:
+    if option.aiperf_gpu and option.aiperf_cpu:
         raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
-    if option.gpu:
+    if option.aiperf_gpu:
         return "gpu"
-    if option.cpu:
+    if option.aiperf_cpu:
         return "cpu"
-    if option.update_expectations:
+    if option.aiperf_update_expectations:
         return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
-    for name in ("--quick", "--budget", "--shard", "--aiperf-report"):
-        if getattr(option, name.lstrip("-").replace("-", "_")):
-            raise pytest.UsageError(f"{name} only affects measuring: add --gpu or --cpu")
+    for name in ("quick", "budget", "shard", "report"):
+        if _value(option, name):
+            word = "--aiperf-report" if name == "report" else f"--{name}"
+            raise pytest.UsageError(f"{word} only affects measuring: add --gpu or --cpu")
     return None
+
+
+def _value(option: Any, name: str) -> Any:
+    return getattr(option, f"aiperf_{name}".replace("-", "_"))
 
 
 def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
@@ -145,7 +167,7 @@ def _measuring(config: pytest.Config) -> Session | None:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Use several workers per GPU, at most one per core: they build at the same time."""
-    if not (config.option.gpu or config.option.update_expectations):
+    if not (config.option.aiperf_gpu or config.option.aiperf_update_expectations):
         return None
     try:
         gpus = config.hook.pytest_aiperf_machine(config=config).gpus()
@@ -213,7 +235,8 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
     for claim, first, second in requirements.duplicates(claims):
         raise UsageError(f"two claims are called {claim}: {first} and {second}; rename one")
     if session is not None:
-        if session.run is not None:
+        # A run without claims leaves no results; but a shard does, because its results are merged.
+        if session.run is not None and (claims or session.settings.shard):
             session.run.write_manifest(claims)  # in file order, like the results shown
         items[:] = session.in_order(items)
 
@@ -240,6 +263,11 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         selected.append(item)
         if reason := session.skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+    if claims := 0 if selected else sum(map(requirements.is_claim, deselected)):
+        raise UsageError(
+            f"--cpu measures host claims, and none of the {claims} selected claims is marked "
+            "@pytest.mark.host: mark those whose optimization runs on the host, or use --gpu"
+        )
     if session.settings.shard:
         selected, others = session.split_by_shard(selected)
         deselected += others
@@ -305,26 +333,94 @@ def compare(request: pytest.FixtureRequest) -> Compare:
     """State a claim: an optimized arm beats a baseline on the same work."""
     from .session.fixtures import Compare
 
-    request.node.stash[COMPARE] = compare = Compare(_context(request))
-    return compare
+    context = _context(request)
+    context.claimed, context.error = False, None  # the tests of a ladder run twice
+    return Compare(context)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    called = yield
-    if COMPARE in pyfuncitem.stash and not pyfuncitem.stash[COMPARE].called:
-        raise UsageError("the test requests compare but never calls it: it claims nothing")
+    called: object = None
+    error: BaseException | None = None
+    try:
+        called = yield
+    except pytest.skip.Exception as skip:
+        error = skip
+    context = pyfuncitem.stash.get(CONTEXT, None)
+    if context is not None:
+        if context.claimed is False and error is None:
+            error = UsageError("the test requests compare but never calls it: it claims nothing")
+        error = context.error or error  # a test that catches it, or skips, fails nevertheless
+    if error is not None:
+        raise error
     return called
+
+
+def _without_our_frames(raised: pytest.ExceptionInfo[Any]) -> pytest.ExceptionInfo[Any]:
+    """Leave out this package's frames, which do not help a user; show its errors as a sentence."""
+    frames = [raised.tb]
+    while (inner := frames[-1].tb_next) is not None:
+        frames.append(inner)
+    files = [Path(frame.tb_frame.f_code.co_filename) for frame in frames]
+    # the hooks in this file are outside the test, the rest of the package is called by it
+    ours = [i for i, file in enumerate(files) if ROOT in file.parents and file != Path(__file__)]
+    kept = frames if not ours else [*frames[: ours[0]], *frames[ours[-1] + 1 :]]
+    value = raised.value
+    wrong_call = _wrong_call(value)
+    if wrong_call or isinstance(value, AiperfError):
+        caller = frames[ours[0] - 1 if ours else -1]
+        called_by = str(caller.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        place = f"\n{os.path.relpath(files[frames.index(caller)])}:{caller.tb_lineno}"
+        is_users = called_by not in ("_pytest", "pluggy", __name__.partition(".")[0])
+        value = pytest.fail.Exception(
+            f"{wrong_call or value}{place if is_users else ''}", pytrace=False
+        )
+    elif not ours:
+        return raised
+    chain: TracebackType | None = None
+    for frame in reversed(kept):
+        chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    assert chain is not None
+    return pytest.ExceptionInfo.from_exc_info((type(value), value, chain))
+
+
+def _wrong_call(error: BaseException) -> str | None:
+    """Return a message for arguments that compare() does not take; None for other errors."""
+    if not isinstance(error, TypeError):
+        return None
+    _, is_compare, problem = str(error).partition("Compare.__call__() ")
+    if not is_compare:
+        return None
+    if problem.startswith("missing"):
+        from .session.fixtures import MEANINGS
+
+        missing = re.findall(r"'(\w+)'", problem)
+        needs = " and ".join(f"{name}=, {MEANINGS[name]}" for name in missing)
+        return f"compare() needs {needs}"
+    if "positional" in problem:
+        return "compare() takes its arguments by name: compare(baseline=..., optimized=..., ...)"
+    wrong = re.match(r"got an unexpected keyword argument '(\w+)'", problem)
+    if wrong is None:
+        return None
+    from difflib import get_close_matches
+
+    from .session.fixtures import Compare
+
+    near = get_close_matches(wrong[1], Compare.__call__.__annotations__)
+    return f"compare() has no keyword {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     session = _measuring(config)
     if session is None:
-        return ["aiperf: checking (--gpu measures on the GPU, --cpu measures the host claims)"]
+        short = config.stash.get(SHORT_NAMES, set())
+        gpu, cpu = (n if n in short else f"--aiperf-{n[2:]}" for n in ("--gpu", "--cpu"))
+        return [f"aiperf: checking ({gpu} measures on the GPU, {cpu} measures the host claims)"]
     settings = session.settings
     where = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
     what = f"capturing with {settings.profile}" if settings.profile else "measuring"
-    return [f"aiperf: {what} on {where}; seed {settings.seed}; run {settings.run_id}"]
+    unchecked = "".join(f" (not checked: {part})" for part in session.unchecked)
+    return [f"aiperf: {what} on {where}{unchecked}; seed {settings.seed}; run {settings.run_id}"]
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -332,13 +428,11 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     raised = call.excinfo
-    if raised is not None and isinstance(raised.value, AiperfError):
-        # show only the message: a traceback through this package would not help the user
-        failure = pytest.fail.Exception(str(raised.value), pytrace=False)
-        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(failure), failure, raised.tb))
+    if raised is not None and not item.config.option.fulltrace:
+        call.excinfo = _without_our_frames(raised)
     report = yield
     call.excinfo = raised
-    if call.when == "call" and COMPARE in item.stash and item.stash[COMPARE].built_only:
+    if call.when == "call" and CONTEXT in item.stash and item.stash[CONTEXT].built_only:
         report.aiperf_built = True  # type: ignore[attr-defined]  # xdist transfers attributes
     return report
 

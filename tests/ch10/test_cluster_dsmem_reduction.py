@@ -3,15 +3,16 @@
 RMSNorm needs the whole row before it can scale the first element, and a row of 65536 floats does
 not fit in the shared memory of one SM. Two kernels, one for the sums and one for the scaling, read
 device memory twice and write it once. One block per row ("one_block") replaces those 3 passes by 2
-at best, 1.5x, as far as its second read hits the L2 cache. The blocks of a cluster run at the same
-time and read each other's shared memory (DSMEM): each keeps a part of the row, a cluster barrier
-exchanges the sums, and each block scales and writes its part without reading it again.
+at best, 1.5x, as far as its second read hits the L2 cache: it has one row per SM in flight, 33 MiB,
+and reads it backwards the second time. The blocks of a cluster run at the same time and read each
+other's shared memory (DSMEM): each keeps a part of the row, a cluster barrier exchanges the sums,
+and each block scales and writes its part without reading it again.
 
-The cluster rungs are compared with "one_block". The rows in flight there (up to 66 MiB) exceed the
-60 MiB L2 cache of an H200, so part of its second read goes to device memory again; with a larger
-cache the clusters would gain less. There is no rung with clusters of 2: a block would fill its SM
-and idle at the barrier, while smaller parts let blocks of other rows run. Rows that fit in one
-block need no cluster, and a cluster holds at most the shared memory of 16 blocks.
+"cluster_4" and "cluster_8" are compared with "one_block". Their blocks load, wait, sum, meet at a
+barrier and write, one step after the other; only blocks of other rows on the same SM fill the gaps.
+Persistent clusters with bulk copies that load later rows ahead were tried on an H200 and were
+slower. There is no rung with clusters of 2: a block would fill its SM and idle at the barrier. Rows
+that fit in one block need no cluster, and a cluster holds at most the shared memory of 16 blocks.
 """
 
 import pytest

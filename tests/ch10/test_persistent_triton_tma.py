@@ -32,6 +32,7 @@ def matrices(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return a, b, a.new_empty(m, n)
 
 
+@pytest.mark.gpu(min_sm=90, cpu=True)
 @pytest.mark.parametrize("rung", EVIDENCE)
 def test_persistent_triton_tma(compare: Compare, rung: str) -> None:
     compare(

@@ -34,6 +34,7 @@ def cublaslt(a8, b8, a, b, one):
     return torch._scaled_mm(a8, b8.T, one, one, out_dtype=a.dtype, use_fast_accum=True)
 
 
+@pytest.mark.gpu(min_sm=89, cpu=True)
 @pytest.mark.parametrize("rung", ["tiles", "persistent"])
 def test_triton_fp8_matmul(compare: Compare, rung: str) -> None:
     multiply = getattr(matmul_fp8, rung)

@@ -74,6 +74,7 @@ PHASES = {
 }
 
 
+@pytest.mark.gpu(min_sm=89, cpu=True)
 @pytest.mark.parametrize("phase", PHASES)
 def test_fp8_inference(compare: Compare, phase: str) -> None:
     run, tokens, work, evidence_of_phase = PHASES[phase]

@@ -6,11 +6,14 @@ other. Compaction gathers the remaining tokens into a shorter matrix after each 
 shrink with them. Here tokens need 4 of 12 layers on average, which limits the gain to 3x.
 
 The number of remaining tokens is known only on the GPU, and the host needs it to launch the next
-layer: one synchronization and one gather per layer, during which the GPU idles. The claim is
-therefore judged on wall time. The gain ends where a layer takes no longer than the synchronization
-and the launches that follow it. The first channel, which no layer changes, stands for a trained
-exit classifier: it holds the number of layers that a token needs. A model with attention must also
-compute keys and values for tokens that have left.
+layer. A host that waits for it leaves the GPU idle until the next kernels arrive. Here the tokens
+form two halves that take turns: each copies its count to the host asynchronously, and while the
+host waits for one count, the GPU runs the layer of the other half. So the host's latency is hidden
+as long as a layer of one half takes longer than the launches of the other, a dozen per layer. The
+claim is judged on wall time, which includes what is not hidden. The gain ends where too few tokens
+remain for that. The first channel, which no layer changes, stands for a trained exit classifier: it
+holds the number of layers that a token needs. A model with attention must also compute keys and
+values for tokens that have left.
 """
 
 import torch
@@ -23,7 +26,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def tokens_and_mlp(bench: Bench) -> Inputs:
     """Make tokens and a 12-layer residual MLP; half of the tokens need at most 2 layers."""
-    count, width, depth = bench.size(32768, check=100), bench.size(1024, check=32), 12
+    count, width, depth = bench.size(131072, check=100), bench.size(1024, check=32), 12
     options = {"device": bench.device, "dtype": torch.bfloat16}
     up = torch.randn(depth, width, 4 * width, **options) * width**-0.5
     down = torch.randn(depth, 4 * width, width, **options) * 0.5 * (4 * width) ** -0.5
@@ -46,13 +49,30 @@ def everywhere(x, up, down):
     return out
 
 
-def compacted(x, up, down):
-    out, rows = torch.empty_like(x), torch.arange(len(x), device=x.device)
+def run_layers(x, rows, up, down, out):
+    """Run layers on the tokens that need them; yield after each layer, before the host must wait.
+
+    ``rows`` are the rows of ``out`` that belong to the tokens ``x``.
+    """
     for done, weights in enumerate(zip(up, down, strict=True), 1):
         x = layer(x, *weights)
         out[rows] = x  # overwritten by later layers until the token is done
-        remaining = (x[:, 0] > done).nonzero()[:, 0]  # synchronizes with the GPU
+        is_remaining = x[:, 0] > done
+        count = is_remaining.sum().to("cpu", non_blocking=True)  # to pinned memory
+        counted = torch.get_device_module(x.device).Event()
+        counted.record()
+        yield
+        counted.synchronize()
+        remaining = torch.nonzero_static(is_remaining, size=int(count))[:, 0]
         x, rows = x[remaining], rows[remaining]
+
+
+def compacted(x, up, down):
+    out, rows = torch.empty_like(x), torch.arange(len(x), device=x.device)
+    halves = zip(x.chunk(2), rows.chunk(2), strict=True)
+    # zip() resumes the halves in turn
+    for _ in zip(*(run_layers(*half, up, down, out) for half in halves), strict=False):
+        pass
     return out
 
 
@@ -62,8 +82,9 @@ def in_fp64(x, up, down):
     out = torch.empty_like(x, dtype=torch.float64)
     for count in needed.unique().tolist():
         group = x[needed == count].double()
-        for weights in zip(up[:count], down[:count], strict=True):
-            group = layer(group, *weights)
+        for w_up, w_down in zip(up[:count], down[:count], strict=True):
+            hidden = group / group.pow(2).mean(-1, keepdim=True).sqrt() @ w_up
+            group = group + hidden * (1 + torch.erf(hidden / 2**0.5)) / 2 @ w_down  # GELU by erf
         out[needed == count] = group
     return out
 
@@ -75,5 +96,8 @@ def test_early_exit_compaction(compare: Compare) -> None:
         inputs=tokens_and_mlp,
         reference=in_fp64,
         metric="wall",
-        evidence=[evidence.counter("dram__bytes.sum", max=0.6, per="baseline")],
+        evidence=[
+            evidence.counter("dram__bytes.sum", max=0.6, per="baseline"),
+            evidence.busy_share(min=0.85),
+        ],
     )

@@ -4,8 +4,10 @@ A paged cache reserves no memory for future tokens (ch15). But a sequence's page
 PyTorch's attention takes one contiguous array per sequence. Gathering reads the whole cache and
 writes it, padded to the longest sequence, and attention then reads the copy: three passes over the
 cache, and memory for a second one, for every token. Paged attention looks up the page of each key
-and makes one pass. A page is contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the
-lookup costs next to nothing.
+and makes one pass, as FlexAttention with a block table (PyTorch) and FlashInfer do. A page is
+contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the lookup costs little. The
+library arm is the reference for that: the same kernel on a contiguous cache, which has one page of
+the longest length per sequence.
 
 Counted in bytes the gain is 3x, times the longest length over the mean (4x here); reading alone is
 also somewhat faster than copying. The gain ends at prefill, which is bound by arithmetic and where
@@ -19,12 +21,16 @@ import torch
 from kernels.ch18 import paged
 from pytest_aiperf import Bench, Compare, Work, evidence
 
-State = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Contiguous = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Contiguous]
 
 
 def pool(page: int):
     def make(bench: Bench) -> State:
-        """Make queries, pages of keys and values in random order, block table and lengths."""
+        """Make queries, pages of keys and values in random order, block table and lengths.
+
+        The last item is the same cache with one page per sequence: keys, values, block table.
+        """
         sequences, heads = bench.size(128, check=3), bench.size(8, check=2)
         longest = bench.size(4096, check=128)
         # fp16: Triton's interpreter, which the check uses, is wrong in bf16
@@ -35,12 +41,24 @@ def pool(page: int):
         rank = torch.randperm(sequences, device=bench.device)
         lengths = longest - rank * (longest // 2) // sequences
         q = 3 * torch.randn(sequences, heads, 4, 128, **options)
-        return q, keys, values, page_ids.view(sequences, -1), lengths
+        table = page_ids.view(sequences, -1)
+        contiguous = [cache[:, table].flatten(2, 3) for cache in (keys, values)]
+        own_page = torch.arange(sequences, device=bench.device)[:, None]
+        return q, keys, values, table, lengths, (*contiguous, own_page)
 
     return make
 
 
-def in_fp64(q, keys, values, table, lengths):
+def through_table(attend):
+    return lambda q, keys, values, table, lengths, _: attend(q, keys, values, table, lengths)
+
+
+def contiguous_attention(q, *caches):
+    *_, lengths, contiguous = caches
+    return paged.paged_attention(q, *contiguous, lengths)
+
+
+def in_fp64(q, keys, values, table, lengths, _):
     out = torch.empty_like(q, dtype=torch.float64)
     for i, (pages, length) in enumerate(zip(table, lengths.tolist(), strict=True)):
         k, v = (x[:, pages].flatten(1, 2)[:, :length].double() for x in (keys, values))
@@ -48,7 +66,7 @@ def in_fp64(q, keys, values, table, lengths):
     return out
 
 
-def traffic(q, keys, values, table, lengths):
+def traffic(q, keys, values, table, lengths, _):
     filled = float(lengths.double().mean()) / (table.shape[1] * keys.shape[2])
     cache_bytes = filled * 2 * keys.nbytes
     # a key and its value are 4 D bytes, and take 4 D flops per query head of the group
@@ -59,8 +77,9 @@ def traffic(q, keys, values, table, lengths):
 @pytest.mark.parametrize("page", [16, 64])
 def test_paged_attention(compare: Compare, page: int) -> None:
     compare(
-        baseline=paged.gather,
-        optimized=paged.paged_attention,
+        baseline=through_table(paged.gather),
+        optimized=through_table(paged.paged_attention),
+        library=contiguous_attention,
         inputs=pool(page),
         work=traffic,
         reference=in_fp64,

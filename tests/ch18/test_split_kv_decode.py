@@ -2,9 +2,13 @@
 
 Attention is usually parallel over sequences, heads and blocks of queries. Decoding a single
 sequence leaves one query per head, and groups of query heads share keys and values: 8 blocks for
-132 SMs, each of which reads 33 MB alone. Splitting the cache 64 ways gives 512 blocks. Each stores
+132 SMs, each of which reads 33 MB alone. Splitting the cache 49 ways gives 392 blocks. Each stores
 its output, running max and denominator, and a second, tiny kernel merges them exactly. PyTorch's
-attention, the library arm, splits the cache as well and is faster than this kernel.
+attention, the library arm, splits the cache as well and is 2 % faster.
+
+The number of parts follows from occupancy: 3 blocks of 70 KiB fit on an SM, so 392 blocks run in
+one wave. 64 parts would need a second wave, in which most SMs read with one block or none. More
+parts also lengthen the merge, and fewer leave too few loads in flight.
 
 The baseline is the same kernel with one part per head: it isolates the effect of splitting and is
 not a practical choice. Every arm reads the cache once, so the limit is its bytes over the memory
@@ -51,7 +55,7 @@ def traffic(q, k, v):
 def test_split_kv_decode(compare: Compare) -> None:
     compare(
         baseline=partial(split_kv.attend, parts=1),
-        optimized=partial(split_kv.attend, parts=64),
+        optimized=partial(split_kv.attend, parts=49),
         library=library,
         against="naive",
         inputs=cache,

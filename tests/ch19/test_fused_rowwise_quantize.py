@@ -13,6 +13,7 @@ Better still is to quantize in the epilogue of the kernel that produces the rows
 activation function): that saves the 2 bytes of reading, too.
 """
 
+import pytest
 import torch
 
 from kernels.ch19 import rowwise_fp8
@@ -39,6 +40,7 @@ def in_fp64(x, dtype):
     return x.double() / scale, scale
 
 
+@pytest.mark.gpu(min_sm=89, cpu=True)
 def test_fused_rowwise_quantize(compare: Compare) -> None:
     compare(
         baseline=steps,

@@ -1,14 +1,21 @@
 """Undo an arm's changes to the process; add the number of caught and passed arms to the summary."""
 
+import gc
+import logging
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import pytest_aiperf.correctness.agreement
 import pytest_aiperf.device.device
+from tests.plugin.conftest import fake_gpu_on_path, project  # noqa: F401  fixtures
 
 PATCHED = (  # attributes that dishonest arms replace
     (time, "perf_counter_ns"),
@@ -22,11 +29,30 @@ PATCHED = (  # attributes that dishonest arms replace
     (torch.backends.cudnn, "deterministic"),
     (torch.backends.cuda.matmul, "allow_tf32"),
 )
+SETTERS = (  # functions that dishonest arms call, with the usual arguments
+    (np.setbufsize, np.getbufsize()),
+    (sys.setprofile, None),
+    (sys.setswitchinterval, sys.getswitchinterval()),
+    (gc.set_threshold, *gc.get_threshold()),
+    (os.sched_setaffinity, 0, os.sched_getaffinity(0)),
+    (signal.setitimer, signal.ITIMER_VIRTUAL, 0),
+    (logging.getLogger().setLevel, logging.getLogger().level),
+    (torch.autograd.set_detect_anomaly, False),
+    (torch.backends.mkldnn.set_flags, True),
+    (torch.set_default_device, None),
+    (torch.set_flush_denormal, False),
+    (torch.set_default_dtype, torch.float32),
+    (torch.set_grad_enabled, True),
+    (torch.set_deterministic_debug_mode, "default"),
+)
 SUMMARY = {  # part of a test id -> text of the summary line that counts the tests with it
     "test_dishonest.py::test_it_is_caught[": "wrong or dishonest arms caught",
     "test_dishonest_on_gpu.py::test_it_is_caught[": "wrong or dishonest arms caught on the GPU",
     "test_honest.py::test_it_passes[": "honest arms that look like cheats passed",
     "test_honest_on_gpu.py::test_it_passes[": "honest arms that look like cheats passed on the GPU",
+    "test_stack.py::test_it_is_refused": "misuses of pytest refused",
+    "test_stack.py::test_a_conftest_cannot_hide_it[": "hooks that hide a failure refused",
+    "test_stack.py::test_it_is_accepted[": "honest tests that look like misuses accepted",
     "test_guards_off.py::test_without_the_guard_its_test_fails[": "guards tested",
 }
 
@@ -38,17 +64,21 @@ def restored(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     environ = dict(os.environ)
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
-    profiler = sys.getprofile()
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    children = set(multiprocessing.active_children())  # of other tests in this process
     yield
     for owner, name, value in originals:
         setattr(owner, name, value)
-    sys.setprofile(profiler)
+    for setter, *arguments in SETTERS:
+        setter(*arguments)
+    for child in set(multiprocessing.active_children()) - children:
+        child.kill()
+        child.join()
+    for thread in threading.enumerate():
+        if thread.name == "spinning":
+            thread.join()
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    torch.set_deterministic_debug_mode("default")
     os.environ.clear()
     os.environ.update(environ)
 

@@ -347,11 +347,6 @@ def numbers_of_numpy():
 
 
 @honest()
-def nothing_but_an_empty_array():
-    return arms(lambda x: x[:0] * 2, reference=lambda x: x[:0])
-
-
-@honest()
 def gradients():
     words = {
         "inputs": lambda bench: (torch.randn(64, requires_grad=True),),

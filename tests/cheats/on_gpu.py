@@ -11,10 +11,9 @@ cheat, honest = Corpus(), Corpus()
 CHEATS, HONEST = cheat.entries, honest.entries
 
 WRONG = "optimized disagrees with the reference"
-STRAY = (
-    "does not wait for|worked on for|is nan, expected|on values that were put into the timed inputs"
-)
-STALE = "on values that were put into the timed inputs|the timed block ran on other values"
+STRAY = "does not wait for|worked on for|is nan, expected|in a timed block"
+ALONE = "per call in a block, but .* alone"
+STALE = f"in a timed block|{ALONE}"
 SETTINGS = "an arm changed global settings .*"
 N = 1 << 25
 SLOWLY = 4000
@@ -119,7 +118,7 @@ def a_half_that_is_not_joined(nvcc):  # timed behind a blocking kernel
     return halves(1 << 25, joined=False)
 
 
-@cheat("begin with side_stream|is nan, expected|on values that were put", clock="gpu")
+@cheat("begin with side_stream|is nan, expected|on new values", clock="gpu")
 def a_half_that_starts_too_early(nvcc):
     return halves(1 << 25, waits=False)
 
@@ -159,6 +158,26 @@ def pointers_that_are_known(nvcc):
 @cheat(WRONG, clock="gpu")
 def every_second_call_counted_by_the_gpu(nvcc):
     return launched(nvcc, "every_second")
+
+
+@cheat(f"{ALONE}|{WRONG}", clock="gpu")
+def values_that_are_known(nvcc):
+    return launched(nvcc, "by_content", rounds=SLOWLY)
+
+
+@cheat(f"{ALONE}|{WRONG}|is nan", clock="gpu")
+def destinations_without_poison(nvcc):
+    return launched(nvcc, "by_poison", rounds=SLOWLY)
+
+
+@cheat(f"{STALE}|{WRONG}|captured together, not alone", clock="gpu")
+def one_launch_for_three_calls(nvcc):
+    def inputs(bench):
+        n = bench.size(1 << 14, check=1 << 12)
+        x = torch.randn(n, device=bench.device)
+        return x, torch.empty_like(x), n, 0
+
+    return launched(nvcc, "all_at_once", inputs=inputs, cache="warm")
 
 
 @cheat(SETTINGS + "persisting_l2_bytes", clock="gpu")
@@ -251,7 +270,7 @@ def waiting_for_the_device(nvcc):
     return doubling(arm)
 
 
-@cheat("asked the driver for memory meanwhile", clock="gpu")
+@cheat("torch's allocator, which asked the driver", clock="gpu")
 def a_baseline_that_allocates_anew(nvcc):
     def baseline(x):
         torch.cuda.empty_cache()
@@ -260,7 +279,7 @@ def a_baseline_that_allocates_anew(nvcc):
     return doubling(lambda x: x * 2, baseline=baseline)
 
 
-@cheat("Triton, which loaded kernels meanwhile", clock="gpu")
+@cheat("Triton, which loaded kernels", clock="gpu")
 def a_baseline_that_compiles_anew(nvcc):
     from tests.cheats.kernel import scaled
 
@@ -273,7 +292,7 @@ def a_baseline_that_compiles_anew(nvcc):
     return doubling(lambda x: x * 2, baseline=baseline)
 
 
-@cheat("more than the .* that this GPU reaches", clock="gpu")
+@cheat("exceed the .* that this GPU reaches", clock="gpu")
 def bytes_that_do_not_pass(nvcc):
     return doubling(lambda x: x * 2, work=lambda x: Work(read=20 * x.nbytes, written=20 * x.nbytes))
 

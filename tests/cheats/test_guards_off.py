@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.claim import bound_claim, explanation, sampler
+from pytest_aiperf.claim import bound_claim, explanation, ladder, sampler
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Inputs
@@ -27,7 +28,7 @@ from pytest_aiperf.records import expectations, results, yaml_file
 from pytest_aiperf.report import formatting
 from pytest_aiperf.rules import validity
 from tests.cheats.case import Entry, assert_caught
-from tests.cheats.dishonest import CHEATS
+from tests.cheats.test_dishonest import CHEATS
 from tests.plugin import (
     test_capture,
     test_cuda,
@@ -132,13 +133,17 @@ def a_drift(_path, _patch):
         telemetry=test_validity.gpu_state, ranks=SimpleNamespace(all=bool)
     )
     timed.calls = {"optimized": 1, "baseline": 1}
+    timed._idle = validity.IdleTime()
     timed.ladder = SimpleNamespace(letter=lambda name: name[0])
-    buffers = {
-        n: SimpleNamespace(block=SimpleNamespace(run=run)) for n in ("optimized", "baseline")
-    }
-    round_, _, _ = timed._round(buffers, test_validity.gpu_state())
-    means = [np.mean(round_.seconds[name]) for name in buffers]
+    timed.renews = False
+    timed._time = lambda *_, **__: run()
+    round_, _, _ = timed._round(dict.fromkeys(timed.calls), test_validity.gpu_state())
+    means = [np.mean(round_.seconds[name]) for name in timed.calls]
     assert means[0] == pytest.approx(means[1])
+
+
+def set_order(timed, count):
+    return [i % timed.sets for i in range(count)]
 
 
 def unbound_now():
@@ -157,7 +162,7 @@ GUARDS = {
     "outputs are poisoned": Guard({(tensors, "poison"): nothing}, caught("last_tile_unwritten")),
     "inputs are not changed": Guard({(tensors, "changed"): always(())}, caught("inputs_zeroed")),
     "arms return the same structure": Guard(
-        {(agreement, "signature"): always("")}, caught("another_dtype")
+        {(agreement.Deviation, "signature"): ""}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
         {(agreement, "_refuse_views"): nothing}, caught("a_view_for_a_copy")
@@ -189,30 +194,50 @@ GUARDS = {
         {(agreement, "MAX_BASELINE_ERROR"): 1e9, (agreement, "MAX_BASELINE_BUDGETS"): 1e18},
         caught("a_baseline_that_is_wrong"),
     ),
+    "results need work": Guard({(agreement.Shortcuts, "_find"): nothing}, caught("a_length")),
+    "no element hides the others": Guard(
+        {(agreement, "SMALLER_HALF"): math.inf}, caught("zeros_beside_one_large_element")
+    ),
+    "all arms get the same inputs": Guard(
+        {(BoundClaim, "_refuse_unlike"): nothing}, caught("other_strides")
+    ),
+    "results have memory of their own": Guard(
+        {(tensors, "_file_mappings"): always([])}, caught("a_file_that_is_not_read")
+    ),
+    "no conjugation is pending": Guard(
+        {(tensors, "_is_pending"): always(value=False)}, caught("a_conjugate_that_is_only_marked")
+    ),
+    "numbers of Python are inputs": Guard(
+        {(tensors, "as_array"): lambda x: (x,) if tensors.backend_of(x) else ()},
+        caught("a_list_that_is_sorted_for_the_next_call"),
+    ),
     # work of the timed calls
     "timed results are verified": Guard(
-        {(sampler.Sampler, "_verify_later"): nothing}, caught("the_first_hundred_calls")
+        {(ladder.Ladder, "verify_later"): nothing}, caught("the_first_hundred_calls")
     ),
-    "successive calls are checked": Guard(
-        {(sampler, "CHECKED_CALLS"): 1}, caught("every_second_call_into_its_buffer")
+    "any call of a block may be verified": Guard(
+        {(sampler.Sampler, "_draw_order"): lambda self, _, n: (set_order(self, n), n - 1)},
+        caught("every_second_call_once_it_is_timed"),
     ),
     "values change under the timed arms": Guard(
-        {
-            (BoundClaim, "make_inputs_with"): lambda self, seed, _: dataclasses.replace(
-                self.make_inputs(seed), dynamic=()
-            )
-        },
-        caught("by_address_of_a_tensor"),
+        {(sampler.Sampler, "_renew"): nothing}, caught("by_address_of_a_tensor")
+    ),
+    "calls are timed alone as well": Guard(
+        {(sampler.Sampler, "compare_lone_calls"): nothing},
+        caught("one_launch_for_all_calls_of_a_block"),
     ),
     "results are copied at once": Guard(
-        {
-            (sampler.Sampler, "check_with_new_inputs"): nothing,
-            (sampler.Sampler, "_verify_later"): nothing,
-        },
+        {(ladder.Ladder, "verify_later"): nothing},
         caught("a_thread_that_is_late_once_it_is_timed"),
     ),
+    "no work goes on between calls": Guard(
+        {(validity.IdleTime, "refuse_work"): nothing}, caught("a_process_that_spins")
+    ),
+    "the call that is traced is verified": Guard(
+        {(ladder.Ladder, "verify_later"): nothing}, caught("nothing_while_memory_is_traced")
+    ),
     "prepared arms get new inputs": Guard(
-        {(Inputs, "overwrite"): nothing},
+        {(Inputs, "overwrite_in_place"): always([]), (Inputs, "overwrite"): always(())},
         caught("done_while_preparing"),
     ),
     "not everything is static": Guard(
@@ -228,6 +253,12 @@ GUARDS = {
     ),
     "torch's settings do not change": Guard(
         {(validity, "_FLAGS"): ()}, caught("precision_of_products")
+    ),
+    "settings of the process do not change": Guard(
+        {(validity, "_PROCESS"): {}}, caught("one_core")
+    ),
+    "settings of libraries do not change": Guard(
+        {(validity, "_libraries"): always({})}, caught("small_buffers_of_numpy")
     ),
     "environment variables do not change": Guard(
         {(validity, "_VARIABLES"): ()}, caught("threads_of_openmp")

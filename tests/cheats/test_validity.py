@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import pytest_aiperf
-from tests.cheats import dishonest, honest, on_gpu
+from tests.cheats import on_gpu, test_dishonest, test_honest
 from tests.cheats.test_guards_off import GUARDS
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +17,8 @@ ROWS = [
     if re.match(r"\| [VEDS]\d\d \|", line)
 ]
 ENTRIES = {
-    "cheat": dishonest.CHEATS,
-    "honest": honest.HONEST,
+    "cheat": test_dishonest.CHEATS,
+    "honest": test_honest.HONEST,
     "gpu cheat": on_gpu.CHEATS,
     "gpu honest": on_gpu.HONEST,
     "guard": GUARDS,
@@ -27,6 +27,7 @@ FOLDERS = {
     "gpu": "gpu/test_*_on_gpu.py gpu/test_noise.py",
     "cheats": "cheats/test_*.py",
     "prove": "selfcheck/test_prove.py",
+    "stack": "cheats/test_stack.py",
 }
 
 
@@ -52,7 +53,7 @@ def exists(proof):
 
 def test_all_faults_are_listed():
     ids = [row[0].removeprefix("| ") for row in ROWS]
-    counts = {"V": 50, "E": 34, "D": 24, "S": 15}
+    counts = {"V": 55, "E": 34, "D": 25, "S": 15}
     assert ids == [f"{kind}{n:02d}" for kind, last in counts.items() for n in range(1, last + 1)]
 
 

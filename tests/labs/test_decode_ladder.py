@@ -1,61 +1,111 @@
-"""A CUDA graph, fused kernels and int8 weights each decode one sequence faster than eager PyTorch.
+"""From a CUDA graph to 4-bit weights, each step decodes one sequence faster than the one before.
 
-Decoding one sequence takes a matrix-vector product per matrix. It is bound by reading the weights,
-about 70 microseconds per token here, but eager PyTorch also launches some 160 small kernels per
-token, one by one from Python. "graph" replays all of them with one launch; their number and
-duration remain. "fused" has five kernels per layer instead of the graph's sixteen: norm, activation
-function and residual are computed in the matrix-vector products, and the attention kernel writes to
-the KV cache itself. "int8" halves the bytes of the weights (weight-only quantization; `precision`
-declares its error). It adds little to "fused", because reading the weights is only a small part of
-a token's time at this width. The rest is sixty kernels that depend on each other, and attention:
-its 16 programs, one per head, loop over the sequence and leave most of the 132 SMs idle
-(ch18/split_kv_decode shows the remedy).
+Decoding one sequence takes a matrix-vector product per matrix and attention over the whole KV
+cache. It is bound by reading weights and cache: each byte is used once per token. The bytes per
+token over the read rate of the memory are the limit, and each rung's record has its share of that
+rate.
 
-Each rung is judged against eager PyTorch, on wall time for 8 tokens. The limit is the time to read
-the weights from memory; the larger the layers, the closer the kernels come to it. Batches share one
-read of the weights and turn the matrix-vector products into GEMMs.
+"graph" replays a step's operations with one launch; eager PyTorch launches them one by one from
+Python, which takes longer than they run, unless the host is fast. A graph needs fixed shapes, so
+attention goes over the whole slab of the cache with a mask. "fused" computes norm, activation
+function and residual in the matrix-vector products, which wait for memory anyway, and attends only
+to the tokens that are there, each head's cache in parts on all SMs (flash-decoding). "overlapped"
+starts each kernel before the previous one has finished (programmatic dependent launch): its first
+weights arrive while the memory would idle. After that, only fewer bytes help. "int8" and "int4"
+quantize the weights, in groups with a common scale, and convert them in registers; `precision`
+declares their error.
+
+The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
+before, on wall time for 8 tokens. torch.compile of a layer in the same graph is the library arm of
+"fused", which is no faster because its attention takes longer than cuDNN's, and of "overlapped",
+which is. The share falls with the bytes: the time to start and to drain kernels stays, the cache
+stays in bf16, and each packed weight takes instructions to unpack. Batches share one read of the
+weights and turn the matrix-vector products into GEMMs.
 """
+
+from functools import partial
 
 import pytest
 import torch
 
-from kernels.ch15.decoder import HEAD_DIM, Decoder, random_decoder
 from kernels.labs import decode
-from pytest_aiperf import Bench, Compare, evidence, prepared, static
+from pytest_aiperf import Bench, Compare, Work, evidence, prepared, static
 
 
-def sequence(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tensor]:
+def sequence(bench: Bench) -> tuple[decode.Decoder, torch.Tensor, torch.Tensor]:
     """Draw a model, the KV cache of a sequence, and the tokens that follow it."""
-    layers, width = bench.size(12, check=1), bench.size(1024, check=128)
+    layers, width = bench.size(8, check=1), bench.size(4096, check=256)
     # the check runs in fp16: Triton's interpreter, which it uses, is wrong in bf16
     options = {"device": bench.device, "dtype": torch.bfloat16 if bench.full else torch.float16}
-    model = random_decoder(layers, width, 1000, **options)
-    shape = layers, 2, width // HEAD_DIM, bench.size(500, check=20), HEAD_DIM
+    length = bench.size(2048, check=127)  # in the check, the first token finds the last part empty
+    model = decode.random_decoder(layers, width, 1000, length, **options)
+    shape = layers, 2, width // decode.HEAD_DIM, length, decode.HEAD_DIM
     tokens = torch.randint(1000, (bench.size(8, check=2),), device=bench.device)
     return static(model), static(torch.randn(shape, **options)), tokens
 
 
 def in_fp64(model, past, tokens):
-    model, past = model.to(torch.float64), past.double()
-    return decode.eager(model, past, tokens)(model, past, tokens)
+    """Run all tokens at once, as a prefill does: a mask hides from each one those after it."""
+
+    def normalized(x):
+        return x / (x.square().mean(1, keepdim=True) + decode.EPSILON).sqrt()
+
+    x, count, added = model.embedding[tokens].double(), len(tokens), []
+    is_later = torch.ones(count, count, dtype=torch.bool, device=x.device).triu(1)
+    for matrices, cached in zip(model.layers(), past, strict=True):
+        qkv, out, up, down = (matrix.double().T for matrix in matrices)
+        rows = (normalized(x) @ qkv).reshape(count, 3, -1, decode.HEAD_DIM)
+        q, k, v = rows.permute(1, 2, 0, 3)
+        added.append(torch.stack([k, v]))
+        k, v = (torch.cat([old.double(), new], 1) for old, new in zip(cached, (k, v), strict=True))
+        scores = q @ k.mT / decode.HEAD_DIM**0.5
+        scores[:, :, -count:].masked_fill_(is_later, -torch.inf)
+        x = x + (torch.softmax(scores, 2) @ v).transpose(0, 1).flatten(1) @ out
+        hidden = normalized(x) @ up
+        x = x + hidden * torch.special.ndtr(hidden) @ down  # GELU is x times the normal CDF of x
+    return x, torch.stack(added)
 
 
-FEW_LAUNCHES = evidence.launches(max=0.1, per="baseline")
-RUNGS = {
-    "graph": [FEW_LAUNCHES],
-    "fused": [FEW_LAUNCHES, evidence.kernels(max=0.5, per="baseline"), evidence.spills()],
-    "int8": [FEW_LAUNCHES, evidence.counter("dram__bytes_read.sum", max=0.65, per="baseline")],
+def bytes_read(bits, model, past, tokens):
+    """Count the bytes that the tokens' steps read: the weights, their scales and the cache."""
+    weights = sum(kind.numel() for kind in model[1:])
+    weight_bytes = weights * bits // 8
+    if bits < 16:  # a 2-byte scale for each group of 64 bytes
+        weight_bytes += weight_bytes // 32
+    cached_tokens = sum(range(past.shape[3], past.shape[3] + len(tokens)))
+    return Work(read=len(tokens) * weight_bytes + past[:, :, :, 0].nbytes * cached_tokens)
+
+
+def reads(share):
+    return evidence.counter("dram__bytes_read.sum", max=share, per="baseline")
+
+
+NO_WASTE = evidence.counter("dram__bytes_read.sum", max=1.1, per="work")
+EVIDENCE = {
+    "graph": [evidence.launches(max=0.1, per="baseline")],
+    "fused": [evidence.kernels(max=0.7, per="baseline"), evidence.spills(), NO_WASTE],
+    "overlapped": [evidence.overlap(min=1.05), NO_WASTE],
+    "int8": [reads(0.65), evidence.spills(), NO_WASTE],
+    "int4": [reads(0.7), evidence.spills(), NO_WASTE],
 }
+PRECISION = {"int8": "fp8", "int4": "nvfp4"}
+RUNGS = list(decode.RUNGS)
+ARMS = [prepared(decode.eager), *map(prepared, decode.RUNGS.values())]
+COMPILED = prepared(decode.Compiled)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_decode_ladder(compare: Compare, rung: str) -> None:
+    step = RUNGS.index(rung)
     compare(
-        baseline=prepared(decode.eager),
-        optimized=prepared(decode.RUNGS[rung]),
+        baseline=ARMS[step],
+        optimized=ARMS[step + 1],
+        library=COMPILED if rung in ("fused", "overlapped") else None,
+        against="previous rung" if step else "idiomatic",
         inputs=sequence,
         reference=in_fp64,
+        work=partial(bytes_read, decode.RUNGS[rung].bits),
         metric="wall",
-        precision="fp8" if rung == "int8" else None,
-        evidence=RUNGS[rung],
+        precision=PRECISION.get(rung),
+        evidence=EVIDENCE[rung],
     )

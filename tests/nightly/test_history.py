@@ -158,9 +158,31 @@ def test_a_lasting_step_is_found():
     nights = [night(copy=1.5 * math.exp(rng.gauss(0, 0.004)) * (0.98 if i > 25 else 1),
                     gemm=2.0 * math.exp(rng.gauss(0, 0.004))) for i in range(50)]  # fmt: skip
     nights = [dataclasses.replace(n, started=f"night {i}") for i, n in enumerate(nights)]
-    [(claim, at, ratio)] = history.change_points(nights)
-    assert (claim, at) == ("copy", "night 26")
-    assert ratio == pytest.approx(0.98, abs=0.003)
+    [step] = history.change_points(nights)
+    assert (step.claim, step.night) == ("copy", nights[26])
+    assert step.ratio == pytest.approx(0.98, abs=0.003)
+
+
+def test_each_night_has_the_band_of_the_nights_before_it():
+    nights = [*quiet(8, copy=1.5), night(copy=1.4), night(copy=1.5, epoch="driver 590")]
+    points = history.courses(nights)["copy"]
+    assert [point.night for point in points] == nights
+    assert [point.band for point in points[:8]] == [None] * 8
+    band = points[8].band
+    assert band == history.band([n.claims["copy"] for n in nights[:8]])
+    assert (band.low, band.high) == pytest.approx((1.5 * 0.965, 1.5 / 0.965), rel=0.002)
+    assert [point.is_outside for point in points] == [False] * 8 + [True, False]
+    assert points[9].band is None  # first night of its epoch
+    assert not history.courses([*nights[:8], night(copy=1.4, void="sick")])["copy"][8].is_outside
+    assert not history.courses([*nights[:8], night(copy=9.0)])["copy"][8].is_outside
+
+
+def test_a_sentinel_is_outside_on_either_side():
+    for seconds, is_outside in ((0.85e-3, True), (1.05e-3, False), (1.15e-3, True)):
+        nights = [*quiet(8, copy=1.5), night(sentinel=seconds, copy=1.5)]
+        points = history.courses(nights, sentinels=True)[SENTINEL]
+        assert points[8].is_outside is is_outside
+        assert bool(history.judge(nights[:8], nights[8]).void) is is_outside
 
 
 # Error rates of simulated nights. The assumed standard deviation between processes is 0.15 % for

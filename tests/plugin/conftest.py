@@ -67,6 +67,7 @@ class Project:
         self.path = pytester.path
         self.monkeypatch = monkeypatch
         monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(self.path / "locks"))
+        monkeypatch.setenv("COLUMNS", "140")  # transcripts must not depend on the terminal
         # the outer pytest run sets these; the inner one must not inherit them
         for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
             monkeypatch.delenv(name, raising=False)

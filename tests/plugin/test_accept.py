@@ -17,7 +17,7 @@ from pytest_aiperf.model import SCHEMA, Interval, Outcome
 from pytest_aiperf.records import expectations
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.schema import to_json
-from tests.plugin.records import result
+from tests.plugin.records import result, timing_of
 
 MACHINE = {"system": "Linux", "gpus": [{"name": "NVIDIA H200", "driver": "580.159"}]}
 
@@ -53,7 +53,7 @@ def test_accepts_and_says_what_it_wrote(run):
     status, out, err = run(document(result("ch06/a"), result("ch06/b[x]", quick=True)))
     assert (status, err) == (0, "")
     assert out.splitlines()[:2] == [
-        "accepted ch06/a on h200: 2.010x [2.000, 2.022]",
+        "accepted ch06/a on h200: 2.011x [2.000, 2.022]",
         "refused ch06/b[x] on h200: it was measured with --quick; measure it without",
     ]
     assert "+  ch06/a:" in out
@@ -64,7 +64,7 @@ def test_accepts_and_says_what_it_wrote(run):
 
 def test_results_are_replaced_claim_by_claim(run):
     run(document(result("ch06/a"), result("ch06/b")))
-    faster = result("ch06/b", run="r2", speedup=Interval(2.9, 3.0, 3.1))
+    faster = result("ch06/b", run="r2", timing=timing_of(baseline=Interval(2.9, 3.0, 3.1)))
     lost = result("ch06/a", run="r2", outcome=Outcome.INVALID, speedup=None)
     assert run(document(lost, faster))[0] == 0
     kept = read_results(Path("results/h200.json"))

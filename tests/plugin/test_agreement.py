@@ -434,7 +434,7 @@ def test_signatures_must_be_the_same():
         judge(lambda a, out: (a * 2)[:, None], lambda a, out: a * 2)
     with wrong("optimized gives float64[64] on cpu for result"):
         judge(lambda a, out: a.double() * 2, lambda a, out: a * 2)
-    with wrong("optimized's result is (), the baseline's (result)"):
+    with wrong("optimized returns nothing and changes no argument"):
         judge(lambda a, out: None, lambda a, out: a * 2)
 
 
@@ -570,10 +570,34 @@ def test_a_prepared_arm_prepares_before_the_poison():
     assert judge(prepared(lambda a, out: double))
 
 
-@pytest.mark.parametrize("odd", [torch.eye(3).to_sparse(), np.array(["text"]), "text"])
-def test_a_result_that_cannot_be_compared_is_named(odd):
-    with wrong(f"a result of type {type(odd).__name__}", UsageError):
-        agreement.verify({"baseline": agreement.outputs_of(odd, (), ArgumentEffects())}, odd)
+UNCOMPARED = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "longdouble": lambda: np.ones(3, np.longdouble),
+    "clongdouble": lambda: np.ones(3, np.clongdouble),
+    "text": lambda: "text",
+    "an array of text": lambda: np.array(["text"]),
+    "bytes": lambda: b"bytes",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # quantized and nested tensors warn of their future
+@pytest.mark.parametrize("make", UNCOMPARED.values(), ids=UNCOMPARED)
+def test_a_result_that_cannot_be_compared_is_named(make):
+    odd = make()
+    with wrong(f"a result of type {type(odd).__name__} cannot be compared", UsageError):
+        judge(lambda a, out: odd, lambda a, out: odd, reference=lambda a, out: odd)
+    effects = infer_effects(lambda x, a, out: double(a, out), lambda: (odd, *vector()()))
+    assert effects.mutated == ("args[2]",), "such values may be inputs"
+
+
+def test_a_result_that_contains_itself_is_refused():
+    odd = [1.0]
+    odd.append(odd)
+    with wrong("result is nested too deep, or contains itself", UsageError):
+        judge(lambda a, out: odd, lambda a, out: odd)
 
 
 def test_large_tensors_are_compared_in_chunks(monkeypatch):
@@ -726,3 +750,208 @@ def test_results_are_verified_after_timing():
         agreement.verify({"baseline": good, "optimized": bad}, truth, located=False)
     with wrong("optimized disagrees with the reference after timing: result["):
         agreement.verify({"baseline": good, "optimized": bad}, truth, when="after timing")
+
+
+# results that need no work
+
+
+def agree_on_two_seeds(arm, make, reference, *, mutated=(), write_only=(), precision=None):
+    """Check both seeds with one arm; ``make`` draws values from the seed that is set."""
+    effects = ArgumentEffects(mutated, write_only, returned=0 if mutated else 1)
+    arms = {name: preparing(arm) for name in ("baseline", "optimized")}
+    shortcuts = agreement.Shortcuts(precision)
+    for seed in (1, 2):
+
+        def seeded(seed=seed):
+            torch.manual_seed(seed)
+            return Inputs(args=make(), dynamic=(), seed=seed)
+
+        agreement.agree(arms, seeded, reference, effects, precision, shortcuts=shortcuts)
+
+
+def easy(name, output="result"):
+    return wrong(f"{name} would pass for {output}, so an arm could skip the work", UsageError)
+
+
+def test_a_result_that_is_the_same_for_all_inputs_is_refused():
+    with easy("the result for other inputs"):
+        agree_on_two_seeds(len, lambda: (torch.rand(9),), len)
+    with easy("the result for other inputs"):
+        agree_on_two_seeds(lambda x: x[:0] * 2, lambda: (torch.rand(9),), lambda x: x[:0])
+    with easy("the result for other inputs", "result[1]"):
+        agree_on_two_seeds(
+            lambda x: (x * 2, x.sum() + 1e9),
+            lambda: (torch.rand(9),),
+            lambda x: (x.double() * 2, x.double().sum() + 1e9),
+        )
+
+
+def test_an_integer_beside_a_result_may_be_the_same_for_all_inputs():
+    agree_on_two_seeds(
+        lambda x: (x * 2, len(x), x >= 0),
+        lambda: (torch.rand(9),),
+        lambda x: (x.double() * 2, 9, x >= 0),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float32, 0.02), (torch.float8_e4m3fn, 0.2)])
+def test_a_result_that_a_constant_approximates_is_refused(monkeypatch, dtype, spread):
+    """Results of two seeds differ by more than what is allowed, but their mean does not."""
+    monkeypatch.setitem(agreement.ERROR_BUDGETS, "bf16", 1.0)
+    monkeypatch.setitem(agreement.RMS_BUDGETS, "bf16", 1.25 * spread)
+    make = lambda: ((1 + spread * torch.randn(64)).to(dtype),)
+    with easy("a constant"):
+        agree_on_two_seeds(torch.clone, make, lambda x: x.double(), precision="bf16")
+
+
+def test_an_input_that_approximates_the_result_is_refused_and_a_copy_is_not():
+    make = lambda: (torch.randn(4, 1 << 16),)
+    norm = lambda x: torch.nn.functional.layer_norm(x, x.shape[1:])
+    with easy("args[0]"):
+        agree_on_two_seeds(norm, make, lambda x: norm(x.double()), precision="bf16")
+    agree_on_two_seeds(norm, make, lambda x: norm(x.double()))
+    agree_on_two_seeds(torch.clone, make, torch.clone, precision="bf16")
+
+
+def test_an_update_that_changes_too_little_is_refused():
+    def arm(w, g):
+        w -= 1e-4 * g
+
+    make = lambda: (torch.randn(64), torch.randn(64))
+    words = {"reference": lambda w, g: w.double() - 1e-4 * g, "mutated": ("args[0]",)}
+    with easy("args[0]", "args[0]"):
+        agree_on_two_seeds(arm, make, precision="bf16", **words)
+    agree_on_two_seeds(arm, make, **words)
+
+
+def test_a_constant_that_must_be_written_is_work_where_nothing_is_read():
+    destination = {"mutated": ("args[0]",), "write_only": ("args[0]",)}
+    sevens = lambda out: torch.full((64,), 7.0)
+    agree_on_two_seeds(lambda out: out.fill_(7), lambda: (torch.empty(64),), sevens, **destination)
+    with easy("the result for other inputs"):
+        agree_on_two_seeds(lambda out: torch.full((64,), 7.0), lambda: (torch.empty(64),), sevens)
+
+
+@pytest.mark.parametrize("precision", agreement.RMS_BUDGETS)
+def test_neither_zeros_nor_half_the_result_are_ever_allowed(precision):
+    budget = agreement.RMS_BUDGETS[precision]
+    largest = agreement.MAX_RMS_RATIO * max(agreement.MAX_BASELINE_ERROR, budget)
+    assert max(largest, budget) < 0.5
+
+
+# one large element does not hide the others
+
+
+def scale(values):
+    (expected,) = agreement.expect(values)
+    return expected.scale, expected.rms
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 100, 1000, 300_000])
+@pytest.mark.parametrize("module", [np, torch], ids=["numpy", "torch"])
+def test_the_scale_of_ordinary_values_is_their_rms(module, count):
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(size=(2, count))
+    for values in (a, a.clip(0), a * b, a**2 + 1, rng.random(count), np.zeros(count)):
+        found, rms = scale(module.asarray(values.reshape(-1, 1 if count % 3 else 3)))
+        assert found == rms
+
+
+def test_the_scale_is_that_of_the_smaller_half():
+    values = np.ones(100_000)
+    values[::3] = 1e9
+    found, rms = scale(values)
+    assert found == agreement.SMALLER_HALF
+    assert rms > 1e8
+    assert scale(np.array([1e9, 3.0]))[0] == 3 * 32 * agreement.SMALLER_HALF
+    assert scale(np.array([[0, 1e9], [0, 2.0]]))[0] == 2 * 16 * agreement.SMALLER_HALF
+
+
+def test_values_that_nearly_underflow_have_no_scale_of_their_own():
+    values = np.full(1000, 1e-40)
+    values[::3] = 0.5
+    found, rms = scale(values)
+    assert found == agreement.NEGLIGIBLE * rms
+
+
+def test_both_errors_refer_to_the_scale():
+    want = np.ones(1000)
+    want[7] = 1e9
+    (expected,) = agreement.expect(want)
+    got = np.where(want > 1, want, 0.0)
+    error, rms, locate = agreement._worst(got, expected)
+    assert error == pytest.approx(1 / (1 + agreement.SMALLER_HALF))
+    assert rms == pytest.approx(error, rel=0.01)
+    assert locate() == ((0,), 0, 1)
+
+
+# lists of numbers
+
+
+def test_a_long_list_of_numbers_is_one_output():
+    numbers = list(np.random.default_rng(1).random(1000))
+    errors = judge(
+        lambda a, out: [float(2 * x) for x in numbers],
+        lambda a, out: [float(x + x) for x in numbers],
+        reference=lambda a, out: 2 * np.array(numbers),
+    )
+    assert [error.output for error in errors] == ["result", "result"]
+    with wrong("optimized disagrees with the reference: result[7] is 9"):
+        judge(
+            lambda a, out: [9.0 if i == 7 else float(2 * x) for i, x in enumerate(numbers)],
+            lambda a, out: [2 * x for x in numbers],
+            reference=lambda a, out: 2 * np.array(numbers),
+        )
+
+
+def test_numbers_of_python_that_an_arm_changes_are_seen():
+    def make():
+        return {
+            "few": [3.0, 1.0],
+            "many": [float(-i) for i in range(99)],
+            "n": 5,
+            "b": bytearray(3),
+        }
+
+    make_args = lambda: (make(),)
+    changes = {
+        "a['few'][0]": lambda d: d["few"].sort(),
+        "a['many']": lambda d: d["many"].sort(),
+        "a['n']": lambda d: d.update(n=6),
+        "a['b']": lambda d: d["b"].reverse() or d["b"].append(1),
+    }
+    for path, change in changes.items():
+        with wrong(f'optimized changed argument "{path}"', UsageError):
+            judge(
+                lambda d, change=change: change(d) or 1.0,
+                lambda d: 1.0,
+                make=make_args,
+                reference=lambda d: 1.0,
+            )
+
+
+def test_a_list_that_the_baseline_changes_is_part_of_the_result():
+    def make():
+        torch.manual_seed(3)
+        return (torch.rand(99).tolist(),)
+
+    def unsorted(x):
+        x.reverse()
+
+    assert judge(list.sort, list.sort, make=make, reference=sorted)[0].output == "a"
+    with wrong("optimized disagrees with the reference: a["):
+        judge(unsorted, list.sort, make=make, reference=sorted)
+
+
+def test_a_changed_argument_may_be_returned_for_an_array_of_its_own():
+    def make():
+        torch.manual_seed(4)
+        return (torch.randn(8, requires_grad=True),)
+
+    def gradient(w):
+        (w * w).sum().backward()
+        return w.grad
+
+    wide = lambda w: (2 * w.detach().double(),) * 2
+    errors = judge(gradient, lambda w: gradient(w).clone(), make=make, reference=wide)
+    assert [error.output for error in errors[1::2]] == ["result", "a.grad"]

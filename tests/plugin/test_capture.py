@@ -660,7 +660,7 @@ def test_host_claims_are_for_tools_that_see_the_host(project):
         (["--profile=ncu", "--update-expectations"], "*measures no times that could be accepted*"),
         (["--profile=nope"], "*unknown profiler 'nope': choose one of nsys, ncu, torch*"),
         (["--profile=ncu:deep"], "*no preset 'deep': choose one of minimal, deep_dive, roofline*"),
-        (["--profile=ncu", "--profile-calls=0"], "*--profile-calls*invalid*"),
+        (["--profile=ncu", "--profile-calls=0"], "*--profile-calls: '0' is not a whole number*"),
     ],
 )
 def test_invalid_profile_options_are_usage_errors(project, words, why):
@@ -714,5 +714,9 @@ def test_a_function_is_captured_from_the_command_line(tmp_path, monkeypatch):
     assert re.search(r"duration +\d", done.stdout)
     [log] = tmp_path.glob("artifacts/*/told/call.log")
     assert log.read_text().count("at work") == target.WARM_UP_CALLS + 1
+    done = command("capture", "memory,nsys", "mine.py::told")
+    assert done.returncode == 2
+    assert re.search(r"gap share +\d", done.stdout)  # one tool's error leaves the others' figures
+    assert "memory captured nothing of the call (it records only GPU memory, and " in done.stderr
     done = command("capture", "ncu", "mine.py::nothing")
     assert (done.returncode, "has no function 'nothing'" in done.stderr) == (2, True)

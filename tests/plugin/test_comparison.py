@@ -1,24 +1,31 @@
 """Two runs are compared claim by claim."""
 
 import dataclasses
+import json
 import math
+from datetime import UTC, datetime
 
 import pytest
 
+from pytest_aiperf import cli
 from pytest_aiperf.model import Interval, Metric, Outcome
 from pytest_aiperf.records.comparison import State, changes, ratio_of, stack_changes
-from tests.plugin.records import H200, result, timing
+from pytest_aiperf.records.results import document, document_text
+from tests.plugin.records import H200, result, timing, timing_of
 
 
 def claim(name="ch07/copy", speedup=2.0, half=0.002, **more):
-    record = result(name, **{"key": "h200", "code": "abc"} | more)
-    ratio = Interval(speedup * (1 - half), speedup, speedup * (1 + half))
-    return dataclasses.replace(record, speedup=ratio)
+    ratio = Interval(speedup / (1 + half), speedup, speedup * (1 + half))
+    usual = {"key": "h200", "code": "abc", "timing": timing_of(baseline=ratio)}
+    record = result(name, **usual | more)
+    return dataclasses.replace(record, speedup=ratio) if "timing" in more else record
 
 
 def without(name, **more):
     """A claim that was not measured."""
-    return dataclasses.replace(claim(name), speedup=None, outcome=Outcome.ERROR, **more)
+    return dataclasses.replace(
+        claim(name, timing=None), speedup=None, outcome=Outcome.ERROR, **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,9 @@ def without(name, **more):
         (2.0, 0.002, State.SAME),
         (1.95, 0.002, State.SAME),  # sessions may differ by 3.5 %
         (1.90, 0.002, State.REGRESSED),
-        (1.90, 0.08, State.SAME),  # the interval is too wide for a verdict
+        (1.90, 0.08, State.INCONCLUSIVE),  # the interval is too wide for a verdict
+        (2.00, 0.10, State.INCONCLUSIVE),
+        (2.06, 0.01, State.INCONCLUSIVE),  # above the margin only in part
         (2.10, 0.002, State.IMPROVED),
     ],
 )
@@ -91,3 +100,96 @@ def test_differences_of_the_stack_are_listed():
     old = [claim(stack={"torch": "2.10", "driver": "580"})]
     new = [claim(stack={"torch": "2.11", "driver": "580", "cuda": "13.0"})]
     assert stack_changes(old, new) == ["cuda none -> 13.0", "torch 2.10 -> 2.11"]
+    [line] = stack_changes(old, [claim(stack=old[0].stack | {"torch": "2" * 10**6})])
+    assert line == f"torch 2.10 -> {'2' * 80}... (1000000 characters)"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a function that writes results below a folder, which becomes the current one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, *results):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(document_text(document(results, {}, datetime.now(UTC))))
+
+    return write
+
+
+def compared(capsys, *words):
+    status = cli.main(["compare", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_folder_stands_for_its_latest_results(folder, capsys, tmp_path):
+    folder("old/.aiperf/1/results.json", claim(speedup=9.0))
+    folder("old/.aiperf/2/results.json", claim(speedup=2.0))
+    (tmp_path / "old/.aiperf/latest").symlink_to("2")
+    folder("runs/20260101/results.json", claim(speedup=9.0))
+    folder("runs/20260102/results.json", claim(speedup=1.0))
+    (tmp_path / "runs/20260102/floor-host.json").write_text("0.02")
+    folder("accepted/h200.json", claim(speedup=1.0))
+    folder("accepted/b200.json", claim(key="b200"))
+    (tmp_path / "accepted/ceilings-h200.json").write_text("{}")
+    lost = "regressed     h200  ch07/copy  0.500x [0.499, 0.501]\n"
+    olds = ("old", "old/.aiperf", "old/.aiperf/2", "old/.aiperf/2/results.json")
+    for new in ("runs", "runs/20260102"):
+        for old in olds:
+            assert compared(capsys, old, new) == (1, f"{lost}1 regressed\n", "")
+    status, out, _ = compared(capsys, "old", "accepted")
+    assert (status, out) == (1, f"{lost}new           b200  ch07/copy\n1 regressed, 1 new\n")
+    assert compared(capsys, "old", "old")[:2] == (
+        0,
+        "same          h200  ch07/copy  1.000x [0.997, 1.003]\n1 same\n",
+    )
+    (tmp_path / "empty").mkdir()
+    for wrong in ("empty", "absent"):
+        status, _, err = compared(capsys, "old", wrong)
+        assert (status, err) == (
+            2,
+            f"compare: {wrong} is not a results file, nor a folder with results of a run\n",
+        )
+
+
+def test_runs_without_a_common_claim_are_no_success(folder, capsys):
+    folder("a.json", claim(stack={}))
+    folder("b.json", claim(key="b200", stack={}))
+    status, out, _ = compared(capsys, "a.json", "b.json")
+    assert status == 1
+    assert out.endswith("the two runs have no claim on the same kind of GPU in common\n")
+
+
+def test_a_pull_request_shows_what_changed(folder, capsys):
+    folder("a.json", claim("ch07/a_b"), claim("b"), claim("c"))
+    folder("b.json", claim("ch07/a_b", speedup=1.0), claim("b"), claim("c", speedup=2.1, half=0.1))
+    status, out, _ = compared(capsys, "a.json", "b.json", "--format=md")
+    assert status == 1
+    assert out.split("\n") == [
+        "**1 regressed, 1 inconclusive, 1 same**",
+        "",
+        "| state | claim | GPU | new / old speedup | note |",
+        "|:--|:--|:--|--:|:--|",
+        r"| regressed | ch07/a\_b | h200 | 0.500x \[0.499, 0.501\] |  |",
+        (
+            r"| inconclusive | c | h200 | 1.050x \[0.955, 1.155\] | "
+            "the interval is not within 3.5% of 1, nor outside |"
+        ),
+        "",
+    ]
+    assert compared(capsys, "a.json", "a.json", "--format=md")[1] == "**3 same**\n"
+
+
+def test_ratios_are_written_for_github_action_benchmark(folder, capsys):
+    folder("a.json", claim(), without("lost"))
+    assert cli.main(["report", "a.json", "--format=github-action-benchmark"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "name": "ch07/copy (h200)",
+            "unit": "x",
+            "value": pytest.approx(2.0),
+            "range": "[1.996, 2.004]",
+            "extra": "FASTER",
+        }
+    ]

@@ -61,6 +61,7 @@ class FakeCuda:
                 L2_cache_size=60 << 20, multi_processor_count=132, uuid=("1234", "5678")[i]
             ),
             graph_pool_handle=lambda: (0, 1),
+            MemPool=object,
             max_memory_allocated=lambda: self.most,
             mem_get_info=lambda: (50 << 30, 141 << 30),
             memory_allocated=lambda: self.allocated,
@@ -272,9 +273,9 @@ def test_every_call_runs_on_the_devices_stream(cuda, mode):
     block = device.block([call], mode)
     block.run()
     device.estimate_s(call)
-    device.peak_bytes(call)
+    device.peak_bytes(call, call)
     assert set(seen) == {0xABC0}
-    assert block.last == 1
+    assert block.kept == 1
     assert cuda.current is None
 
 
@@ -445,7 +446,22 @@ def test_the_peak_does_not_count_earlier_allocations(cuda):
     def call():
         cuda.most = max(cuda.most, cuda.allocated + 250)
 
-    assert device.peak_bytes(call) == 250
+    assert device.peak_bytes(call, call)[0] == 250
+
+
+def test_the_peak_counts_what_the_first_call_keeps(cuda):
+    device = CudaDevice(GPU)
+    cuda.allocated = 1_000
+
+    def first():
+        cuda.most = cuda.allocated + 5_000
+        cuda.allocated += 40
+
+    def second():
+        cuda.most = max(cuda.most, cuda.allocated + 250)
+        return "result"
+
+    assert device.peak_bytes(first, second) == (290, "result")
 
 
 @pytest.mark.parametrize(
@@ -489,13 +505,38 @@ def test_free_memory_is_the_drivers(cuda):
     assert CudaDevice(GPU).free_bytes() == 50 << 30
 
 
-def test_a_block_runs_again_behind_no_spin_and_is_waited_for(cuda):
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.BACKLOG, Mode.GRAPH])
+def test_results_are_copied_before_anything_is_waited_for(cuda, mode):
+    """Work that the calls' stream does not wait for is not in the copies."""
+    device, waits = CudaDevice(GPU), []
+    block = device.block([lambda: cuda.launch(1e-3)], mode)
+    block.run()
+    seconds = block.run(after=lambda: waits.append(cuda.busy_until - cuda.host))
+    assert waits[0] > 0.5e-3
+    assert seconds == pytest.approx(1e-3, rel=0.01)
+
+
+def test_each_try_of_a_block_has_new_values(cuda):
     device, ran = CudaDevice(GPU), []
-    block = device.block([lambda: ran.append(1) or cuda.launch(1e-3) or 7], Mode.BACKLOG)
-    spins = len(cuda.spins)
-    block.run_untimed()
-    assert (len(ran), block.last, len(cuda.spins) - spins) == (1, 7, 0)
-    assert cuda.host >= cuda.busy_until
+
+    def call():
+        ran.append("call")
+        cuda.host += 20e-3
+        cuda.launch(1e-5)
+
+    block = device.block([call], Mode.BACKLOG)
+    block.run(before=lambda: ran.append("new values"))
+    assert len(ran) > 2  # the first spin was too short
+    assert ran[::2] == ["new values"] * (len(ran) // 2)
+
+
+def test_cold_caches_are_flushed_by_one_buffer(cuda, monkeypatch):
+    device, flushed = CudaDevice(GPU), []
+    made = lambda of: flushed.append("made") or (lambda: flushed.append("read"))
+    monkeypatch.setattr(cuda_module.counters, "flusher", made)
+    device.flush()
+    device.flush()
+    assert flushed == ["made", "read", "read"]
 
 
 def test_cupy_joins_the_stream_and_captures_into_torchs_memory(cuda, monkeypatch):

@@ -63,14 +63,44 @@ def ticks(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_host_times_all_calls_and_keeps_the_last(ticks, mode):
+def test_the_host_times_all_calls_and_keeps_one_result(ticks, mode):
     def call(ns):
         ticks.ns += ns
         return ns
 
-    block = HostDevice().block([lambda: call(2_000), lambda: call(3_000)], mode)
-    assert block.run() == pytest.approx(5e-6)
-    assert block.last == 3_000
+    calls = [lambda: call(2_000), lambda: call(3_000), lambda: call(4_000)]
+    for keep, kept in ((-1, 4_000), (0, 2_000), (1, 3_000)):
+        block = HostDevice().block(calls, mode, keep)
+        assert block.run() == pytest.approx(9e-6)
+        assert block.kept == kept
+
+
+def test_what_surrounds_a_block_is_not_timed(ticks):
+    ran = []
+
+    def call(name, ns):
+        ran.append(name)
+        ticks.ns += ns
+
+    calls = []
+    block = HostDevice().block(calls, Mode.WALL)
+    before = lambda: (call("before", 500), calls.append(lambda: call("call", 2_000)))
+    assert block.run(before, lambda: call("after", 700)) == pytest.approx(2e-6)
+    assert ran == ["before", "call", "after"]
+    assert ticks.ns == 3_200
+
+
+def test_no_call_sees_by_its_caller_that_its_result_is_kept():
+    def call():
+        frame, seen = sys._getframe(1), []
+        while frame is not None and frame.f_code.co_name != "run":
+            seen.append(frame.f_code)
+            frame = frame.f_back
+        callers.append(seen)
+
+    callers = []
+    HostDevice().block([call] * 3, Mode.WALL, 1).run()
+    assert callers[0] == callers[1] == callers[2]
 
 
 def test_an_estimate_repeats_a_call_that_is_too_short(ticks):
@@ -132,9 +162,30 @@ def test_the_peak_of_the_host_is_the_memory_that_a_call_holds_at_once():
         del first
         return bytearray(2 << 20)
 
-    assert HostDevice().peak_bytes(call) == pytest.approx(3 << 20, abs=64 << 10)
-    assert HostDevice().peak_bytes(lambda: None) < 64 << 10
+    peak, result = HostDevice().peak_bytes(call, call)
+    assert peak == pytest.approx(3 << 20, abs=64 << 10)
+    assert len(result) == 2 << 20
+    assert HostDevice().peak_bytes(list, list)[0] < 64 << 10
     assert len(kept) == 1 << 20
+
+
+def test_the_peak_of_the_host_includes_what_the_first_call_keeps():
+    kept = []
+
+    def first():
+        temporary = bytearray(8 << 20)
+        kept.append(bytearray(5 << 20))
+        return temporary
+
+    peak, _ = HostDevice().peak_bytes(first, lambda: bytearray(1 << 20))
+    assert peak == pytest.approx(6 << 20, abs=64 << 10)
+
+
+def test_the_peak_of_the_host_includes_memory_that_python_does_not_trace():
+    torch = pytest.importorskip("torch")
+    size = 64 << 20
+    peak, _ = HostDevice().peak_bytes(list, lambda: torch.ones(size // 4))
+    assert peak == pytest.approx(size, rel=0.1)
 
 
 def test_padding_differs_and_follows_its_generator():

@@ -144,6 +144,7 @@ def test_a_healthy_machine_is_ok():
     lines = run_checks()
     assert {check.state for check in lines.values()} == {State.OK}
     assert lines["GPU 0"].found == "NVIDIA H200 (h200, sm90, 132 SMs, 150 GiB)"
+    assert lines["features 0"].found == "fp8, tma, clusters, dsmem, pdl, wgmma; not tcgen05, fp4"
     assert lines["driver"].found == "580.159, CUDA up to 13.0"
     assert str(lines["clocks 0"]) == "OK      clocks 0          1980 of 1980 MHz, P0"
     assert "P2P" not in lines
@@ -159,8 +160,10 @@ def test_without_a_gpu_there_are_fewer_lines():
     lines = run_checks(has=[], device=False, **torch(cuda=False, built=""))
     assert lines["GPU"].state == State.ADVICE
     assert "pytest --cpu measures here" in lines["GPU"].todo
-    assert {"clocks 0", "driver", "NCCL", "GPU counters", "profile ncu"}.isdisjoint(lines)
-    assert {"profile torch", "profile perf"} <= set(lines)
+    assert {"clocks 0", "driver", "NCCL", "GPU counters"}.isdisjoint(lines)
+    assert {"profile torch", "profile perf", "profile ncu"} <= set(lines)
+    assert "profiles only GPUs" in lines["profile ncu"].found
+    assert "profiles only GPUs" not in lines["profile torch"].found
     assert not [check for check in lines.values() if check.state == State.BROKEN]
 
 
@@ -188,7 +191,7 @@ SICK = {
     "nvcc": ({"compiled": ""}, "no nvcc", State.ADVICE),
     "nvcc ": ({"cuda": 12080}, "newer driver", State.BROKEN),
     "host compiler": ({"compiler": "no g++"}, "NVCC_CCBIN", State.BROKEN),
-    "cuobjdump": ({"disassembler": "none"}, "[sass]", State.ADVICE),
+    "cuobjdump": ({"disassembler": "none; advice"}, "none: install the extra", State.ADVICE),
     "torch": ({"packages": {}}, "[gpu]", State.ADVICE),
     "torch ": ({"torch_test": None}, "does not work", State.BROKEN),
     "torch  ": (torch(built=""), "without CUDA", State.BROKEN),
@@ -199,7 +202,7 @@ SICK = {
     "triton ": (
         {"packages": {"triton": "3.6.0", "numpy": "2.4.6"}}, "'numpy<2.4'", State.ADVICE
     ),
-    "cupy": ({"packages": {"torch": "2"}}, "not installed", State.ADVICE),
+    "cupy": ({"packages": {"torch": "2"}}, "pip install cupy-cuda13x", State.ADVICE),
     "profile ncu": ({"missing": {"ncu": "install Nsight"}}, "install Nsight", State.ADVICE),
     "GPU counters": (
         {"files": {doctor.DRIVER_PARAMETERS: "RmProfilingAdminOnly: 1"}},

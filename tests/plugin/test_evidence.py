@@ -460,11 +460,12 @@ def test_wrong_opcodes_spills_and_registers_fail_claims_without_a_gpu(project):
     project.write("kernels/spill.cu", SPILL)
     project.tests(
         """
+import copy
 import torch
 from pytest_aiperf import evidence
 
 def claim(compare, arm, *pieces):
-    compare(baseline=arm, optimized=arm, evidence=pieces, reference=lambda x, to, n: x,
+    compare(baseline=copy.copy(arm), optimized=arm, evidence=pieces, reference=lambda x, to, n: x,
             inputs=lambda bench: (torch.rand(9), torch.empty(9), 9))
 
 @pytest.mark.sm90

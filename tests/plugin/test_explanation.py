@@ -268,7 +268,7 @@ def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():
         KernelRecord("k.cu", "sm_90a", f"{name}(float*)", registers, 0, 0)
         for name, registers in (("slow", 200), ("fast", 40), ("other", 255))
     )
-    build = Build(Path("k.so"), Path("k.cu"), "sm_90a", kernels, "")
+    build = Build(Path("k.so"), Path("k.cu"), "sm_90a", (), kernels, "")
     pieces = [evidence.registers(max=64), evidence.spills()]
     record = inspected(device=Named(FAKE_GPU, Noise.none()), builds=[build], evidence=pieces)
     few, none = record.evidence
@@ -363,9 +363,9 @@ def test_the_fake_limits_show_in_the_table():
     from pytest_aiperf.report import terminal
 
     record, _ = explained(evidence=[evidence.launches(max=1), evidence.registers(max=32)])
-    quiet, loud = (terminal.table([record], 140, verbose=v) for v in (False, True))
+    quiet, loud = (terminal.table([record], 140, verbosity=v) for v in (0, 1))
     assert "93 % copy" in quiet[2]
-    assert "median share of the limit 93% (1)" in quiet[-1]
+    assert "median share of the limit 93% (1)" in quiet[3]
     assert not any("bound" in line for line in quiet)
     output = "\n".join(loud)
     assert "ch07/x: optimized: memory-bound: 93 % of the copy rate" in output

@@ -51,10 +51,20 @@ def test_without_noise_time_is_what_was_spent(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_block_keeps_what_the_last_call_returned(mode):
-    block = FakeDevice().block([lambda: "first", lambda: "last"], mode)
-    block.run()
-    assert block.last == "last"
+def test_a_block_keeps_the_result_of_one_call(mode):
+    calls = [lambda: "first", lambda: "last"]
+    for keep, kept in ((-1, "last"), (0, "first")):
+        block = FakeDevice().block(calls, mode, keep)
+        block.run()
+        assert block.kept == kept
+
+
+def test_hooks_run_around_a_block_and_take_no_time():
+    device, ran = FakeDevice(noise=Noise.none()), []
+    block = device.block([lambda: ran.append("call") or spend(1e-3)], Mode.PLAIN)
+    hooks = [lambda: ran.append("before") or spend(1.0), lambda: ran.append("after") or spend(1.0)]
+    assert block.run(*hooks) == pytest.approx(1e-3)
+    assert ran == ["before", "call", "after"]
 
 
 def test_white_noise_has_its_deviation():
@@ -208,9 +218,11 @@ def test_the_peak_counts_memory_that_is_held_at_once():
         second, third = Allocation(20), Allocation(5)
         return second, third
 
-    assert device.peak_bytes(call) == 25
-    assert device.peak_bytes(lambda: Allocation(7)) == 7
-    assert device.peak_bytes(lambda: None) == 0
+    assert device.peak_bytes(call, call)[0] == 25
+    assert device.peak_bytes(list, lambda: Allocation(7))[0] == 7
+    assert device.peak_bytes(list, list) == (0, [])
+    held = []
+    assert device.peak_bytes(lambda: held.append(Allocation(3)), lambda: Allocation(7))[0] == 10
     del kept
 
 
@@ -253,7 +265,7 @@ def test_the_noise_probe_takes_time_and_depends_on_the_seed():
     assert (x != other).all()
     block = device.block([lambda: negate(x)], Mode.GRAPH)
     assert block.run() == pytest.approx(100e-6)
-    assert (block.last == -x).all()
+    assert (block.kept == -x).all()
 
 
 def test_it_has_all_methods_of_a_real_device():

@@ -31,16 +31,20 @@ def test_run_ids_sort_by_start_and_differ_by_process():
 
 
 def test_a_run_from_collection_to_results(run):
-    run.write_manifest([("a/one", "t::one"), ("a/two", "t::two")])
+    run.write_manifest([("a/one", "a/test_x.py::test_one"), ("a/two", "a/test_x.py::test_two")])
     manifest = journal.read_manifest(run.path)
-    assert manifest.claims == {"a/one": "t::one", "a/two": "t::two"}
+    assert manifest.claims == {"a/one": "a/test_x.py::test_one", "a/two": "a/test_x.py::test_two"}
     run.journal("main").append(result("a/one"))
     done = journal.complete(manifest, journal.read_journals(run.path)[0], "session budget")
     assert [(r.claim, r.outcome, r.message) for r in done] == [
         ("a/one", Outcome.PASSED, ""),
         ("a/two", Outcome.NOT_RUN, "session budget"),
     ]
-    assert (done[1].nodeid, done[1].run, done[1].started) == ("t::two", run.id, manifest.started)
+    assert (done[1].nodeid, done[1].run, done[1].started) == (
+        "a/test_x.py::test_two",
+        run.id,
+        manifest.started,
+    )
     assert read_results(run.finish(document(done, {}, NOW))) == done
     assert sorted(p.name for p in run.path.parent.iterdir()) == sorted(
         [".gitignore", "CACHEDIR.TAG", "latest", run.id]

@@ -10,9 +10,10 @@ from pytest_aiperf import prepared
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.ladder import Ladder, identity
 from pytest_aiperf.claim.measure import measure_ladder
-from pytest_aiperf.claim.replicates import measure_metric, speedup
+from pytest_aiperf.claim.replicates import measure_metric
 from pytest_aiperf.claim.stopping_rule import STANDARD
 from pytest_aiperf.model import Metric, Outcome
+from pytest_aiperf.rules.stats import speedup
 from tests.fake_gpu import FakeDevice, Noise, spend
 
 from .claims import a_claim, doubling
@@ -68,6 +69,23 @@ def test_arms_with_the_same_code_and_the_same_captured_objects_are_the_same():
         functools.partial(a_function, 2), functools.partial(a_function, y=1),
     ]  # fmt: skip
     assert len({identity(one) for one in different}) == len(different)
+
+
+def test_methods_of_one_object_are_the_same_arm_and_those_of_two_are_not():
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def arm(self, x):
+            return self.factor * x
+
+        def twice(self, x):
+            return 2 * self.arm(x)
+
+    double, triple = Scale(2), Scale(3)
+    assert identity(double.arm) == identity(double.arm)
+    assert identity(prepared(double.arm)) == identity(prepared(double.arm))
+    assert len({identity(arm) for arm in (double.arm, triple.arm, double.twice)}) == 3
 
 
 def test_a_recursive_arm_has_an_identity():

@@ -251,6 +251,12 @@ def test_the_stream_is_the_one_that_torch_or_cupy_uses(host, monkeypatch):
     assert call(host)[7] == 22
 
 
+def test_the_same_function_is_the_same_arm():
+    kernels = Kernels("host.cu", HOST, None)
+    assert kernels["mix"] is kernels["mix"]
+    assert kernels["mix"] is not kernels["nothing"]
+
+
 def test_an_unknown_launcher_lists_the_known_ones(host):
     with pytest.raises(
         UsageError,

@@ -1,5 +1,6 @@
 """The live line shows what is measured, and never blocks or breaks a run."""
 
+import socket
 import time
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 from pytest_aiperf.report.live import Live
 
 FIGURES = {"claim": "ch07/copy", "phase": "measuring", "replicate": 3, "most": 32}
-LINE = "ch07/copy  measuring  replicate 3/32"
+LINE = "ch07/copy  measuring  replicate 3  of at most 32"
 
 
 class Terminal:
@@ -60,10 +61,37 @@ def test_workers_lines_come_to_the_controller(tmp_path):
     controller = Live(terminal, tmp_path / "live", worker=False)
     controller.listen()
     Live(Terminal(), tmp_path / "live", worker=True).show(FIGURES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"{", str(tmp_path / "live"))  # must not end the thread that listens
+    Live(Terminal(), tmp_path / "live", worker=True).show(FIGURES)
     limit = time.monotonic() + 60
-    while LINE not in terminal.written:
+    while terminal.written.count(LINE) < 2 not in terminal.written:
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def test_the_line_is_as_wide_as_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "21")
+    terminal = Terminal()
+    Live(terminal, tmp_path / "live", worker=False).show(FIGURES)
+    assert terminal.written == ["\n", "ch07/copy  measuring"]
+
+
+def test_the_claims_are_counted_and_the_time_left_is_shown_once_it_is_known(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    terminal = Terminal()
+    live = Live(terminal, tmp_path / "live", worker=False)
+    live.begin(24)
+    for _ in range(24):
+        live.show({"claim": "a/b"})
+        now[0] += 30
+        live.ended()
+    live.show({"claim": "a/b"})
+    lines = terminal.written[1:]
+    assert lines[:3] == [f"{i} of 24  a/b" for i in (1, 2, 3)]
+    assert lines[3] == "4 of 24  10 min left  a/b"
+    assert lines[-1] == "24 of 24  under 1 min left  a/b"
 
 
 def test_a_path_too_long_for_a_socket_costs_only_the_line(tmp_path):

@@ -70,3 +70,22 @@ def test_folder_and_environment(tmp_path):
     env = {**os.environ, "ANSWER": "42"}
     run_in_group([sys.executable, "-c", code], tmp_path / "log", 60, cwd=tmp_path, env=env)
     assert (tmp_path / "log").read_text().split() == [str(tmp_path), "42"]
+
+
+def test_a_deadline_leaves_time_to_write_what_there_is(tmp_path):
+    code = (
+        "import time\n"
+        "print('started', flush=True)\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('wrote its report')\n"
+    )
+    log, stop = tmp_path / "log", threading.Event()
+
+    def stop_when_started():
+        if "started" in log.read_text():
+            stop.set()
+
+    command = [sys.executable, "-c", code]
+    status = run_in_group(command, log, 600, stop=stop, on_poll=stop_when_started, grace_s=60)
+    assert status is None
+    assert "wrote its report" in log.read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import requirements
-from pytest_aiperf.model import Gpu
+from pytest_aiperf.model import FEATURES, Gpu
 
 H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "580")
 
@@ -36,6 +36,16 @@ def test_claim_ids(nodeid, claim):
         (pytest.mark.gpu(memory=200 << 30), "needs 200 GiB of GPU memory, NVIDIA H200 has 141 GiB"),
         (pytest.mark.sm90, None),
         (pytest.mark.gpu(min_sm=90), None),
+        (pytest.mark.gpu(features=("tma", "dsmem")), None),
+        (pytest.mark.gpu(features="fp4"), "needs fp4, NVIDIA H200 is sm90"),
+        (
+            pytest.mark.gpu(features=("tcgen05", "tma", "fp4")),
+            "needs fp4 and tcgen05, NVIDIA H200 is sm90",
+        ),
+        (
+            pytest.mark.gpu(features=("tma",), min_sm=100),
+            "needs sm100 or newer, NVIDIA H200 is sm90",
+        ),
         (pytest.mark.host, None),
     ],
 )
@@ -49,6 +59,83 @@ def test_several_architectures_mean_any_of_them():
     assert needed.missing([replace(H200, arch="sm121", name="GB10")]) == (
         "needs sm100 or sm90, GB10 is sm121"
     )
+
+
+@pytest.mark.parametrize(
+    ("marks", "checked"),
+    [
+        ([], True),
+        ([pytest.mark.host], True),
+        ([pytest.mark.sm90], False),
+        ([pytest.mark.gpu(min_sm=89)], False),
+        ([pytest.mark.gpu(min_sm=89, cpu=True)], True),
+        ([pytest.mark.sm90, pytest.mark.gpu(cpu=True)], True),
+        ([pytest.mark.gpu(cpu=True), pytest.mark.gpu(cpu=False)], False),
+        ([pytest.mark.gpu(count=2)], True),
+        ([pytest.mark.gpu(count=2, cpu=False)], False),
+    ],
+)
+def test_who_is_checked_on_the_cpu(marks, checked):
+    assert requirements.requirements_of([m.mark for m in marks]).checked_on_cpu is checked
+
+
+@pytest.mark.parametrize(
+    ("arch", "features"),
+    [
+        ("sm80", set()),
+        ("sm89", {"fp8"}),
+        ("sm90", {"fp8", "tma", "clusters", "dsmem", "pdl", "wgmma"}),
+        ("sm100", {"fp8", "tma", "clusters", "dsmem", "pdl", "tcgen05", "fp4"}),
+        ("sm103", {"fp8", "tma", "clusters", "dsmem", "pdl", "tcgen05", "fp4"}),
+        ("sm121", {"fp8", "tma", "clusters", "dsmem", "pdl", "fp4"}),
+        ("sm140", {"fp8", "tma", "clusters", "dsmem", "pdl"}),  # newer than the table
+    ],
+)
+def test_features_of_an_architecture(arch, features):
+    gpu = replace(H200, arch=arch)
+    assert set(gpu.features) == features
+    for name in FEATURES:
+        reason = requirements.requirements_of([pytest.mark.gpu(features=(name,)).mark]).missing(
+            [gpu]
+        )
+        assert (reason is None) is (name in features)
+
+
+def test_features_of_several_marks_add_up():
+    marks = [pytest.mark.gpu(features=("tma",)).mark, pytest.mark.gpu(features=("fp8",)).mark]
+    needed = requirements.requirements_of(marks)
+    assert needed.features == ("fp8", "tma")
+    assert needed.min_sm == 90
+    assert requirements.requirements_of([*marks, pytest.mark.gpu(min_sm=100).mark]).min_sm == 100
+
+
+@pytest.mark.parametrize(
+    ("marks", "archs"),
+    [
+        ([], ("sm90", "sm100", "sm103", "sm121")),
+        ([pytest.mark.gpu(features=("pdl",))], ("sm90", "sm100", "sm103", "sm121")),
+        ([pytest.mark.gpu(features=("tcgen05",))], ("sm100", "sm103")),
+        ([pytest.mark.gpu(features=("fp4",))], ("sm100", "sm103", "sm121")),
+        ([pytest.mark.gpu(features=("fp4",)), pytest.mark.sm121], ("sm121",)),
+    ],
+)
+def test_kernels_are_built_for_architectures_with_the_features(marks, archs):
+    assert requirements.requirements_of([m.mark for m in marks]).build_archs == archs
+
+
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        ([pytest.mark.gpu(features=("wmma",))], "knows fp8, tma, .* not 'wmma'"),
+        ([pytest.mark.gpu(features="tcgen5")], "not 'tcgen5'"),
+        ([pytest.mark.gpu(features=90)], "not 90"),
+        ([pytest.mark.gpu(features=("wgmma", "tcgen05"))], "has tcgen05 and wgmma"),
+        ([pytest.mark.sm90, pytest.mark.gpu(features=("fp4",))], "no architecture of sm90 has fp4"),
+    ],
+)
+def test_features_that_no_gpu_has_are_refused(marks, words):
+    with pytest.raises(UsageError, match=words):
+        requirements.requirements_of([m.mark for m in marks])
 
 
 @pytest.mark.parametrize("mark", [pytest.mark.gpu(2), pytest.mark.gpu(cores=3)])

@@ -1,5 +1,6 @@
 """A claim on the fake device: how its arms are prepared, timed and verified, and when it stops."""
 
+import contextlib
 import gc
 import random
 import re
@@ -11,17 +12,18 @@ import numpy as np
 import pytest
 
 from pytest_aiperf import Score, prepared, static
+from pytest_aiperf.claim import ladder as ladders
 from pytest_aiperf.claim import replicates, sampler
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor
-from pytest_aiperf.claim.replicates import measure_metric, speedup
+from pytest_aiperf.claim.replicates import measure_metric
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Metric, Mode, Verdict
 from pytest_aiperf.rules import validity
-from pytest_aiperf.rules.stats import half_width, t_quantile
+from pytest_aiperf.rules.stats import half_width, speedup, t_quantile
 from pytest_aiperf.rules.verdict import verdict
 from tests.fake_gpu import (
     FAKE_GPU,
@@ -168,18 +170,82 @@ def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
         inputs=lambda bench: calls.append(bench.seed) or vectors(bench), optimized=arm
     )
     bound.check_agreement()
-    # 2 calls infer effects, 2 compare two seeds; per seed, one for each arm and the reference
-    assert len(calls) == 4 + AGREEMENT_SEEDS * (2 + calls_per_set)
+    # 2 calls infer effects, 2 compare two seeds, one is for shortcuts; per seed, one for each arm
+    # and the reference
+    assert len(calls) == 5 + AGREEMENT_SEEDS * (2 + calls_per_set)
     calls.clear()
     ladder = Ladder([bound])
     timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
     sets = len(timing.replicates) * timing.sets
-    # 1 call finds the size of a set, 3 make the check with new inputs
-    assert len(calls) == 1 + sets * (1 + calls_per_set) + 3
+    blocks = sum(len(r.rounds) * 2 for r in timing.replicates)
+    alone = 2 * len(timing.replicates)
+    renewed = blocks * sum(timing.calls.values()) + alone
+    # 1 call finds the size of a set
+    assert len(calls) == 1 + sets * (1 + calls_per_set) + renewed
     calls.clear()
     ladder.verify()
-    # 1 call per replicate, 2 for the check with new inputs
-    assert len(calls) == len(timing.replicates) + 2
+    results = blocks + alone // 2
+    assert len(calls) == results * (2 + is_prepared)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("microseconds", [10, 100, 1_000, 50_000])
+def test_no_block_has_values_that_an_earlier_call_had(is_prepared, microseconds):
+    met, repeated, blocks = set(), [], []
+
+    class Watched(FakeDevice):
+        def run(self, calls, *about):
+            blocks.append(len(calls))
+            return super().run(calls, *about)
+
+    def arm(x):
+        spend(microseconds * 1e-6)
+        repeated.append((len(blocks), float(x[0]) in met))
+        met.add(float(x[0]))
+        return x * 2
+
+    optimized = prepared(lambda x: arm) if is_prepared else arm
+    bound = a_bound_claim(
+        Watched(noise=WHITE), baseline=doubling(2 * microseconds), optimized=optimized
+    )
+    bound.check_agreement()
+    timed = a_sampler(bound)
+    assert max(timed.calls.values()) <= timed.sets
+    timed._make_batches_once = timed._make_batches
+    warm_ups = []
+
+    def make(*about):
+        made = timed._make_batches_once(*about)
+        warm_ups.append(len(repeated))  # a capture calls each arm, and a wall block is warmed up
+        return made
+
+    timed._make_batches = make
+    timed.replicate(2)
+    assert sum(again for _, again in repeated[warm_ups[-1] :]) == 0
+
+
+def test_arms_have_values_of_their_own():
+    """A table that one arm fills holds nothing that the other could use."""
+    values = {"baseline": set(), "optimized": set()}
+
+    def arm(name):
+        def double(x):
+            spend(100e-6)
+            values[name].add(float(x[0]))
+            return x * 2
+
+        return double
+
+    bound = a_bound_claim(baseline=arm("baseline"), optimized=arm("optimized"))
+    bound.check_agreement()
+    timed = a_sampler(bound)
+    for seen in values.values():
+        seen.clear()
+    timed._run_once = lambda arm: None
+    timed.replicate(timed.bound.seed + 77_000)
+    fresh = [seen - values["baseline"] for seen in values.values()]
+    assert len(values["baseline"]) > 20
+    assert len(fresh[1]) == len(values["optimized"])
 
 
 def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
@@ -251,19 +317,18 @@ def test_a_round_is_repeated_at_once_and_then_with_stable_clocks(rounds, settled
 def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatch, seconds, rounds):
     now = [0.0]
     monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sampler, "MAX_ROUNDS", 1)
 
     class Slow(FakeDevice):
-        def block(self, calls, mode):
-            made = super().block(calls, mode)
+        def block(self, calls, mode, keep=-1):
+            made = super().block(calls, mode, keep)
 
             class Block:
-                last = None
+                kept = None
 
-                def run(self):
+                def run(self, *hooks):
                     now[0] += seconds
-                    return made.run()
-
-                again = run
+                    return made.run(*hooks)
 
             return Block()
 
@@ -278,7 +343,8 @@ def test_a_block_that_takes_the_host_long_to_enqueue_has_fewer_rounds(monkeypatc
     timed = a_sampler(bound)
     assert timed.mode is Mode.BACKLOG
     assert timed.rounds == rounds
-    assert maxima[-1] == pytest.approx(2 * seconds)  # all ranks take the maximum
+    # all ranks take the maximum: of the two blocks' time on the device and on the host, twice
+    assert maxima[-1] == pytest.approx(max(2 * (11 * 2e-4 + 11 * 1e-4), 4 * seconds), rel=0.2)
 
 
 def test_a_gpu_that_throttles_all_the_time_is_invalid():
@@ -295,48 +361,115 @@ def test_outputs_of_timed_calls_are_verified():
         spend(100e-6)
         return x * 2 if len(calls) < 50 else x
 
-    with pytest.raises(WrongResult, match=r"optimized disagrees.*after timing"):
+    with pytest.raises(WrongResult, match=r"optimized disagrees.*in a timed block"):
         measured(a_bound_claim(optimized=tires))
 
 
-@pytest.mark.parametrize(("memory", "verified"), [(64 * 5 * 1024, 6), (1 << 30, 0)])
-def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(memory, verified):
-    """Two arms' outputs take 1 KiB per seed. With 5 KiB of room, the sixth seed forces a check."""
-    calls = []
-    bound = a_bound_claim(
-        FakeDevice(replace(FAKE_GPU, memory_bytes=memory), WHITE),
-        reference=lambda x: calls.append(1) or x + x,
-    )
+def left(ladder, bound, seed, arms=("baseline", "optimized"), factor=2.0):
+    for name in arms:
+        outputs = [("0", bound.make_inputs(seed).args[0] * factor)]
+        ladder.verify_later(name, outputs, seed, "then")
+
+
+@pytest.mark.parametrize(("kib", "kept"), [(5, 10), (1 << 20, 12)])
+def test_outputs_wait_for_verification_up_to_a_share_of_the_memory(kib, kept):
+    """Each output takes half a KiB; beyond the room for them, those of both arms are dropped."""
+    gpu = replace(FAKE_GPU, memory_bytes=64 * kib * 1024)
+    bound = a_bound_claim(FakeDevice(gpu, WHITE))
     ladder = Ladder([bound])
+    for seed in range(6):
+        left(ladder, bound, seed)
+    arms = [p.arm for p in ladder._pending]
+    assert len(arms) == kept
+    assert arms.count("baseline") == arms.count("optimized")
 
-    def left(seed):
-        results = {
-            n: [("0", bound.make_inputs(seed).args[0] * 2)] for n in ("baseline", "optimized")
-        }
-        ladder.verify_later([results], seed, "then")
 
-    for seed in range(5):
-        left(seed)
-    assert len(calls) == 0
-    left(5)
+def test_one_output_of_each_arm_is_kept_whatever_its_size():
+    bound = a_bound_claim(FakeDevice(replace(FAKE_GPU, memory_bytes=64), WHITE))
+    ladder = Ladder([bound])
+    for seed in range(6):
+        left(ladder, bound, seed)
+    assert sorted(p.arm for p in ladder._pending) == ["baseline", "optimized"]
+
+
+@pytest.mark.parametrize(("seconds", "verified"), [(0.0, 20), (1.0, 8), (3.0, 3)])
+def test_results_are_verified_while_time_allows_and_some_of_each_arm_at_least(
+    monkeypatch, seconds, verified
+):
+    now, calls = [0.0], []
+    monkeypatch.setattr(ladders, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def reference(x):
+        calls.append(1)
+        now[0] += seconds
+        return x + x
+
+    bound = a_bound_claim(reference=reference)
+    ladder = Ladder([bound])
+    for seed in range(10):
+        left(ladder, bound, seed)
+    ladder.verify()
     assert len(calls) == verified
-    ladder.verify()
-    assert len(calls) == 6
 
 
-def test_the_reference_runs_once_for_the_same_inputs():
-    calls = []
-    bound = a_bound_claim(reference=lambda x: calls.append(1) or x + x)
+def test_a_wrong_result_among_right_ones_is_found():
+    bound = a_bound_claim()
     ladder = Ladder([bound])
-    for seed, other in ((1, None), (1, None), (1, 2), (1, 2), (1, None)):
-        values = bound.make_inputs(seed if other is None else other).args[0]
-        results = {name: [("0", values * 2)] for name in ("baseline", "optimized")}
-        ladder.verify_later([results], seed, "then", other)
+    for seed in range(10):
+        left(ladder, bound, seed, factor=2.0)
+    left(ladder, bound, 10, ["optimized"], factor=2.1)
     ladder.verify()
-    assert len(calls) == 3
+    with pytest.raises(WrongResult, match="optimized disagrees with the reference then"):
+        ladder.raise_error()
 
 
-def test_arms_that_update_in_place_are_verified_from_restored_inputs():
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_a_result_may_be_as_far_off_as_the_baselines_on_the_same_inputs(is_hard):
+    """On the inputs of one seed, which no kept result of the baseline has, it is far off, too."""
+    hard = a_bound_claim().make_inputs(10).args[0][0]
+
+    def doubled(x):
+        return x * (2 + 1e-12 if is_hard and x[0] == hard else 2.0)
+
+    bound = a_bound_claim(baseline=doubled)
+    bound.check_agreement()
+    ladder = Ladder([bound])
+    for seed in range(4):
+        left(ladder, bound, seed)
+    left(ladder, bound, 10, ["optimized"], factor=2 + 1.5e-12)
+    ladder.verify()
+    error = ladder.rungs[0].error
+    assert error is None if is_hard else isinstance(error, WrongResult)
+
+
+@pytest.mark.parametrize(("variants", "is_refused"), [(8, True), (64, True), (1 << 16, False)])
+def test_inputs_of_few_seeds_are_refused(variants, is_refused):
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed % variants).random(64),)
+
+    bound = a_bound_claim(inputs=inputs)
+    bound.check_agreement()
+    refused = pytest.raises(UsageError, match="the same values for the seeds")
+    with refused if is_refused else contextlib.nullcontext():
+        # a seed of 65,536 may return by chance, as the last one here does
+        for seed in [*range(1000, 1150), 1000 + (1 << 16)]:
+            bound.make_inputs(seed)
+
+
+def test_errors_are_limited_by_the_largest_of_the_baselines():
+    """The arms have other values; a seed on which the baseline is exact must not limit the rest."""
+    bound = a_bound_claim()
+    for factors, is_wrong in (((2 + 1e-12, 2.0), False), ((2.0, 2.0), True)):
+        ladder = Ladder([bound])
+        for seed, factor in enumerate(factors):
+            left(ladder, bound, seed, ["baseline"], factor)
+        left(ladder, bound, 7, ["optimized"], 2 + 2e-12)
+        ladder._baselines.clear()
+        ladder.verify()
+        assert (ladder.rungs[0].error is not None) == is_wrong
+
+
+def test_arms_that_update_in_place_are_verified_on_new_values():
     def adding(microseconds):
         def add(x):
             spend(microseconds * 1e-6)
@@ -347,32 +480,6 @@ def test_arms_that_update_in_place_are_verified_from_restored_inputs():
     words = {"baseline": adding(200), "optimized": adding(100), "reference": lambda x: x + 1}
     ratio = speedup(measured(a_bound_claim(**words)))
     assert ratio.low < 2 < ratio.high
-
-
-def test_a_result_of_restored_inputs_is_copied_after_a_wait(monkeypatch):
-    """Without the wait, pinned memory would be read before the call's copy to it is done."""
-    seen = []
-
-    class Watched(FakeDevice):
-        def synchronize(self):
-            seen.append("wait")
-
-    def add(x):
-        seen.append("call")
-        spend(100e-6)
-        x += 1
-
-    bound = a_bound_claim(
-        Watched(noise=WHITE), baseline=add, optimized=add, reference=lambda x: x + 1
-    )
-    bound.check_agreement()
-    copies = sampler.agreement.copies
-    monkeypatch.setattr(sampler.agreement, "copies", lambda x: seen.append("copy") or copies(x))
-    # skip this check, because it copies results without a wait
-    monkeypatch.setattr(sampler.Sampler, "check_with_new_inputs", lambda *_: None)
-    measure_metric(Ladder([bound]), Metric.DEVICE, STANDARD)
-    before = [seen[i - 1] for i, what in enumerate(seen) if what == "copy"]
-    assert set(before) == {"wait"}
 
 
 # the stopping rule
@@ -422,7 +529,8 @@ def test_it_stops_when_its_time_budget_is_spent():
 )
 def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count):
     now = [0.0]
-    monkeypatch.setattr(replicates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (replicates, sampler):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(FakeDevice):
         def release(self):
@@ -436,10 +544,21 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count)
 # buffers that are built before the exclusive lock
 
 
+@pytest.fixture
+def few_sets(monkeypatch):
+    """Let inputs count as expensive, so that there are as few sets as are needed."""
+    monkeypatch.setattr(sampler, "RENEWAL_S", 0.0)
+
+
 def built_under_the_lock(device, **words):
     """Measure a claim; return the number of replicates that are built under the exclusive lock."""
     made, usual = [], a_claim().inputs
-    bound = a_bound_claim(device, inputs=lambda bench: made.append(1) or usual(bench), **words)
+
+    def inputs(bench):
+        made.extend([1] * (bench.seed < 100_000))  # new values of a block have larger seeds
+        return usual(bench)
+
+    bound = a_bound_claim(device, inputs=inputs, **words)
     bound.check_agreement()
     ladder = Ladder([bound])
     measurement = replicates.Measurement(ladder, Metric.DEVICE, STANDARD)
@@ -447,7 +566,7 @@ def built_under_the_lock(device, **words):
     made.clear()
     timing = measurement.measure()
     in_measure = len(made) / (2 * measurement.sampler.sets)
-    measurement.check_with_new_inputs()
+    measurement.finish()
     ladder.verify()
     assert len(timing.replicates) == STANDARD.min_replicates
     return in_measure
@@ -461,13 +580,13 @@ def built_under_the_lock(device, **words):
         (0.5, STANDARD.min_replicates - 1),
     ],
 )
-def test_replicates_are_prebuilt_while_memory_allows(monkeypatch, prebuilt, made):
+def test_replicates_are_prebuilt_while_memory_allows(few_sets, monkeypatch, prebuilt, made):
     size = 2 * validity.rotation(64 * 8, 0) * 64 * 8  # bytes of the inputs of two arms
     monkeypatch.setattr(sampler, "PREBUILT_SHARE", prebuilt * size / FAKE_GPU.memory_bytes)
     assert built_under_the_lock(FakeDevice(noise=Noise.none())) == made
 
 
-def test_half_of_the_memory_is_left_to_others():
+def test_half_of_the_memory_is_left_to_others(few_sets):
     class Full(FakeDevice):
         queries = 0
 
@@ -478,23 +597,23 @@ def test_half_of_the_memory_is_left_to_others():
     assert built_under_the_lock(Full(noise=Noise.none())) == STANDARD.min_replicates - 3
 
 
-def test_a_replicate_that_finds_no_memory_is_built_under_the_lock():
+def test_a_replicate_that_finds_no_memory_is_built_under_the_lock(few_sets):
     class OutOfMemoryError(RuntimeError):
         pass
 
     class Small(FakeDevice):
         blocks = 0
 
-        def block(self, calls, mode):
+        def block(self, calls, mode, keep=-1):
             self.blocks += mode is Mode.WALL
-            if mode is Mode.WALL and self.blocks == 8:  # while replicates are prebuilt
+            if mode is Mode.WALL and self.blocks == 10:  # while replicates are prebuilt
                 raise OutOfMemoryError
-            return super().block(calls, mode)
+            return super().block(calls, mode, keep)
 
     assert built_under_the_lock(Small(noise=Noise.none())) == STANDARD.min_replicates - 2
 
 
-def test_ranks_and_host_claims_prebuild_one_replicate():
+def test_ranks_and_host_claims_prebuild_one_replicate(few_sets):
     class Two(RankGroup):
         count = property(lambda _: 2)
 
@@ -532,7 +651,7 @@ def test_a_slow_call_has_one_input_set(cache):
     )
     bound.check_agreement()
     timed = a_sampler(bound, prebuilt=[1001, 2001])
-    assert (timed.sets, len(timed._prebuilt[2001][0].calls)) == (1, 1)
+    assert (timed.sets, len(timed._prebuilt[2001][0].inputs)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +784,49 @@ def test_at_most_two_sets_of_large_inputs_exist_at_a_time():
     timing = measured(bound)
     assert max(alive) == 2
     assert len(timing.replicates) >= STANDARD.min_replicates
-    assert "too large to keep the outputs" in timing.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "memory", "unchecked"),
+    [
+        ({}, 1 << 40, []),
+        ({}, 64 * 8 * 19, ["results of timed calls: they are too large"]),
+        ({"inputs": lambda b: (*vectors(b), b.seed)}, 1 << 40, []),
+        (
+            {"inputs": lambda b: (*vectors(b), b.seed), "optimized": prepared(lambda *_: by)},
+            1 << 40,
+            ["results on new values: n could not be overwritten"],
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_told(words, memory, unchecked):
+    gpu = replace(FAKE_GPU, memory_bytes=memory)
+    if "inputs" in words:
+        words = {"baseline": by, "optimized": by, "reference": lambda x, n: x * 2} | words
+    bound = a_bound_claim(FakeDevice(gpu, WHITE), **words)
+    bound.check_agreement()
+    timed = a_sampler(bound)
+    timed.replicate(2001)
+    assert [
+        text[: len(u)] for text, u in zip(timed.unchecked(), unchecked, strict=True)
+    ] == unchecked
+
+
+def by(x, n):
+    spend(100e-6)
+    return x * 2
+
+
+def test_sets_that_return_within_a_block_are_told(few_sets):
+    timed = a_sampler_of(baseline=doubling(20), optimized=doubling(10))
+    assert max(timed.calls.values()) > timed.sets
+    assert [text.partition(":")[0] for text in timed.unchecked()] == ["results cached by value"]
+
+
+def a_sampler_of(**words):
+    bound = a_bound_claim(**words)
+    bound.check_agreement()
+    return a_sampler(bound)
 
 
 def test_an_arm_that_turns_wrong_on_large_inputs_is_found_after_timing():
@@ -707,3 +868,120 @@ def test_identical_arms_get_no_verdict():
 def test_an_arm_slowed_by_two_percent_is_slower():
     # at least 36 of 40, because the default noise is that of the noisiest kernel
     assert verdicts(1.02).count(Verdict.SLOWER) >= 36
+
+
+class RepeatingDevice(FakeDevice):
+    """A fake device whose blocks repeat their values, as those of a GPU do."""
+
+    renews = False
+
+
+def test_blocks_of_a_gpu_go_round_the_sets_and_end_with_the_last():
+    seen = []
+    timed = a_sampler(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1)))
+    batches = timed._make_batches(timed._build(1001))
+    for batch in batches.values():
+        seen.append((batch.order[-1], len(batch.order), batch.block.keep))
+        assert set(batch.order) == set(range(timed.sets))
+        assert len(batch.order) > timed.sets
+    assert seen == [(timed.sets - 1, timed.calls[name], timed.calls[name] - 1) for name in batches]
+
+
+def test_a_lone_call_on_new_values_finds_results_kept_by_address_on_a_gpu():
+    kept = {}
+
+    def remembers(x):
+        spend(100e-6)
+        return kept.setdefault(x.ctypes.data, x * 2)
+
+    with pytest.raises(WrongResult, match="optimized disagrees"):
+        measured(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1), optimized=remembers))
+
+
+def test_one_block_of_each_arm_and_replicate_is_kept_on_a_gpu():
+    timed = a_sampler(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1)))
+    pending = timed.ladder._pending
+    timed.replicate(1001)
+    lone, rounds = len(timed.ladder.arms), len(timed.ladder.arms)
+    assert len(pending) == lone + rounds
+    timed.replicate(1002)
+    assert len(pending) == lone + 2 * rounds
+
+
+def test_results_in_host_memory_are_copied_before_later_calls_overwrite_them():
+    class Copying(RepeatingDevice):
+        torch_device = "cuda"
+
+    def doubled(x, out):
+        np.multiply(x, 2, out=out)
+        spend(100e-6)
+
+    words = {
+        "inputs": lambda bench: (np.random.default_rng(bench.seed).random(8), np.empty(8)),
+        "baseline": doubled,
+        "optimized": doubled,
+        "reference": lambda x, out: x * 2,
+    }
+    measured(a_bound_claim(Copying(noise=WHITE, seed=1), **words))
+
+
+def test_a_lone_call_on_new_values_finds_results_kept_by_value_on_a_gpu():
+    """The destination still holds the result of the same values."""
+    known = {}
+
+    def remembers(x, out):
+        if known.get(id(out)) == x[0]:
+            spend(20e-6)
+            return
+        known[id(out)] = x[0]
+        works(x, out)
+
+    def works(x, out):
+        np.multiply(x, 2, out=out)
+        spend(200e-6)
+
+    words = {
+        "inputs": lambda bench: (np.random.default_rng(bench.seed).random(8), np.empty(8)),
+        "baseline": works,
+        "optimized": remembers,
+        "reference": lambda x, out: x * 2,
+    }
+    with pytest.raises(InvalidMeasurement, match=r"per call in a block, but .* alone"):
+        measured(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1), **words))
+
+
+def test_settings_are_compared_after_each_replicate_on_a_gpu(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    bound = a_bound_claim(RepeatingDevice(noise=WHITE, seed=1))
+    timed = a_sampler(bound)
+    timed.replicate(1001)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(
+        InvalidMeasurement, match=r"baseline or optimized.*|optimized or baseline.*"
+    ):
+        timed.replicate(1002)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_successive_calls_find_skipped_work_on_a_gpu(n):
+    """The destination holds the right result until the values change."""
+    calls = [0]
+
+    def skips(x, out):
+        calls[0] += 1
+        if calls[0] < 150 or calls[0] % n:
+            np.multiply(x, 2, out=out)
+        spend(100e-6)
+
+    def works(x, out):
+        np.multiply(x, 2, out=out)
+        spend(200e-6)
+
+    words = {
+        "inputs": lambda bench: (np.random.default_rng(bench.seed).random(8), np.empty(8)),
+        "baseline": works,
+        "optimized": skips,
+        "reference": lambda x, out: x * 2,
+    }
+    with pytest.raises(WrongResult, match="optimized disagrees"):
+        measured(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1), **words))

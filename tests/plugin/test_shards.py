@@ -141,7 +141,9 @@ def test_a_shard_needs_a_measuring_run(project):
 @pytest.fixture
 def night(tmp_path):
     run = open_run(tmp_path / "shards", "20250304T050607.000000-1")
-    run.write_manifest([("ch06/a", "t::a"), ("ch06/b", "t::b")])
+    run.write_manifest(
+        [("ch06/a", "tests/ch06/test_x.py::test_a"), ("ch06/b", "tests/ch06/test_x.py::test_b")]
+    )
     return tmp_path, run
 
 
@@ -170,7 +172,7 @@ def test_of_two_shards_a_later_outcome_counts(night, capsys):
     for claim in ("ch06/a", "ch06/b"):
         run.journal("main").append(result(claim, outcome=Outcome.NOT_RUN, speedup=None))
     again = Run(path / "shards" / "20250304T060607.000000-2")
-    again.write_manifest([("ch06/b", "t::b")])
+    again.write_manifest([("ch06/b", "tests/ch06/test_x.py::test_b")])
     again.journal("main").append(result("ch06/b"))
     assert complete(path, capsys)[1].splitlines() == [
         "no outcome: ch06/a",

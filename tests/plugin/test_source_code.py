@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,8 +144,15 @@ def module(root):
 def shown(root, arm):
     """Return the code that a report shows of an arm, by file."""
     sources = provenance.locate({"optimized": arm}, root)
-    codes = source_code.arms(result(sources=sources), root).get("optimized", ())
-    return {code.where: code.text for code in codes}
+    texts = {}
+    for before, line in itertools.pairwise(
+        [None, *source_code.arms(result(sources=sources), root).get("optimized", ())]
+    ):
+        texts.setdefault(line.file, [])
+        if before and before.file == line.file and line.number != before.number + 1:
+            texts[line.file].append("")
+        texts[line.file].append(line.text)
+    return {file: "\n".join(text) for file, text in texts.items()}
 
 
 def lines(spans):
@@ -280,7 +289,7 @@ def test_lines_that_changed_since_are_not_shown(root, module):
     assert [*arms] == ["library"]
     file.unlink()
     arms = source_code.arms(result(sources=sources), root)
-    assert [code.where for code in arms["library"]] == ["provenance_of_a_test/other.py"]
+    assert {line.file for line in arms["library"]} == {"provenance_of_a_test/other.py"}
 
 
 def test_the_explanation_is_the_docstring_after_its_title(root):
@@ -305,18 +314,93 @@ def test_a_file_that_cannot_be_parsed_has_no_explanation(root):
     assert source_code.explanation(f"{HERE}::test_claim", root) == ()
 
 
-def test_long_code_is_clipped_and_counts_the_rest():
-    clipped = source_code.clip(source_code.Code("x\n" * 200, "cuda", "k.cu"))
-    assert clipped.text.splitlines()[-1] == "// ... 60 more lines"
+def numbered(text, first=1, file="k.cu"):
+    return [source_code.Line(file, n, line) for n, line in enumerate(text.split("\n"), first)]
 
 
-@pytest.mark.parametrize("language", ["python", "cuda"])
-def test_highlighted_code_is_escaped_and_complete(language):
-    code = source_code.Code('return x < 1; // "</pre>" & 2', language, "k")
-    html = source_code.highlight(code)
-    assert "</pre>" not in html
-    assert '<span class="k">return</span>' in html
-    assert "x &lt; " in html
+def test_lines_of_both_arms_are_kept_apart_and_the_others_are_aligned():
+    file = numbered("shared\n\none {\n  a;\n  b;\n}\n\ntwo {\n    a;\n  c;\n  d;\n}")
+    shared, one, two = file[:2], file[2:7], file[7:]
+    difference = source_code.difference([*shared, *one], [*shared, *two])
+    assert [line.text for line in difference.shared] == ["shared"]
+    rows = [(a and a.number, b and b.number, differs) for a, b, differs in difference.rows]
+    assert rows == [
+        (3, 8, True),
+        (4, 9, False),  # its indentation differs
+        (5, 10, True),
+        (6, 11, True),
+        (None, 12, True),
+    ]
+
+
+def test_gaps_within_a_file_are_one_line_without_a_number():
+    arm = numbered("one\n\n\n\nthree\nfour\n")
+    rows = source_code.difference(arm[:2] + arm[3:5] + arm[5:], []).rows
+    assert [(a.number, a.text) for a, _, _ in rows] == [
+        (1, "one"), (0, ""), (5, "three"), (6, "four"),
+    ]  # fmt: skip
+
+
+def test_files_of_both_arms_come_first_and_each_file_has_a_head():
+    both, slow, fast = (numbered(name, 1, name) for name in ("both", "slow", "fast"))
+    other = [source_code.Line("both", 2, "more")]
+    rows = source_code.difference([*slow, *both], [*fast, *other]).rows
+    assert [(a and a.text, b and b.text, differs) for a, b, differs in rows] == [
+        ("both", "both", False),
+        ("both", "more", True),
+        ("slow", "fast", False),
+        ("slow", "fast", True),
+    ]
+    assert [a.number for a, _, _ in rows] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("file", ["k.cu", "k.py"])
+def test_highlighted_code_is_escaped_and_complete(file):
+    lines = numbered('return x < 1; // "</pre>" & 2\n/* a\nb */', file=file)
+    html = source_code.highlight(lines)
+    assert list(html) == lines
+    assert "</pre>" not in "".join(html.values())
+    assert '<span class="k">return</span>' in html[lines[0]]
+    assert "x &lt; " in html[lines[0]]
+    for text in html.values():  # a comment of two lines has tags in each of them
+        assert text.count("<span") == text.count("</span>")
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://github.com/o/r.git", "https://github.com/o/r/blob/HEAD/"),
+        ("https://user:secret@github.com/o/r", "https://github.com/o/r/blob/HEAD/"),
+        ("git@github.com:o/r.git", "https://github.com/o/r/blob/HEAD/"),
+        ("ssh://git@gitlab.example.org/a/b/r.git", "https://gitlab.example.org/a/b/r/-/blob/HEAD/"),
+        ("/srv/git/github.com/r", ""),
+        ("https://example.org/o/r", ""),
+        ('https://github.com/o/r/x"><script>', ""),
+    ],
+)
+def test_source_lines_are_linked_where_the_remote_is_known(tmp_path, remote, address):
+    def git(*arguments):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    assert source_code.repository(tmp_path) == ""
+    git("init")
+    git("remote", "add", "origin", remote)
+    assert source_code.repository(tmp_path) == address
+    (tmp_path / "sub").mkdir()
+    assert source_code.repository(tmp_path / "sub") == (address and f"{address}sub/")
+
+
+def test_a_projects_url_goes_before_its_remote(tmp_path):
+    urls = '[project.urls]\nIssues = "https://github.com/o/i"\nSource = "https://github.com/o/r"\n'
+    (tmp_path / "pyproject.toml").write_text(urls)
+    address = source_code.repository(tmp_path, "0123abc")
+    assert address == "https://github.com/o/r/blob/0123abc/"
+    lines = numbered("a\nb", 7, "src/a b.py")
+    assert source_code.place(lines, address) == (
+        "src/a b.py:7",
+        "https://github.com/o/r/blob/0123abc/src/a%20b.py#L7-L8",
+    )
+    assert source_code.place(lines) == ("src/a b.py:7", "")
 
 
 def test_a_run_records_where_its_arms_are(project):
@@ -328,7 +412,8 @@ def test_a_run_records_where_its_arms_are(project):
     records = [from_json(Result, project.results()[f"ch07/it[{rung}]"]) for rung in "ba"]
 
     assert [record.rung_index for record in records] == [0, 1]
-    (code,) = source_code.arms(records[0], project.path)["optimized"]
-    assert code.where == file.relative_to(project.path).as_posix()
-    assert code.text.startswith("def doubling(microseconds):\n    def double(x):")
-    assert code.text.endswith("    return double")
+    lines = source_code.arms(records[0], project.path)["optimized"]
+    assert {line.file for line in lines} == {file.relative_to(project.path).as_posix()}
+    text = "\n".join(line.text for line in lines)
+    assert text.startswith("def doubling(microseconds):\n    def double(x):")
+    assert text.endswith("    return double")

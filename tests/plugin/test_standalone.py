@@ -1,5 +1,6 @@
 """`pytest_aiperf.measure`: the arms of a claim, outside pytest."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest_aiperf
 from pytest_aiperf import Outcome, UsageError, Verdict, Work, prepared
 from pytest_aiperf.claim import measure
 from pytest_aiperf.session import standalone
+from pytest_aiperf.session.fixtures import refuse_identical_arms
 from tests.fake_gpu import FAKE_GPU, FakeMachine, Noise
 
 from .claims import doubling, vectors
@@ -22,6 +24,14 @@ USUAL = {
     "inputs": vectors,
     "reference": lambda x: x + x,
 }
+
+
+class Engine:
+    def step(self, x):
+        return x
+
+
+slow, engine = doubling(200), Engine()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +78,33 @@ def test_what_a_test_would_fail_for_is_in_the_record(words, outcome, message):
     result = pytest_aiperf.measure(**USUAL | words, quick=True)
     assert result.outcome is outcome
     assert message in result.message
+
+
+@pytest.mark.parametrize(
+    ("arm", "same"),
+    [
+        (slow, slow),
+        (prepared(slow), prepared(slow)),
+        (functools.partial(slow, 1), functools.partial(slow, 1)),
+        (engine.step, engine.step),
+    ],
+)
+def test_the_same_callable_as_both_arms_is_refused(arm, same):
+    with pytest.raises(UsageError, match="are the same callable"):
+        refuse_identical_arms(arm, same)
+
+
+def test_arms_that_only_look_alike_are_not_refused():
+    for one, other in (
+        (doubling(200), doubling(200)),
+        (engine.step, Engine().step),
+        (functools.partial(slow, 1), functools.partial(slow, 2)),
+        (functools.partial(slow, x=1), functools.partial(slow, y=1)),
+        (prepared(slow), slow),
+    ):
+        refuse_identical_arms(one, other)
+    with pytest.raises(UsageError, match="are the same callable"):
+        pytest_aiperf.measure(**USUAL | {"optimized": USUAL["baseline"]})
 
 
 def test_a_debugging_environment_is_in_the_record(monkeypatch):

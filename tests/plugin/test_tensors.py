@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import mmap
 
 import numpy as np
 import pytest
 import torch
 
 from pytest_aiperf.correctness import tensors
-from pytest_aiperf.errors import UsageError
+from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.model import Score
 
 
@@ -39,6 +40,69 @@ def test_shared_bytes_count_once():
     assert tensors.nbytes((a, a[::2], 5, "text", None)) == 800
     assert tensors.nbytes((t[:10], torch.zeros(1).expand(1000))) == 44
     assert tensors.nbytes((t[60:], t[:80], torch.zeros(5))) == 420
+
+
+def test_modules_within_modules_are_read():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert dict(tensors.walk(model, "m")).keys() == {f"m.{name}" for name in named}
+
+
+# layout of inputs and results
+
+
+def test_elements_that_are_not_all_written_are_found(tmp_path):
+    x, z, n = torch.rand(8), torch.rand(8, dtype=torch.complex64), np.arange(8.0)
+    n.tofile(tmp_path / "n")
+    mapped = np.memmap(tmp_path / "n", float, "r")
+    deferred = [
+        *(x[2:4], x[:1].expand(8), (x * 2).unfold(0, 4, 1), n[::-1], n.reshape(2, 4).T),
+        *(z.conj().clone().conj(), z.conj().imag, mapped, np.asarray(mapped)[2:]),
+        *(torch.from_file(str(tmp_path / "n"), size=8, dtype=torch.float64),),
+    ]
+    written = [x * 2, (x * 2)[::2], (x * 2).view(2, 4).t(), x[:0], z.conj().resolve_conj(),
+               n.copy(), np.zeros((3, 0)), x.clone().share_memory_(), np.array(mapped)]  # fmt: skip
+    args = (x, n)
+    assert [tensors.is_deferred(a, args) for a in deferred] == [True] * len(deferred)
+    assert [tensors.is_deferred(a, args) for a in written] == [False] * len(written)
+    assert not tensors.is_deferred(x, args, skip=["args[0]"])
+
+
+def test_a_second_mapping_of_an_input_is_found():
+    with mmap.mmap(-1, 4096) as memory:  # shared with child processes
+        x = np.frombuffer(memory)
+        maps = tensors._file_mappings()
+        if any(start <= x.ctypes.data < end for start, end, *_ in maps):
+            assert not tensors.is_deferred(x, ())
+            assert tensors.is_deferred(x[:3], (x,))
+        del x
+
+
+def test_a_layout_differs_in_whatever_a_call_may_depend_on():
+    x = torch.zeros(4, 4)
+    n = np.zeros((4, 4))
+    read_only = n.copy()
+    read_only.flags.writeable = False
+    memory = np.zeros(n.nbytes + 8, np.uint8)
+    shifted = memory[8 - memory.ctypes.data % 16 :][: n.nbytes].view(float).reshape(4, 4)
+    kinds = [x, x.t(), x.double(), x[:, :2], torch.zeros(4, 8)[:, ::2], x.clone().requires_grad_(),
+             n, n.T, read_only, shifted]  # fmt: skip
+    layouts = [tensors.layout(kind) for kind in kinds]
+    assert len(set(layouts)) == len(kinds)
+    assert tensors.layout(x) == tensors.layout(torch.ones(4, 4))
+    assert tensors.layout(n) == tensors.layout(np.ones((4, 4)))
+
+
+@pytest.mark.parametrize(
+    "array", [np.arange(5), torch.rand(3, 7), torch.rand(9, dtype=torch.complex64), np.float32(2)]
+)
+def test_a_sample_depends_on_positions_and_values_alone(array):
+    array = np.asarray(array) if isinstance(array, np.generic) else array
+    copied = tensors.backend_of(array).copy(array)
+    assert tensors.sample(array, 7) == tensors.sample(copied, 7)
+    copied[...] = 0
+    assert tensors.sample(array, 7) != tensors.sample(copied, 7)
+    assert tensors.sample(array[:0] if array.ndim else np.empty(0), 7) == []
 
 
 # detection of changes
@@ -146,18 +210,104 @@ def test_poison_leaves_the_rest_alone():
     assert model.weight.isfinite().all()
 
 
+def one_set(*args):
+    return Inputs(args=args, dynamic=range(len(args)), seed=0)
+
+
 def test_overwrite_copies_in_place_and_drops_gradients():
-    live = (torch.nn.Linear(2, 2), np.zeros(2), torch.zeros(4)[::2])
-    fresh = (torch.nn.Linear(2, 2), np.ones(2), torch.ones(2))
-    live[0](torch.ones(2)).sum().backward()
-    weight = live[0].weight
-    tensors.overwrite(live, fresh)
-    assert live[0].weight is weight
-    assert weight.equal(fresh[0].weight)
+    live = one_set(torch.nn.Linear(2, 2), np.zeros(2), torch.zeros(4)[::2])
+    fresh = one_set(torch.nn.Linear(2, 2), np.ones(2), torch.ones(2))
+    model, *arrays = live.args
+    model(torch.ones(2)).sum().backward()
+    weight = model.weight
+    assert live.overwrite(fresh) == ()
+    assert (live.args[0], model.weight) == (model, weight)
+    assert weight.equal(fresh.args[0].weight)
     assert weight.grad is None
-    assert live[1].tolist() == live[2].tolist() == [1, 1]
+    assert arrays[0].tolist() == arrays[1].tolist() == [1, 1]
 
 
-def test_overwrite_refuses_another_shape():
-    with pytest.raises(UsageError, match="another shape"):
-        tensors.overwrite((torch.zeros(2),), (torch.zeros(3),))
+def test_overwrite_does_not_show_in_torchs_version_counter():
+    live = torch.zeros(4)
+    assert one_set(live).overwrite(one_set(torch.ones(4))) == ()
+    assert (live.tolist(), live._version) == ([1] * 4, 0)
+
+
+def contents(seed):
+    """Values of every kind that can change in place."""
+    rng = np.random.default_rng(seed)
+    column = torch.from_numpy(rng.random((3, 1)))
+    z = torch.from_numpy(rng.random(3) + 1j * rng.random(3))
+    return (
+        {"numbers": rng.random(99).tolist(), "few": [seed, (seed, seed + 1)]},
+        {seed: "another key"},
+        bytearray(rng.bytes(5)),
+        column.expand(3, 4),
+        z.conj(),
+        Pair(seed, torch.full((2,), seed)),
+        [torch.full((), seed)],
+        torch.full((2,), float(seed), requires_grad=True),
+    )
+
+
+def test_everything_that_can_change_in_place_does():
+    live = one_set(*contents(1))
+    before, few = live.args, live.args[0]["few"]
+    array = live.args[5].right
+    assert live.overwrite(one_set(*contents(2))) == ()
+    assert all(a is b for a, b in zip(live.args, before, strict=True))
+    assert (live.args[0]["few"], live.args[5].right) == ([2, (2, 3)], array)
+    assert live.args[0]["few"] is few
+    assert_equal(live.args, contents(2))
+
+
+def assert_equal(first, second):
+    for (path, a), (other, b) in zip(*(tensors.walk(x, "") for x in (first, second)), strict=True):
+        assert path == other
+        assert tensors.same_identity(tensors.identify(a), tensors.identify(b)), path
+
+
+def fixed(seed):
+    """Values that cannot change in place, and one that can."""
+    read_only = np.full(2, seed)
+    read_only.flags.writeable = False
+    return (
+        torch.full((2,), seed),
+        read_only,
+        torch.zeros(seed),
+        (seed, torch.full((2,), seed)),
+        [torch.zeros(1)] * seed,
+        "text" * seed,
+    )
+
+
+def test_what_cannot_change_in_place_is_named_and_nothing_changes():
+    live = one_set(*fixed(1))
+    left = live.overwrite(one_set(*fixed(2)))
+    assert left == ("args[1]", "args[2]", "args[4]", "args[3][0]", "args[5]")
+    assert_equal(live.args, fixed(1))
+    assert live.overwrite(one_set(*fixed(1))) == (), "equal values need no change"
+
+
+def test_what_cannot_change_in_place_is_replaced_where_arguments_are_read_anew():
+    live = one_set(*fixed(1))
+    kept, (_, also_kept) = live.args[0], live.args[3]
+    assert live.overwrite(one_set(*fixed(2)), rebind=True) == ("args[1]", "args[2]", "args[4]")
+    assert live.args[0] is kept
+    assert live.args[3][1] is also_kept
+    assert_equal(live.args, fixed(2))
+
+
+def test_only_the_given_positions_change():
+    live = Inputs(args=(torch.zeros(1), 1, torch.zeros(1)), dynamic=[0], seed=0)
+    fresh = one_set(torch.ones(1), 2, torch.ones(1))
+    assert live.overwrite(fresh, rebind=True) == ()
+    assert live.args == (torch.ones(1), 1, torch.zeros(1))
+    assert live.overwrite_in_place(fresh, [1, 2]) == []
+    assert live.args == (torch.ones(1), 1, torch.ones(1))
+
+
+def test_overwrite_in_place_names_only_arrays():
+    live = one_set(*fixed(1))
+    assert live.overwrite_in_place(one_set(*fixed(2))) == ["args[1]", "args[2]", "args[4]"]
+    assert live.args[0].tolist() == live.args[3][1].tolist() == [2, 2]

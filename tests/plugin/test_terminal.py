@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_aiperf import evidence
 from pytest_aiperf.model import (
     Against,
     Evidence,
@@ -28,7 +29,8 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import read_results
-from pytest_aiperf.report import formatting, markdown, terminal
+from pytest_aiperf.report import formatting, markdown, terminal, views
+from pytest_aiperf.rules.verdict import judge
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import ladder, result, timing
 
@@ -52,8 +54,8 @@ def test_the_table_is_grouped_aligned_and_fits():
         result("ch07/copy[strided]", verdict=Verdict.SAME, speedup=Interval(0.99, 1.0, 1.01)),
         result("ch06/bank_conflicts[padded]", expectation=Expectation(recorded=RECORDED)),
     ]
-    figures = "2.000 ms   1.000 ms  2.010x [2.000, 2.022]"
-    same = "2.000 ms   1.000 ms  1.000x [0.990, 1.010]"
+    figures = "2.011 ms   1.000 ms  2.011x [2.000, 2.022]"
+    same = "2.011 ms   1.000 ms  1.000x [0.990, 1.010]"
     rate = "4.200 TB/s"
     heads = (
         "  baseline  optimized  ratio [99 % interval]  library        rate   of limit  verdict"
@@ -87,7 +89,7 @@ def test_a_ladder_is_one_block_in_the_order_of_its_rungs():
     ]
     assert lines[3][3:7] == ["2.000x", "[2.000,", "2.000]", "-"]
     assert lines[4][3:7] == ["4.000x", "[4.000,", "4.000]", "8.00x"]
-    assert lines[5][:5] == ["alone", "2.000", "ms", "1.000", "ms"]
+    assert lines[5][:5] == ["alone", "2.011", "ms", "1.000", "ms"]
 
 
 def test_a_rung_that_was_measured_apart_shows_its_own_baseline():
@@ -101,16 +103,39 @@ def test_a_rung_that_was_measured_apart_shows_its_own_baseline():
     ]
 
 
-def test_a_narrow_table_leaves_out_rates_and_keeps_every_verdict():
-    results = ladder(two=4e-3, four=1e-3)
-    wide, narrow, verbose = (
-        terminal.table(results, width, verbose=v)
-        for width, v in ((140, False), (100, False), (100, True))
-    )
-    assert ["rate" in lines[0] for lines in (wide, narrow, verbose)] == [True, False, True]
-    assert max(map(len, narrow)) <= 100
-    for lines in (wide, narrow, verbose):
-        assert all("FASTER" in line for line in lines[3:5])
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [
+        (115, ["claim", "over first", "library", "rate", "of limit", "expected"]),
+        (93, ["claim", "over first", "library", "of limit"]),
+        (87, ["over first", "library", "of limit"]),
+        (80, ["library", "of limit"]),
+        (66, ["of limit"]),
+        (55, []),
+    ],
+)
+def test_a_narrow_table_leaves_out_columns_and_then_uses_two_lines(width, heads):
+    expected, limits = Expectation(recorded=RECORDED), {"optimized": COPY}
+    results = [
+        dataclasses.replace(r, expectation=expected, limits=limits)
+        for r in ladder(library=2e-3, two=4e-3, four=1e-3)
+    ]
+    lines = terminal.table(results, width)
+    always = ["baseline", "optimized", "ratio [99 % interval]", "verdict"]
+    shown = re.split("  +", lines[0].strip())
+    assert sorted(shown) == sorted([*heads, *always])
+    assert max(map(len, lines[:5])) <= width
+    two_lines = [line.strip() for line in lines[2:8]]
+    if "claim" not in heads:
+        assert two_lines[::2] == ["sum", "two", "four"]
+    rungs = lines[3:5] if "claim" in heads else two_lines[3::2]
+    assert all(re.search(r"x \[.*\] .*FASTER", line) for line in rungs)
+
+
+def test_a_verbose_table_keeps_every_column():
+    [narrow, wide] = (terminal.table([result()], 60, verbosity=v)[0].split() for v in (0, 1))
+    assert "rate" not in narrow
+    assert {"rate", "library", "expected"} < {*wide}
 
 
 def test_a_rung_alone_keeps_its_id():
@@ -152,7 +177,7 @@ def test_rungs_share_a_note():
 )
 def test_evidence_holds_or_not_or_was_not_looked_at(figures, shown):
     finding = Finding(Evidence(EvidenceKind.LAUNCHES, max=1), **figures)
-    lines = terminal.table([result(evidence=(finding,))], verbose=True)
+    lines = terminal.table([result(evidence=(finding,))], verbosity=1)
     assert f"ch07/copy[vector]: evidence: {shown}" in lines
     quiet = terminal.table([result(evidence=(finding,))])
     noted = "ch07/copy[vector]: evidence not looked at: launches <= 1" in quiet
@@ -161,11 +186,34 @@ def test_evidence_holds_or_not_or_was_not_looked_at(figures, shown):
     assert tables.endswith(r"not looked at: ch07/copy\[vector\]") is noted
 
 
-def test_a_name_gives_way_in_its_middle_and_no_figure_does():
-    name = "ch07/a_very_long_name_of_a_claim_that_goes_on_and_on_and_on[with_its_rung]"
-    lines = terminal.table([result(name)], 120)
-    assert len(lines[2]) <= 120
-    assert re.match(r"  a_very_lon.*\.\.\..*h_its_rung\]  2\.000 ms   1\.000 ms  2\.010x", lines[2])
+@pytest.mark.parametrize(
+    ("piece", "value", "shown"),
+    [
+        (evidence.launches(max=3), 3, "launches <= 3: 3 (baseline 3)"),
+        (evidence.spills(max=8), 8, "spills <= 8 B: 8 B (baseline 8 B)"),
+        (evidence.peak_memory(max=2**21), 2**20, "<= 2.000 MiB: 1.000 MiB (baseline 1.000 MiB)"),
+        (evidence.peak_memory(max=0.5, per="baseline"), 0.25, "<= 0.5 of the baseline: 0.25x ("),
+        (evidence.busy_share(min=0.9), 0.95, "busy share >= 90.0 %: 95.0 % (baseline 95.0 %)"),
+        (evidence.overlap(min=1.5), 1.75, "overlap >= 1.5x: 1.75x (baseline 1.75x)"),
+        (evidence.overlap(min=0.5, of="copies"), 0.7, "overlap copies >= 50.0 %: 70.0 % ("),
+        (evidence.counter("dram__bytes.sum", max=1024), 2048, "<= 1.000 KiB: 2.000 KiB ("),
+        (evidence.counter("dram__bytes.sum", max=1.1, per="work"), 1.003, "of work: 1.003x ("),
+        (evidence.counter("lts__t_sectors.sum", max=9, per="work"), 0.03, ": 0.03 per byte ("),
+        (evidence.counter("sm__cycles.avg.pct_of_peak", min=9), 12, ">= 9 %: 12 % (baseline 12 %)"),
+    ],
+)
+def test_figures_of_evidence_have_units(piece, value, shown):
+    finding = Finding(piece, value, held=True, baseline_value=value, baseline_held=True)
+    assert shown in formatting.finding(finding)
+    rows = views.evidence([result(evidence=(finding,))])
+    assert f"<td>{formatting.amount(value, piece)}</td>" in rows
+
+
+def test_neither_a_name_nor_a_figure_is_clipped():
+    name = "a_very_long_name_of_a_claim_that_goes_on_and_on_and_on[with_its_rung]"
+    lines = terminal.table([result(f"ch07/{name}")], 60)
+    assert lines[2] == f"  {name}"
+    assert lines[3] == "    2.011 ms   1.000 ms  2.011x [2.000, 2.022]  FASTER"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +270,7 @@ def test_what_was_expected_stands_beside_the_verdict(expectation, shown):
         (Outcome.PASSED, Verdict.SAME, "SAME"),
         (Outcome.FAILED, Verdict.FASTER, "FASTER, lost"),
         (Outcome.FAILED, Verdict.SLOWER, "SLOWER"),
+        (Outcome.FAILED, Verdict.INCONCLUSIVE, "INCONCLUSIVE"),
         (Outcome.FAILED, None, "FAILED"),
         (Outcome.INVALID, Verdict.FASTER, "INVALID"),
         (Outcome.ERROR, None, "ERROR"),
@@ -229,6 +278,14 @@ def test_what_was_expected_stands_beside_the_verdict(expectation, shown):
 )
 def test_a_lost_or_invalid_claim_never_reads_as_won(outcome, verdict, shown):
     assert cells(result(outcome=outcome, verdict=verdict))["verdict"] == shown
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FASTER, Verdict.SAME])
+def test_a_claim_that_only_noise_keeps_from_being_met_is_undecided(verdict):
+    expectation = Expectation(Require(speedup=1.5))
+    why = judge(Interval(1.4, 1.6, 1.8), 0.0, expectation).why
+    shown = cells(result(outcome=Outcome.FAILED, verdict=verdict, message=why))["verdict"]
+    assert shown == f"{verdict}, undecided"
 
 
 def test_totals_count_every_outcome_and_average_only_what_counts():
@@ -240,15 +297,16 @@ def test_totals_count_every_outcome_and_average_only_what_counts():
         result("a/4", speedup=Interval(90, 99, 100), outcome=Outcome.INVALID),
         result("a/5", speedup=Interval(8, 9, 10), timing=timing(metric=Metric.MEMORY, unit="B")),
         ended(Outcome.PASSED, "a/6"),
+        result("a/7", speedup=Interval(0.1, 9, 800), verdict=Verdict.INCONCLUSIVE),
         ended(Outcome.SKIPPED, "b/1", "needs sm100"),
         ended(Outcome.SKIPPED, "b/2", "needs 2 GPUs"),
         ended(Outcome.SKIPPED, "b/3", "needs sm100"),
         ended(Outcome.NOT_RUN, "c/1", "session budget"),
     ]
     assert terminal.totals(results) == (
-        "6 claims: 3 FASTER, 1 SLOWER, 1 INVALID, 1 PASSED; "
+        "7 claims, 2 failed: 3 FASTER, 1 SLOWER, 1 INVALID, 1 PASSED, 1 INCONCLUSIVE; "
         "3 skipped (needs sm100: 2, needs 2 GPUs: 1); 1 not run; "
-        "geometric mean 1.00x against non-naive baselines (2/6)"
+        "geometric mean 1.00x against non-naive baselines (2/7)"
     )
     assert terminal.totals([result()]).startswith("1 claim: 1 FASTER; geometric mean 2.01x")
 
@@ -271,12 +329,82 @@ def test_notes_explain_the_figures():
     )
     assert [line for line in lines if line.startswith("  b *  ")]
     second = "wall: 2.000 µs -> 1.000 µs"
-    assert lines[6:-1] == [
+    assert lines[6].startswith("4 claims, 1 failed: 3 FASTER, 1 FASTER, lost; ")
+    assert lines[7:] == [
         "* naive baseline: left out of the geometric mean",
         f"ch01/a: graph refused; 3 rounds redone; power cap in 2 of 3 rounds; {second}",
-        "ch01/b: attempt 2; quick",
+        "ch01/b: second attempt, because the first did not meet the claim; quick",
         "ch01/c: speedup lost",
     ]
+
+
+def test_failures_come_last():
+    lost = result("ch01/a", outcome=Outcome.FAILED, message="lost")
+    lines = terminal.table([lost, result("ch02/b", quick=True)])
+    assert lines[-2:] == ["ch02/b: quick", "ch01/a: lost"]
+
+
+def test_a_noisy_session_is_named_in_the_summary():
+    quiet, noisy = (terminal.table([result(floor=f)], 200) for f in (0.19, 0.947))
+    assert [line for line in noisy if line not in quiet] == [
+        (
+            "noisy: two identical arms differ by 95%, so only larger differences count; end other "
+            "work on this machine, and measure again"
+        )
+    ]
+
+
+def test_the_next_commands_can_be_typed(tmp_path, monkeypatch):
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    file = tmp_path / "a b" / "c d" / "results.json"
+    names = [f"tests/ch07/test_x.py::test_x[{i}/../{i}]" for i in range(5)]
+    lost = [result(nodeid=name, outcome=Outcome.FAILED) for name in names]
+    report = "write a report: python -m pytest_aiperf report 'c d/results.json'"
+    assert terminal.next_steps([*lost[:1], result()], "pytest --gpu", tmp_path, file) == [
+        "measure again:  pytest --gpu -v '../tests/ch07/test_x.py::test_x[0/../0]'",
+        report,
+    ]
+    [first, _] = terminal.next_steps(lost, "pytest --gpu", tmp_path, file)
+    assert first.endswith("test_x[2/../2]'  # and 2 more")
+    assert terminal.next_steps([result()], "pytest --gpu", tmp_path, file) == [report]
+
+
+class Reporter:
+    """Stands in for pytest's terminal reporter; notes the colour of each text."""
+
+    def __init__(self):
+        self.text, self.colours = "", {}
+
+    def write(self, text, **markup):
+        self.text += text
+        for colour in markup:
+            self.colours[text] = colour
+
+    def write_line(self, text, **markup):
+        self.write(f"{text}\n", **markup)
+
+
+def test_verdicts_have_colours():
+    states = {
+        "a/1": (Outcome.PASSED, Verdict.FASTER),
+        "a/2": (Outcome.FAILED, Verdict.FASTER),
+        "a/3": (Outcome.FAILED, Verdict.INCONCLUSIVE),
+        "a/4": (Outcome.INVALID, Verdict.FASTER),
+        "a/5": (Outcome.PASSED, Verdict.SAME),
+    }
+    results = [result(n, outcome=o, verdict=v, floor=0.5) for n, (o, v) in states.items()]
+    results.append(result("a/6", outcome=Outcome.FAILED, message="undecided: wide"))
+    for width in (80, 140):
+        lines, reporter = terminal.table(results, width), Reporter()
+        terminal.write(reporter, lines)
+        assert reporter.text == "".join(f"{line}\n" for line in lines)
+        noisy = {line: c for line, c in reporter.colours.items() if line.startswith("noisy: ")}
+        assert reporter.colours == {
+            "FASTER": "green", "FASTER, lost": "red", "INCONCLUSIVE": "yellow", "INVALID": "red",
+            "FASTER, undecided": "yellow",
+        } | dict.fromkeys(noisy, "yellow")  # fmt: skip
+        assert noisy
 
 
 def test_what_did_not_run_is_listed_whole_by_reason():
@@ -285,10 +413,8 @@ def test_what_did_not_run_is_listed_whole_by_reason():
     lines = terminal.table(results, 80)
     assert max(map(len, lines)) <= 80
     text = " ".join(line.strip() for line in lines)
-    assert text.startswith("not run: ch07/claim0, ")
-    assert (
-        "ch07/claim19 (session budget) not run: ch08/x (interrupted) 0 claims; 21 not run" in text
-    )
+    assert text.startswith("0 claims; 21 not run not run: ch07/claim0, ")
+    assert text.endswith("ch07/claim19 (session budget) not run: ch08/x (interrupted)")
 
 
 def test_no_results_are_no_table():
@@ -300,7 +426,7 @@ def test_no_results_are_no_table():
     [
         (
             {
-                "claim": "ch07/copy[vector]",
+                "claim": "ch07/copy[v]",
                 "phase": "measuring",
                 "replicate": 5,
                 "most": 32,
@@ -309,12 +435,15 @@ def test_no_results_are_no_table():
                 "sm_mhz": 1980,
                 "temperature_c": 54,
             },
-            "ch07/copy[vector]  measuring  replicate 5/32  1.98x  +-0.61%  1980 MHz  54 C",
+            "ch07/copy[v]  measuring  replicate 5  of at most 32  1.98x ±0.61%  1980 MHz  54 C",
         ),
+        ({"number": 7, "count": 24, "left": "3 min left"}, "7 of 24  3 min left"),
         ({"phase": "building", "done": 3, "total": 7}, "building  3/7"),
         ({"claim": "a/b", "phase": "waiting for GPU"}, "a/b  waiting for GPU"),
-        ({"claim": "a/b", "ratio": 2.0, "half_width": None, "sm_mhz": None}, "a/b  2.00x"),
-        ({"claim": "a/b", "ratio": "x"}, "a/b"),
+        ({"claim": "a/b", "ratio": 2.0, "half_width": None, "sm_mhz": None}, "a/b"),
+        ({"claim": "a/b", "ratio": 2.0, "half_width": 1.01}, "a/b"),
+        ({"claim": "a/b", "ratio": "x", "half_width": 0.1}, "a/b"),
+        ({"claim": "a/b", "ratio": 2.0, "half_width": "x"}, "a/b"),
         ({}, ""),
     ],
 )
@@ -324,6 +453,10 @@ def test_the_live_line_shows_the_figures_that_are_there(progress, line):
 
 def test_the_live_line_fits():
     assert terminal.live_line({"claim": "a" * 50}, 20) == "a" * 9 + "..." + "a" * 8
+    figures = {"claim": "a/b", "phase": "measuring", "sm_mhz": 1980, "temperature_c": 54}
+    assert [terminal.live_line(figures, width) for width in (30, 23, 10)] == [
+        "a/b  measuring  1980 MHz  54 C", "a/b  measuring", "a/b",
+    ]  # fmt: skip
 
 
 def test_nothing_hostile_reaches_the_terminal():
@@ -337,14 +470,51 @@ def test_nothing_hostile_reaches_the_terminal():
     assert len(lines) > 10
     for line in lines:
         assert line.isprintable()
-        assert "::" not in line
+        assert not re.search(r"(?<!\S)::", line)
         assert "##[" not in line
         line.encode()
 
 
-@pytest.mark.parametrize("text", ["::", ":::", ":\x00:", "::::", "a::b", "\n::warning::x"])
-def test_no_colons_stay_together(text):
-    assert "::" not in formatting.clean(text)
+@pytest.mark.parametrize("text", ["::", ":::", ":\x00:", "::::", "a ::b", "\n::warning::x"])
+def test_no_word_begins_as_a_workflow_command(text):
+    assert not any(word.startswith("::") for word in formatting.clean(text).split())
+
+
+@pytest.mark.parametrize("text", ["aten::mm", "tests/a.py::test_b[x]", "cub<4>::scan(a::b)"])
+def test_names_keep_their_colons(text):
+    assert formatting.clean(text) == text
+
+
+def test_an_invalid_ladder_gives_its_reason_once():
+    advice = "let the GPU cool, and run again"
+    why = f"a round was disturbed 4 times, the last time by heat: {advice}"
+    ladders = "timed by itself, because the ladder could not be timed: "
+    for earlier, kept in (
+        (why, ladders[:-2]),
+        (
+            why.replace("heat", "noise"),
+            f"{ladders}{why.replace('heat', 'noise')[: -len(advice) - 2]}",
+        ),
+        ("an arm raised", f"{ladders}an arm raised"),
+    ):
+        bad = result(outcome=Outcome.INVALID, message=why, notes=(ladders + earlier,))
+        assert formatting.notes([bad]) == [f"ch07/copy[vector]: {why}; {kept}"]
+
+
+def test_a_large_verbose_run_explains_only_what_did_not_pass():
+    finding = Finding(Evidence(EvidenceKind.LAUNCHES, max=1), 1.0, held=True)
+    many = [result(f"ch07/c{i}", evidence=(finding,)) for i in range(terminal.MAX_REASONED)]
+    lost = result("ch07/lost", outcome=Outcome.FAILED, message="too slow", evidence=(finding,))
+
+    def explained(results, verbosity):
+        lines = terminal.table(results, verbosity=verbosity)
+        return sum(": evidence: " in line for line in lines)
+
+    assert explained(many, 1) == len(many)
+    assert explained([*many, lost], 1) == 1
+    rest = f"-vv shows the bottlenecks and the evidence of the other {len(many)} claims"
+    assert rest in terminal.table([*many, lost], verbosity=1)
+    assert explained([*many, lost], 2) == len(many) + 1
 
 
 def test_markdown_cells_cannot_leave_their_table():
@@ -368,7 +538,7 @@ def test_markdown_is_the_same_table():
         "|:--|--:|--:|--:|--:|--:|--:|:--|:--|",
     ]
     figures = (
-        r"2.000 ms | 1.000 ms | 2.010x \[2.000, 2.022\] | 1.01x | 4.200 TB/s | - | FASTER | - |"
+        r"2.011 ms | 1.000 ms | 2.011x \[2.000, 2.022\] | 1.01x | 4.200 TB/s | - | FASTER | - |"
     )
     assert text.split("\n") == [
         "**cpu**",

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pytest_aiperf.model import Expectation, Interval, Recorded, Require, Verdict
-from pytest_aiperf.rules.verdict import judge, noise_problem, verdict
+from pytest_aiperf.rules.verdict import UNDECIDED, judge, noise_problem, verdict
 
 
 def recorded(low, value, high):
@@ -38,9 +38,10 @@ def test_verdict(ratio, floor, expected):
 )
 def test_inconclusive_gives_its_reason_and_what_to_do(ratio, floor, why):
     judgement = judge(Interval(*ratio), floor)
-    assert judgement.why.startswith("INCONCLUSIVE where FASTER is claimed: ")
+    assert judgement.why.startswith("undecided: INCONCLUSIVE where FASTER is claimed: ")
     assert why in judgement.why
     assert "measure " in judgement.why
+    assert "GPU" not in judgement.why  # a machine that measures host claims may have none
 
 
 def test_other_verdicts_need_no_reason():
@@ -51,6 +52,7 @@ def test_other_verdicts_need_no_reason():
 def test_a_high_noise_floor_is_a_problem():
     assert noise_problem(0.2) is None
     assert "two identical arms differ by 35%" in noise_problem(0.35)
+    assert "GPU" not in noise_problem(0.35)
     assert noise_problem(math.inf) is None  # not measured yet
 
 
@@ -65,6 +67,37 @@ def test_the_lower_end_of_the_interval_must_meet_the_requirement():
     judgement = judge(Interval(1.49, 1.6, 1.7), 0.0, expectation)
     assert not judgement.holds
     assert "below the required 1.5x" in judgement.why
+
+
+@pytest.mark.parametrize(
+    ("ratio", "library", "undecided"),
+    [
+        ((1.49, 1.6, 1.7), (1, 1, 1), True),
+        ((1.3, 1.4, 1.49), (1, 1, 1), False),
+        ((1.6, 1.6, 1.6), (0.9, 1, 1.1), True),
+        ((1.6, 1.6, 1.6), (0.9, 0.95, 0.98), False),
+        ((1.4, 1.5, 1.6), (0.9, 0.95, 0.98), False),
+        ((0.9, 1.2, 1.6), (1, 1, 1), True),  # INCONCLUSIVE
+        ((0.9, 1.1, 1.3), (1, 1, 1), False),  # INCONCLUSIVE, and too slow in any case
+    ],
+)
+def test_a_claim_is_undecided_only_if_its_intervals_reach_what_is_required(
+    ratio, library, undecided
+):
+    expectation = Expectation(Require(speedup=1.5, library=0.99))
+    judgement = judge(Interval(*ratio), 0.0, expectation, library=Interval(*library))
+    assert not judgement.holds
+    assert judgement.why.startswith(UNDECIDED) == undecided
+    assert ("but the interval reaches it" in judgement.why) >= undecided
+
+
+@pytest.mark.parametrize("more", [{"share": 0.8}, {}])
+def test_a_claim_that_misses_anything_else_is_not_undecided(more):
+    expectation = Expectation(Require(speedup=1.5, share=0.9))
+    judgement = judge(Interval(1.4, 1.5, 1.6), 0.0, expectation, **more)
+    assert not judgement.why.startswith(UNDECIDED)
+    dropped = Expectation(Require(speedup=1.7), recorded(1.9, 2.0, 2.1), "h200")
+    assert not judge(Interval(1.6, 1.7, 1.75), 0.0, dropped).why.startswith(UNDECIDED)
 
 
 def test_required_library_ratio():

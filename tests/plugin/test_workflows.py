@@ -24,11 +24,13 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 PINNED = re.compile(r"[\w-]+/[\w./-]+@[0-9a-f]{40}")
 TRIGGERS = {
     "cpu.yml": {"push", "pull_request"},
+    "docs.yml": {"push", "workflow_dispatch"},
     "gpu-nightly.yml": {"schedule", "workflow_dispatch"},
     "record-night.yml": {"workflow_run"},
     "release.yml": {"release", "workflow_dispatch"},
 }
 WRITES = {
+    ("docs.yml", "publish"): {"id-token", "pages"},
     ("record-night.yml", "history"): {"contents"},
     ("record-night.yml", "expectations"): {"contents", "pull-requests"},
     ("release.yml", "publish"): {"id-token"},
@@ -191,6 +193,15 @@ def test_a_release_is_checked_before_it_is_uploaded_and_only_where_that_is_wante
     assert not [step for step in publish["steps"] if "run" in step]
     assert not steps(publish, "actions/checkout")
     assert "with" not in publish["steps"][-1]
+
+
+def test_documentation_is_published_from_the_default_branch_where_that_is_wanted():
+    docs = load(GITHUB / "workflows" / "docs.yml")
+    build, publish = docs["jobs"]["build"], docs["jobs"]["publish"]
+    assert "--nitpicky --fail-on-warning" in build["steps"][-2]["run"]
+    assert publish["needs"] == "build"
+    assert publish["if"].endswith("default_branch && vars.PAGES == 'true'")
+    assert len(publish["steps"]) == 1  # the job that may publish executes nothing else
 
 
 def test_dependabot_keeps_the_pins():

@@ -229,8 +229,8 @@ def test_spins_are_timed_correctly():
 
 def test_wrong_block_times_are_detected():
     class WrongTimes(FakeDevice):
-        def run(self, calls, mode, layout):
-            seconds, last = super().run(calls, mode, layout)
+        def run(self, calls, mode, layout, keep):
+            seconds, last = super().run(calls, mode, layout, keep)
             return 1.002 * seconds + 1e-6 * len(calls), last
 
     figures = checks.spin(workbench(device=WrongTimes(FAKE_GPU, Noise.none())), TINY)
@@ -290,8 +290,8 @@ def test_spins_in_a_ladder_are_timed_correctly():
 @pytest.mark.parametrize(("slope", "per_call_s"), [(1.002, 0), (1, 1e-6)])
 def test_wrong_times_in_a_ladder_are_detected(slope, per_call_s):
     class WrongTimes(FakeDevice):
-        def run(self, calls, mode, layout):
-            seconds, last = super().run(calls, mode, layout)
+        def run(self, calls, mode, layout, keep):
+            seconds, last = super().run(calls, mode, layout, keep)
             return slope * seconds + per_call_s * len(calls), last
 
     figures = checks.spin_ladder(workbench(device=WrongTimes(FAKE_GPU, Noise.none())), TINY)
@@ -322,10 +322,10 @@ def test_a_clock_that_slows_down_steadily_does_not_bias_the_times_of_a_ladder(mo
 
 def test_a_block_that_runs_again_counts_once():
     class RunsAgain(FakeDevice):
-        def run(self, calls, mode, layout):
+        def run(self, calls, mode, layout, keep):
             for call in calls:  # as if the first run's blocking kernel was too short
                 call()
-            return super().run(calls, mode, layout)
+            return super().run(calls, mode, layout, keep)
 
     figures = checks.spin(workbench(device=RunsAgain(FAKE_GPU, Noise.none())), TINY)
     assert figures["backlog"]["slope"] == pytest.approx(1, abs=1e-6)
@@ -478,10 +478,9 @@ def test_only_timed_blocks_are_heated_and_half_of_them():
         device.block([lambda: "last"], Mode.WALL).run()
     assert not heats
     block = device.block([lambda: "last" if spend(1e-6) is None else None], Mode.GRAPH)
-    assert block.last is None or block.last == "last"
     for _ in range(100):
         block.run()
-    assert block.last == "last"
+    assert block.kept == "last"
     assert 30 < len(heats) < 70
     assert device.effect() == pytest.approx(0)
 
@@ -663,21 +662,11 @@ def test_figures_outside_their_bounds_are_marked(record):
     assert [row.is_met for row in rows] == [False, False, True, False, False]
 
 
-def test_the_tables_replace_the_section_of_a_readme(tmp_path, record, capsys):
-    (path := tmp_path / "p.json").write_text(json.dumps(record))
-    (readme := tmp_path / "README.md").write_text("A\n<!-- proof -->\nbygone\n<!-- /proof -->\nB\n")
-    for _ in range(2):  # the second time changes nothing
-        assert main(["prove", "--readme", str(readme), str(path)]) == 0
-    text = readme.read_text()
-    assert text.startswith("A\n<!-- proof -->\n\nFake H200, driver 0, torch ")
+def test_the_section_of_a_record_names_the_machine_and_the_dates(record):
+    text = records.section(record)
+    assert text.startswith("Fake H200, driver 0, torch ")
     assert "2026-11-21 to 2026-11-22, `python -m pytest_aiperf prove`:" in text
-    assert text.endswith("\n\n<!-- /proof -->\nB\n")
-    assert "bygone" not in text
-    readme.write_text("No marks.")
-    assert main(["prove", "--readme", str(readme), str(path)]) == 2
-    assert "put a line <!-- proof -->" in capsys.readouterr().err
-    assert main(["prove", "--readme", str(readme)]) == 2
-    assert "needs a record" in capsys.readouterr().err
+    assert "| an empty kernel, per call " in text
 
 
 def test_without_a_gpu_the_command_fails(monkeypatch, capsys):
@@ -709,18 +698,6 @@ def test_the_command_prints_tables_and_writes_the_record(monkeypatch, tmp_path, 
     out, err = capsys.readouterr()
     assert "| an empty kernel, per call " in out
     assert "interrupted" in err
-
-
-def test_the_readme_shows_the_record(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    path = ROOT / "results" / "proof-h200.json"
-    if not path.exists():
-        assert "<!-- proof -->" not in text
-        return
-    command = f"python -m pytest_aiperf prove --readme README.md {path.relative_to(ROOT)}"
-    (copy := tmp_path / "README.md").write_text(text, encoding="utf-8")
-    assert main(["prove", "--readme", str(copy), str(path)]) == 0
-    assert text == copy.read_text(encoding="utf-8"), f"run: {command}"
 
 
 def test_the_workbench_of_a_gpu_calibrates_its_spins(monkeypatch):

@@ -260,14 +260,18 @@ class Kernels:
         self.source = source
         self._library = library
         self._declared = declared(text)
+        self._launchers: dict[str, Launcher] = {}
 
     def __getitem__(self, name: str) -> Launcher:
+        """Return the function ``name``; raise UsageError if the file has no such function."""
         if name not in self._declared:
             names = ", ".join(self._declared) or "none"
             raise UsageError(
                 f'no launcher {name!r} in {self.source}: its extern "C" functions are {names}'
             )
-        return Launcher(name, self._declared[name], self.source, self._library)
+        if name not in self._launchers:  # the same arm is the same object
+            self._launchers[name] = Launcher(name, self._declared[name], self.source, self._library)
+        return self._launchers[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._declared)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -33,12 +34,21 @@ if TYPE_CHECKING:
 DEADLINE_S: Final = 300.0  #: Time limit of a compilation: a hung nvcc must not block a session.
 _DEFAULTS: Final = {"-O": "-O3", "-std": "-std=c++17", "-lineinfo": "-lineinfo"}
 """Default flags by prefix; a flag of the build with the same prefix replaces the default."""
-_ALLOWED: Final = (
-    *("-O[0-3]", r"-std=c\+\+(14|17|20)", r"-D[A-Za-z_]\w*(=[\w.+-]*)?", "-lineinfo"),
-    *("--use_fast_math", r"-maxrregcount=\d+", "-rdc=true", "-l(cuda|cublas|cublasLt|cudadevrt)"),
-    *("--expt-relaxed-constexpr", "--extended-lambda"),
-)
-"""Patterns of allowed flags; others could run programs, or read and write arbitrary files."""
+_ALLOWED: Final = {
+    "-O[0-3]": "-O0 to -O3",
+    r"-std=c\+\+(14|17|20)": "-std=c++14, c++17 or c++20",
+    r"-D[A-Za-z_]\w*(=[\w.+-]*)?": "-DNAME or -DNAME=VALUE",
+    "-I.+": "-IFOLDER (also -Icutlass and -Icccl, the headers of an installed package)",
+    "--?use_fast_math": "--use_fast_math",
+    r"-maxrregcount=\d+": "-maxrregcount=N",
+    "-lineinfo": "-lineinfo",
+    "-rdc=true": "-rdc=true",
+    "-l(cuda|cublas|cublasLt|cudadevrt)": "-lcuda, -lcublas, -lcublasLt, -lcudadevrt",
+    "--expt-relaxed-constexpr": "--expt-relaxed-constexpr",
+    "--extended-lambda": "--extended-lambda",
+}
+"""Patterns of allowed flags, and how messages show them. Other flags could run programs or write
+files. The architecture comes from the GPU in use or from the claim's markers."""
 _LIBRARY: Final = "library.so"
 _RECORD: Final = "record.json"
 
@@ -50,6 +60,7 @@ class Build:
     path: Path  #: The shared library.
     source: Path  #: The .cu file.
     arch: str  #: The architecture as nvcc names it: "sm_90a".
+    include: tuple[Path, ...]  #: Folders of headers, without those of installed packages.
     kernels: tuple[KernelRecord, ...]  #: The resources of each kernel, as ptxas reports them.
     log: str  #: The output of the compiler.
 
@@ -94,6 +105,9 @@ def build(
         raise UsageError(f"there is no {display_path(source)} to build")
     target = _target(arch)
     cache = cache or default_cache()
+    folders, packages, flags = _includes(source, flags)
+    own = (*folders, *include)
+    include = (*own, *packages)
     try:
         nvcc = _nvcc(target, flags)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -114,7 +128,7 @@ def build(
             f"cannot build {display_path(source)} in {cache} (PYTEST_AIPERF_CACHE moves it): "
             f"{error}"
         ) from error
-    return Build(entry / _LIBRARY, source, target, _kernels(log, source, target), log)
+    return Build(entry / _LIBRARY, source, target, own, _kernels(log, source, target), log)
 
 
 def opcode_counts(built: Build) -> dict[str, dict[str, int]]:
@@ -156,13 +170,44 @@ def _target(arch: str) -> str:
     return arch if "_" in arch else nvcc_arch(arch)
 
 
-def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
-    """Return the path of nvcc and its options, without file names."""
+def _includes(source: Path, flags: Sequence[str]) -> tuple[list[Path], list[Path], Sequence[str]]:
+    """Split flags into folders of headers, those of installed packages, and other flags.
+
+    -IFOLDER is relative to the source's folder or to the current one. If there is none, it is the
+    name of a package's headers, such as cutlass.
+    """
     if isinstance(flags, str):
         raise UsageError(f"flags= takes a list: [{flags!r}]")
+    folders, packages = [], []
+    for name in [flag[2:] for flag in flags if flag.startswith("-I")]:
+        if folder := next((f for f in (source.parent / name, Path(name)) if f.is_dir()), None):
+            folders.append(folder.resolve())
+        elif found := _package_headers(name):
+            packages.append(Path(found))
+        else:
+            raise UsageError(
+                f"nvcc flag '-I{name}': there is no such folder in {display_path(source.parent)} "
+                "or in the current folder, and no installed package has headers of that name"
+            )
+    return folders, packages, [flag for flag in flags if not flag.startswith("-I")]
+
+
+def _package_headers(name: str) -> str | None:
+    from cuda import pathfinder
+
+    try:
+        found: str | None = pathfinder.find_nvidia_header_directory(name)
+    except RuntimeError:  # it knows no such headers
+        return None
+    return found
+
+
+def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
+    """Return the path of nvcc and its options, without file names."""
     for flag in flags:
         if not re.fullmatch("|".join(_ALLOWED), flag, re.ASCII):
-            raise UsageError(f"nvcc flag {flag!r} is not allowed (allowed: {', '.join(_ALLOWED)})")
+            allowed = "; ".join(_ALLOWED.values())
+            raise UsageError(f"nvcc flag {flag!r} is not allowed; allowed are: {allowed}")
     nvcc, _ = find_nvcc()
     defaults = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in flags)]
     # unlike the nvcc of a toolkit, that of a pip package does not find its libraries
@@ -308,7 +353,7 @@ def nvcc_calls(text: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @dataclass(slots=True)
 class Nvcc:
-    """The value of the ``nvcc`` fixture: builds a .cu file and returns its launchers."""
+    """Build CUDA C++: the ``nvcc`` fixture."""
 
     roots: Sequence[Path]  #: Folders of .cu files, searched in order.
     archs: Sequence[str]  #: Architectures to build for; with ``load``, only that of the GPU in use.
@@ -317,14 +362,32 @@ class Nvcc:
     used: list[Build] = field(default_factory=list)  #: The builds so far.
 
     def __call__(self, name: str, flags: Sequence[str] = ()) -> Kernels:
-        """Build the file ``name`` of the first root that has it, for every architecture."""
+        """Build a ``.cu`` file for the GPU in use or, without one, for the claim's architectures.
+
+        Args:
+            name: Path of the file in a kernel folder, or beside the test. Write it as a literal:
+                files with literal names are built before the tests run, in parallel.
+            flags: Further flags for nvcc, such as ``["-Iinclude", "-Icutlass"]``; a message lists
+                those that are allowed.
+
+        Returns:
+            The file's ``extern "C"`` functions, by name.
+
+        Raises:
+            UsageError: There is no such file, or a flag is not allowed.
+            BuildError: nvcc is missing or could not build the file.
+
+        """
         from .launcher import Kernels  # imported late: it loads ctypes
 
         source = find_source(name, self.roots)
         if source is None:
             roots = ", ".join(display_path(Path(root).absolute()) for root in self.roots)
+            names = {str(f.relative_to(root)) for root in self.roots for f in root.rglob("*.cu")}
+            near = " or ".join(get_close_matches(name, sorted(names)))
             raise UsageError(
                 f"there is no {name} in {roots or 'any folder: no kernel folder is configured'}"
+                f"{near and f'; did you mean {near}?'}"
             )
         requests = [BuildRequest(source, arch, flags) for arch in self.archs]
         builds = []
@@ -340,7 +403,7 @@ class Nvcc:
     @property
     def sources(self) -> list[Path]:
         """The sources and headers of the builds so far."""
-        return list({f: None for b in self.used for f in read_sources(b.source, self.include)})
+        return list({f: None for b in self.used for f in read_sources(b.source, b.include)})
 
 
 def find_source(name: str, roots: Sequence[Path]) -> Path | None:

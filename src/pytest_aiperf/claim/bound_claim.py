@@ -3,22 +3,23 @@
 import gc
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
-from pytest_aiperf.model import Bench, Error, Prepared, Static, Work
+from pytest_aiperf.model import Bench, Error, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
 from .claim import Arm, Claim, Progress, no_progress
 
+WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
@@ -27,6 +28,12 @@ PENDING_SHARE = 1 / 64
 """Fraction of the GPU's memory that outputs may fill while they wait to be compared. They wait
 until the exclusive lock is released, because the reference takes longer than the timed calls."""
 ASSUMED_MEMORY_BYTES = 64 << 30  #: Assumed memory of a GPU that does not report its size.
+
+SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
+MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
+MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
+SAME_VALUE = 1e-2
+"""Relative difference of equal inputs: a GPU may compute them in another order at each call."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -52,6 +59,13 @@ class BoundClaim:
         self.effects = agreement.ArgumentEffects()
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self._settings = validity.flags()
+        self._entropy = random.SystemRandom().getrandbits(64)
+        self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+        self._variants: dict[
+            tuple[tuple[Any, ...], tuple[Hashable, ...]], int
+        ] = {}  # seeds by the values that they gave
+        self._repeated: set[int] = set()  # seeds that gave values of another one
+        self._varying: set[str] = set()  # paths of arrays that differ between seeds
 
     @property
     def kept_bytes(self) -> float:
@@ -63,30 +77,78 @@ class BoundClaim:
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
         self.device.seed(seed)
-        value = self.claim.inputs(Bench(self.device.torch_device, seed, self.full))
+        where = self.device.torch_device
+        try:
+            value = self.claim.inputs(Bench(where, seed, self.full))
+        except Exception as error:
+            if where == "cpu" and re.search(r"\bcuda\b|nvidia driver", str(error), re.IGNORECASE):
+                raise UsageError(
+                    f"inputs() needs a GPU ({error}): allocate on bench.device, which is cpu here"
+                ) from error
+            raise
+        if value is None:
+            raise UsageError("inputs() returns None: return the arguments of one call of an arm")
         args = value if isinstance(value, tuple) else (value,)
-        return Inputs(
+        inputs = Inputs(
             args=tuple(a.value if isinstance(a, Static) else a for a in args),
             dynamic=[i for i, a in enumerate(args) if not isinstance(a, Static)],
             seed=seed,
         )
+        self._refuse_unlike(inputs)
+        return inputs
 
-    def make_inputs_with(self, seed: int, values_seed: int) -> Inputs:
-        """Build the inputs of ``seed``, then overwrite the dynamic ones with those of another seed.
+    def _refuse_unlike(self, inputs: Inputs) -> None:
+        """Refuse a set of inputs that differs from an earlier one of the same seed.
 
-        If the inputs of the two seeds differ in more than array elements (in shapes, numbers or
-        files), nothing is overwritten. If an array cannot be overwritten because it is read-only
-        or expanded, the returned inputs have no dynamic positions.
+        Every arm gets sets of its own: ``inputs`` must not make one arm's easier to work with.
         """
-        inputs, fresh = self.make_inputs(seed), self.make_inputs(values_seed)
-        for source in (fresh, None) if tensors.alike(inputs.args, fresh.args) else (None,):
-            try:
-                inputs.overwrite(self.make_inputs(seed) if source is None else source)
-            except (ValueError, RuntimeError):
-                inputs = self.make_inputs(seed)
-            else:
-                return inputs
-        return replace(inputs, dynamic=())
+        arrays = tensors.arrays(inputs.args)
+        layouts = {path: tensors.layout(array) for path, array in arrays.items()}
+        values = {}
+        if self.effects.returned is not None:  # else it is not known yet what inputs() leaves unset
+            paths = sorted(arrays.keys() - set(self.effects.write_only))
+            chosen = random.Random(self._entropy).sample(paths, min(len(paths), SAMPLED_ARRAYS))  # noqa: S311  keeps no secrets
+            values = {path: tensors.sample(arrays[path], self._entropy) for path in chosen}
+        earlier = self._seen.setdefault((inputs.seed, bool(values)), (layouts, values))
+        for path, array_layout in layouts.items():
+            pairs = zip(values.get(path, ()), earlier[1].get(path, ()), strict=False)
+            limit = SAME_VALUE * max(map(abs, values.get(path, ())), default=0.0)
+            differs = "values" if any(abs(a - b) > limit for a, b in pairs) else ""
+            if array_layout != earlier[0].get(path):
+                differs = "strides, alignment or memory"
+            if differs:
+                raise UsageError(
+                    f"inputs() gives {self.effects.label(path)} other {differs} when it is called "
+                    "again with the same seed: all arms must get the same inputs"
+                )
+        is_whole = len(values) == len(arrays.keys() - set(self.effects.write_only))
+        if self.full and values and is_whole:  # small inputs of a check may repeat
+            others = [leaf for p, leaf in tensors.leaves(inputs.args).items() if p not in arrays]
+            self._refuse_repeated(inputs.seed, values, tuple(map(_text, others)))
+
+    def _refuse_repeated(
+        self, seed: int, values: Mapping[str, Sequence[float]], others: tuple[Hashable, ...]
+    ) -> None:
+        """Refuse values that another seed gave: an arm could keep the results of a few variants.
+
+        ``values`` are samples of all arrays, ``others`` what the other leaves are compared by.
+        Arrays with few different values may repeat by chance.
+        """
+        samples = tuple((path, tuple(numbers)) for path, numbers in sorted(values.items()))
+        if self._variants:
+            first, _ = next(iter(self._variants))
+            self._varying |= {path for path, numbers in samples if (path, numbers) not in first}
+        earlier = self._variants.setdefault((samples, others), seed)
+        distinct = {number for path in self._varying for number in values.get(path, ())}
+        if earlier == seed or len(distinct) < MIN_DISTINCT:
+            return
+        self._repeated.add(seed)
+        if len(self._repeated) > max(3, MAX_REPEATED * len(self._variants)):
+            raise UsageError(
+                f"inputs() gives the same values for the seeds {earlier} and {seed}, and an arm "
+                "that remembers the results of a few seeds would pass: draw all values from "
+                "bench.seed"
+            )
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
@@ -95,12 +157,19 @@ class BoundClaim:
         if not isinstance(arm, Prepared):
             return arm
         self._refuse_all_static(name, inputs)
-        inputs.overwrite(self.make_inputs(inputs.seed + DECOY_OFFSET))
+        decoys = self.make_inputs(inputs.seed + DECOY_OFFSET)
+        if stuck := inputs.overwrite_in_place(decoys):
+            names = ", ".join(map(self.effects.label, stuck))
+            raise UsageError(
+                f"{name} is prepared, so its inputs are overwritten, but inputs() makes {names} "
+                "read-only, or of another shape or dtype for another seed: mark it as static, or "
+                "make it writable and of a fixed shape"
+            )
         with gc_disabled():  # if make() captures a CUDA graph, collecting an old one would break it
             call = arm.make(*inputs.args)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
-        inputs.overwrite(self.make_inputs(inputs.seed))
+        inputs.overwrite_in_place(self.make_inputs(inputs.seed))
         tensors.poison(inputs.args, self.effects.write_only)
         return call
 
@@ -140,6 +209,9 @@ class BoundClaim:
                 work = self.claim.work(*args)
                 if not isinstance(work, Work):
                     raise UsageError(f"work() must return a Work, not {work!r}")
+                if work.dtype not in (None, *WORK_DTYPES):
+                    names = ", ".join(WORK_DTYPES)
+                    raise UsageError(f"Work(dtype={work.dtype!r}): use one of {names}")
             return work, tensors.nbytes(args)
 
     def note_settings(self) -> None:
@@ -181,7 +253,12 @@ class BoundClaim:
             self.effects = effects
         seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
         worst: dict[str, Error] = {}
-        for error in [e for seed in seeds for e in share(partial(self.check_seed, seed))]:
+        shortcuts = agreement.Shortcuts(self.claim.precision)  # compares the first two seeds
+        checks = [
+            partial(self.check_seed, seed, shortcuts if i < 2 else None)
+            for i, seed in enumerate(seeds)
+        ]
+        for error in [e for check in checks for e in share(check)]:
             other = worst.setdefault(error.arm, error)
             if error.error * other.allowed > other.error * error.allowed:
                 worst[error.arm] = error
@@ -198,7 +275,9 @@ class BoundClaim:
             )
             self._refuse_constant_inputs()
 
-    def check_seed(self, seed: int) -> Sequence[Error]:
+    def check_seed(
+        self, seed: int, shortcuts: agreement.Shortcuts | None = None
+    ) -> Sequence[Error]:
         """Check all arms against the reference on one seed; return each arm's errors."""
         self.progress("agreeing", seed=seed)
         with self.step():
@@ -209,6 +288,7 @@ class BoundClaim:
                 self.effects,
                 self.claim.precision,
                 kept_bytes=self.kept_bytes,
+                shortcuts=shortcuts,
             )
         if seed == self.seed + AGREEMENT_SEEDS:
             self.device.release()  # only once: this delays other processes' driver calls
@@ -217,6 +297,11 @@ class BoundClaim:
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""
         first, second = self.make_inputs(self.seed).args, self.make_inputs(self.seed + 1).args
+        if path := tensors.hidden_values(first, "args"):
+            raise UsageError(
+                f"inputs() gives {self.effects.label(path)} attributes beside its items or fields: "
+                "they could hold results, and no check would see them"
+            )
         arrays = tensors.arrays(first)
         counters = [p for p in self.effects.mutated if p in arrays and tensors.is_exact(arrays[p])]
         skip = {*self.effects.write_only, *counters}
@@ -227,13 +312,6 @@ class BoundClaim:
                 "inputs() gives the same values for every seed, and an arm that caches its result "
                 "would pass: draw random values (the generators are seeded with bench.seed)"
             )
-
-    def call_again(self, inputs: Inputs, call: Step) -> object:
-        """Restore the inputs that calls updated in place; call again and return the result."""
-        inputs.overwrite(self.make_inputs(inputs.seed), range(len(inputs.args)))
-        returned = call()
-        self.device.synchronize()  # a copy into pinned host memory may still be in flight
-        return returned
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
@@ -257,3 +335,8 @@ def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) ->
             f"{name}={getattr(call, '__name__', 'arm')}{signature} does not take the {len(args)} "
             f"values that inputs() returns: {why}"
         ) from None
+
+
+def _text(leaf: object) -> Hashable:
+    """Return what a leaf that is no array is compared by."""
+    return hash(tuple(leaf)) if tensors.is_number_list(leaf) else repr(leaf)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """A claim as its author states it: the arguments of ``compare``."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -56,11 +58,18 @@ def claim_of(
     evidence: Sequence[Evidence] = (),
 ) -> Claim:
     """Make a claim from the arguments of ``compare``; raise UsageError if one is not allowed."""
-    arms = {"baseline": baseline, "optimized": optimized, "library": library}
-    arms = {name: arm for name, arm in arms.items() if arm is not None}
-    for name, value in {**arms, "inputs": inputs, "reference": reference}.items():
+    arms = {"baseline": baseline, "optimized": optimized}
+    arms |= {} if library is None else {"library": library}
+    called = {**arms, "inputs": inputs, "reference": reference}
+    for name, value in (called if work is None else {**called, "work": work}).items():
         if not callable(value) and not isinstance(value, Prepared):
             raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
+    with suppress(ValueError):  # some builtins have no readable signature
+        parameters = inspect.signature(inputs)
+        try:
+            parameters.bind(None)
+        except TypeError:
+            raise UsageError(f"inputs{parameters} must take one argument, the Bench") from None
     metrics = (metric,) if isinstance(metric, str) else tuple(metric)
     if not metrics:
         raise UsageError("compare(metric=()): name at least one metric; the first is judged")

@@ -40,7 +40,6 @@ from . import triton_launches
 from .bound_claim import BoundClaim
 from .claim import Claim
 from .ladder import identity
-from .scores import peak_bytes
 
 _HOST: Final = {
     EvidenceKind.PAGE_FAULTS: ("ru_minflt", "ru_majflt"),
@@ -165,18 +164,8 @@ def _first_in_seconds(timings: Iterable[Timing | None]) -> Timing | None:
 
 def refuse_impossible_times(record: Result) -> None:
     """Raise InvalidMeasurement if a time beats the GPU's datasheet or its measured ceilings."""
-    timing, work = record.timing, record.work
-    if timing is None or timing.metric is not Metric.DEVICE or work is None:
-        return
-    peaks = roofline.DATASHEET.get(record.key, {})
-    for arm in timing.replicates[0].rounds[0].seconds:
-        seconds = stats.mean_call_s(timing.replicates, arm)
-        on_datasheet = roofline.limit_of(seconds, work, timing.cache, peaks)
-        for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
-            if limit is None or (timing.cache == "warm" and limit.ceiling in roofline.MEMORY):
-                continue  # warm data may stay in registers or shared memory: no such limit applies
-            if problem := roofline.too_fast(limit, source):
-                raise InvalidMeasurement(f"{arm}: {problem}")
+    if problem := roofline.impossible_time(record):
+        raise InvalidMeasurement(problem)
 
 
 def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> float | None:
@@ -291,7 +280,7 @@ class _Inspection:
                 self._call(name, partial(inspect, name))
 
     def _measure_peak(self, name: str, call: Call) -> None:
-        self.figures[name][EvidenceKind.PEAK_MEMORY] = peak_bytes(self.bound.device, call)
+        self.figures[name][EvidenceKind.PEAK_MEMORY], _ = self.bound.device.peak_bytes(call, call)
 
     def _count_breaks(self, name: str, call: Call) -> None:
         self.figures[name] |= _graph_breaks(call)

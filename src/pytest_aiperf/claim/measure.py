@@ -24,12 +24,13 @@ from pytest_aiperf.machine import gpu_memory
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Error, Expectation, Gpu, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, validity, verdict
+from pytest_aiperf.rules.stats import speedup
 
 from . import explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
 from .ladder import Ladder, identity
-from .replicates import Measurement, measure_metric, speedup
+from .replicates import Measurement, measure_metric
 from .sampler import PREBUILT_SHARE, input_sets
 from .stopping_rule import QUICK, STANDARD, StoppingRule
 from .torch_compile import uncompiled
@@ -229,7 +230,7 @@ def _footprint(bound: BoundClaim, gpu: Gpu, arms: int) -> int:
     """Return the bytes of GPU memory that a claim needs at most, with replicates built ahead."""
     size = bound.set_bytes
     sets = input_sets(gpu, bound.claim.cache, size)
-    ahead = min(PREBUILT_SHARE * gpu.memory_bytes, STANDARD.min_replicates * size * arms * sets)
+    ahead = 2 * min(PREBUILT_SHARE * gpu.memory_bytes, STANDARD.min_replicates * size * arms * sets)
     return gpu_memory.footprint(size, arms, sets) + int(ahead)
 
 
@@ -266,7 +267,7 @@ def _time(trials: Sequence[_Trial]) -> None:
     ladder, context = Ladder([trial.bound for trial in trials]), trials[0].context
     context.step()
     try:
-        timings, notes = _measure(ladder, context)
+        timings, notes, unchecked = _measure(ladder, context)
     except Exception as why:  # noqa: BLE001  the claim's test raises it
         if len(trials) == 1:
             trials[0].keep(why)
@@ -290,14 +291,19 @@ def _time(trials: Sequence[_Trial]) -> None:
             speedup=speedup(judged),
             library=speedup(judged, of="library") if "library" in rung.arms else None,
             first=speedup(judged, of="first") if "first" in rung.arms else None,
-            notes=(*trial.record.notes, *notes),
+            notes=(*trial.record.notes, *notes, *(f"not checked: {u}" for u in unchecked)),
+            unchecked=(*trial.record.unchecked, *unchecked),
         )
 
 
-def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[str]]:
-    """Time every metric and verify the timed outputs; return the timings, and notes."""
+def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[str], list[str]]:
+    """Time every metric and verify the timed outputs.
+
+    Return the timings, notes, and what could not be checked.
+    """
     timings: list[Timing] = []
     notes: list[str] = []
+    unchecked: list[str] = []
     for metric in ladder.bound.claim.metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
         measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
@@ -313,10 +319,11 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
                     raise
                 notes.append(f"{metric} is not shown: {why}")
             context.device.release()  # freeing memory later would disturb another claim
-        context.share(measurement.check_with_new_inputs)
+        context.share(measurement.finish)
+        unchecked.extend(measurement.sampler.unchecked())
     context.progress("verifying")
     context.share(ladder.verify)
-    return timings, notes
+    return timings, notes, unchecked
 
 
 def _explain(trial: _Trial, seen: explanation.Seen) -> None:

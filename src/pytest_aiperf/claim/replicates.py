@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import replace
 
-from pytest_aiperf.model import Interval, Metric, Replicate, Timing
+from pytest_aiperf.model import Metric, Replicate, Timing
 from pytest_aiperf.rules import stats
 
 from .ladder import Ladder
@@ -41,18 +41,18 @@ class Measurement:
         stopped = ""
         while not stopped:
             replicates.append(self.sampler.replicate(self._seed(len(replicates))))
-            self.bound.refuse_changed_settings()
             timing = self.sampler.timing(tuple(replicates))
             half_width = self._report(timing)
             ranks = self.bound.device.ranks  # all ranks must stop at the same replicate
-            elapsed_s = ranks.max(time.monotonic() - started)
+            elapsed_s = ranks.max(time.monotonic() - started - self.sampler.drawing_s)
             stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
+        self.sampler.compare_lone_calls(replicates)
         return replace(timing, stopped=stopped)
 
-    def check_with_new_inputs(self) -> None:
-        """Check the timed arms on new inputs, so that a cached result fails; free the buffers."""
+    def finish(self) -> None:
+        """Free the buffers, and check what no block could."""
         with self.bound.step():
-            self.sampler.check_with_new_inputs()
+            self.sampler.finish()
 
     def _seed(self, replicate: int) -> int:
         return self.bound.seed + 1000 * (replicate + 1)
@@ -60,7 +60,7 @@ class Measurement:
     def _report(self, timing: Timing) -> float:
         """Report progress; return the half-width of the widest confidence interval so far."""
         of_rungs = (self.ladder.timing_of(rung, timing) for rung in self.ladder.rungs)
-        ratio = max(map(speedup, of_rungs), key=stats.half_width)  # the least certain
+        ratio = max(map(stats.speedup, of_rungs), key=stats.half_width)  # the least certain
         half_width = stats.half_width(ratio)
         state = self.bound.device.telemetry()
         self.bound.progress(
@@ -91,11 +91,5 @@ def measure_metric(ladder: Ladder, metric: Metric, rule: StoppingRule) -> Timing
     measurement = Measurement(ladder, metric, rule)
     measurement.prepare()
     timing = measurement.measure()
-    measurement.check_with_new_inputs()
+    measurement.finish()
     return timing
-
-
-def speedup(timing: Timing, of: str = "baseline") -> Interval:
-    """Return how many times better the optimized arm is than ``of``, whatever the unit."""
-    arms = (of, "optimized") if timing.better == "lower" else ("optimized", of)
-    return stats.comparison(timing.replicates, *arms)

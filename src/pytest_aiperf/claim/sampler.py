@@ -1,15 +1,26 @@
-"""Times the arms of a claim: blocks of calls, in mirrored rounds, on rotated input sets."""
+"""Times the arms of a claim: blocks of calls, in mirrored rounds, on values that no call has met.
 
+A block is one pass over input sets whose values are new: they are drawn between blocks, for each
+arm apart. So nothing is gained by what a call remembers of earlier ones, finds in its destination
+or by what another arm has left behind. The result of one call, which is drawn as well, is copied as
+soon as the clock has stopped, and verified later. A call is also timed alone, so that nothing is
+gained by doing the work of a whole block in its first call.
+
+On a GPU, values are new for each replicate and for lone calls before and after timing, and blocks
+go round the sets many times: values written between blocks would be in another cache than others.
+One block of each arm and replicate, which is drawn, has its result copied.
+"""
+
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import cast
 
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
-from pytest_aiperf.device.device import MAX_BLOCK_S, Block, calls_per_block, choose_mode
+from pytest_aiperf.device.device import MAX_BLOCK_S, Call, Device, calls_per_block, choose_mode
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
@@ -21,9 +32,6 @@ from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
 """Most repeats of a disturbed round: the first at once, the others after the clocks are stable."""
-CHECKED_CALLS = 5  #: Successive calls to check: an arm may skip the work of every n-th call.
-SLOW_CALL_S = 0.01
-"""Of calls slower than this, only two are checked, to save time; of large ones, to save memory."""
 PREBUILT_SHARE = 1 / 32
 """Fraction of the GPU's memory for inputs that are built before the exclusive lock is taken."""
 MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
@@ -34,9 +42,29 @@ SLOWED = 1.3
 LARGE_SHARE = 1 / 20
 """Fraction of the GPU's memory above which the arms use one set of inputs in turn, and their
 outputs are not kept: up to 40 % of the memory, this leaves room for the reference's result."""
-WARM_SETS = 3  #: Input sets with a warm cache: successive calls get different data.
-NEW_VALUES_OFFSET = 250_031
-"""Added to a set's seed to draw the new values of ``check_with_new_inputs``."""
+MIN_SETS = 3  #: Input sets that are built whatever they cost: successive calls differ in data.
+WARM_HOST_BYTES = 2 << 20
+"""Size of the input sets of a host claim beyond MIN_SETS: they fit in the L2 of a CPU's core."""
+RENEWAL_S = 0.02
+"""Seconds that drawing the values of one block may take. It limits the number of sets; of inputs
+that take longer, each replicate has new values, and its blocks share them."""
+MIN_PASS_S = 50e-6
+"""A block is one pass over the sets if that takes at least so long: 100 times the resolution of a
+GPU's events. Shorter blocks go round the sets again."""
+MAX_ROUNDS = 4
+"""Most rounds in place of one, where blocks are short because the sets are few."""
+LONE_CALL_SHARE = 0.5
+"""How much longer a call that is timed alone may take than one in a block, as a fraction of the
+baseline's time and beyond three times what the baseline's takes longer."""
+WAKING_S, LAUNCHING_S = 50e-6, 200e-6
+"""What a lone call may take longer, in addition: on the host, whose threads wake up, and on a GPU,
+where the time includes that of the first launch."""
+CHECKED_CALLS, CHECKING_S = 5, 1.0
+"""Successive single calls after timing, where blocks repeat their values, if the calls of all arms
+and their new values take less than so many seconds; else there are two."""
+TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
+"""Which call's result is wrong, for error messages."""
+COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.
 
 
 @dataclass(slots=True)
@@ -45,17 +73,45 @@ class ArmBuffers:
 
     name: str
     padding: object  #: Random-sized allocation that shifts the addresses of the inputs.
-    inputs: list[Inputs]  #: The input sets.
-    calls: list[Callable[[], object]]  #: One call per input set.
-    block: Block = field(init=False)
-    """The timed block: it cycles through the calls and ends with the last one."""
+    in_place: bool
+    """Whether calls keep their inputs' addresses, because they are prepared or captured: then new
+    values are written there. Else each block has new inputs, which the arm has not seen before."""
+    inputs: list[Inputs] = field(default_factory=list)  #: The input sets.
+    functions: list[Callable[..., object]] = field(default_factory=list)
+    """What is called with the arguments of each set."""
+    values: dict[int, int] = field(default_factory=dict)
+    """Seeds of the values that overwrote sets of a prepared arm, by index."""
+
+    def call(self, i: int) -> Call:
+        return bind(self.functions[i], self.inputs[i].args)
+
+
+class Batch:
+    """Calls of one arm that are timed together."""
+
+    def __init__(
+        self, device: Device, arm: ArmBuffers, mode: Mode, order: list[int], keep: int
+    ) -> None:
+        self.arm, self.order, self.kept_set = arm, order, order[keep]
+        self.calls = [arm.call(i) for i in order]
+        self.block = device.block(self.calls, mode, keep)
+
+    def clear(self) -> None:
+        """Drop the references to the arm's buffers."""
+        del self.calls[:]
+        self.block.kept = None
+
+    def load(self, order: list[int], keep: int) -> None:
+        """Call the sets in this order, and keep the result of the call number ``keep``."""
+        self.order, self.kept_set, self.block.keep = order, order[keep], keep
+        self.calls[:] = map(self.arm.call, order)
 
 
 def input_sets(gpu: Gpu | None, cache: CacheName, set_bytes: int) -> int:
-    """Return the number of input sets of ``set_bytes`` that successive calls must use in turn."""
-    if gpu is None:
-        return 1  # a host claim has one input set: the CPU's caches stay warm
-    return WARM_SETS if cache == "warm" else validity.rotation(set_bytes, gpu.l2_bytes)
+    """Return the fewest input sets of ``set_bytes`` that successive calls must use in turn."""
+    if gpu is None or cache == "warm":
+        return MIN_SETS
+    return validity.rotation(set_bytes, gpu.l2_bytes)
 
 
 class Sampler:
@@ -69,8 +125,18 @@ class Sampler:
         self.metric = metric
         self.notes: list[str] = []
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
-        self._timed: tuple[int, dict[str, ArmBuffers]] | None = None
         self._first_s: dict[str, float] = {}  # of each arm's first calls
+        self._reusing: set[str] = set()  # arms whose later results overwrite earlier ones
+        self._stuck: dict[str, tuple[str, ...]] = {}  # paths of values that arms keep
+        self._set_s = math.inf  # to build one set
+        self.drawing_s = 0.0
+        """Seconds in which new values were drawn. They are no part of the time budget: it decides
+        how narrow the interval becomes."""
+        self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
+        self._idle = validity.IdleTime()
+        self._last_buffers: list[ArmBuffers] = []  # of the last replicate
+        self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
+        self._problem: str | None = None  # what disturbed the running round
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of later ones while memory allows.
@@ -82,25 +148,20 @@ class Sampler:
         device = self.device
         self.bound.progress("preparing")
         self._prebuilt.clear()
-        self.sets = input_sets(device.gpu, self.bound.claim.cache, self.bound.set_bytes)
+        self.sets = 1
         memory_bytes = device.gpu.memory_bytes if device.gpu else 0
         self.large = bool(memory_bytes) and self.bound.effects.nbytes > LARGE_SHARE * memory_bytes
-        if self.large:
-            self.sets = 1
-            self.notes.append(
-                "too large to keep the outputs of timed calls: the arms were checked once more"
-            )
         first = self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
         for arm in first:
-            block = device.block(arm.calls[:1], Mode.WALL)
+            block = device.block([arm.call(0)], Mode.WALL)
             self._first_s[arm.name] = min(block.run(), block.run())
+        self._choose_sets()
+        self._build(seeds[0], first)
+        for arm in first:
+            self._run_once(arm)
         if device.gpu is None or device.ranks.count > 1:
             return
-        fastest = min(self._first_s.values())
-        # twice the limit: other claims on the GPU may have slowed the calls down
-        if fastest > 2 * MAX_BLOCK_S and self._min_calls(fastest) == 1:
-            self.sets = 1  # a block will hold one call, which needs one input set
-        size = sum(tensors.nbytes(i.args) for b in first for i in b.inputs[: self.sets])
+        size = sum(tensors.nbytes(i.args) for arm in first for i in arm.inputs)
         budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
         for seed in seeds[1 : int(budget / max(1, size))]:
             if device.free_bytes() < device.gpu.memory_bytes / 2:
@@ -113,41 +174,72 @@ class Sampler:
                 device.release()
                 break
 
+    def _choose_sets(self) -> None:
+        """Choose the number of input sets: as many as a block has calls, if that is affordable."""
+        gpu, size = self.device.gpu, max(1, self.bound.set_bytes)
+        fastest = min(self._first_s.values())
+        # twice the limit: other claims on the GPU may have slowed the calls down
+        if self.large or (fastest > 2 * MAX_BLOCK_S and self._min_calls(fastest) == 1):
+            self.sets = 1  # a block will hold one call, which needs one input set
+            return
+        room = WARM_HOST_BYTES
+        if gpu is not None:
+            memory_bytes = gpu.memory_bytes or ASSUMED_MEMORY_BYTES
+            room = int(PREBUILT_SHARE * memory_bytes / len(self.ladder.arms))
+            if self.bound.claim.cache == "warm" and gpu.l2_bytes:
+                room = min(room, gpu.l2_bytes // 2)
+        mode = choose_mode(self.metric, fastest)
+        wanted = calls_per_block(mode, fastest, fastest) if self.device.renews else 1
+        affordable = min(
+            room // size, int(RENEWAL_S / max(self._set_s, 1e-6)), validity.MAX_INPUT_SETS
+        )
+        least = input_sets(gpu, self.bound.claim.cache, self.bound.set_bytes)
+        # the slowest rank decides for all
+        self.sets = int(-self.device.ranks.max(-max(least, min(wanted, affordable))))
+
     def begin(self) -> None:
         """Wait for stable clocks; choose the mode, the calls per block and the rounds."""
         self.bound.progress("warming up")
         buffers = next(iter(self._prebuilt.values()))
         for arm in buffers if self.metric is Metric.DEVICE else ():
             try:
-                self.device.refuse_unjoined(arm.calls[0])
+                self.device.refuse_unjoined(arm.call(0))
             except InvalidMeasurement as why:
                 raise InvalidMeasurement(f"{arm.name}: {why}") from None
-        first_calls = [b.calls[0] for b in buffers]
+        first_calls = [arm.call(0) for arm in buffers]
         self.device.stabilize_clocks(lambda: [call() for call in first_calls])
-        seconds = {b.name: self._estimate_s(b.calls) for b in buffers}
+        seconds = {arm.name: self._estimate_s(arm) for arm in buffers}
         self.mode = choose_mode(self.metric, min(seconds.values()))
         self._count_calls(seconds)
         first_run_s = self._choose_mode(buffers, seconds)
-        # a block uses at most one set per call
-        self.sets = min(self.sets, max(self.calls.values()))
-        outputs = self.bound.effects.nbytes * len(self.ladder.arms)
-        is_cheap = max(seconds.values()) < SLOW_CALL_S and outputs < self.bound.kept_bytes
-        self.checked_calls = CHECKED_CALLS if is_cheap else 2
+        if not self.device.renews:
+            self.sets = min(self.sets, max(self.calls.values()))  # at most one set per call
+        # calls that update their inputs need the original values anyway
+        is_cheap = self._set_s * min(MIN_SETS, max(self.calls.values())) <= RENEWAL_S
+        self.renews = self.device.ranks.all(is_cheap) or self.bound.effects.updates
+        self.renews = self.renews and self.device.renews
         # A round takes at least as long as the host needs to enqueue its blocks. The maximum over
         # the ranks makes all of them choose the same number of rounds.
-        first_run_s = self.device.ranks.max(first_run_s)
         blocks_s = sum(2 * calls * seconds[name] for name, calls in self.calls.items())
-        round_s = max(blocks_s, 2 * first_run_s)
+        renewals_s = 2 * self.renews * self._set_s * sum(self.calls.values())
+        round_s = self.device.ranks.max(max(blocks_s, 2 * first_run_s) + renewals_s)
+        rounds = self.rule.rounds_per_replicate * self._short
         affordable = int(self.rule.time_budget_s / (self.rule.min_replicates * round_s))
-        self.rounds = max(1, min(self.rule.rounds_per_replicate, affordable))
+        self.rounds = max(1, min(rounds, affordable))
 
     def _count_calls(self, seconds: Mapping[str, float]) -> None:
         """Choose each arm's calls per block: the same for all arms that are about as fast."""
         fastest = min(seconds.values())
-        self.calls = {
-            name: max(self._min_calls(call_s), calls_per_block(self.mode, fastest, call_s))
-            for name, call_s in seconds.items()
-        }
+        self.calls, self._short = {}, 1
+        for name, call_s in seconds.items():
+            enough = calls_per_block(self.mode, fastest, call_s)
+            count = enough
+            if self.device.renews:
+                count = min(enough, max(self.sets, math.ceil(MIN_PASS_S / max(call_s, 1e-9))))
+            if self.device.renews and self.bound.effects.updates:
+                count = min(count, self.sets)  # a second call on a set has another result
+            self._short = max(self._short, min(MAX_ROUNDS, enough // count))
+            self.calls[name] = max(self._min_calls(call_s), count)
 
     def _min_calls(self, call_s: float) -> int:
         """Return the fewest calls per block of an arm that keep its inputs out of the L2."""
@@ -160,23 +252,36 @@ class Sampler:
         miss_s = MISS_S + size / MISSED_BYTES_PER_S
         return 1 if miss_s < COLD_SHARE * call_s else self.sets
 
-    def _build(self, seed: int) -> list[ArmBuffers]:
+    def _build(self, seed: int, buffers: list[ArmBuffers] | None = None) -> list[ArmBuffers]:
+        """Build each arm's buffers, or the sets that are missing in ``buffers``."""
         bound = self.bound
-        names = self.ladder.arms
-        bound.random.shuffle(names)  # the order of allocation must not favour an arm
-        buffers: list[ArmBuffers] = []
-        for name in names:
-            padding = self.device.random_padding(bound.random)
-            sets, calls = [], []
-            for i in range(self.sets):
-                shared = self.large and buffers
-                inputs = buffers[0].inputs[0] if shared else bound.make_inputs(seed + i)
-                tensors.poison(inputs.args, bound.effects.write_only)
-                call = self.ladder.prepare(name, inputs)
-                sets.append(inputs)
-                calls.append(bind(call, inputs.args))
-            buffers.append(ArmBuffers(name, padding, sets, calls))
+        if buffers is None:
+            names = self.ladder.arms
+            bound.random.shuffle(names)  # the order of allocation must not favour an arm
+            buffers = []
+            for name in names:
+                padding = self.device.random_padding(bound.random)
+                in_place = self.ladder.is_prepared(name)
+                buffers.append(self._add_sets(ArmBuffers(name, padding, in_place), seed, buffers))
+        else:
+            for arm in buffers:
+                self._add_sets(arm, seed, buffers)
         return buffers
+
+    def _add_sets(self, arm: ArmBuffers, seed: int, others: Sequence[ArmBuffers]) -> ArmBuffers:
+        for i in range(len(arm.inputs), self.sets):
+            shared = self.large and others
+            inputs = others[0].inputs[0] if shared else self._make_inputs(seed + i)
+            tensors.poison(inputs.args, self.bound.effects.write_only)
+            arm.functions.append(self.ladder.prepare(arm.name, inputs))
+            arm.inputs.append(inputs)
+        return arm
+
+    def _make_inputs(self, seed: int) -> Inputs:
+        started = time.monotonic()
+        inputs = self.bound.make_inputs(seed)
+        self._set_s = min(self._set_s, time.monotonic() - started)
+        return inputs
 
     def _build_and_warm(self, seed: int) -> list[ArmBuffers]:
         buffers = self._build(seed)
@@ -186,12 +291,27 @@ class Sampler:
 
     def _run_once(self, arm: ArmBuffers) -> None:
         """Run each call once on the timed stream: libraries allocate workspaces per stream."""
-        self.device.block(arm.calls[: self.sets], Mode.WALL).run()
+        results: list[object] = []
+        calls = [arm.call(i) for i in range(self.sets)]
+        compared = min(len(calls), COMPARED_RESULTS)
+        if compared * self.bound.effects.nbytes > self.bound.kept_bytes:
+            compared = 0
+            self._reusing.add(arm.name)
 
-    def _estimate_s(self, calls: Sequence[Callable[[], object]]) -> float:
+        def collecting(call: Call) -> Call:
+            return lambda: results.append(call())
+
+        calls[:compared] = map(collecting, calls[:compared])
+        self.device.block(calls, Mode.WALL).run()
+        spans = sorted(s for i, r in enumerate(results) for s in _spans(r, i))
+        if any(b[0] < a[1] and a[2] != b[2] for a, b in itertools.pairwise(spans)):
+            self._reusing.add(arm.name)
+
+    def _estimate_s(self, arm: ArmBuffers) -> float:
         """Return the least seconds per call of three estimates, or of one if the call is slow."""
         shortest = math.inf
-        for call in (*calls, *calls, *calls)[:3]:
+        for i in range(3):
+            call = arm.call(i % self.sets)
             if self.metric is Metric.WALL:
                 seconds = self.device.block([call], Mode.WALL).run()
             else:
@@ -209,10 +329,13 @@ class Sampler:
         """
         while True:
             try:
-                self._make_blocks(buffers)
+                batches = self._make_batches(buffers)
                 started = time.monotonic()
-                for arm in buffers if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
-                    arm.block.run()
+                for batch in batches.values() if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
+                    batch.block.run()
+                    if self.mode is Mode.GRAPH and not self.large and self.device.renews:
+                        self._renew(batch.arm, [0])
+                        self._refuse_stuck(batch.arm)
                 return time.monotonic() - started
             except (CannotCapture, InvalidMeasurement) as why:
                 if self.mode not in (Mode.GRAPH, Mode.BACKLOG):
@@ -221,16 +344,45 @@ class Sampler:
                 self.mode = Mode.BACKLOG if self.mode is Mode.GRAPH else Mode.PLAIN
                 self._count_calls(seconds)
 
-    def _make_blocks(self, buffers: list[ArmBuffers]) -> None:
+    def _refuse_stuck(self, arm: ArmBuffers) -> None:
+        """Raise CannotCapture if calls that are not captured could have new inputs."""
+        if arm.name in self._stuck and not self.ladder.is_prepared(arm.name):
+            paths = ", ".join(map(self.bound.effects.label, self._stuck.pop(arm.name)))
+            raise CannotCapture(f"{paths} cannot get new values in a captured graph")
+
+    def _make_batches(
+        self, buffers: Sequence[ArmBuffers], count: int | None = None
+    ) -> dict[str, Batch]:
+        """Make each arm's block of calls, or of ``count`` calls."""
+        batches: dict[str, Batch] = {}
         for arm in buffers:
-            count = self.calls[arm.name]
-            # all blocks end with the last set, so that the arms' outputs have the same inputs
-            calls = [arm.calls[(i - count) % self.sets] for i in range(count)]
-            arm.block = self.device.block(calls, self.mode)
+            arm.in_place = self.mode is Mode.GRAPH or self.ladder.is_prepared(arm.name)
+            order, keep = self._draw_order(arm, count or self.calls[arm.name])
+            batches[arm.name] = Batch(self.device, arm, self.mode, order, keep)
+        return batches
+
+    def _draw_order(self, arm: ArmBuffers, count: int) -> tuple[list[int], int]:
+        """Draw the order of the sets of a block, and the call whose result is kept.
+
+        An arm that returns the same memory each time has only the last result. Which call is the
+        last must then be unknown to it.
+        """
+        draw = self.bound.random
+        if not self.device.renews:
+            # a block ends with the last set, so that the next one starts with the coldest
+            last = self.sets if count > 1 else draw.randint(1, self.sets)
+            return [(last - count + i) % self.sets for i in range(count)], count - 1
+        order = draw.sample(range(self.sets), self.sets)
+        order = [order[i % self.sets] for i in range(count)]
+        if arm.name not in self._reusing:
+            return order, draw.choice((draw.randrange(count), count - 1))
+        if draw.random() < 0.5:
+            order = order[: draw.randint(1, count)]
+        return order, len(order) - 1
 
     def replicate(self, seed: int) -> Replicate:
-        """Time each arm on its own buffers, and queue the last outputs for verification."""
-        self._timed = None  # frees the buffers of the previous replicate
+        """Time each arm on its own buffers, and queue results of its blocks for verification."""
+        self._last_buffers = []  # frees them
         buffers = self._prebuilt.pop(seed, [])
         # Free cached memory, so that new buffers, or outputs allocated in the calls, get new
         # addresses. With prebuilt buffers, graph and wall mode skip this: a graph owns its memory,
@@ -242,32 +394,53 @@ class Sampler:
         padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
         for arm in buffers if to_warm else ():  # else they ran before, or warm_up() runs them
             self._run_once(arm)
-        self._make_blocks(buffers)
-        if self.metric is Metric.DEVICE:
-            self.device.warm_up([arm.block for arm in buffers])
-        by_name = {arm.name: arm for arm in buffers}
+        batches = self._make_batches(buffers)
+        draw = self.bound.random
+        self._blocks_until_kept = {name: draw.randrange(2 * self.rounds) for name in batches}
+        if self.device.renews or not self._alone_s or self.bound.effects.updates:
+            self._call_alone(buffers, 1)
+            self._idle.ends()
+        for arm in buffers if self.device.renews and not self.renews else ():
+            self._renew(arm, range(self.sets))
+        if self.metric is Metric.DEVICE:  # last: a pause would leave the device idle
+            self.device.warm_up([batch.block for batch in batches.values()])
         rounds: list[Round] = []
         repeated = 0
         state = self.device.telemetry()
         for _ in range(self.rounds):
-            round_, repeats, state = self._undisturbed_round(by_name, state)
+            round_, repeats, state = self._undisturbed_round(batches, state)
             rounds.append(round_)
             repeated += repeats
-        if not self.large:
-            self._verify_later(buffers, seed)
-        self._timed = seed, by_name
+        self._refuse_changed_settings(*batches)
+        if self.renews:
+            self._idle.refuse_work()
+        self._last_seed = seed
+        self._last_buffers = [] if self.renews else buffers
         del padding
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
 
+    def _call_alone(self, buffers: Sequence[ArmBuffers], count: int) -> None:
+        """Time successive single calls of each arm on new values, and queue their results."""
+        if self.large:
+            return
+        for _ in range(count):
+            try:
+                batches = self._make_batches(buffers, 1)
+            except CannotCapture as why:
+                problem = f"calls can be captured together, not alone: {why}"
+                raise InvalidMeasurement(problem) from why
+            for name, batch in batches.items():
+                self._alone_s.setdefault(name, []).append(self._time(batch, 1, is_new=True))
+
     def _undisturbed_round(
-        self, buffers: Mapping[str, ArmBuffers], state: GpuState
+        self, batches: Mapping[str, Batch], state: GpuState
     ) -> tuple[Round, int, GpuState]:
         """Run a round until it is undisturbed; return it, its repeats and the GPU's state."""
         for repeat in range(MAX_REPEATS + 1):
             if repeat > 1:  # not yet at the first repeat: an idle GPU's clock may just have risen
-                self.device.stabilize_clocks(next(iter(buffers.values())).calls[0])
+                self.device.stabilize_clocks(next(iter(batches.values())).arm.call(0))
                 state = self.device.telemetry()
-            round_, problem, state = self._round(buffers, state)
+            round_, problem, state = self._round(batches, state)
             if problem is None:
                 return round_, repeat, state
         raise InvalidMeasurement(
@@ -276,16 +449,17 @@ class Sampler:
         )
 
     def _round(
-        self, buffers: Mapping[str, ArmBuffers], before: GpuState
+        self, batches: Mapping[str, Batch], before: GpuState
     ) -> tuple[Round, str | None, GpuState]:
         """Run a mirrored round; return it, what disturbed it, and the GPU's state after it."""
-        half = list(buffers)
+        half = list(batches)
         self.bound.random.shuffle(half)
         order = [*half, *reversed(half)]  # mirrored: a steady drift affects all arms equally
-        seconds: dict[str, list[float]] = {name: [] for name in buffers}
-        extras = validity.extras()
+        seconds: dict[str, list[float]] = {name: [] for name in batches}
+        self._problem = None
         for name in order:
-            seconds[name].append(buffers[name].block.run() / self.calls[name])
+            seconds[name].append(self._time(batches[name], self.calls[name], is_new=self.renews))
+        self._idle.ends()  # calls that warm up may follow
         after = self.device.telemetry()
         round_ = Round(
             order="".join(map(self.ladder.letter, order)),
@@ -293,102 +467,155 @@ class Sampler:
             sm_mhz=after.sm_mhz,
             event_reasons=after.event_reasons,
         )
-        problem = validity.round_problem(before, after)
-        problem = problem or validity.extra_problem(extras, validity.extras())
+        problem = validity.round_problem(before, after) or self._problem
         if not self.device.ranks.all(problem is None):
             problem = problem or "a disturbance on another rank"
         return round_, problem, after
 
-    def _verify_later(self, buffers: Sequence[ArmBuffers], seed: int) -> None:
-        """Queue the outputs of each arm's last timed call."""
-        last = self.sets - 1
-        results = {}
-        for arm in buffers:
-            inputs, returned = arm.inputs[last], arm.block.last
-            if self.bound.effects.updates:
-                returned = self.bound.call_again(inputs, arm.calls[last])
-            results[arm.name] = self.bound.output_copies(returned, inputs)
-        self.ladder.verify_later([results], seed + last, "after timing")
+    def _time(self, batch: Batch, count: int, *, is_new: bool) -> float:
+        """Time a batch of ``count`` calls; return the seconds per call."""
+        arm, bound = batch.arm, self.bound
+        outputs: list[NamedTensor] = []
+        extras: dict[str, int] = {}
+        is_kept = self._keeps(arm, is_new=is_new)
 
-    def check_with_new_inputs(self) -> None:
-        """Overwrite the timed inputs with new values and queue the outputs for verification.
+        def before() -> None:
+            started = time.monotonic()
+            self._idle.ends()
+            captured = self.mode is Mode.GRAPH
+            order, keep = self._draw_order(arm, count) if not captured else (batch.order, 0)
+            if is_new:
+                if not captured:
+                    batch.clear()
+                self._renew(arm, sorted({*order}))
+            if not captured:
+                batch.load(order, keep)
+            if self.renews and bound.claim.cache == "cold":
+                self.device.flush()
+            extras.update(validity.extras())
+            self.drawing_s += time.monotonic() - started
 
-        An arm that cached its results fails. Successive calls get two sets of values in turn, and
-        each call's output is checked, because an arm may skip the work of some calls. Outputs are
-        copied in stream order: a wait before the copy would hide work that the stream does not
-        wait for. Then the timed block runs on the new values, and the buffers are freed.
+        def after() -> None:
+            problem = validity.extra_problem(extras, validity.extras())
+            if is_kept:
+                args = arm.inputs[batch.kept_set].args
+                outputs[:] = agreement.outputs_of(batch.block.kept, args, bound.effects)
+                with self.device.separate_memory():
+                    outputs[:] = [o if tensors.on_host(o[1]) else _copy(*o) for o in outputs]
+            self._problem = self._problem or problem
+
+        seconds = batch.block.run(before, after)
+        if is_new:
+            self._refuse_changed_settings(arm.name)
+        if is_kept:
+            i = batch.kept_set
+            # the device has written results in host memory only now
+            copies = [_copy(*o) if tensors.on_host(o[1]) else o for o in outputs]
+            when = TIMED_ON_NEW if is_new else TIMED
+            self.ladder.verify_later(
+                *(arm.name, copies, arm.inputs[i].seed, when, arm.values.get(i))
+            )
+        self._idle.begins()
+        return seconds / len(batch.order)
+
+    def _keeps(self, arm: ArmBuffers, *, is_new: bool) -> bool:
+        """Whether the result of the arm's next block, on new or on known values, is kept."""
+        # calls that update their inputs are right for the first time only
+        updates = self.bound.effects.updates
+        if self.large or (updates and (arm.name in self._stuck or not is_new)):
+            return False
+        if not is_new and not self.device.renews:
+            self._blocks_until_kept[arm.name] -= 1
+            return self._blocks_until_kept[arm.name] == -1
+        return True
+
+    def _refuse_changed_settings(self, *names: str) -> None:
+        try:
+            self.bound.refuse_changed_settings()
+        except InvalidMeasurement as why:
+            raise InvalidMeasurement(f"{' or '.join(names)}: {why}") from None
+
+    def _renew(self, arm: ArmBuffers, sets: Sequence[int]) -> None:
+        """Give sets values that the arm has not met, in new buffers or in place."""
+        if arm.name in self._stuck or self.large:
+            return
+        is_prepared = self.ladder.is_prepared(arm.name)
+        in_place = arm.in_place or not self.device.renews
+        for i in sets:
+            seed = self.bound.random.getrandbits(31)
+            inputs = arm.inputs[i]
+            positions = inputs.dynamic if is_prepared else range(len(inputs.args))
+            left = inputs.overwrite(self._make_inputs(seed), positions) if in_place else ()
+            if left and arm.in_place:
+                self._stuck[arm.name] = left
+                return
+            if left or not in_place:
+                del inputs
+                arm.inputs[i] = Inputs((), (), seed)  # frees them before new ones are made
+                arm.inputs[i] = self._make_inputs(seed)
+                tensors.poison(arm.inputs[i].args, self.bound.effects.write_only)
+            elif is_prepared:
+                arm.values[i] = seed
+            else:
+                inputs.seed = seed
+
+    def _call_again(self) -> None:
+        """Call the arms on new values after timing, where blocks repeat theirs.
+
+        An arm may skip the work of every n-th call, once it has been timed.
         """
+        if self._last_buffers and not self.device.renews:
+            call_s = sum(s + self._set_s for s in self._first_s.values())
+            few = CHECKED_CALLS * call_s > CHECKING_S
+            self._call_alone(self._last_buffers, 2 if few else CHECKED_CALLS)
+        self._last_buffers = []
+
+    def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:
+        """Refuse arms whose calls are faster in a block than alone, by more than the baseline's.
+
+        Such an arm does the work of several calls at once, or that of later ones in the first.
+        """
+        self._call_again()
+        blocks = {n: statistics.median(_seconds(replicates, n)) for n in self._alone_s}
+        extra = {n: min(alone) - blocks[n] for n, alone in self._alone_s.items()}
+        waiting_s = 0.0  # a graph, or a kernel in front of the call, hides the launch
+        if self.mode in (Mode.WALL, Mode.PLAIN):
+            waiting_s = LAUNCHING_S if self.device.gpu else WAKING_S
+        for rung in self.ladder.rungs if extra else ():
+            name, base = rung.arms["optimized"], rung.arms["baseline"]
+            allowed = LONE_CALL_SHARE * blocks[base] + 3 * max(0.0, extra[base])
+            allowed += waiting_s
+            if blocks[name] < blocks[base] and extra[name] > allowed:
+                alone, many = (si(s, "s") for s in (min(self._alone_s[name]), blocks[name]))
+                rung.suspicion = InvalidMeasurement(
+                    f"optimized takes {many} per call in a block, but {alone} alone, which is not "
+                    "so with the baseline: a call must do its own work only, and all of it"
+                )
+
+    def finish(self) -> None:
+        """Free the buffers, and check what no block could."""
         self._prebuilt.clear()  # buffers of replicates that were not run
-        if self._timed is None:
-            return
-        seed = self._timed[0] + self.sets - 1  # the seed of the last set
         if self.large:
-            self._timed = None
             self.device.release()
-            self.ladder.check_anew(seed)
-            return
-        values_seed = seed + NEW_VALUES_OFFSET
-        results, block_results = self._call_with_new_values(seed, values_seed)
-        self._timed = None  # leaves the memory of the buffers to the reference
-        when = "on values that were put into the timed inputs"
-        self.ladder.verify_later(results[1::2], seed, when)
-        self.ladder.verify_later(results[::2], seed, when, values_seed)
-        when = "when the timed block ran on other values"
-        self.ladder.verify_later(block_results, seed, when, values_seed)
+            self.ladder.check_anew(self._last_seed + 1)
 
-    def _call_with_new_values(
-        self, seed: int, values_seed: int
-    ) -> tuple[list[dict[str, list[NamedTensor]]], list[dict[str, list[NamedTensor]]]]:
-        """Return copies of the arms' results, of successive calls and of the timed block.
-
-        Successive calls get the values of ``values_seed`` and of ``seed`` in turn, the block the
-        former. The block is left out if its calls update their inputs: the reference does it once.
-        """
-        assert self._timed is not None
-        _, buffers = self._timed
-        bound, last = self.bound, self.sets - 1
-        new = bound.make_inputs_with(seed, values_seed)
-        values = (new, bound.make_inputs(seed))
-
-        def overwrite(arm: ArmBuffers, fresh: Inputs) -> None:
-            arm.inputs[last].overwrite(fresh, new.dynamic)
-            tensors.poison(arm.inputs[last].args, bound.effects.write_only)
-
-        # the baselines come last: no arm can find their correct results in freed memory
-        names = sorted(buffers, key=lambda name: name.startswith("baseline"))
-        results: list[dict[str, list[NamedTensor]]] = [{} for _ in range(self.checked_calls)]
-        for name in names:
-            for i, outputs in enumerate(results):
-                overwrite(buffers[name], values[i % 2])
-                block = self.device.block([partial(self._call, buffers[name], last)], Mode.WALL)
-                block.run()
-                outputs[name] = agreement.copies(cast("list[NamedTensor]", block.last))
-        if bound.effects.updates:
-            return results, []
-        block_results: dict[str, list[NamedTensor]] = {}
-        for name in names:
-            arm = buffers[name]
-            overwrite(arm, new)
-            arm.block.run_untimed()
-            block_results[name] = bound.output_copies(arm.block.last, arm.inputs[last])
-        return results, [block_results]
-
-    def _call(self, arm: ArmBuffers, i: int) -> list[NamedTensor]:
-        """Call an arm and copy its outputs at once, in the order of the device's stream."""
-        outputs = agreement.outputs_of(arm.calls[i](), arm.inputs[i].args, self.bound.effects)
-        if self.device.torch_device == "cpu":
-            return agreement.copies(outputs)
-        # outputs in host memory are complete only after a wait: the caller copies them then
-        on_gpu = [(p, x) for p, x in outputs if str(getattr(x, "device", "cpu")) != "cpu"]
-        copies = dict(agreement.copies(on_gpu))
-        return [(path, copies.get(path, value)) for path, value in outputs]
+    def unchecked(self) -> Iterator[str]:
+        """Describe what could not be checked."""
+        if self.large:
+            yield "results of timed calls: they are too large to keep, another seed was checked"
+        elif self._stuck:
+            paths = {path for paths in self._stuck.values() for path in paths}
+            labels = ", ".join(sorted(map(self.bound.effects.label, paths)))
+            yield f"results on new values: {labels} could not be overwritten"
+        elif self.device.renews and max(self.calls.values()) > self.sets:
+            yield f"results cached by value: the {self.sets} input sets return within a block"
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
         return Timing(
             metric=self.metric,
             mode=self.mode,
             calls=self.calls,
-            # a host claim's single input set stays in the CPU's caches
+            # few input sets of a host claim stay in the CPU's caches
             cache=self.bound.claim.cache if self.device.gpu else "warm",
             sets=self.sets,
             replicates=replicates,
@@ -398,7 +625,25 @@ class Sampler:
     def _slowed(self, replicates: tuple[Replicate, ...]) -> Iterator[str]:
         """Report arms that are always much slower when they are timed than when first called."""
         for name, first_s in self._first_s.items():
-            timed_s = min(s for r in replicates for b in r.rounds for s in b.seconds[name])
+            timed_s = min(_seconds(replicates, name))
             if timed_s > SLOWED * first_s:
                 was, is_ = (si(seconds, "s") for seconds in (first_s, timed_s))
                 yield f"{name} took {was} when it was first called, and {is_} when it was timed"
+
+
+def _seconds(replicates: Sequence[Replicate], name: str) -> Iterator[float]:
+    """Yield an arm's seconds per call in each block."""
+    return (s for r in replicates for b in r.rounds for s in b.seconds[name])
+
+
+def _copy(path: str, value: object) -> NamedTensor:
+    (copy,) = agreement.copies([(path, value)])
+    return copy
+
+
+def _spans(result: object, i: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the addresses of a result's arrays, with the number of the result."""
+    for _, value in tensors.walk(result, ""):
+        if (backend := tensors.backend_of(value)) and value.nbytes:
+            start, _ = backend.address_and_strides(value)
+            yield start, start + value.nbytes, i

@@ -1,10 +1,8 @@
 """Samples figures that are not times: peak bytes, or a score that an arm returns."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from pytest_aiperf.correctness.tensors import NamedTensor
-from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
 
@@ -19,13 +17,18 @@ class ScoreSampler:
         self.ladder = ladder
         self.bound = ladder.bound
         self.metric = metric
+        self.score: Score | None = None  #: The first score: all have its unit and direction.
 
-    # These three do nothing: inputs built in advance would take memory that the arms need, clocks
-    # do not affect a score, and each replicate has new inputs, which expose a result cached in an
-    # earlier replicate. A result cached in an earlier call of the same replicate is not detected.
+    drawing_s = 0.0
+
+    # These do nothing: inputs built in advance would take memory that the arms need, clocks
+    # do not affect a score, and each replicate has new inputs.
     def prepare(self, seeds: Sequence[int]) -> None: ...
     def begin(self) -> None: ...
-    def check_with_new_inputs(self) -> None: ...
+    def finish(self) -> None: ...
+    def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None: ...
+    def unchecked(self) -> Iterable[str]:
+        return ()
 
     def replicate(self, seed: int) -> Replicate:
         """Score each arm on its own inputs, and queue the outputs for verification."""
@@ -33,31 +36,40 @@ class ScoreSampler:
         names = self.ladder.arms
         bound.random.shuffle(names)
         figures: dict[str, tuple[float, ...]] = {}
-        results: dict[str, list[NamedTensor]] = {}
         for name in names:
             bound.device.release()
-            inputs = bound.make_inputs(seed)
-            call = bind(self.ladder.prepare(name, inputs), inputs.args)
-            self.score, returned = self._call(call)
-            if bound.effects.updates:
-                returned = bound.call_again(inputs, call)
-            results[name] = bound.output_copies(returned, inputs)
-            if not self.score.value > 0 or math.isinf(self.score.value):
+            # a call before the measured one, on other values, makes handles and workspaces
+            inputs = [
+                bound.make_inputs(seed + i) for i in range(1 + (self.metric is Metric.MEMORY))
+            ]
+            calls = [bind(self.ladder.prepare(name, i), i.args) for i in inputs]
+            score, returned = self._call(*calls)
+            bound.refuse_changed_settings()
+            outputs = bound.output_copies(returned, inputs[-1])
+            if not score.value > 0 or math.isinf(score.value):
                 raise UsageError(
-                    f"{name} gives {self.score.value} {self.score.unit}: a ratio needs more than 0"
+                    f"{name} gives {score.value} {score.unit}: a ratio needs more than 0"
                 )
-            figures[name] = (self.score.value,)
-            del inputs, call, returned
-        self.ladder.verify_later([results], seed, "after measuring")
+            first = self.score = self.score or score
+            kind = score.unit, score.better
+            if score.better not in ("higher", "lower") or kind != (first.unit, first.better):
+                raise UsageError(
+                    f"{name} gives {score.unit!r}, {score.better} is better, after a score in "
+                    f"{first.unit!r}, {first.better} is better: all calls need one unit and "
+                    "'higher' or 'lower'"
+                )
+            self.ladder.verify_later(name, outputs, inputs[-1].seed, "after measuring")
+            figures[name] = (float(score.value),)
+            del inputs, calls, returned, outputs
         order = "".join(map(self.ladder.letter, names))
         return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
 
-    def _call(self, call: Callable[[], object]) -> tuple[Score, object]:
-        """Return the score of a call, and its return value."""
+    def _call(self, *calls: Callable[[], object]) -> tuple[Score, object]:
+        """Return the score of the last call, and its return value."""
         if self.metric is Metric.MEMORY:
-            peak = max(1, peak_bytes(self.bound.device, call))
-            return Score(value=float(peak), unit="B", better="lower"), call()
-        returned = call()
+            peak, returned = self.bound.device.peak_bytes(*calls)
+            return Score(value=float(max(1, peak)), unit="B", better="lower"), returned
+        returned = calls[-1]()
         values = returned if isinstance(returned, tuple) else (returned,)
         scores = [value for value in values if isinstance(value, Score)]
         if len(scores) != 1:
@@ -68,6 +80,7 @@ class ScoreSampler:
         return scores[0], returned
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
+        assert self.score is not None
         return Timing(
             metric=self.metric,
             mode=Mode.PLAIN,
@@ -78,10 +91,3 @@ class ScoreSampler:
             unit=self.score.unit,
             better=self.score.better,
         )
-
-
-def peak_bytes(device: Device, call: Callable[[], object]) -> int:
-    """Return the peak bytes of an arm's second call: the first one also allocates handles."""
-    device.peak_bytes(call)
-    device.release()
-    return device.peak_bytes(call)

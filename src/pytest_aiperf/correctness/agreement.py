@@ -15,6 +15,7 @@ and decoy inputs of prepared arms. A reference in fp64 returns 2 to 8 times the 
 results; for large inputs it should return exactly their result, in their dtype.
 """
 
+import contextlib
 import itertools
 import math
 import sys
@@ -30,7 +31,17 @@ from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
 from . import tensors
-from .tensors import Args, Inputs, NamedTensor, backend_of, dtype, is_exact, parts, signature
+from .tensors import (
+    Args,
+    Inputs,
+    NamedTensor,
+    backend_of,
+    device_name,
+    dtype,
+    is_exact,
+    parts,
+    signature,
+)
 
 Prepare = Callable[[Inputs], Callable[..., object]]  #: Prepares an arm for one set of inputs.
 Make = Callable[[], Inputs]  #: Builds the same inputs anew each time.
@@ -75,15 +86,26 @@ long sums are alike in all elements: the limit is that of one element."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
+SAMPLE = 4096  #: Elements of a large array that :func:`_scale` reads: 50 of them are the upper 1 %.
+NEGLIGIBLE = 1e-12
+"""Values this small, and this many times smaller than the RMS, have no scale of their own: those of
+exponentials of large arguments are inexact, and underflow."""
+FEW = 64  #: Values of fewer elements are allowed to differ more in size.
+SMALLER_HALF = 8
+"""The RMS of a result counts as no more than this many times that of the smaller half of its
+values. It is 2.6 times as much for normally distributed values, and 6 times for products of two of
+them or after a GELU; one large element among many small ones makes it any number of times."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentEffects:
     """What the baseline does to its arguments."""
 
-    mutated: tuple[str, ...] = ()  #: Paths of the argument tensors that the baseline changes.
+    mutated: tuple[str, ...] = ()  #: Paths of the arguments' leaves that the baseline changes.
     write_only: tuple[str, ...] = ()  #: Paths in ``mutated`` that the baseline never reads.
     names: tuple[str, ...] = ()  #: Names of the parameters, for messages.
+    returned: int | None = field(default=None, compare=False)
+    """How many values the baseline returns that are none of the changed arguments."""
     nbytes: int = field(default=0, compare=False)
     """Bytes of one set of inputs and of the baseline's result; shared memory counts once."""
 
@@ -105,6 +127,7 @@ class Expected:
     path: str  #: Where the output is in the reference's result.
     array: Any  #: Its values.
     rms: float  #: Root mean square of its values.
+    scale: float  #: Their typical size: see :func:`_scale`.
     exact: bool  #: Whether the values count as correct whatever their dtype.
 
 
@@ -113,12 +136,17 @@ class Deviation:
     """How far one output of one arm is from the reference's."""
 
     path: str  #: Where the output is in the arm's result.
-    signature: str  #: Its dtype, shape and device.
     dtype: str  #: Its dtype.
     shape: tuple[int, ...]  #: Its shape.
+    device: str  #: Where it is.
     error: float = math.inf  #: Largest error of an element; infinite if the shapes differ.
     rms: float = math.inf  #: Relative RMS error; 0 for integers.
     locate: Callable[[], Element] = lambda: _NOWHERE  #: Finds the element with the largest error.
+
+    @property
+    def signature(self) -> str:
+        """Its dtype, shape and device, as :func:`tensors.signature` writes them."""
+        return f"{self.dtype}{list(self.shape)} on {self.device}"
 
 
 def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
@@ -142,14 +170,20 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     scrubbed = [m.full(n, 0x5A, dtype=m.uint8) for m, n in sizes if m.__name__ != "torch"]
     del scrubbed
     inputs = _make_filled(make)
-    unseeded = tensors.changed(before, inputs.args)
     arrays = tensors.arrays(inputs.args)
+    leaves = tensors.leaves(inputs.args)
+    values = {p for p, x in leaves.items() if p in arrays or tensors.is_number_list(x)}
+    unseeded = [p for p in tensors.changed(before, inputs.args) if p in values]
     candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
-    del before, arrays
+    del before, arrays, leaves
     returned, mutated = _run(prepare, inputs, ArgumentEffects())
     effects = ArgumentEffects(mutated, (), tuple(names))
     result = outputs_of(returned, inputs.args, effects)
-    effects = replace(effects, nbytes=tensors.nbytes((inputs.args, [x for _, x in result])))
+    effects = replace(
+        effects,
+        returned=sum(path.startswith("result") for path, _ in result),
+        nbytes=tensors.nbytes((inputs.args, [x for _, x in result])),
+    )
     expected = expect([x for _, x in copies(result)], exact=True)
     del returned, inputs, result
     if not expected:
@@ -220,13 +254,20 @@ def _run(
 
 
 def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[NamedTensor]:
-    """Return a call's result; an argument that is both changed and returned counts once."""
-    arrays = tensors.arrays(args)
-    mutated = [(effects.label(p), arrays[p]) for p in effects.mutated if p in arrays]
-    views = [tensors.view(array) for _, array in mutated]
+    """Return a call's result; an argument that is both changed and returned counts once.
+
+    It counts twice in an arm that otherwise returns fewer values than the baseline: the baseline
+    then returns the same values in an array of its own.
+    """
+    leaves = tensors.leaves(args)
+    mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
+    views = [tensors.view(x) for _, x in mutated if backend_of(x)]
     outputs = tensors.walk(returned, "result")
-    outputs = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
-    return outputs + mutated
+    distinct = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
+    if len(distinct) != effects.returned == len(outputs):
+        distinct = outputs
+    named = [(effects.label(p), x) for p, x in mutated if tensors.as_array(x)]
+    return distinct + named
 
 
 def copies(result: Outputs) -> list[NamedTensor]:
@@ -242,6 +283,7 @@ def agree(
     precision: PrecisionName | None = None,
     *,
     kept_bytes: float = math.inf,
+    shortcuts: "Shortcuts | None" = None,
 ) -> list[Error]:
     """Check all arms against the reference on one seed.
 
@@ -258,7 +300,7 @@ def agree(
 
     expected = expected_outputs() if effects.nbytes > kept_bytes else None
     results: dict[str, Outputs] = {}
-    aliases: dict[str, list[bool]] = {}
+    deferred: dict[str, list[bool]] = {}
     deviations: dict[str, list[Deviation]] = {}
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
         inputs = make()
@@ -270,8 +312,8 @@ def agree(
                 "not change its inputs"
             )
         outputs = outputs_of(returned, inputs.args, effects)
-        aliases[arm] = [
-            bool(backend_of(x)) and tensors.aliases_input(x, inputs.args, effects.mutated)
+        deferred[arm] = [
+            bool(backend_of(x)) and tensors.is_deferred(x, inputs.args, effects.mutated)
             for _, x in outputs
         ]
         if expected is None:
@@ -283,23 +325,88 @@ def agree(
         expected = expected_outputs()
         deviations = {arm: compare(outputs, expected) for arm, outputs in results.items()}
     errors = judge(deviations, expected, precision)
-    _refuse_views(deviations, aliases)
+    _refuse_views(deviations, deferred)
+    if shortcuts and results:
+        arrays = tensors.arrays(make().args) if shortcuts.stale else {}
+        named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
+        # where nothing is read, to fill the destinations is the work
+        if named or effects.returned or not shortcuts.stale:
+            shortcuts.refuse(results["baseline"], named, expected, deviations["baseline"])
     return errors
 
 
 def _refuse_views(
-    deviations: Mapping[str, Sequence[Deviation]], aliases: Mapping[str, Sequence[bool]]
+    deviations: Mapping[str, Sequence[Deviation]], deferred: Mapping[str, Sequence[bool]]
 ) -> None:
-    """Refuse outputs that are views of inputs or expanded, unless the baseline's are so, too."""
-    for arm, flags in aliases.items():
-        rows = zip(deviations[arm], flags, aliases["baseline"], strict=True)
+    """Refuse outputs whose elements were not all written, unless the baseline's are alike."""
+    for arm, flags in deferred.items():
+        rows = zip(deviations[arm], flags, deferred["baseline"], strict=True)
         for output, is_view, allowed in rows:
             if is_view and not allowed and output.path.startswith("result"):
                 raise WrongResult(
-                    f"{arm} returns {output.path} as a view of its inputs or of few elements, but "
-                    "the baseline computes it: whatever reads the view does the work, so time that "
-                    "step in both arms"
+                    f"{arm} returns {output.path} as a view of its inputs, of a file or of few "
+                    "elements, but the baseline computes it: whatever reads the view does the "
+                    "work, so time that step in both arms"
                 )
+
+
+@dataclass(slots=True)
+class Shortcuts:
+    """Refuses a claim that an arm without work would pass.
+
+    Zeros and half the result need no check: their relative RMS errors, 1 and 0.5, are never
+    allowed. Neither does an input that equals the result: the claim is about copying it.
+    """
+
+    precision: PrecisionName | None = None
+    stale: Outputs = ()  #: The baseline's result on another seed.
+
+    def refuse(
+        self,
+        result: Outputs,
+        inputs: Mapping[str, Any],
+        expected: Sequence[Expected],
+        base: Sequence[Deviation],
+    ) -> None:
+        """Raise UsageError if an output of the baseline could have been found without work.
+
+        An integer output may be the same for all inputs if another output is not.
+        """
+        rows = zip(self.stale, expected, base, strict=False)
+        found = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
+        self.stale = result
+        for name, output in zip(found, base, strict=False):
+            if name and (all(found) or not is_exact(output)):
+                raise UsageError(
+                    f"{name} would pass for {output.path}, so an arm could skip the work: choose "
+                    "inputs for which the results differ by more than the tolerance"
+                )
+
+    def _find(
+        self, old: Any, inputs: Mapping[str, Any], want: Expected, base: Deviation
+    ) -> str | None:
+        """Return the name of an array that would pass for an output."""
+        arrays = {"the result for other inputs": old, "a constant": _constant(old), **inputs}
+        for name, array in arrays.items():
+            (output,) = compare([(base.path, array)], [want], located=False)
+            is_copied = name in inputs and not output.error
+            with contextlib.suppress(WrongResult):
+                arms = {"baseline": base, "optimized": output}
+                list(_judge_output(arms, want, self.precision, "", located=False))
+                if not is_copied:
+                    return name
+        return None
+
+
+def _constant(array: Any) -> Any:
+    """Return an array of one value: the mean, or for integers the first element."""
+    backend, constant = backend_of(array), backend_of(array).copy(array)
+    if is_exact(array):
+        constant[...] = array.reshape(-1)[:1]
+    elif math.prod(array.shape):
+        total = sum(backend.cast(part, "float64", part).sum() for _, part in parts(array))
+        constant[...] = total / math.prod(array.shape)
+    return constant
 
 
 @watched
@@ -331,7 +438,8 @@ def expect(reference: object, *, exact: bool = False) -> list[Expected]:
     fp64, or exactly the baseline's result.
     """
     outputs = [(path, _numbers(value)) for path, value in tensors.walk(reference, "reference")]
-    return [Expected(path, array, _rms(array), exact) for path, array in outputs]
+    scales = ((rms, _scale(array, rms)) for _, array in outputs for rms in [_rms(array)])
+    return [Expected(*o, *s, exact) for o, s in zip(outputs, scales, strict=True)]
 
 
 @watched
@@ -346,9 +454,9 @@ def compare(
     deviations = []
     for i, (path, value) in enumerate(outputs):
         got = _numbers(value)
-        deviation = Deviation(path, signature(got), dtype(got), tuple(got.shape))
+        deviation = Deviation(path, dtype(got), tuple(got.shape), device_name(got))
         if i < len(expected) and tuple(expected[i].array.shape) == deviation.shape:
-            error, rms, locate = _worst(got, expected[i].array, expected[i].rms)
+            error, rms, locate = _worst(got, expected[i])
             if located:
                 locate = partial(tuple, locate())
             deviation = replace(deviation, error=error, rms=rms, locate=locate)
@@ -381,6 +489,8 @@ def judge(
     arms = sorted(deviations, key=lambda arm: arm != "baseline")
     for arm in arms:
         if len(deviations[arm]) != len(base):
+            if not deviations[arm]:
+                raise WrongResult(f"{arm} returns nothing and changes no argument")
             given = f"{_paths(deviations[arm])}, the baseline's {_paths(base)}"
             raise WrongResult(f"{arm}'s result is {given}")
     return [
@@ -454,16 +564,12 @@ def _judge_output(
 
 def _numbers(value: Any) -> Any:
     """Return one output as an array of real numbers."""
-    import numpy as np
-
-    if isinstance(value, (int, float, complex, np.generic)):
-        value = np.asarray(value)
-    if not backend_of(value):
+    if not (array := tensors.as_array(value)):
         raise UsageError(
             f"a result of type {type(value).__name__} cannot be compared: return numbers, or "
             "plain, dense arrays of them"
         )
-    return backend_of(value).as_real_view(value)
+    return backend_of(array[0]).as_real_view(array[0])
 
 
 def _check_reference(base: Deviation, want: Expected) -> None:
@@ -481,7 +587,7 @@ def _check_reference(base: Deviation, want: Expected) -> None:
             "the baseline's result"
         )
     if not math.isfinite(want.rms):
-        index, value, _ = _worst(want.array, want.array, 0.0)[2]()
+        index, value, _ = _worst(want.array, replace(want, rms=0.0, scale=0.0))[2]()
         where = f"{value} at {base.path}{list(index)}"
         raise UsageError(f"the reference is {where}: choose inputs whose results are finite")
 
@@ -493,14 +599,41 @@ def _rms(array: Any) -> float:
     return math.sqrt(float(squares) / max(math.prod(array.shape), 1))
 
 
-def _worst(got: Any, want: Any, rms: float) -> tuple[float, float, Callable[[], Element]]:
-    """Return the largest error of any element, the RMS error, and what finds the element.
+def _scale(array: Any, rms: float) -> float:
+    """Return the RMS of an array's values, or of the smaller half of them times SMALLER_HALF.
 
-    The error is |got - want| / (|want| + rms). It is 1 where integers differ, and infinite where
-    ``got`` is not finite. The RMS error is relative to ``rms``, if that is not 0.
+    The lesser of the two: a few large elements raise the RMS so far that the errors of all others
+    would not count. Zeros are left out. Of a large array, a random sample is used.
     """
     import numpy as np
 
+    count = math.prod(array.shape)
+    if not 0 < rms < math.inf:
+        return rms
+    backend = backend_of(array)
+    index: Any = ...
+    if count > SAMPLE:
+        at = np.random.default_rng().integers(0, count, SAMPLE)
+        index = tuple(backend.cast(i, "int64", array) for i in np.unravel_index(at, array.shape))
+    sample = backend.cast(array[index], "float64", array).reshape(-1).tolist()
+    sizes = np.sort(np.abs([x for x in sample if x]))
+    half = sizes[: (len(sizes) + 1) // 2]
+    # of few values, the smaller half may be small by chance
+    factor = SMALLER_HALF * max(1.0, FEW / count)
+    scale = factor * float(np.sqrt((half**2).mean())) if len(half) else rms
+    return min(rms, max(scale, NEGLIGIBLE * min(rms, 1.0)))
+
+
+def _worst(got: Any, expected: Expected) -> tuple[float, float, Callable[[], Element]]:
+    """Return the largest error of any element, the RMS error, and what finds the element.
+
+    The error is |got - want| / (|want| + scale). It is 1 where integers differ, and infinite where
+    ``got`` is not finite. The RMS error is relative to the RMS of the expected values, if that is
+    not 0, or else to each value and the scale: the larger of the two.
+    """
+    import numpy as np
+
+    want, rms, scale = expected.array, expected.rms, expected.scale
     backend, exact = backend_of(got), is_exact(got)
     kind = "int64" if exact and is_exact(want) else "float64"
     # compare a host output on the reference's device, because a GPU compares faster
@@ -512,14 +645,16 @@ def _worst(got: Any, want: Any, rms: float) -> tuple[float, float, Callable[[], 
         return ((start, part, truth) for (start, part), (_, truth) in rows)
 
     def errors(part: Any, truth: Any) -> tuple[Any, Any]:
-        """Return the errors of a part's elements, and the sum of the squared differences."""
+        """Return the errors of a part's elements, and the sum of their squares."""
         g = backend.cast(part, kind, like)
         w = backend.cast(backend_of(truth).cast(truth, kind, truth), kind, like)
         with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, replaced below
             error = backend.cast(g != w, "float64", like) if exact else abs(g - w)
             squares = ((error / (rms or 1)) ** 2).sum()
             if rms and not exact:
-                error /= abs(w) + rms
+                error /= abs(w) + scale
+                if scale < rms:
+                    squares = backend.module.maximum(squares, (error**2).sum())
         error[~backend.module.isfinite(error)] = math.inf
         return error, squares
 

@@ -7,7 +7,8 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -22,53 +23,150 @@ CHUNK = 1 << 23  #: Elements in one part on a GPU: several fp64 temporaries take
 HOST_CHUNK = 1 << 15
 """Elements in one part on the host: they fit in its caches, and torch uses one thread for so few.
 Several threads would wait for one another while other claims keep the cores busy."""
+MANY = 16
+"""A longer list of numbers is compared as one array: its scale is that of all its elements. A
+shorter one may hold unlike figures, which are compared one by one."""
+_NUMBER_TYPES = {bool, int, float, complex}
+_SCALARS = {"numpy", "ml_dtypes"}  # modules of scalar types
+_PLAIN_TYPES = {*_NUMBER_TYPES, list, tuple, str, bytes, bytearray, set, frozenset, range}
+"""Types whose values are equal if their texts are."""
+ALIGNMENT = 16  #: Bytes; every allocator aligns arrays to at least as many.
+SAMPLE = 64  #: Elements of an array that :func:`sample` reads.
 _WEIGHTS: dict[Any, Any] = {}  #: Random weights of checksums by backend, device and number.
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Inputs:
     """One set of inputs, as returned by one call of a claim's ``inputs``."""
 
-    args: Args  #: The arguments of a call, without their ``static`` marks.
+    args: Args
+    """The arguments of a call, without their ``static`` marks. :meth:`overwrite` may replace the
+    tuple: read it anew for each call."""
     dynamic: Sequence[int]  #: Positions of the arguments not marked ``static``.
     seed: int  #: Seed with which ``inputs`` drew the values.
 
-    def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> None:
-        """Copy the dynamic arguments of ``fresh``, or those at ``positions``, into this set."""
-        for i in self.dynamic if positions is None else positions:
-            overwrite((self.args[i],), (fresh.args[i],))
+    def overwrite(
+        self, fresh: Inputs, positions: Sequence[int] | None = None, *, rebind: bool = False
+    ) -> tuple[str, ...]:
+        """Give this set the values of the dynamic arguments of ``fresh``, or of ``positions``.
+
+        With ``rebind``, ``args`` becomes a new tuple with ``fresh``'s objects where a value cannot
+        change in place, so that the set is as valid as ``fresh``. Return the paths of the arrays
+        that are other objects since then: a result that is cached by address was not challenged.
+
+        Without it (a captured graph or a prepared arm holds the old numbers and addresses), nothing
+        changes unless all can change in place. Return the paths of what cannot.
+        """
+        positions = self.dynamic if positions is None else positions
+        trial = Overwriting(write=False)
+        trial.items(self._at(positions), fresh._at(positions))
+        if not rebind and (trial.stuck or trial.unbound):
+            return (*trial.stuck, *trial.unbound)
+        items = Overwriting(write=True).items(self._at(positions), fresh._at(positions))
+        self.args = tuple(items.get(f"args[{i}]", arg) for i, arg in enumerate(self.args))
+        return tuple(trial.stuck)
+
+    def overwrite_in_place(
+        self, fresh: Inputs, positions: Sequence[int] | None = None
+    ) -> list[str]:
+        """Overwrite the values that can change in place, and leave the others as they are.
+
+        Return the paths of the arrays that cannot.
+        """
+        positions = self.dynamic if positions is None else positions
+        overwriting = Overwriting(write=True)
+        overwriting.items(self._at(positions), fresh._at(positions))
+        return overwriting.stuck
+
+    def _at(self, positions: Sequence[int]) -> dict[str, Any]:
+        return {f"args[{i}]": self.args[i] for i in positions}
 
 
 def walk(value: Any, name: str) -> list[NamedTensor]:
     """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
     None is not a leaf, and neither is a Score, which is the judged figure and no part of the
-    result. A tensor's ``.grad`` is one, because backward() writes it. Containers are read without
-    their own methods, which an arm could override to compute the items after the timed call.
+    result. A tensor's ``.grad`` is one, because backward() writes it, and so is a long list of
+    numbers. Containers are read without their own methods, which an arm could override to compute
+    the items after the timed call. A container that contains itself raises UsageError.
     """
-    torch = sys.modules.get("torch")
     leaves: list[NamedTensor] = []
-    children: dict[str, Any] = {}
+    try:
+        _walk(value, name, leaves)
+    except RecursionError:
+        raise UsageError(
+            f"{name} is nested too deep, or contains itself: return numbers and arrays in tuples, "
+            "lists, dicts or dataclasses"
+        ) from None
+    return leaves
+
+
+def _walk(value: Any, name: str, leaves: list[NamedTensor]) -> None:
+    children = _children(value)
+    if children is None:
+        leaves.append((name, value))
+        if (grad := _grad(value)) is not None:
+            _walk(grad, name + ".grad", leaves)
+    else:
+        for path_suffix, item in children.items():
+            _walk(item, name + path_suffix, leaves)
+
+
+def _grad(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    return value.grad if torch and isinstance(value, torch.Tensor) and value.is_leaf else None
+
+
+def _children(value: Any) -> dict[str, Any] | None:
+    """Return the items of a container by the suffix of their path; None if it is a leaf."""
+    torch = sys.modules.get("torch")
+    children: dict[str, Any] | None = None
     if value is None or isinstance(value, Score):
-        pass
-    elif isinstance(value, (tuple, list)):
+        children = {}
+    elif isinstance(value, (tuple, list)) and not is_number_list(value):
         kind: Any = tuple if isinstance(value, tuple) else list
         children = {f"[{i}]": item for i, item in enumerate(kind.__iter__(value))}
     elif isinstance(value, dict):
         keys = sorted(dict.keys(value), key=repr)
         children = {f"[{key!r}]": dict.__getitem__(value, key) for key in keys}
     elif torch and isinstance(value, torch.nn.Module):
-        named = (*value.named_parameters(), *value.named_buffers())
-        children = {f".{key}": item for key, item in named}
+        stored = [vars(value).get(key) for key in ("_parameters", "_buffers", "_modules")]
+        # a compiled TorchScript module stores none of them in Python
+        items = [item for part in stored if isinstance(part, dict) for item in dict.items(part)]
+        children = {f".{key}": item for key, item in items}
     elif _is_plain_dataclass(value):
         children = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
-    else:
-        leaves = [(name, value)]
-        if torch and isinstance(value, torch.Tensor) and value.is_leaf:
-            children = {".grad": value.grad}
-    return leaves + [
-        leaf for path_suffix, item in children.items() for leaf in walk(item, name + path_suffix)
-    ]
+    return children
+
+
+def hidden_values(value: Any, name: str) -> str | None:
+    """Return the path of a container that has attributes beside its items or fields, if any."""
+    stored = vars(value) if isinstance(value, (list, tuple, dict)) and _has_dict(value) else {}
+    if _is_plain_dataclass(value) and _has_dict(value):
+        stored = vars(value).keys() - {f.name for f in dataclasses.fields(value)}
+    if stored:
+        return name
+    children = _children(value) or {}
+    found = (hidden_values(item, name + suffix) for suffix, item in children.items())
+    return next(filter(None, found), None)
+
+
+def _has_dict(value: Any) -> bool:
+    return hasattr(value, "__dict__")
+
+
+def is_number_list(value: Any) -> bool:
+    """Whether this is a plain list or tuple of so many numbers that it is one leaf, not many."""
+    if type(value) not in (list, tuple) or len(value) <= MANY:
+        return False
+    return all(map(_is_number_type, {*map(type, value)}))
+
+
+def _is_number_type(kind: type) -> bool:
+    """Whether this is a type of numbers that a class of an arm cannot have overridden."""
+    import numpy as np
+
+    return kind in _NUMBER_TYPES or (issubclass(kind, np.generic) and kind.__module__ in _SCALARS)
 
 
 def _is_plain_dataclass(value: Any) -> bool:
@@ -101,17 +199,23 @@ class ArrayBackend:
 
 
 def _torch(torch: Any) -> ArrayBackend:
+    def is_array(x: Any) -> bool:
+        is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        return is_dense and not (x.is_quantized or x.is_nested or x.is_meta)
+
+    # .data has none of the attributes of its tensor: an arm could have overridden a method there
+
     def as_real_view(array: Any) -> Any:
-        array = array.detach().resolve_conj().resolve_neg()
+        array = array.data.resolve_conj().resolve_neg()
         return torch.view_as_real(array) if array.is_complex() else array
 
     return ArrayBackend(
         torch,
-        lambda x: type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided,
+        is_array,
         as_real_view,
-        lambda x: x.clone(),
+        lambda x: x.data.clone(),
         lambda x, kind, at: torch.as_tensor(x, dtype=getattr(torch, kind), device=at.device),
-        lambda x: (x.data_ptr(), tuple(s * x.element_size() for s in x.stride())),
+        lambda x: (x.data.data_ptr(), tuple(s * x.itemsize for s in x.data.stride())),
     )
 
 
@@ -120,7 +224,12 @@ def _numpy(numpy: Any) -> ArrayBackend:
     types_ = (numpy.ndarray, getattr(numpy, "memmap", numpy.ndarray))
     return ArrayBackend(
         numpy,
-        lambda x: type(x) in types_ and x.dtype.kind in "biufc",
+        # longdouble has no integer of its size, in which its bits could be compared
+        lambda x: (
+            type(x) in types_
+            and x.dtype.kind in "biufc"
+            and x.dtype.itemsize <= (16 if x.dtype.kind == "c" else 8)
+        ),
         lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
         lambda x: x.copy(),
         lambda x, kind, _: numpy.asarray(x, dtype=kind),
@@ -152,7 +261,11 @@ def is_exact(array: Any) -> bool:
 
 def signature(array: Any) -> str:
     """Return an output's dtype, shape and device as text; they must be equal for all arms."""
-    return f"{dtype(array)}{list(array.shape)} on {getattr(array, 'device', 'cpu')}"
+    return f"{dtype(array)}{list(array.shape)} on {device_name(array)}"
+
+
+def device_name(array: Any) -> str:
+    return str(getattr(array, "device", "cpu"))
 
 
 def view(array: Any) -> tuple[Any, ...]:
@@ -201,8 +314,13 @@ def _slabs(shape: tuple[int, ...], size: int) -> Iterator[tuple[int, tuple[Any, 
 
 def arrays(args: Args) -> dict[str, Any]:
     """Return the arrays in arguments by path; an array that is passed twice appears once."""
-    leaves = [(path, value) for path, value in walk(args, "args") if backend_of(value)]
-    first = {view(value): (path, value) for path, value in reversed(leaves)}
+    return {path: value for path, value in leaves(args).items() if backend_of(value)}
+
+
+def leaves(args: Args) -> dict[str, Any]:
+    """Return the leaves in arguments by path; an array that is passed twice appears once."""
+    named = [(p, x, view(x) if backend_of(x) else p) for p, x in walk(args, "args")]
+    first = {key: (path, value) for path, value, key in reversed(named)}
     return dict(reversed(first.values()))
 
 
@@ -217,13 +335,79 @@ def nbytes(args: Args) -> int:
     return int(covered(spans))
 
 
-def aliases_input(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
-    """Whether an array overlaps an argument in memory, or is expanded (has a stride of 0)."""
+def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
+    """Whether some of an array's elements are not in memory of their own, so that a reader works.
+
+    It overlaps an argument, repeats elements, has a conjugation or a sign pending, or maps a file.
+    Memory that is shared with another process is its own, unless an argument maps it as well.
+    """
     low, high = _span(array)
-    spans = [_span(a) for p, a in arrays(args).items() if p not in skip]
-    _, strides = backend_of(array).address_and_strides(array)
-    expanded = any(n > 1 and not stride for n, stride in zip(array.shape, strides, strict=True))
-    return expanded or any(low < end and start < high for start, end in spans)
+    others = [a for p, a in arrays(args).items() if p not in skip]
+    if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
+        return True
+    if any(low < end and start < high for start, end in map(_span, others)):
+        return True
+    if not on_host(array):
+        return False
+    maps = _file_mappings()
+    name, start, end = _file_range(array, maps)
+    is_file = name.startswith("/") and not name.startswith(_MEMORY_FILES) and ".so" not in name
+    ranges = [_file_range(other, maps) for other in others if on_host(other)] if name else []
+    return is_file or any(name == n and start < e and s < end for n, s, e in ranges)
+
+
+_MEMORY_FILES = ("/dev/", "/memfd:", "/anon_hugepage", "/SYSV")
+"""Names in /proc/self/maps of memory that belongs to no file on a disk."""
+
+
+def _file_mappings() -> list[tuple[int, int, int, str]]:
+    """Return start, end, offset and name of the mapped files of this process, in order."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    rows = [line.split(maxsplit=5) for line in lines if "/" in line]
+    spans = [(row[0].split("-"), int(row[2], 16), row[5]) for row in rows]
+    return [(int(start, 16), int(end, 16), offset, name) for (start, end), offset, name in spans]
+
+
+def _file_range(array: Any, maps: Sequence[tuple[int, int, int, str]]) -> tuple[str, int, int]:
+    """Return the file that an array's memory maps, and the range of its bytes there."""
+    low, high = _span(array)
+    for start, end, offset, name in maps:
+        if start <= low < end:
+            return name, offset + low - start, offset + high - start
+    return "", 0, 0
+
+
+def _is_pending(array: Any) -> bool:
+    """Whether a torch tensor is marked as conjugated or negated."""
+    is_torch = backend_of(array).module.__name__ == "torch"
+    return bool(is_torch and (array.data.is_conj() or array.data.is_neg()))
+
+
+def layout(array: Any) -> tuple[Any, ...]:
+    """Return what a call's time may depend on beside the values of an array."""
+    address, strides = backend_of(array).address_and_strides(array)
+    if backend_of(array).module.__name__ == "torch":
+        kind: tuple[Any, ...] = array.requires_grad, array.data.is_pinned(), _is_pending(array)
+    else:
+        kind = type(array), getattr(array.flags, "writeable", True)
+    return signature(array), strides, address % ALIGNMENT, kind
+
+
+def sample(array: Any, entropy: int) -> list[float]:
+    """Return a few elements, at positions that depend on ``entropy`` and the shape alone."""
+    import numpy as np
+
+    shape = tuple(array.shape) or (1,)
+    if not math.prod(shape):
+        return []
+    at = np.random.default_rng((entropy, *shape)).integers(0, math.prod(shape), SAMPLE)
+    backend = backend_of(array)
+    index = tuple(backend.cast(i, "int64", array) for i in np.unravel_index(at, shape))
+    real = backend.as_real_view(array.reshape(shape))[index]
+    return list(map(float, backend.cast(real, "float64", array).reshape(-1).tolist()))
 
 
 def _span(array: Any) -> tuple[int, int]:
@@ -253,8 +437,27 @@ def _equal(first: object, second: object) -> bool:
 
 @watched
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, tuple[str, Any]]:
-    """Return the signature and the checksums of each array by path; arrays are not copied."""
-    return {p: (signature(a), _checksums(a)) for p, a in arrays(args).items() if p not in skip}
+    """Return each leaf's type and what its value is compared by; arrays are not copied."""
+    return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skip}
+
+
+def identify(leaf: Any) -> tuple[str, Any]:
+    """Return a leaf's type and the checksums of its elements, or its text if it has no elements.
+
+    Objects of unknown types, which may not even be immutable, have no text.
+    """
+    if array := as_array(leaf):
+        return signature(array[0]), _checksums(array[0])
+    return type(leaf).__name__, repr(leaf) if type(leaf) in _PLAIN_TYPES else None
+
+
+def as_array(leaf: Any) -> tuple[Any, ...]:
+    """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
+    import numpy as np
+
+    if is_number_list(leaf) or _is_number_type(type(leaf)):
+        leaf = np.asarray(leaf)
+    return (leaf,) if backend_of(leaf) else ()
 
 
 def _checksums(array: Any) -> Any:
@@ -286,19 +489,25 @@ def _weights(array: Any, count: int) -> Any:
     return _WEIGHTS[key][:count]
 
 
+def same_identity(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
+    (kind, value), (other_kind, other) = first, second
+    return kind == other_kind and bool(
+        value == other if value is None or isinstance(value, str) else (value == other).all()
+    )
+
+
 @watched
 def changed(
     before: Mapping[str, tuple[str, Any]], args: Args, skip: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the paths of arrays whose bits changed, or that were added or removed.
+    """Return the paths of leaves whose value changed, or that were added or removed.
 
     ``before`` is an earlier :func:`fingerprint`.
     """
     now = fingerprint(args, skip)  # all is enqueued before the first wait for the GPU
 
     def same(path: str) -> bool:
-        (kind, sums), (kind_before, sums_before) = now[path], before[path]
-        return kind == kind_before and (sums is None or bool((sums == sums_before).all()))
+        return same_identity(now[path], before[path])
 
     unchanged = [p for p in now if p in before and same(p)]
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*unchanged, *skip))
@@ -319,17 +528,114 @@ def poison(args: Args, paths: Collection[str]) -> None:
             backend_of(array).as_real_view(array)[...] = math.nan
 
 
-def overwrite(live: Args, fresh: Args) -> None:
-    """Copy fresh values into live arguments, in place; drop gradients that have no fresh value."""
-    olds, news = arrays(live), arrays(fresh)
-    for path, old in olds.items():
-        new = news.get(path)
-        if new is None and path.endswith(".grad"):
-            olds[path.removesuffix(".grad")].grad = None
-        elif new is None or signature(new) != signature(old):
-            raise UsageError(
-                f"inputs() gives another shape, dtype or device for another seed ({path}): a "
-                "prepared arm needs them fixed"
-            )
+@dataclasses.dataclass(slots=True)
+class Overwriting:
+    """Gives live values those of fresh ones, in place; works for all that :func:`walk` reads.
+
+    Arrays are written through an alias, so that torch's version counters stay as they are.
+    """
+
+    write: bool  #: False to find only what can change in place.
+    stuck: list[str] = dataclasses.field(default_factory=list)
+    """Paths of arrays that cannot: read-only, or of another shape, dtype or device."""
+    unbound: list[str] = dataclasses.field(default_factory=list)
+    """Paths of other values that cannot: numbers in tuples, files, functions."""
+
+    def items(self, live: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+        """Overwrite the values of ``live``, which have the paths of those of ``fresh``.
+
+        Return by path the value that is right now: the live one, or else the fresh one.
+        """
+        return {path: self._value(path, value, fresh[path]) for path, value in live.items()}
+
+    def _value(self, path: str, live: Any, fresh: Any) -> Any:
+        olds, news = _children(live), _children(fresh)
+        if live is fresh:
+            right = live
+        elif backend_of(live):
+            right = self._array(path, live, fresh)
+        elif type(live) is not type(fresh) or olds is None or news is None:
+            right = self._leaf(path, live, fresh)
         else:
-            as_int_bits(old)[...] = as_int_bits(new)
+            olds, news = ({path + k: x for k, x in items.items()} for items in (olds, news))
+            right = self._container(path, live, fresh, olds, news)
+        return right
+
+    def _container(
+        self, path: str, live: Any, fresh: Any, olds: Mapping[str, Any], news: Mapping[str, Any]
+    ) -> Any:
+        torch = sys.modules.get("torch")
+        unbound = len(self.unbound)
+        items = news
+        if olds.keys() == news.keys():
+            items = self.items(olds, news)
+            if all(items[key] is olds[key] for key in items):
+                return live
+        else:
+            has_arrays = any(backend_of(leaf) for _, leaf in walk(fresh, path))
+            (self.stuck if has_arrays else self.unbound).append(path)
+        if isinstance(live, tuple):
+            return tuple.__new__(type(live), items.values())
+        if torch and isinstance(live, torch.nn.Module):
+            return fresh
+        del self.unbound[unbound:]  # the container takes them
+        if self.write:
+            _refill(live, fresh, items.values())
+        return live
+
+    def _array(self, path: str, live: Any, fresh: Any) -> Any:
+        if backend_of(fresh) is not backend_of(live) or signature(fresh) != signature(live):
+            self.stuck.append(path)
+            return fresh
+        target, source = _stored_elements(live, live), _stored_elements(fresh, live)
+        if target is None or source is None:
+            if same_identity(identify(live), identify(fresh)):
+                return live
+            self.stuck.append(path)
+            return fresh
+        if self.write:
+            as_int_bits(target)[...] = as_int_bits(source)
+            gradient, new_gradient = _grad(live), _grad(fresh)
+            if gradient is not None or new_gradient is not None:
+                live.grad = self._value(f"{path}.grad", gradient, new_gradient)
+        return live
+
+    def _leaf(self, path: str, live: Any, fresh: Any) -> Any:
+        if type(live) is type(fresh) and type(live) in (list, bytearray):
+            if self.write:
+                live[:] = fresh
+            return live
+        if type(live) is type(fresh) and _equal(live, fresh):
+            return live
+        self.unbound.append(path)
+        return fresh
+
+
+def _refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
+    """Store the items of a list, dict or dataclass, in the order of :func:`_children`."""
+    if isinstance(live, list):
+        list.__setitem__(live, slice(None), items)
+    elif isinstance(live, dict):
+        by_key = dict(zip(sorted(dict.keys(fresh), key=repr), items, strict=True))
+        dict.clear(live)
+        dict.update(live, {key: by_key[key] for key in dict.keys(fresh)})
+    else:
+        for field, item in zip(dataclasses.fields(live), items, strict=True):
+            object.__setattr__(live, field.name, item)
+
+
+def _stored_elements(array: Any, live: Any) -> Any:
+    """View the elements of an array that ``live`` stores; None if they cannot be written there.
+
+    Of a dimension that ``live`` repeats (its stride is 0), only the first element is stored.
+    """
+    backend = backend_of(array)
+    if backend.module.__name__ == "torch":
+        array = array.data.conj() if live.is_conj() else array.data
+    elif backend.module.__name__ == "numpy" and not live.flags.writeable:
+        return None
+    strides = backend.address_and_strides(live)[1]
+    repeated = [i for i, n in enumerate(live.shape) if n > 1 and not strides[i]]
+    if any(backend.address_and_strides(array)[1][i] for i in repeated):
+        return None
+    return array[(*(slice(int(i in repeated) or None) for i in range(len(strides))), ...)]

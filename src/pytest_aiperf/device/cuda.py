@@ -20,7 +20,18 @@ from pytest_aiperf.model import Bench, Gpu, GpuState, Mode, Trace
 from pytest_aiperf.rules.validity import watched
 
 from . import counters
-from .device import MAX_BLOCK_S, Block, Call, NoiseProbe, WallBlock, gc_disabled, now, seed_all
+from .device import (
+    MAX_BLOCK_S,
+    Block,
+    Call,
+    NoiseProbe,
+    WallBlock,
+    gc_disabled,
+    nothing,
+    now,
+    run_calls,
+    seed_all,
+)
 from .trace import trace
 
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
@@ -60,6 +71,7 @@ class CudaDevice:
     """Times calls on one GPU, on a stream that this object owns."""
 
     torch_device = "cuda"
+    renews = False
 
     def __init__(self, gpu: Gpu, ranks: RankGroup | None = None) -> None:
         import torch
@@ -78,6 +90,9 @@ class CudaDevice:
         self._cupy_used = False
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
+        self._copied = torch.cuda.Event(enable_timing=False)
+        self._flush: Call | None = None
+        self._separate_memory = torch.cuda.MemPool()
         self._unsynced_blocks = -3  # ignore the three spins below: a sanitizer may delay them
         self._failed_captures: list[object] = []
         self.blocking_s = 0.0
@@ -106,18 +121,20 @@ class CudaDevice:
             padding += [sys.modules["cupy"].empty(size, dtype="u1") for size in (small, large)]
         return padding
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:
+    def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> Block:
         if mode is Mode.WALL:
-            return WallBlock(calls, self.ranks, self.synchronize, self.current)
+            return WallBlock(calls, self.ranks, self.synchronize, self.current, keep)
         if mode is Mode.GRAPH:
-            graph, last = self._capture(calls)
+            graph, kept = self._capture(calls, keep)
 
             def replay() -> object:
                 graph.replay()
-                return last
+                return kept
 
-            return _DeviceBlock(self, [replay], mode, last)
-        return _DeviceBlock(self, calls, mode)
+            made = _DeviceBlock(self, [replay], mode)
+            made.kept = kept
+            return made
+        return _DeviceBlock(self, calls, mode, keep)
 
     def estimate_s(self, call: Call) -> float:
         def ten() -> None:
@@ -160,18 +177,25 @@ class CudaDevice:
     def telemetry(self) -> GpuState:
         return nvml.telemetry(self._uuid)
 
-    def peak_bytes(self, call: Call) -> int:
+    def flush(self) -> None:
+        if self._flush is None:
+            self._flush = counters.flusher(self)
+        with self.current():
+            self._flush()
+
+    def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]:
         """Return the peak bytes in torch's allocator; other allocators' memory is not counted."""
         memory = self._torch.cuda
         with self.current():
             self.synchronize()
             before = memory.memory_allocated()
+            first()
+            self.synchronize()
             memory.reset_peak_memory_stats()
-            held = call()
+            result = second()
             self.synchronize()
             peak = memory.max_memory_allocated()
-            del held
-        return int(self.ranks.max(max(0, peak - before)))
+        return int(self.ranks.max(max(0, peak - before))), result
 
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
         """Trace a call with the cache state and the launch gaps of its timing."""
@@ -249,6 +273,14 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
 
+    def separate_memory(self) -> contextlib.AbstractContextManager[object]:
+        """Make torch allocate from a pool that timed calls do not use.
+
+        Memory that results are copied to would be missing in the pool of the calls: one of them
+        would have to wait for the driver.
+        """
+        return self._torch.cuda.use_mem_pool(self._separate_memory, device=self._index)  # type: ignore[no-any-return]
+
     def release(self) -> None:
         self.synchronize()
         gc.collect()
@@ -282,7 +314,13 @@ class CudaDevice:
             yield
 
     def time_behind_blocking_kernel(
-        self, work: Call, blocking_s: float, *, tries: int
+        self,
+        work: Call,
+        blocking_s: float,
+        *,
+        tries: int,
+        before: Call = nothing,
+        after: Call = nothing,
     ) -> tuple[float, float]:
         """Time work that the host enqueues completely while a blocking kernel spins.
 
@@ -292,7 +330,8 @@ class CudaDevice:
         """
         seconds = 0.0
         for retry in range(tries):
-            seconds, enqueued, blocked = self.timed(work, blocking_s)
+            before()
+            seconds, enqueued, blocked = self.timed(work, blocking_s, after)
             if self.ranks.all(blocked):
                 return seconds, max(_MIN_BLOCKING_S, 1.5 * enqueued)
             if retry and not self.ranks.all(blocking_s < _LONG_BLOCKING_S):
@@ -301,11 +340,15 @@ class CudaDevice:
         return seconds, 0.0
 
     @watched
-    def timed(self, work: Call, blocking_s: float = 0.0) -> tuple[float, float, bool]:
+    def timed(
+        self, work: Call, blocking_s: float = 0.0, after: Call = nothing
+    ) -> tuple[float, float, bool]:
         """Time work between two events, behind a kernel that spins for ``blocking_s`` seconds.
 
-        Return the seconds on the device, the host's seconds to enqueue the work, and whether the
-        GPU was still blocked when everything was enqueued.
+        ``after`` enqueues copies of results right behind the work, in the order of its stream: a
+        wait before it would give time to work that this stream does not wait for. Return the
+        seconds on the device, the host's seconds to enqueue the work, and whether the GPU was still
+        blocked when everything was enqueued.
         """
         self.synchronize()
         with gc_disabled(), self.current():
@@ -318,12 +361,14 @@ class CudaDevice:
             self._end.record()
             enqueued = (now() - begun) * 1e-9
             blocked = not self._start.query()
-            self._end.synchronize()
+            after()
+            self._copied.record()
+            self._copied.synchronize()
             ended = now()
             self.synchronize()
-            after = self.ranks.max((now() - ended) * 1e-9)  # so all ranks fail together
+            unsynced = self.ranks.max((now() - ended) * 1e-9)  # so all ranks fail together
         seconds = self.ranks.max(self._start.elapsed_time(self._end) * 1e-3)
-        self._refuse_unsynced_work(seconds, after)
+        self._refuse_unsynced_work(seconds, unsynced)
         return seconds, enqueued, blocked
 
     def _refuse_unsynced_work(self, seconds: float, after: float) -> None:
@@ -341,11 +386,13 @@ class CudaDevice:
         cycles = int(seconds * self._cycles_per_s)
         self._torch.cuda._sleep(cycles)  # noqa: SLF001  no public name
 
-    def _capture(self, calls: Sequence[Call], *, replayed: bool = True) -> tuple[Any, object]:
-        """Capture calls; return the graph and what the last call returned."""
+    def _capture(
+        self, calls: Sequence[Call], keep: int = -1, *, replayed: bool = True
+    ) -> tuple[Any, object]:
+        """Capture calls; return the graph and the result of the call number ``keep``."""
         torch = self._torch
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-        last: object = None
+        kept: object = None
         failure: Exception | None = None
         unjoined = False
         self.synchronize()
@@ -357,8 +404,7 @@ class CudaDevice:
                 error_mode = "global" if self.ranks.count == 1 else "thread_local"
                 graph.capture_begin(pool=pool, capture_error_mode=error_mode)
                 with self._cupy_memory():
-                    for call in calls:
-                        last = call()
+                    kept = run_calls(calls, keep)
             except Exception as error:  # noqa: BLE001  whatever it is, the calls cannot be captured
                 failure = error
             try:
@@ -381,7 +427,7 @@ class CudaDevice:
             cause = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise CannotCapture(f"a CUDA graph of {len(calls)} calls: {cause}") from failure
         self.synchronize()
-        return graph, last
+        return graph, kept
 
     def _undo_failed_capture(self, graph: Any, pool: Any) -> None:
         """Reset the state that an invalidated capture leaves in torch.
@@ -447,19 +493,21 @@ class _DeviceBlock:
     """Calls timed on the GPU, from the first kernel's start to the last one's end."""
 
     def __init__(
-        self, device: CudaDevice, calls: Sequence[Call], mode: Mode, last: object = None
+        self, device: CudaDevice, calls: Sequence[Call], mode: Mode, keep: int = -1
     ) -> None:
         self._device, self._calls = device, calls
+        self.keep = keep
+        self.kept: object = None
         blocking_s = max(_MIN_BLOCKING_S + 20e-6 * len(calls), device.blocking_s)
         self._blocking_s = 0.0 if mode is Mode.PLAIN else blocking_s
-        self.last = last
 
-    def run(self) -> float:
+    def run(self, before: Call = nothing, after: Call = nothing) -> float:
         device = self._device
         if not self._blocking_s:
-            return device.timed(self._work)[0]
+            before()
+            return device.timed(self._work, after=after)[0]
         seconds, blocking_s = device.time_behind_blocking_kernel(
-            self._work, self._blocking_s, tries=_MAX_TRIES
+            self._work, self._blocking_s, tries=_MAX_TRIES, before=before, after=after
         )
         if blocking_s:
             self._blocking_s = device.blocking_s = blocking_s
@@ -470,12 +518,6 @@ class _DeviceBlock:
             'synchronisation, or claim metric="wall" (the time that a caller waits)'
         )
 
-    def run_untimed(self) -> None:
-        self._device.synchronize()
-        with gc_disabled(), self._device.current():
-            self._work()
-        self._device.synchronize()
-
     def _work(self) -> None:
-        for call in self._calls:
-            self.last = call()
+        self.kept = None  # frees it, as later calls free what earlier ones returned
+        self.kept = run_calls(self._calls, self.keep)

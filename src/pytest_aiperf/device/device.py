@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from pytest_aiperf.machine.distributed import RankGroup
@@ -30,25 +31,38 @@ _MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mo
 """Most calls per block. Backlog mode has the fewest: a stream's queue holds about 1,024 launches,
 and one call may need several."""
 
+UNTRACED_BYTES: Final = 8 << 20
+"""By how much more than Python's tracer has seen the resident memory may grow without counting:
+pages of code and of freed memory explain it. More is memory of torch or C++."""
+
 Call = Callable[[], object]
 NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
 """An inputs function and an arm."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class Block(Protocol):
     """Calls that are timed together."""
 
-    last: object  #: Return value of the last call.
+    keep: int  #: Number of the call whose result is kept; -1 for the last one.
+    kept: object  #: That result.
 
-    # Run all calls; return their total seconds.
-    def run(self) -> float: ...
-    def run_untimed(self) -> None: ...
+    # Run all calls; return their total seconds. ``before`` runs ahead of each try, untimed: it may
+    # change the list of calls. ``after`` runs as soon as the last call's work is enqueued on a GPU,
+    # and as soon as the clock has stopped on the host: what it copies is what the clock has seen.
+    def run(self, before: Call = nothing, after: Call = nothing) -> float: ...
 
 
 class Device(Protocol):
     """A device that runs and times calls."""
 
     gpu: Gpu | None  #: None on the host.
+    # Whether each block gets new values. Not on a GPU: writing them between blocks changes what the
+    # caches hold, and leaves it idle. There, replicates and one lone call per arm have new values.
+    renews: bool
     torch_device: str  #: Name of the device in torch: ``cuda`` or ``cpu``.
     ranks: RankGroup  #: Processes that measure the same claim.
 
@@ -58,7 +72,7 @@ class Device(Protocol):
     # Allocate a random size to shift later allocations; deleting the result frees it.
     def random_padding(self, rng: random.Random) -> object: ...
     # Make a block of calls that are warmed up; graph mode may raise CannotCapture.
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block: ...
+    def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> Block: ...
     # Raise InvalidMeasurement if work of a call is not ordered with its stream: before timing by
     # a capture, after timing by a trace. The call must have run before.
     def refuse_unjoined(self, call: Call) -> None: ...
@@ -69,14 +83,19 @@ class Device(Protocol):
     def stabilize_clocks(self, call: Call) -> None: ...
     # Run blocks untimed, each at least once, until the device has recovered from being idle.
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
-    # Return the peak bytes that a call allocates, without those allocated before it.
-    def peak_bytes(self, call: Call) -> int: ...
+    # Evict what the caches hold, if calls on cold inputs follow.
+    def flush(self) -> None: ...
+    # Return the peak bytes that the second call allocates and the first one keeps, and the result
+    # of the second. What a first call needs and frees does not count.
+    def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]: ...
     # Trace one warmed-up call in the state in which it was timed; None on the host.
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None: ...
     # Read hardware counters over one call, by name of the metric; empty on the host.
     def counters(
         self, call: Call, metrics: Sequence[str], *, cold: bool
     ) -> Mapping[str, float]: ...
+    # Allocate memory for copies of results where it is not missing in timed calls.
+    def separate_memory(self) -> contextlib.AbstractContextManager[object]: ...
     # Free cached memory, so that the next replicate allocates anew.
     def release(self) -> None: ...
     # Return the device memory that no process has allocated.
@@ -106,6 +125,7 @@ class HostDevice:
 
     gpu: Gpu | None = None
     torch_device = "cpu"
+    renews = True
 
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.ranks = ranks or RankGroup()
@@ -116,8 +136,8 @@ class HostDevice:
     def random_padding(self, rng: random.Random) -> object:
         return bytearray(rng.randrange(1, 1_024) * 64), bytearray(rng.randrange(64, 8_192) * 4_096)
 
-    def block(self, calls: Sequence[Call], mode: Mode) -> Block:  # noqa: ARG002  one timer for all modes
-        return WallBlock(calls, self.ranks)
+    def block(self, calls: Sequence[Call], mode: Mode, keep: int = -1) -> Block:  # noqa: ARG002  one timer for all modes
+        return WallBlock(calls, self.ranks, keep=keep)
 
     def estimate_s(self, call: Call) -> float:
         seconds = WallBlock([call], self.ranks).run()
@@ -138,22 +158,38 @@ class HostDevice:
     def telemetry(self) -> GpuState:
         return GpuState()
 
-    def peak_bytes(self, call: Call) -> int:
+    def flush(self) -> None: ...
+
+    def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]:
+        """Return the peak that Python's tracer has seen, or that of the process if it is larger.
+
+        The tracer knows the arrays of numpy to the byte, but not those of torch and C++. The
+        process's resident memory includes them, and also pages of code and of freed memory.
+        """
+        gc.collect()  # what others have left must not be freed meanwhile
+        _, resident = _resident_bytes()
         tracemalloc.start()
         try:
-            before, _ = tracemalloc.get_traced_memory()
-            held = call()
-            _, peak = tracemalloc.get_traced_memory()
-            del held
+            first()
+            gc.collect()
+            tracemalloc.reset_peak()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the current size
+            result = second()
+            _, traced = tracemalloc.get_traced_memory()
+            grown = _resident_bytes()[0] - resident
         finally:
             tracemalloc.stop()
-        return int(self.ranks.max(max(0, peak - before)))
+        peak = grown if grown > traced + UNTRACED_BYTES else traced
+        return int(self.ranks.max(peak)), result
 
     def trace(self, *_call: object, **_state: object) -> Trace | None:
         return None  # no GPU to trace
 
     def counters(self, *_call: object, **_state: object) -> Mapping[str, float]:
         return {}
+
+    def separate_memory(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def release(self) -> None:
         gc.collect()
@@ -177,25 +213,51 @@ class WallBlock:
 
     calls: Sequence[Call]  #: The calls, in order.
     ranks: RankGroup  #: Processes that start together; the slowest one's time counts.
-    drain: Call = lambda: None  #: Waits until the device's queue is empty.
+    drain: Call = nothing  #: Waits until the device's queue is empty.
     current: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Makes the timed stream current."""
-    last: object = None  #: Return value of the last call.
+
+    keep: int = -1
+    kept: object = None
 
     @watched
-    def run(self) -> float:
+    def run(self, before: Call = nothing, after: Call = nothing) -> float:
+        self.kept = None  # frees it, as later calls free what earlier ones returned
         with gc_disabled(), self.current():
+            before()
             self.drain()
             self.ranks.barrier()
             begun = now()
-            for call in self.calls:
-                self.last = call()
+            self.kept = run_calls(self.calls, self.keep)
             self.drain()
             seconds = (now() - begun) * 1e-9
+            after()
         return self.ranks.max(seconds)
 
-    def run_untimed(self) -> None:
-        self.run()
+
+def run_calls(calls: Sequence[Call], keep: int) -> object:
+    """Run calls, and return the result of the one that has the number ``keep``.
+
+    Other results live until the next one is there, as in a caller's variable. A call cannot see
+    by the functions that call it whether its result is the kept one.
+    """
+    first, others = calls[: keep % len(calls) + 1], calls[keep % len(calls) + 1 :]
+    kept = last = None
+    for call in first:
+        kept = call()
+    last = kept
+    for call in others:
+        last = call()
+    del last
+    return kept
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Return the peak and the current size of this process's resident memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    peak, size = (int(status[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
+    return peak, size
 
 
 @contextlib.contextmanager

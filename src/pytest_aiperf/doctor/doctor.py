@@ -20,7 +20,7 @@ from pytest_aiperf.build import nvcc
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.errors import AiperfError, ToolMissing
 from pytest_aiperf.machine import gpu_lock, nvml
-from pytest_aiperf.model import Gpu
+from pytest_aiperf.model import FEATURES, Gpu
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.rules import validity
 
@@ -181,6 +181,9 @@ def _gpus(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     for i, gpu in enumerate(gpus):
         size = f"{gpu.memory_bytes / 2**30:.0f} GiB"
         yield _ok(f"GPU {i}", f"{gpu.name} ({gpu.key}, {gpu.arch}, {gpu.sms} SMs, {size})")
+        lacking = [name for name in FEATURES if name not in gpu.features]
+        without = f"; not {', '.join(lacking)}" if lacking else ""
+        yield _ok(f"features {i}", (", ".join(gpu.features) or "none") + without)
     if not gpus and host.has_device():
         todo = "install libraries of the kernel driver's version; in a container, pass the GPUs in"
         yield _broken("GPU", "a driver is loaded, but no GPU can be used", todo, host.absence())
@@ -309,7 +312,8 @@ def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
             yield _ok("cuobjdump", f"reads a kernel for {arch}")
         except AiperfError as error:
             todo = "install the extra pytest-aiperf[sass]"
-            yield _advice("cuobjdump", f"cannot read a kernel for {arch}", todo, _start(error))
+            cause = _start(error).partition(";")[0]  # the rest repeats the remedy
+            yield _advice("cuobjdump", f"cannot read a kernel for {arch}", todo, cause)
 
 
 def _start(error: AiperfError) -> str:
@@ -339,7 +343,8 @@ def _libraries(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     else:
         yield _ok("triton", triton)
     cupy = host.version("cupy-cuda13x") or host.version("cupy-cuda12x")
-    yield _ok("cupy", cupy) if cupy else _advice("cupy", "not installed", install)
+    todo = "pip install cupy-cuda13x, if your arms use CuPy"
+    yield _ok("cupy", cupy) if cupy else _advice("cupy", "not installed", todo)
     if test and test["cuda"]:
         yield _ok("NCCL", test["nccl"])
         if len(gpus) > 1 and all(test["peers"]):
@@ -369,13 +374,16 @@ def _torch(version: str, test: Mapping[str, Any] | None, gpus: Sequence[Gpu]) ->
 
 def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
     for tool in tools.TOOLS.values():
-        if not gpus and not tool.host:
-            continue
+        name, has_use = f"profile {tool.name}", bool(gpus) or tool.host
+        why = "" if has_use else ", profiles only GPUs"
         try:
             path = host.tool(tool.name)
-            yield _ok(f"profile {tool.name}", "installed", detail=path or "in this Python")
+            yield _ok(name, f"installed{why}", detail=path or "in this Python")
         except ToolMissing as error:
-            yield _advice(f"profile {tool.name}", "not usable", detail=str(error))
+            if has_use:
+                yield _advice(name, "not usable", detail=str(error))
+            else:
+                yield _ok(name, f"not usable{why}", detail=str(error))
     if gpus:
         admins_only = re.search(r"RmProfilingAdminOnly:\s*(\d)", host.read(DRIVER_PARAMETERS))
         if admins_only and admins_only[1] == "1" and not host.is_privileged():

@@ -22,14 +22,21 @@ def run_in_group(
     env: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
     is_paused: Callable[[], bool] = lambda: False,
+    on_poll: Callable[[], object] = lambda: None,
+    grace_s: float = 0.0,
 ) -> int | None:
     """Run a command and return its exit status; stdout and stderr go to the file ``log``.
 
     Returns None when the deadline passed or another thread set ``stop``. Time in which
     ``is_paused`` returns true does not count towards the deadline. In every case the command and
     all that it started in its process group are dead before this returns or raises.
+
+    ``on_poll`` is called while the command runs. A command that did not end by itself is
+    interrupted as by Ctrl-C, and has ``grace_s`` to write what it has before it is killed.
     """
     stop = stop or threading.Event()
+    # a background job of a shell ignores Ctrl-C, and so would the command
+    is_deaf = bool(grace_s) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -39,17 +46,31 @@ def run_in_group(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_heed_interrupt if is_deaf else None,  # noqa: PLW1509  calls no lock
         )
     last, left_s = time.monotonic(), deadline_s
+    done: object = None
+    # WNOWAIT leaves a zombie: while it exists, its process group id is not reused
+    exited = os.WEXITED | os.WNOWAIT | os.WNOHANG
     try:
-        # WNOWAIT leaves a zombie: while it exists, its process group id is not reused
-        exited = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while not (done := os.waitid(os.P_PID, process.pid, exited)):
             if left_s < 0 or stop.wait(POLL_S):
                 break
             now = time.monotonic()
             left_s, last = left_s - (0.0 if is_paused() else now - last), now
+            on_poll()
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            if not done and grace_s:
+                os.killpg(process.pid, signal.SIGINT)
+                until = time.monotonic() + grace_s
+                while not os.waitid(os.P_PID, process.pid, exited) and time.monotonic() < until:
+                    time.sleep(POLL_S)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return process.returncode if done else None
+
+
+def _heed_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -74,12 +74,22 @@ class Requirements:
     min_sm: int | None = None  #: Minimum compute capability: 90 for sm90.
     memory: float | None = None  #: Minimum GPU memory in bytes.
     archs: tuple[str, ...] = ()  #: Architectures, one of which is required; if empty, any will do.
-    cpu: bool = True  #: Whether a multi-GPU claim is checked on the CPU without ``--gpu``.
+    checked_on_cpu: bool = True  #: Whether the arms can be checked without a GPU.
+    features: tuple[str, ...] = ()  #: Hardware features, all of which are required.
+
+    def __post_init__(self) -> None:
+        """Refuse features that no architecture has together."""
+        if not self.build_archs:
+            raise UsageError(
+                f"no architecture of {', '.join(self.archs or ARCH_MARKS)} has "
+                f"{' and '.join(self.features)}"
+            )
 
     @property
-    def checked_on_cpu(self) -> bool:
-        """Whether the arms can be checked without a GPU."""
-        return self.cpu if self.count > 1 else not self.gpu
+    def build_archs(self) -> tuple[str, ...]:
+        """Architectures to build for without a GPU: those with a marker that have all features."""
+        archs = self.archs or ARCH_MARKS
+        return tuple(arch for arch in archs if not _lacking(self.features, arch))
 
     def missing(self, gpus: Sequence[Gpu]) -> str | None:
         """Return what these GPUs lack as a reason to skip, or None if nothing is missing."""
@@ -88,20 +98,29 @@ class Requirements:
         if len(gpus) < self.count:
             return f"needs {self.count} GPUs, this machine has {len(gpus)}"
         gpu = gpus[0]
-        if self.archs and gpu.arch not in self.archs:
-            return f"needs {' or '.join(self.archs)}, {gpu.name} is {gpu.arch}"
-        if self.min_sm is not None and int(gpu.arch.removeprefix("sm")) < self.min_sm:
-            return f"needs sm{self.min_sm} or newer, {gpu.name} is {gpu.arch}"
+        if requirement := self._unmet_by(gpu.arch):
+            return f"needs {requirement}, {gpu.name} is {gpu.arch}"
         if self.memory is not None and gpu.memory_bytes < self.memory:
             have, need = gpu.memory_bytes / 2**30, self.memory / 2**30
             return f"needs {need:.0f} GiB of GPU memory, {gpu.name} has {have:.0f} GiB"
         return None
 
+    def _unmet_by(self, arch: str) -> str:
+        """Return the requirement that an architecture does not meet, or ""."""
+        if self.archs and arch not in self.archs:
+            return " or ".join(self.archs)
+        if lacking := _lacking(self.features, arch):
+            return " and ".join(lacking)
+        is_older = self.min_sm is not None and int(arch.removeprefix("sm")) < self.min_sm
+        return f"sm{self.min_sm} or newer" if is_older else ""
+
 
 def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
     """Read the markers of an item; raise UsageError for a contradictory combination."""
     host, gpu, archs = False, False, []
-    count, min_sm, memory, cpu = 1, None, None, True
+    count, min_sm, memory = 1, None, None
+    features: set[str] = set()
+    cpu: bool | None = None
     for mark in marks:
         if mark.name == "host":
             host = True
@@ -109,21 +128,57 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
             archs.append(mark.name)
         elif mark.name == "gpu":
             gpu = True
-            unknown = set(mark.kwargs) - {"count", "min_sm", "memory", "cpu"}
+            unknown = set(mark.kwargs) - {"count", "min_sm", "memory", "cpu", "features"}
             if mark.args or unknown:
                 raise UsageError(
-                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), memory= (bytes) and "
-                    f"cpu=, not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
+                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), features=, memory= "
+                    "(bytes) and cpu=, "
+                    f"not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
                 )
             count = max(count, int(mark.kwargs.get("count", 1)))
             min_sm = mark.kwargs.get("min_sm", min_sm)
             memory = mark.kwargs.get("memory", memory)
-            cpu = cpu and bool(mark.kwargs.get("cpu", True))
+            features |= _features(mark.kwargs.get("features", ()))
+            if "cpu" in mark.kwargs:
+                cpu = bool(mark.kwargs["cpu"]) and cpu is not False
     if host and (gpu or archs):
         raise UsageError(
             "a claim is either for the host or for GPUs: drop @pytest.mark.host or gpu"
         )
-    return Requirements(host, gpu or bool(archs), count, min_sm, memory, tuple(sorted(archs)), cpu)
+    gpu = gpu or bool(archs)
+    if cpu is None:
+        cpu = not gpu or count > 1
+    min_sm = max(min_sm or 0, *(_capabilities(name).start for name in features), 0) or None
+    return Requirements(
+        host, gpu, count, min_sm, memory, tuple(sorted(archs)), cpu, tuple(sorted(features))
+    )
+
+
+def _features(names: Any) -> set[str]:
+    """Return the names given as ``features=``; raise UsageError if one is no feature."""
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    listed = [*names] if several else [names]
+    for name in listed:
+        _capabilities(name)
+    return {*listed}
+
+
+def _lacking(features: Iterable[str], arch: str) -> list[str]:
+    """Return those of the features that an architecture does not have."""
+    capability = int(arch.removeprefix("sm"))
+    return [name for name in features if capability not in _capabilities(name)]
+
+
+def _capabilities(feature: str) -> range:
+    """Return the compute capabilities that have a feature."""
+    from pytest_aiperf.model import FEATURES  # imported here: few markers name a feature
+
+    try:
+        return FEATURES[feature]
+    except KeyError:
+        raise UsageError(
+            f"@pytest.mark.gpu(features=...) knows {', '.join(FEATURES)}, not {feature!r}"
+        ) from None
 
 
 def duplicates(claims: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:

@@ -20,7 +20,16 @@ from pytest_aiperf.limits import ceilings
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.nvml import visible
 from pytest_aiperf.machine.process_group import run_in_group
-from pytest_aiperf.model import Evidence, EvidenceKind, Finding, Outcome, Profile, Result, Work
+from pytest_aiperf.model import (
+    ARMS,
+    Evidence,
+    EvidenceKind,
+    Finding,
+    Outcome,
+    Profile,
+    Result,
+    Work,
+)
 from pytest_aiperf.rules import evidence, roofline
 from pytest_aiperf.schema import from_json, to_json
 
@@ -60,6 +69,7 @@ def run_folder(root: Path, run: str) -> Path:
     """Create the folder for a run's artefacts, tagged so that `clean` removes it."""
     folder = root / ARTIFACTS / run
     create_tagged(folder)
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     return folder
 
 
@@ -317,8 +327,9 @@ def _run_target(
     tools.raise_if_refused(tool, output)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = reply.error or (lines[-1][:300] if lines else f"its process {ending}")
+    what = f"the {job.arm} arm" if job.arm in ARMS else "the call"
     raise CaptureFailed(
-        f"{tool.name} captured nothing of the {job.arm} arm ({reason}); see {os.path.relpath(log)}"
+        f"{tool.name} captured nothing of {what} ({reason}); see {os.path.relpath(log)}"
     )
 
 

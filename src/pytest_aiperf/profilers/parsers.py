@@ -5,6 +5,7 @@ import re
 import statistics
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +14,11 @@ from pytest_aiperf.model import Profile
 from pytest_aiperf.text import si
 
 from .ncu import CUT, ncu, normalize_name
+from .ranges import sentence
 from .timeline import RANGE, TOP, Figures, Reading, load_json, nsys, torch_trace
 
 _TREE_LINES: Final = 20  #: Maximum number of lines of Proton's tree in the notes.
+_RANGES: Final = 20  #: Maximum number of the program's own ranges in the notes.
 
 
 def read(
@@ -35,23 +38,29 @@ def read(
     nsys that wrote the file. ``limited`` is whether ncu was told to profile at most MAX_LAUNCHES
     kernels; if the limit was reached, ``required`` is not checked.
     """
-    parsers: dict[str, Callable[[Path], Reading]] = {
+    parsers: dict[str, Callable[[Path], tuple[Any, ...]]] = {
         "ncu": functools.partial(ncu, counters=counters, binary=binary, limited=limited),
         "nsys": functools.partial(nsys, binary=binary),
         "torch": torch_trace, "hta": hta, "proton": proton,
         "memory": memory, "sanitizer": sanitizer, "perf": perf,
     }  # fmt: skip
-    figures, kernels, notes = parsers[tool](artefact)
-    kernels = list(map(normalize_name, kernels))
-    missing = [part for part in required if not any(part in kernel for kernel in kernels)]
-    if missing and CUT not in notes and tool not in ("memory", "sanitizer", "perf"):
+    reading = Reading(*parsers[tool](artefact))
+    found = profile(tool, artefact, arm, reading)
+    missing = [part for part in required if not any(part in kernel for kernel in found.kernels)]
+    if missing and CUT not in found.notes and tool not in ("memory", "sanitizer", "perf"):
         raise CaptureFailed(
             f"{artefact} lacks the kernel {missing[0]}: the {arm} arm ran "
-            f"{', '.join(kernels[:TOP]) or 'no kernels'}"
+            f"{', '.join(found.kernels[:TOP]) or 'no kernels'}"
         )
-    values = {name: float(value) for name, (value, _) in figures.items()}
-    units = {name: unit for name, (_, unit) in figures.items()}
-    return Profile(tool, arm, str(artefact), values, units, tuple(kernels), tuple(notes))
+    return replace(found, notes=(*found.notes, *map(sentence, reading.ranges[:_RANGES])))
+
+
+def profile(tool: str, artefact: Path, arm: str, reading: Reading) -> Profile:
+    """Return what a parser read as the profile of an arm, or of a process or GPU of a command."""
+    values = {name: float(value) for name, (value, _) in reading.figures.items()}
+    units = {name: unit for name, (_, unit) in reading.figures.items()}
+    kernels = tuple(map(normalize_name, reading.kernels))
+    return Profile(tool, arm, str(artefact), values, units, kernels, tuple(reading.notes))
 
 
 def hta(folder: Path) -> Reading:
@@ -95,7 +104,7 @@ def hta(folder: Path) -> Reading:
         f"communication and copies, {r['idle_time_pctg']} % idle"
         for r in ranks
     ]
-    return figures, list(kernels), notes
+    return Reading(figures, list(kernels), notes)
 
 
 def _mean(rows: list[dict[str, Any]], column: str) -> float:
@@ -125,7 +134,7 @@ def proton(artefact: Path) -> Reading:
         raise CaptureFailed(f"{artefact} is not a Proton hatchet tree ({error!r})") from error
     if not ran:
         raise CaptureFailed(f"{artefact} holds no kernels: the captured call launched nothing")
-    return figures, [node["frame"]["name"] for node in ran], lines[:_TREE_LINES]
+    return Reading(figures, [node["frame"]["name"] for node in ran], lines[:_TREE_LINES])
 
 
 def _walk(node: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -157,7 +166,7 @@ def memory(artefact: Path) -> Reading:
         raise CaptureFailed(
             f"{artefact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
         )
-    return figures, [], []
+    return Reading(figures, [], [])
 
 
 def sanitizer(artefact: Path) -> Reading:
@@ -169,7 +178,7 @@ def sanitizer(artefact: Path) -> Reading:
     figures: Figures = {"findings": (sum(len(records) for _, records in by_tool), "")}
     figures |= {f"{tool} findings": (len(records), "") for tool, records in by_tool}
     notes = [f"{tool}: {_sentence(records[0])}" for tool, records in by_tool if records]
-    return figures, [], notes
+    return Reading(figures, [], notes)
 
 
 def _records(file: Path) -> Iterator[ET.Element]:
@@ -224,4 +233,4 @@ def perf(artefact: Path) -> Reading:
     if sampled := re.search(r"^# Samples: ([\d.]+)([KMG]?) ", text, re.MULTILINE):
         scale = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[sampled[2]]
         figures["samples"] = (float(sampled[1]) * scale, "")
-    return figures, [], [f"{share} % {symbol}" for share, symbol in rows[:TOP]]
+    return Reading(figures, [], [f"{share} % {symbol}" for share, symbol in rows[:TOP]])

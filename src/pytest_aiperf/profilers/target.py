@@ -252,7 +252,10 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
     import torch
 
     if device.torch_device != "cuda":
-        raise UsageError("torch records only GPU memory: run with --gpu, without @host")
+        raise UsageError(
+            "it records only GPU memory, and the call ran on the CPU: use a machine with a GPU, "
+            "and --gpu for a test"
+        )
     memory: Any = torch.cuda.memory
     device.release()
     memory.reset_peak_memory_stats()

@@ -2,13 +2,17 @@
 
 import gzip
 import json
+import math
+import re
 import sqlite3
 import subprocess
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from pytest_aiperf.device import trace
 from pytest_aiperf.device.trace import Activity, Event
@@ -16,74 +20,222 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.text import si
 
+from .ranges import ApiCall, Range, RangeTime, enclosing, times
+
 RANGE: Final = "aiperf"
 """Name of the NVTX range, or of the record_function, around the profiled calls."""
 TOP: Final = 5  #: Maximum number of kernels, and of operators, in a profile's notes.
 
 Figures = dict[str, tuple[float, str]]  #: A figure's name to its value and unit.
-Reading = tuple[Figures, list[str], list[str]]
-"""Figures, kernel names (in order of decreasing time) and notes."""
 
-ApiCall = tuple[float, float, int]
-"""Start and end of a CUDA API call in seconds, and its correlation id."""
+
+class Reading(NamedTuple):
+    """What a parser reads from a profiler's file."""
+
+    figures: Figures
+    kernels: list[str]  #: Names of the kernels, in order of decreasing time.
+    notes: list[str]
+    ranges: tuple[RangeTime, ...] = ()  #: Time per range of the profiled program.
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a capture that is read."""
+
+    nvtx: str = ""
+    """Name of a range: only what is launched inside it counts. If empty, that is the range RANGE,
+    or the whole capture if it has no such range."""
+    kernel: str = ""  #: Regular expression: only kernels count in whose names it is found.
+
+
+ALL: Final = Selection()  #: What the profiler recorded of the profiled calls.
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a capture recorded. Correlation ids are unique, also if it has several processes."""
+
+    activities: list[Activity]
+    calls: list[ApiCall]
+    ranges: list[Range]
+    main: Mapping[Hashable, Hashable]  #: The main thread of each process.
+    places: Mapping[int, tuple[int, int]]
+    """Process id and GPU of what an API call launched, by correlation id; empty if unknown."""
+
 
 _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
 }  # fmt: skip
 """CUPTI's number for a kind of copy (CUpti_ActivityMemcpyKind), and the kind's name."""
+_PID_SHIFT: Final = 24  #: nsys keeps a thread id in the lower 24 bits of a globalTid,
+_PID_BITS: Final = 24  #: and the process id in the 24 bits above it.
+_PUSH_POP: Final = 59  #: nsys's type of the event of a range that nests within its thread.
+_START_END: Final = 60  #: nsys's type of the event of a range that may end in any thread.
+_NEW_DOMAIN: Final = 75  #: nsys's type of the event that names a domain of ranges.
 
 
-def nsys(artefact: Path, binary: str | None = None) -> Reading:
+def nsys(artefact: Path, binary: str | None = None, selection: Selection = ALL) -> Reading:
     """Read an nsys report or its SQLite export; ``binary`` is the nsys that makes the export."""
+    return _nsys_reading(_nsys_timeline(artefact, binary), artefact, selection)
+
+
+def nsys_by_gpu(
+    artefact: Path, binary: str | None = None, selection: Selection = ALL
+) -> dict[str, Reading]:
+    """Read an nsys report process by process and GPU by GPU; the key names the GPU.
+
+    The readings of a single GPU and process have the key "". GPUs on which the selected range
+    launched nothing are left out, unless that are all.
+    """
+    timeline = _nsys_timeline(artefact, binary)
+    places = sorted({*timeline.places.values()}, key=lambda place: (place[1], place[0]))
+    if len(places) < 2:
+        return {"": _nsys_reading(timeline, artefact, selection)}
+    shared = Counter(gpu for _, gpu in places)
+    readings, error = {}, None
+    for process, gpu in places:
+        name = f"GPU {gpu} (pid {process})" if shared[gpu] > 1 else f"GPU {gpu}"
+        try:
+            part = _part(timeline, process, gpu)
+            readings[name] = _nsys_reading(part, artefact, selection)
+        except CaptureFailed as failure:
+            error = failure
+    if not readings and error is not None:
+        raise error
+    return readings
+
+
+def _part(timeline: Timeline, process: int, gpu: int) -> Timeline:
+    """Return what one process did on one GPU; its API calls count to each of its GPUs."""
+    place = (process, gpu)
+    return replace(
+        timeline,
+        activities=[a for a in timeline.activities if timeline.places[a.correlation] == place],
+        calls=[
+            call
+            for call in timeline.calls
+            if _pid(call.process) == process
+            and timeline.places.get(call.correlation, place) == place
+        ],
+        ranges=[each for each in timeline.ranges if _pid(each.process) == process],
+    )
+
+
+def _pid(process: Hashable) -> int:
+    """Return the process id in the upper bits of a globalTid or globalPid."""
+    return int(process) & ((1 << _PID_BITS) - 1) if isinstance(process, int) else 0
+
+
+def _nsys_timeline(artefact: Path, binary: str | None) -> Timeline:
     exported = artefact
     if artefact.suffix != ".sqlite":
         exported = artefact.with_suffix(".sqlite")
         _export(artefact, exported, binary)
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            activities = list(_nsys_activities(db))
-            rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", "start, end, correlationId")
-            calls = [(start / 1e9, end / 1e9, correlation) for start, end, correlation in rows]
-            named = "LEFT JOIN StringIds ON id = textId WHERE coalesce(text, value) = ?"
-            rows = _rows(db, "NVTX_EVENTS", "start, end", f"{named} AND end IS NOT NULL", RANGE)
-            ranges = [(start / 1e9, end / 1e9) for start, end in rows]
+            launched = list(_nsys_activities(db))
+            columns = ("start", "end", "correlationId", "globalTid")
+            rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", columns)
+            calls = [_api_call(*row) for row in rows]
+            ranges = list(_nsys_ranges(db))
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is not an export of an nsys report ({error})") from error
-    activities, calls = _within(ranges, activities, calls)
-    if not activities:
+    processes = {*(call.process for call in calls), *(each.process for each in ranges)}
+    return Timeline(
+        activities=[activity for activity, _, _ in launched],
+        calls=calls,
+        ranges=ranges,
+        # on Linux the main thread has the id of its process
+        main={each: (each << _PID_SHIFT) | _pid(each) for each in processes if _is_int(each)},
+        places={activity.correlation: (_pid(process), gpu) for activity, process, gpu in launched},
+    )
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int)
+
+
+def _api_call(start: int, end: int, correlation: int | None, thread: int | None) -> ApiCall:
+    process = (thread or 0) >> _PID_SHIFT
+    return ApiCall(start / 1e9, end / 1e9, _unique(process, correlation), process, thread or 0)
+
+
+def _unique(process: int, correlation: int | None) -> int:
+    """Make a correlation id, which counts from 1 in every process, unique in the capture."""
+    return (process << 32) | (correlation or 0)
+
+
+def _nsys_ranges(db: sqlite3.Connection) -> Iterator[Range]:
+    """Yield all NVTX ranges; the name of one in a domain is "DOMAIN:NAME", as nsys prints it."""
+    texts = dict(_rows(db, "StringIds", ("id", "value")))
+    columns = ("start", "end", "text", "textId", "eventType", "globalTid", "domainId")
+    rows = _rows(db, "NVTX_EVENTS", columns)
+    domains = {
+        ((thread or 0) >> _PID_SHIFT, domain): text or texts.get(text_id, "")
+        for _, _, text, text_id, kind, thread, domain in rows
+        if kind == _NEW_DOMAIN
+    }
+    for start, end, text, text_id, kind, thread, domain in rows:
+        if kind not in (None, _PUSH_POP, _START_END) or (kind is None and end is None):
+            continue  # a mark
+        process = (thread or 0) >> _PID_SHIFT
+        prefix = f"{named}:" if (named := domains.get((process, domain))) else ""
+        name = f"{prefix}{text if text is not None else texts.get(text_id, '')}"
+        seconds = math.inf if end is None else end / 1e9
+        nested = None if kind != _PUSH_POP or name == RANGE else thread
+        yield Range(name, start / 1e9, seconds, process, nested)
+
+
+def _nsys_reading(timeline: Timeline, artefact: Path, selection: Selection) -> Reading:
+    selected = _select(timeline, artefact, selection)
+    if not selected.activities:
+        what = "nothing that ran on a GPU"
+        if selection.kernel and timeline.activities:
+            what = f"no kernel with {selection.kernel!r} in its name"
+        is_ranged = _windows(timeline, selection)
+        where = f" inside the range {selection.nvtx or RANGE!r}" if is_ranged else ""
         raise CaptureFailed(
-            f"{artefact} has nothing that ran on a GPU inside the range {RANGE!r}: "
+            f"{artefact} has {what}{where}: "
             "check that the call launches work, and that nsys traces CUDA"
         )
-    return _reading(activities, calls, ranges)
+    return _reading(selected, _windows(timeline, selection))
 
 
-def torch_trace(artefact: Path) -> Reading:
+def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
     """Read a Chrome trace of torch.profiler; the notes list operators and graph breaks."""
     content = load_json(artefact, "torch.profiler trace")
     if not isinstance(content, dict):
         raise CaptureFailed(f"{artefact} is not a torch.profiler trace: it has no events")
     events = trace.events(content.get("traceEvents", ()))
     ranges = [
-        (e.start, e.end) for e in events if e.category == "user_annotation" and e.name == RANGE
+        Range(e.name, e.start, e.end, thread=None if e.name == RANGE else e.thread)
+        for e in events
+        if e.category == "user_annotation"
     ]
     calls = [
-        (e.start, e.end, e.args.get("correlation", 0))
+        ApiCall(e.start, e.end, e.args.get("correlation", 0), thread=e.thread)
         for e in events
         if e.category in ("cuda_runtime", "cuda_driver")
     ]
-    activities, calls = _within(ranges, trace.activities(events), calls)
-    operators = [e for e in events if e.category == "cpu_op" and _is_inside(ranges, e.start)]
-    if not (activities or operators):
+    # on Linux the main thread has the id of its process
+    threads = (e.thread for e in events if e.thread[0] == e.thread[1])
+    main: dict[Hashable, Hashable] = {0: next(threads, None)}
+    timeline = Timeline(trace.activities(events), calls, ranges, main, {})
+    selected = _select(timeline, artefact, selection)
+    windows = _windows(timeline, selection)
+    is_inside = _is_inside(windows)
+    operators = [e for e in events if e.category == "cpu_op" and is_inside(e.start)]
+    if not (selected.activities or operators):
+        where = f" inside the range {selection.nvtx or RANGE!r}" if windows else ""
         raise CaptureFailed(
-            f"{artefact} has no operators and no kernels inside the range {RANGE!r}: "
+            f"{artefact} has no operators and no kernels{where}: "
             "check that the call does its work in PyTorch or on a GPU"
         )
-    figures, kernels, notes = _reading(activities, calls, ranges)
+    figures, kernels, notes, rows = _reading(selected, windows)
     figures["operators"] = (len(operators), "")
     if "graph_breaks" in content:
         figures["graph breaks"] = (float(content["graph_breaks"]), "")
-    return figures, kernels, [*_top_operators(operators, events), *notes]
+    return Reading(figures, kernels, [*_top_operators(operators, events), *notes], rows)
 
 
 def _export(report: Path, exported: Path, binary: str | None) -> None:
@@ -104,27 +256,41 @@ def _export(report: Path, exported: Path, binary: str | None) -> None:
         )
 
 
-def _rows(
-    db: sqlite3.Connection, table: str, columns: str, clauses: str = "", *values: object
-) -> list[Any]:
-    """Query a table; nsys leaves out empty tables, so a missing table has no rows."""
-    exists = db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
-    query = f"SELECT {columns} FROM {table} {clauses}"  # noqa: S608  all are constants
-    return db.execute(query, values).fetchall() if exists else []
+def _rows(db: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "") -> list[Any]:
+    """Read columns of a table.
+
+    nsys leaves out empty tables, so a missing table has no rows. A column that this version of nsys
+    does not export is None in every row.
+    """
+    present = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    fields = [each if each.split()[-1] in present else "NULL" for each in columns]
+    query = f"SELECT {', '.join(fields)} FROM {table} {where}"  # noqa: S608  all are constants
+    return db.execute(query).fetchall() if present else []
 
 
-def _nsys_activities(db: sqlite3.Connection) -> Iterator[Activity]:
-    for table, columns, name in (
-        ("KERNEL", "'kernel', 0", "(SELECT value FROM StringIds WHERE id = demangledName)"),
-        ("MEMCPY", "copyKind, bytes", "''"),
-        ("MEMSET", "'memset', bytes", "''"),
-        ("GRAPH_TRACE", "'graph', 0", "''"),
-    ):
-        fields = f"{columns}, {name}, start, end, correlationId"
-        rows = _rows(db, f"CUPTI_ACTIVITY_KIND_{table}", fields)
-        for raw_kind, size, kernel, start, end, correlation in rows:
-            kind = _COPIES.get(raw_kind, "other copy") if table == "MEMCPY" else raw_kind
-            yield Activity(kind, kernel or "", start / 1e9, end / 1e9, correlation, size)
+def _nsys_activities(db: sqlite3.Connection) -> Iterator[tuple[Activity, int, int]]:
+    """Yield each activity with its process and its GPU."""
+    texts = dict(_rows(db, "StringIds", ("id", "value")))
+    columns = ("start", "end", "correlationId", "globalPid", "deviceId")
+    for table, kind in (
+        ("KERNEL", "kernel"), ("MEMCPY", ""), ("MEMSET", "memset"), ("GRAPH_TRACE", "graph"),
+    ):  # fmt: skip
+        more = ("copyKind", "bytes", "demangledName")
+        rows = _rows(db, f"CUPTI_ACTIVITY_KIND_{table}", (*columns, *more))
+        for start, end, correlation, pid, gpu, copy_kind, size, name in rows:
+            process = (pid or 0) >> _PID_SHIFT
+            yield (
+                Activity(
+                    kind or _COPIES.get(copy_kind, "other copy"),
+                    texts.get(name, ""),
+                    start / 1e9,
+                    end / 1e9,
+                    _unique(process, correlation),
+                    size or 0,
+                ),
+                process,
+                gpu or 0,
+            )
 
 
 def load_json(artefact: Path, what: str) -> Any:
@@ -139,32 +305,61 @@ def load_json(artefact: Path, what: str) -> Any:
         raise CaptureFailed(f"{artefact} is not a {what} ({error})") from error
 
 
-def _is_inside(ranges: Collection[tuple[float, float]], moment: float) -> bool:
-    return not ranges or any(start <= moment <= end for start, end in ranges)
+def _is_inside(windows: Collection[Range]) -> Callable[[float], bool]:
+    """Return whether a moment lies in one of the windows; in any moment, if there are none."""
+    starts: list[float] = []
+    ends: list[float] = []
+    for each in sorted(windows, key=lambda window: window.start):
+        if ends and each.start <= ends[-1]:
+            ends[-1] = max(ends[-1], each.end)
+        else:
+            starts.append(each.start)
+            ends.append(each.end)
+
+    def test(moment: float) -> bool:
+        index = bisect_right(starts, moment) - 1
+        return not starts or (index >= 0 and moment <= ends[index])
+
+    return test
 
 
-def _within(
-    ranges: Collection[tuple[float, float]], activities: list[Activity], calls: list[ApiCall]
-) -> tuple[list[Activity], list[ApiCall]]:
-    """Keep the API calls that start in a range, and the activities that these calls launched."""
-    if not ranges:
-        return activities, calls
-    calls = [call for call in calls if _is_inside(ranges, call[0])]
-    launched = {correlation for *_, correlation in calls}
-    return [activity for activity in activities if activity.correlation in launched], calls
+def _windows(timeline: Timeline, selection: Selection) -> list[Range]:
+    """Return the ranges to which a selection is limited; none if it has no limits."""
+    return [each for each in timeline.ranges if each.name == (selection.nvtx or RANGE)]
 
 
-def _reading(
-    activities: list[Activity], calls: list[ApiCall], ranges: Collection[tuple[float, float]]
-) -> Reading:
+def _select(timeline: Timeline, artefact: Path, selection: Selection) -> Timeline:
+    """Keep the API calls that start in the selected range, and what these calls launched."""
+    windows = _windows(timeline, selection)
+    if selection.nvtx and not windows:
+        names = ", ".join(dict.fromkeys(each.name for each in timeline.ranges)) or "none"
+        raise CaptureFailed(
+            f"{artefact} has no range {selection.nvtx!r}: its ranges are {names[:300]}"
+        )
+    activities, calls, ranges = timeline.activities, timeline.calls, timeline.ranges
+    if windows:
+        around = enclosing(calls, windows, timeline.main)
+        calls = [call for call, inside in zip(calls, around, strict=True) if inside]
+        launched = {call.correlation for call in calls}
+        activities = [each for each in activities if each.correlation in launched]
+        is_inside = _is_inside(windows)
+        ranges = [each for each in ranges if is_inside(each.start)]
+    if selection.kernel:
+        pattern = re.compile(selection.kernel)
+        activities = [a for a in activities if a.kind == "kernel" and pattern.search(a.name)]
+    return replace(timeline, activities=activities, calls=calls, ranges=ranges)
+
+
+def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
     """Compute the figures that nsys and torch.profiler have in common."""
+    activities, calls = timeline.activities, timeline.calls
     copies = [activity for activity in activities if activity.is_copy]
     counts = Counter(activity.kind for activity in activities)
     figures: Figures = {
         "kernels": (counts["kernel"], ""),
         "launches": (trace.launches(activities), ""),
         "copies": (len(copies), ""),
-        "api time": (covered((start, end) for start, end, _ in calls), "s"),
+        "api time": (covered((call.start, call.end) for call in calls), "s"),
     }
     figures |= {f"{kind}s": (counts[kind], "") for kind in ("graph", "memset") if counts[kind]}
     moved: Counter[str] = Counter()
@@ -175,11 +370,15 @@ def _reading(
         busy, span = trace.busy_and_span(activities)
         figures |= {"span": (span, "s"), "busy": (busy, "s"), "gaps": (span - busy, "s")}
         figures["gap share"] = ((span - busy) / span if span else 0.0, "share")
-    if ranges:
-        figures["range"] = (covered(ranges), "s")
+    if windows:
+        last = max([*(a.end for a in activities), *(call.end for call in calls)], default=0.0)
+        ended = ((each.start, each.end if each.end < math.inf else last) for each in windows)
+        figures["range"] = (covered(ended), "s")
     seconds = trace.kernel_seconds(activities)
     notes = [f"{name}: {si(s, 's')}" for name, s in list(seconds.items())[:TOP]]
-    return figures, list(seconds), notes
+    named = [each for each in timeline.ranges if each.name != RANGE]
+    rows = times(activities, calls, named, timeline.main)
+    return Reading(figures, list(seconds), notes, rows)
 
 
 def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> list[str]:

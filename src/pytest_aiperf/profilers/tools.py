@@ -44,6 +44,8 @@ class Tool:
     min_version: tuple[int, int] = (0, 0)  #: Oldest version of the program that works.
     module: str = ""  #: Python module that it needs, if any.
     command: tuple[str, ...] = ()  #: Arguments between the program and the profiled command.
+    whole: tuple[str, ...] = ()
+    """The same for a command that is profiled as it is, from its start to its end."""
     report: tuple[str, ...] = ()
     """Arguments with which the program prints its file as text, for files in its own format."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -96,6 +98,7 @@ _TOOLS: Final = (
             *("profile", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"),
             *("--cuda-graph-trace=node", "--force-overwrite=true", "--output={stem}"),
         ),
+        whole=("profile", "--cuda-graph-trace=node", "--force-overwrite=true", "--output={stem}"),
         ranks=True,
     ),
     Tool(
@@ -113,6 +116,10 @@ _TOOLS: Final = (
             *("--clock-control", "none"),
             # without a slash at its end, the name is that of a start/end range
             *("--nvtx", "--nvtx-include", RANGE),
+            *("--force-overwrite", "--export", "{stem}"),
+        ),
+        whole=(
+            *("--clock-control", "none", "--target-processes", "all"),
             *("--force-overwrite", "--export", "{stem}"),
         ),
         no_kernels_message="No kernels were profiled",
@@ -150,6 +157,10 @@ _TOOLS: Final = (
             *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
             *("--destroy-on-device-error", "kernel"),  # continue after the first finding
         ),
+        whole=(
+            *("--tool", "{step}", "--xml", "--save", "{stem}.xml"),
+            *("--target-processes", "all", "--destroy-on-device-error", "kernel"),
+        ),
         steps={
             # no API errors: libraries expect some, and a failed launch raises an exception anyway
             "memcheck": ("--report-api-errors", "no"),
@@ -184,6 +195,7 @@ _TOOLS: Final = (
             *("--control", "fifo:{scratch}/control,{scratch}/ack"),
             *("--output", "{stem}.perf"),
         ),
+        whole=("record", "--freq", "999", "--output", "{stem}.perf"),
         report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
         hook="perf",
         host=True,

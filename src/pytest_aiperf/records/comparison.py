@@ -8,13 +8,18 @@ from enum import StrEnum
 from pytest_aiperf.model import Interval, Result
 from pytest_aiperf.rules.verdict import SESSIONS_APART, depends_on_host
 
+MAX_VERSION = 80
+"""Characters of a version that a difference shows: runs of many machines have many versions, and a
+results file may hold anything."""
+
 
 class State(StrEnum):
     """How a claim changed between two runs, in order from the worst state to the best."""
 
     REGRESSED = "regressed"
-    GONE = "gone"
+    GONE = "gone"  #: Measured in the old run only.
     STALE = "stale"  #: The test or the kernels of the claim changed.
+    INCONCLUSIVE = "inconclusive"  #: The interval of the ratio is too wide to tell.
     MOVED = "moved"  #: Changed, perhaps because of a different host.
     IMPROVED = "improved"
     NEW = "new"
@@ -53,15 +58,18 @@ def _change(old: Result | None, new: Result | None) -> Change:
     if old.code != new.code:
         why = "the claim's test or kernels changed"
         return Change(new.claim, new.key, State.STALE, ratio, why)
-    state = State.SAME
+    state, why = State.SAME, ""
     if ratio.high < 1 - SESSIONS_APART:
         state = State.REGRESSED
     elif ratio.low > 1 + SESSIONS_APART:
         state = State.IMPROVED
+    elif ratio.low < 1 - SESSIONS_APART or ratio.high > 1 + SESSIONS_APART:
+        state = State.INCONCLUSIVE
+        why = f"the interval is not within {SESSIONS_APART:.1%} of 1, nor outside"
     is_same_gpu = old.gpu and new.gpu and old.gpu.uuid == new.gpu.uuid != ""
-    if state is not State.SAME and depends_on_host(new) and not is_same_gpu:
+    if state in (State.REGRESSED, State.IMPROVED) and depends_on_host(new) and not is_same_gpu:
         return Change(new.claim, new.key, State.MOVED, ratio, "it depends on the host")
-    return Change(new.claim, new.key, state, ratio)
+    return Change(new.claim, new.key, state, ratio, why)
 
 
 def ratio_of(new: Interval, old: Interval) -> Interval:
@@ -78,10 +86,16 @@ def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
     """List differences in software and GPU between two runs, as ``torch 2.10.0 -> 2.11.0``."""
     before, after = (versions(results) for results in (old, new))
     return [
-        f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        f"{name} {_brief(before.get(name, 'none'))} -> {_brief(after.get(name, 'none'))}"
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
     ]
+
+
+def _brief(version: str) -> str:
+    if len(version) <= MAX_VERSION:
+        return version
+    return f"{version[:MAX_VERSION]}... ({len(version)} characters)"
 
 
 def versions(results: Sequence[Result]) -> dict[str, str]:

@@ -16,6 +16,10 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import SCHEMA, Gpu, Result
 from pytest_aiperf.schema import from_json, to_json
 
+from .consistency import contradiction
+
+MAX_MESSAGE: Final = 300
+"""Longest message about an invalid file, in characters: names of fields may be any length."""
 _DUPLICATE: Final = object()
 """Stands for the value of a key that occurs twice, until ``_strict`` raises an error for it."""
 
@@ -103,25 +107,33 @@ def read_json(path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}:{error.colno}: {error.msg}; run again") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}; run again") from error
+        raise UsageError(f"{path}: {_sentence(str(error))}; run again") from error
+
+
+def _sentence(message: str) -> str:
+    """Return a message about a file, as a short line of printable characters."""
+    return "".join(c if c.isprintable() else "?" for c in message[:MAX_MESSAGE])
 
 
 def read_record(record: object, where: str) -> Result:
-    """Read the record of one claim; UsageError names an invalid field."""
+    """Read the record of one claim; UsageError names an invalid field or a contradiction."""
     schema = record.get("schema") if isinstance(record, Mapping) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise UsageError(
-            f"{where}: schema {schema} is newer than {SCHEMA}, the newest that this version reads; "
-            "upgrade pytest-aiperf"
+            f"{where}: schema {str(schema)[:20]} is newer than {SCHEMA}, the newest that this "
+            "version reads; upgrade pytest-aiperf"
         )
-    if schema == 1:
-        raise UsageError(f"{where}: schema 1 is no longer read; run again")
+    if isinstance(schema, int) and schema < 2:
+        raise UsageError(f"{where}: schema {str(schema)[:20]} is no longer read; run again")
     if schema == 2 and isinstance(record, Mapping):
         record = _upgraded(record)
     try:
-        return from_json(Result, record, where)
+        result = from_json(Result, record, where)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(where + _sentence(str(error).removeprefix(where))) from error
+    if problem := contradiction(result):
+        raise UsageError(f"{where}: the record contradicts itself: {problem}; measure again")
+    return result
 
 
 def _upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,17 +180,17 @@ def document(
     """Arrange results in pytest-benchmark's schema.
 
     ``stats`` of a benchmark are seconds per call of the optimized arm, ``aiperf`` is the whole
-    record. Results without times are listed under ``aiperf_untimed``.
+    record. Results without times, such as scores, are listed under ``aiperf_untimed``.
     """
     from pytest_benchmark import __version__  # imported late: measuring does not need it
 
     return {
         "machine_info": machine_info,
         "commit_info": commit_info or {},
-        "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if block_times(r)],
+        "benchmarks": [benchmark(r).as_dict(include_data=False) for r in results if is_timed(r)],
         "datetime": now.astimezone(UTC).isoformat(),
         "version": __version__,
-        "aiperf_untimed": [to_json(r) for r in results if not block_times(r)],
+        "aiperf_untimed": [to_json(r) for r in results if not is_timed(r)],
     }
 
 
@@ -213,13 +225,28 @@ def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
     """Describe this machine without its host name and serial numbers."""
     names = ("system", "machine", "python_implementation", "python_version")
     info = {name: getattr(platform, name)() for name in names}
-    return {**info, "gpus": [{"name": gpu.name, "driver": gpu.driver} for gpu in gpus]}
+    cpu = {"brand_raw": _cpu_model(), "count": len(os.sched_getaffinity(0))}
+    return {**info, "cpu": cpu, "gpus": [{"name": g.name, "driver": g.driver} for g in gpus]}
+
+
+def _cpu_model() -> str:
+    """Return the CPU's model as Linux names it; its architecture if Linux has no name for it."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(models), platform.machine())
 
 
 def block_times(result: Result) -> tuple[float, ...]:
     """Return the optimized arm's value per call in each block; empty if it was not timed."""
     replicates = result.timing.replicates if result.timing else ()
     return tuple(s for r in replicates for b in r.rounds for s in b.seconds.get("optimized", ()))
+
+
+def is_timed(result: Result) -> bool:
+    """Whether the samples are seconds; other tools would take bytes and scores for seconds, too."""
+    return result.timing is not None and result.timing.unit == "s" and bool(block_times(result))
 
 
 def benchmark(result: Result) -> Any:
@@ -237,7 +264,7 @@ def benchmark(result: Result) -> Any:
         group=result.claim.partition("[")[0],
         param=parameter.removesuffix("]") if bracket else None,
         params=None,
-        extra_info={} if result.timing.unit == "s" else {"unit": result.timing.unit},
+        extra_info={},
         cprofile_stats=None,
         has_error=False,
     )

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_aiperf.model import Against, Metric, Outcome, Result
+from pytest_aiperf.model import Against, Metric, Outcome, Result, Verdict
 from pytest_aiperf.rules import stats
+from pytest_aiperf.rules.verdict import UNDECIDED
 
 JUDGED: Final = (Outcome.PASSED, Outcome.FAILED)
 """Outcomes of claims that were measured and judged."""
@@ -20,12 +21,12 @@ class Summary:
 
     claims: int  #: Number of claims that ran.
     by_verdict: Mapping[str, int]
-    """Number of claims that ran by verdict, or by outcome if they have no verdict."""
+    """Number of claims that ran, by what :func:`verdict` returns."""
     failed: int  #: Number of claims that ran and did not pass.
     skipped: Mapping[str, int]  #: Number of skipped claims by reason.
     not_run: int  #: Number of claims that the session did not reach.
     mean: float | None
-    """Geometric mean of the speedups against non-naive baselines; None without such speedups."""
+    """Geometric mean of the conclusive speedups over non-naive baselines; None without any."""
     averaged: int  #: Number of speedups in the mean.
     share: float | None
     """Median fraction of its limit that an optimized arm reaches; None if no limit is known."""
@@ -36,20 +37,21 @@ def summarize(results: Sequence[Result]) -> Summary:
     """Count and average results; claims that did not run are counted but not averaged.
 
     Each rung of a ladder counts as one claim, with the speedup over the arm that it is judged
-    against, unless that is a naive baseline.
+    against, unless that is a naive baseline or the verdict is INCONCLUSIVE.
     """
     ended = [r for r in results if r.outcome not in UNTRIED]
     speedups = [  # slowdowns too, but no ratios of bytes or scores
         r.speedup.value
         for r in ended
         if r.outcome in JUDGED and r.against is not Against.NAIVE and r.speedup
+        if r.verdict is not Verdict.INCONCLUSIVE
         if r.timing and r.timing.metric in (Metric.DEVICE, Metric.WALL)
     ]
     shares = [r.limits["optimized"].share for r in ended if "optimized" in r.limits]
     skips = [r.message for r in results if r.outcome is Outcome.SKIPPED]
     return Summary(
         claims=len(ended),
-        by_verdict=dict(Counter(map(verdict_or_outcome, ended)).most_common()),
+        by_verdict=dict(Counter(map(verdict, ended)).most_common()),
         failed=sum(r.outcome is not Outcome.PASSED for r in ended),
         skipped=dict(Counter(skips).most_common()),
         not_run=sum(r.outcome is Outcome.NOT_RUN for r in results),
@@ -65,6 +67,22 @@ def verdict_or_outcome(result: Result) -> str:
     if result.outcome in JUDGED and result.verdict is not None:
         return result.verdict.value
     return result.outcome.value
+
+
+def verdict(result: Result) -> str:
+    """Return a claim's verdict or outcome, and whether a claim with a good verdict is not met.
+
+    It is "undecided" if only noise keeps the claim from being met, otherwise "lost".
+    """
+    text = verdict_or_outcome(result)
+    if result.outcome is not Outcome.FAILED or result.verdict not in (Verdict.FASTER, Verdict.SAME):
+        return text
+    return f"{text}, {'undecided' if is_undecided(result) else 'lost'}"
+
+
+def is_undecided(result: Result) -> bool:
+    """Whether only noise keeps a claim from being met."""
+    return result.outcome is Outcome.FAILED and result.message.startswith(UNDECIDED)
 
 
 def folder(result: Result) -> str:

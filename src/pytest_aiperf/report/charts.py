@@ -1,20 +1,23 @@
 """Positions on charts: x in per cent from the left, y in pixels from the top."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from pytest_aiperf.model import ARMS, Against, Interval, Limit, Result, Timing
 from pytest_aiperf.rules import stats
+from pytest_aiperf.text import si
 
 from . import aggregate
 
 ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
+LABEL_HEIGHT: Final = 15  #: Height of a ceiling's label in pixels.
 APART: Final = (
     "Not all of these rungs were measured together: compare their ratios, not their times."
 )
 """Remark about a ladder with a rung whose timing stands alone."""
+FAR: Final = 1e12  #: FLOP per byte that no kernel has; its inverse as well.
 CHAINED: Final = "A ratio without an interval is the product of several measured ratios."
 """Remark about a ladder with a rung that was measured apart from the one before."""
 
@@ -45,7 +48,7 @@ class Axis:
         return [(v, self.at(v)) for v in self._round(max_count)]
 
     def _round(self, max_count: int) -> list[float]:
-        if not self.log:
+        if not self.log or self.high < 3 * self.low:
             steps = [10.0**p * m for p in range(-6, 6) for m in (1, 2, 5)]
             step = next(s for s in steps if (self.high - self.low) / s <= max_count)
             first = math.ceil(self.low / step - 1e-9)
@@ -182,12 +185,6 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
     return Ladder(axis, rows, tuple(marks.values()), unit, " ".join(remarks))
 
 
-def shares(results: Iterable[Result]) -> list[tuple[Result, list[tuple[str, Limit]]]]:
-    """List the claims that have limits, each with the limits of its arms."""
-    limits = ((r, [(arm, r.limits[arm]) for arm in ARMS if arm in r.limits]) for r in results)
-    return [(result, by_arm) for result, by_arm in limits if by_arm]
-
-
 @dataclass(frozen=True, slots=True)
 class Dot:
     """One arm on the roofline chart."""
@@ -197,7 +194,6 @@ class Dot:
     arm: str
     intensity: float  #: Floating-point operations per byte.
     rate: float  #: Floating-point operations per second.
-    result: Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,37 +208,81 @@ class Roof:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """The names of one or more ceilings; the text ends at (x, y)."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Roofline:
     """A chart of FLOP/s over FLOP per byte, with arms as dots and measured ceilings as lines."""
 
     x: Axis
     y: Axis
     roofs: tuple[Roof, ...]
-    dots: tuple[Dot, ...]
+    labels: tuple[Label, ...]
+    claims: tuple[tuple[Result, tuple[Dot, ...]], ...]  #: The arms of each claim.
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
     """Place every arm with known bytes and FLOPs; None without such an arm or a ceiling."""
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
     points = [
-        (r.work.flops / r.work.bytes, r.work.flops / seconds, arm, r)
+        (r, each)
         for r in results
-        if r.work and r.work.bytes > 0 and r.work.flops > 0
-        if r.limits and r.timing and r.timing.unit == "s"
-        for arm in arms(r.timing)
-        if (seconds := stats.mean_call_s(r.timing.replicates, arm)) > 0
+        if (each := [point for point in _points(r) if 1 / FAR < point[0] < FAR])
     ]
     flat = [lim for lim in limits.values() if lim.unit == "FLOP/s"]
     slant = [lim for lim in limits.values() if lim.unit == "B/s"]
     if not points or not (flat or slant):
         return None
-    intensities, rates = [p[0] for p in points], [p[1] for p in points]
+    intensities, rates = zip(*[p[:2] for _, each in points for p in each], strict=True)
     x = Axis(min(intensities) / 2, max(intensities) * 2)
     top = max([lim.limit for lim in flat] or [max(rates)])
     y = Axis(min(rates) / 2, max(top, *rates) * 1.6)
     roofs = [_flat(lim, slant, x, y) for lim in flat] + [_slant(lim, x, y) for lim in slant]
-    dots = [Dot(x.at(i), _down(y, f), arm, i, f, r) for i, f, arm, r in points]
-    return Roofline(x, y, tuple(filter(None, roofs)), tuple(dots))
+    drawn = tuple(filter(None, roofs))
+    claims = tuple(
+        (r, tuple(Dot(x.at(i), _down(y, f), arm, i, f) for i, f, arm in each)) for r, each in points
+    )
+    return Roofline(x, y, drawn, tuple(_labels(drawn)), claims)
+
+
+def _points(result: Result) -> list[tuple[float, float, str]]:
+    """Return FLOP per byte, FLOP/s and name of each arm; none if one of them is unknown."""
+    work, timing = result.work, result.timing
+    if not (work and work.bytes > 0 and work.flops > 0 and result.limits):
+        return []
+    if timing is None or timing.unit != "s":
+        return []
+    times = {arm: stats.mean_call_s(timing.replicates, arm) for arm in arms(timing)}
+    return [(work.flops / work.bytes, work.flops / s, arm) for arm, s in times.items() if s > 0]
+
+
+def _labels(roofs: Sequence[Roof]) -> Iterator[Label]:
+    """Name each ceiling, left of its line; ceilings close to each other share a label."""
+    for unit, along in (("FLOP/s", 0.0), ("B/s", 0.7)):
+        places = [
+            (r.y1 + along * (r.y2 - r.y1), r.x1 + along * (r.x2 - r.x1), r.limit)
+            for r in roofs
+            if r.limit.unit == unit
+        ]
+        group: list[tuple[float, float, Limit]] = []
+        for place in sorted(places, key=lambda place: place[0]):
+            if group and place[0] - group[-1][0] > LABEL_HEIGHT:
+                yield _label(group)
+                group = []
+            group.append(place)
+        if group:
+            yield _label(group)
+
+
+def _label(group: Sequence[tuple[float, float, Limit]]) -> Label:
+    text = ", ".join(f"{limit.ceiling} {si(limit.limit, limit.unit)}" for _, _, limit in group)
+    return Label(min(x for _, x, _ in group), group[0][0], text)
 
 
 def _down(y: Axis, rate: float) -> float:

@@ -5,13 +5,23 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_aiperf.model import Against, Evidence, Finding, Outcome, Result, Round, Timing, Verdict
+from pytest_aiperf.model import (
+    Against,
+    Evidence,
+    EvidenceKind,
+    Finding,
+    Outcome,
+    Result,
+    Round,
+    Timing,
+    Verdict,
+)
 from pytest_aiperf.records.results import block_times
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.validity import POWER_CAP
 from pytest_aiperf.text import percent, si
 
-from .aggregate import verdict_or_outcome
+from .aggregate import verdict
 
 COLUMNS: Final = {
     "claim": "<", "baseline": ">", "optimized": ">", "ratio [99 % interval]": ">",
@@ -19,14 +29,30 @@ COLUMNS: Final = {
     "expected": "<",
 }  # fmt: skip
 """Columns of the table of results, with the alignment of each."""
+_UNITS: Final = {
+    EvidenceKind.SPILLS: "B", EvidenceKind.COPIED_BYTES: "B", EvidenceKind.PEAK_MEMORY: "B",
+    EvidenceKind.BUSY_SHARE: "share",
+}  # fmt: skip
+"""Units of the kinds of evidence that are not counts."""
+_COUNTER_UNITS: Final = {"pct": " %", "per_second": "/s", "bytes": "B"}
+"""Units of ncu's metrics by a part of their names; the first that fits counts."""
 RIDGE_FLOP_PER_BYTE: Final = 16.0
 """Arithmetic intensity above which rates are shown in FLOP/s: about the ridge point of fp32."""
 
 
 def clean(text: object) -> str:
-    """Make text safe to print: one line, no terminal escapes, no GitHub workflow commands."""
-    line = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
-    return re.sub(r":(?=:)|#(?=[#\[])", r"\g<0> ", line)
+    """Make text safe to print: one line, no terminal escapes, no GitHub workflow commands.
+
+    GitHub reads ``::`` as a command at the start of a line, where wrapping may move any word, and
+    ``##[`` anywhere. Inside a word, as in ``aten::mm`` or a test's id, colons stay together.
+    """
+    text = re.sub(r"(?<!\S):{2,}", lambda colons: " ".join(colons[0]), printable(text))
+    return re.sub(r"#(?=[#\[])", r"\g<0> ", text)
+
+
+def printable(text: object) -> str:
+    """Replace characters that are not printable; the text may still be a workflow command."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in str(text))
 
 
 def escape(text: str) -> str:
@@ -88,8 +114,26 @@ def figures(each: Finding) -> str:
     """Format a finding's figure and the baseline's; empty if this run could not look."""
     if each.value is None:
         return ""
-    baseline = "" if each.baseline_value is None else f" (baseline {each.baseline_value:.4g})"
-    return f"{each.value:.4g}{baseline}"
+    piece, baseline = each.evidence, ""
+    if each.baseline_value is not None:
+        baseline = f" (baseline {amount(each.baseline_value, piece)})"
+    return f"{amount(each.value, piece)}{baseline}"
+
+
+def amount(value: float, piece: Evidence) -> str:
+    """Format a figure of a piece of evidence with its unit; counts have none."""
+    unit = _UNITS.get(piece.kind, "")
+    if piece.kind is EvidenceKind.COUNTER:
+        unit = next((unit for part, unit in _COUNTER_UNITS.items() if part in piece.of), "")
+    elif piece.kind is EvidenceKind.OVERLAP:
+        unit = "share" if piece.of else "x"
+    if piece.per:
+        unit = " per byte" if piece.per == "work" and unit != "B" else "x"
+    if unit == "share":
+        return percent(value, 1)
+    if unit == "B":
+        return si(value, "B") if abs(value) >= 1024 else f"{value:.4g} B"
+    return f"{value:.4g}{unit}"
 
 
 def state(each: Finding) -> str:
@@ -104,17 +148,14 @@ def state(each: Finding) -> str:
 def stated(piece: Evidence) -> str:
     """Format a piece of evidence: its kind, metric, kernel and bounds."""
     pairs = [("=", piece.min)] if piece.min == piece.max else [(">=", piece.min), ("<=", piece.max)]
-    bounds = [f"{sign} {bound:.4g}" for sign, bound in pairs if bound is not None]
+    bounds = [
+        f"{sign} {f'{bound:.4g}' if piece.per else amount(bound, piece)}"
+        for sign, bound in pairs
+        if bound is not None
+    ]
     kernel = f"in {piece.kernel}" if piece.kernel else ""
     per = {"": "", "baseline": "of the baseline", "work": "of the bytes of work"}[piece.per]
     return " ".join(filter(None, (piece.kind.value, piece.of, kernel, " and ".join(bounds), per)))
-
-
-def verdict(result: Result) -> str:
-    holds = result.verdict in (Verdict.FASTER, Verdict.SAME)
-    return verdict_or_outcome(result) + (
-        ", lost" if holds and result.outcome is Outcome.FAILED else ""
-    )
 
 
 def _expected(result: Result) -> str:
@@ -151,6 +192,14 @@ def _remarks(timing: Timing) -> list[str]:
     return remarks
 
 
+def _not_repeating(note: str, reason: str) -> str:
+    """Cut off the end of a note that gives the same reason, or the same advice, as the claim's."""
+    for repeated in (reason, reason.rpartition(": ")[2]):
+        if repeated and note.endswith(f": {repeated}"):
+            return note.removesuffix(f": {repeated}")
+    return note
+
+
 def notes(results: Sequence[Result]) -> list[str]:
     """Return a line for each result whose figures need an explanation.
 
@@ -164,11 +213,11 @@ def notes(results: Sequence[Result]) -> list[str]:
         for also in result.also:
             arms = f"{_figure(also, 'baseline')} -> {_figure(also, 'optimized')}"
             remarks.append(f"{also.metric}: {arms}")
-        remarks += result.notes
+        remarks += [_not_repeating(note, remarks[0]) for note in result.notes]
         if pieces := not_looked_at(result):
             remarks.append(f"evidence not looked at: {pieces}")
         if result.attempts > 1:
-            remarks.append(f"attempt {result.attempts}")
+            remarks.append("second attempt, because the first did not meet the claim")
         if result.quick:
             remarks.append("quick")
         if text := "; ".join(filter(None, remarks)):

@@ -1,10 +1,11 @@
-"""Results as Markdown: a report with each claim's explanation, and the README's tables."""
+"""Results as Markdown: a report with each claim's explanation, and tables without them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.model import Against, Result
+from pytest_aiperf.records.comparison import Change, State
 from pytest_aiperf.text import si
 from pytest_aiperf.text import table as columns
 
@@ -23,7 +24,7 @@ def markdown(results: Sequence[Result], root: Path) -> str:
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Return the results for the README: the totals, then one table per chapter."""
+    """Return the totals, then one table per chapter."""
     parts = [escape(terminal.totals(results))]
     for name, claims in _by_chapter(results).items():
         keys = ", ".join(sorted({r.key for r in claims}))
@@ -33,6 +34,20 @@ def tables(results: Sequence[Result]) -> str:
     if unseen := [r.claim for r in results if formatting.not_looked_at(r)]:
         parts.append(escape(f"Claims with evidence that was not looked at: {', '.join(unseen)}"))
     return "\n\n".join(parts)
+
+
+def comparison(changes: Sequence[Change], stack: Sequence[str], counts: str) -> str:
+    """Return a comparison of two runs for a pull request: what changed, without what did not."""
+    rows = [
+        [change.state, change.claim, change.key, str(change.ratio or "-"), change.why]
+        for change in changes
+        if change.state is not State.SAME
+    ]
+    lines = [f"**{escape(counts)}**", ""]
+    if rows:
+        lines += ["| state | claim | GPU | new / old speedup | note |", "|:--|:--|:--|--:|:--|"]
+        lines += [f"| {' | '.join(map(escape, row))} |" for row in rows]
+    return "\n".join([*lines, "", *(f"- {escape(line)}" for line in stack)]).strip() + "\n"
 
 
 def _by_chapter(results: Sequence[Result]) -> Mapping[str, list[Result]]:

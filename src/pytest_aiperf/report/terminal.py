@@ -1,5 +1,8 @@
 """Results as a table on the terminal, as Markdown, and for pytest-benchmark."""
 
+import os
+import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,47 +11,102 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Against, Outcome, Profile, Result, Verdict
-from pytest_aiperf.records.results import atomic_write, benchmark, block_times
-from pytest_aiperf.text import pad, si
+from pytest_aiperf.records.results import benchmark, block_times, dumps, is_timed
+from pytest_aiperf.rules.verdict import noise_problem
+from pytest_aiperf.text import si
 from pytest_aiperf.text import table as columns
 
-from . import aggregate
-from .aggregate import JUDGED
-from .formatting import COLUMNS, cells, clean, escape, notes, reasons, verdict
+from . import aggregate, formatting
+from .aggregate import JUDGED, verdict
+from .formatting import COLUMNS, cells, clean, escape, notes, printable, reasons
 
 PROGRESS: Final = (
-    *("{claim}", "{phase}", "{done}/{total}", "replicate {replicate}/{most}"),
-    *("{ratio:.2f}x", "+-{half_width:.2%}", "{sm_mhz} MHz", "{temperature_c} C"),
+    *("{number} of {count}", "{left}", "{claim}", "{phase}", "{done}/{total}"),
+    *("replicate {replicate}", "of at most {most}", "{ratio:.2f}x ±{half_width:.2%}"),
+    *("{sm_mhz} MHz", "{temperature_c} C"),
 )
 """Parts of the live line; a part whose figure is unknown is left out."""
-MIN_NAME: Final = 24
-"""Characters of a claim's name that are always shown, even if the table gets too wide."""
+MAX_HALF_WIDTH: Final = 1.0
+"""The live line shows a ratio only if its interval's half-width is at most this: wider ones say
+nothing yet, because two replicates alone can give thousands of percent."""
+DROPPED: Final = ("rate", "expected", "over first", "library", "of limit")
+"""Columns to leave out of a table that is too wide, in this order."""
+INDENT: Final = "    "  #: Indentation of figures below the claim's name.
+COLOURS: Final = {
+    "FASTER": "green", "FASTER, lost": "red", "SAME, lost": "red", "SLOWER": "red",
+    "FAILED": "red", "INVALID": "red", "ERROR": "red", "INCONCLUSIVE": "yellow",
+    "FASTER, undecided": "yellow", "SAME, undecided": "yellow",
+}  # fmt: skip
+"""Colours of verdicts and outcomes on a terminal."""
+_COLOURED: Final = re.compile(f"(?<=  )({'|'.join(sorted(COLOURS, reverse=True))})(?=  |$)")
+MAX_REASONED: Final = 30
+"""With more claims, -v gives the reasons only for those that did not pass: a run of a chapter shows
+all, and a run of the whole course would print a thousand lines."""
+NEXT: Final = 3  #: Number of failed claims that the proposed command runs again.
 
 
-def table(results: Sequence[Result], width: int = 120, *, verbose: bool = False) -> list[str]:
-    """Lay out the summary: claims and ladders by chapter, notes, totals.
+def table(results: Sequence[Result], width: int = 120, *, verbosity: int = 0) -> list[str]:
+    """Lay out the summary: claims and ladders by chapter, totals, notes; failures come last.
 
-    ``verbose`` adds each arm's diagnosis and the evidence, and keeps every column, even if the
-    table gets too wide.
+    A ``verbosity`` of 1 keeps every column, even if the table gets too wide, and adds the reasons:
+    each arm's diagnosis and the evidence, of many claims only for those that did not pass. 2 adds
+    the reasons of all.
     """
     shown = [r for r in results if _has_row(r)]
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for (key, _), rungs in aggregate.ladders(shown).items():
         groups.setdefault((key, aggregate.folder(rungs[0])), []).extend(_block(rungs))
     rows = [[clean(cell) for cell in row] for group in sorted(groups) for row in groups[group]]
-    head, *body = _columns(rows, width, () if verbose else ("rate", "expected"))
+    head, *body = _columns(rows, width, () if verbosity > 0 else DROPPED)
     lines = [head] if body else []
     rest = iter(body)
     for key, chapter in sorted(groups):
         lines += [clean(f"{chapter} ({key})"), *islice(rest, len(groups[key, chapter]))]
-    for note in notes(shown):
-        lines += _wrap(note, width)
-    if verbose:
-        lines += [line for result in shown for line in reasons(result)]
+    lines = [line for row in lines for line in row.split("\n")]  # a row may have two lines
+    if verbosity > 0:
+        explained = shown
+        if verbosity == 1 and len(shown) > MAX_REASONED:
+            explained = [r for r in shown if formatting.reason(r)]
+        lines += [line for result in explained for line in reasons(result)]
+        if others := len(shown) - len(explained):
+            lines.append(f"-vv shows the bottlenecks and the evidence of the other {others} claims")
+    if results:
+        lines += _wrap(totals(results), width)
+    if noise := noise_problem(max((r.floor for r in results), default=0.0)):
+        lines += _wrap(noise, width)
     lines += _not_run(results, width)
-    return [*lines, totals(results)] if results else lines
+    for note in notes(sorted(shown, key=lambda r: r.outcome is not Outcome.PASSED)):
+        lines += _wrap(note, width)
+    return lines
+
+
+def next_steps(results: Sequence[Result], pytest_command: str, root: Path, file: Path) -> list[str]:
+    """Return the commands that a user is likely to need after a run.
+
+    ``pytest_command`` measures as the run did, ``root`` is pytest's root folder, and ``file`` has
+    the results.
+    """
+    failed = [r for r in results if r.outcome not in (Outcome.PASSED, *aggregate.UNTRIED)]
+    lines = []
+    if failed:
+        tests = (r.nodeid.partition("::") for r in failed[:NEXT])
+        ids = [f"{os.path.relpath(root / path)}{colons}{test}" for path, colons, test in tests]
+        more = f"  # and {len(failed) - NEXT} more" if len(failed) > NEXT else ""
+        lines.append(f"measure again:  {pytest_command} -v {printable(shlex.join(ids))}{more}")
+    command = shlex.join(["python", "-m", "pytest_aiperf", "report", os.path.relpath(file)])
+    return [*lines, f"write a report: {command}"]
+
+
+def write(reporter: Any, lines: Iterable[str]) -> None:
+    """Write lines to pytest's terminal, with verdicts in colour unless colours are off."""
+    for line in lines:
+        if line.startswith("noisy: "):
+            reporter.write_line(line, yellow=True)
+            continue
+        for part in _COLOURED.split(line):
+            reporter.write(part, **{COLOURS[part]: True} if part in COLOURS else {})
+        reporter.write("\n")
 
 
 def _has_row(result: Result) -> bool:
@@ -80,23 +138,38 @@ def _block(rungs: Sequence[Result]) -> Iterator[list[str]]:
         above = {first, optimized}
 
 
-def _columns(rows: Sequence[Sequence[str]], width: int, extras: Sequence[str]) -> list[str]:
-    """Align the rows' cells in columns; if that is too wide, leave out ``extras``, then clip names.
+def _columns(rows: Sequence[Sequence[str]], width: int, dropped: Sequence[str]) -> list[str]:
+    """Align the rows' cells in columns, in one line per row or, if that is too wide, in two.
 
-    Figures are never clipped, because a clipped figure misleads.
+    Columns in ``dropped`` are left out if they are empty. If the lines do not fit, the others are
+    left out one by one: two of them before names get lines of their own, the rest after that. Names
+    and figures are never clipped, because a clipped name cannot be searched for and a clipped
+    figure misleads.
     """
-    for count in range(len(extras) + 1):
-        table, align = _select(rows, extras[:count])
-        figures = "  ".join(["", *pad(table, align)[0][1:]])
-        if MIN_NAME + len(figures) <= width:
+    used = _used(rows)
+    empty = [name for name in dropped if name not in used]
+    dropped = [name for name in dropped if name in used]
+    for count in range(min(len(dropped), 2) + 1):
+        lines = columns(*_select(rows, [*empty, *dropped[:count]]))
+        if max(map(len, lines)) <= width:
+            return lines
+    for count in range(len(dropped) + 1):
+        table, align = _select(rows, [*empty, *dropped[:count]])
+        figures = [INDENT + line for line in columns([row[1:] for row in table], align[1:])]
+        if max(map(len, figures)) <= width:
             break
-    room = max(width - len(figures), MIN_NAME)
-    return columns([[_fit(row[0], room), *row[1:]] for row in table], align)
+    names = ["", *(f"{row[0]}\n" for row in rows)]
+    return [f"{name}{line}".rstrip() for name, line in zip(names, figures, strict=True)]
+
+
+def _used(rows: Sequence[Sequence[str]]) -> set[str]:
+    """Return the names of the columns that have a figure."""
+    return {name for name, *cells in zip(COLUMNS, *rows, strict=True) if {*cells} - {"", "-"}}
 
 
 def _select(rows: Sequence[Sequence[str]], without: Collection[str]) -> tuple[list[list[str]], str]:
     """Return the head and the rows without some columns, and without an empty "over first"."""
-    used = {name for name, *cells in zip(COLUMNS, *rows, strict=True) if {*cells} - {"", "-"}}
+    used = _used(rows)
     kept = [
         i
         for i, name in enumerate(COLUMNS)
@@ -136,7 +209,9 @@ def totals(results: Sequence[Result]) -> str:
     summary = aggregate.summarize(results)
     ended = [r for r in results if r.outcome not in aggregate.UNTRIED]
     counts = ", ".join(f"{n} {kind}" for kind, n in Counter(map(verdict, ended)).most_common())
-    parts = [f"{summary.claims} claim{'' if summary.claims == 1 else 's'}{counts and ': '}{counts}"]
+    failed = f", {summary.failed} failed" if summary.failed else ""
+    number = f"{summary.claims} claim{'' if summary.claims == 1 else 's'}{failed}"
+    parts = [f"{number}{counts and ': '}{counts}"]
     if summary.skipped:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in summary.skipped.items())
         parts.append(f"{sum(summary.skipped.values())} skipped ({reasons})")
@@ -151,13 +226,19 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
-    """Format the progress of a claim as one line."""
+    """Format the progress of a claim as one line; if it is too long, leave out its last figures."""
     figures = {name: value for name, value in progress.items() if value is not None}
-    parts: list[str] = []
+    with suppress(TypeError):
+        if figures.get("half_width", 0.0) > MAX_HALF_WIDTH:
+            del figures["half_width"]
+    line = ""
     for part in PROGRESS:
         with suppress(KeyError, ValueError):  # the figure is missing or not a number
-            parts.append(part.format_map(figures))
-    return _fit(clean("  ".join(parts)), width)
+            text = clean(part.format_map(figures))
+            if line and len(line) + 2 + len(text) > width:
+                break
+            line += f"{'  ' if line else ''}{text}"
+    return _fit(line, width)
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -193,23 +274,8 @@ def _mark(result: Result) -> str:
     return " *" if result.against is Against.NAIVE else ""
 
 
-def embed(path: Path, mark: str, content: str) -> None:
-    """Replace the text between the marks in a document; raise UsageError if there are no marks."""
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    try:
-        before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}; name a Markdown file") from error
-    _, ended, after = rest.partition(end)
-    if not begun or not ended or begin in after:
-        raise UsageError(
-            f"{path} does not mark where to write: put a line {begin} and a line {end} in it"
-        )
-    atomic_write(path, f"{before}{begin}\n\n{content}\n\n{end}{after}")
-
-
 def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
-    """Add timed results with a conclusive verdict to pytest-benchmark's session.
+    """Add results with times and a conclusive verdict to pytest-benchmark's session.
 
     ``session`` is what pytest-benchmark registers as "pytest-benchmark", or None. Call this before
     pytest-benchmark's session finishes, on the controller if there are xdist workers: then
@@ -224,8 +290,24 @@ def benchmark_session_add(session: Any, results: Iterable[Result]) -> None:
     session.benchmarks += [
         benchmark(r)
         for r in results
-        if r.outcome in JUDGED and r.verdict not in (None, Verdict.INCONCLUSIVE) and block_times(r)
+        if r.outcome in JUDGED and r.verdict not in (None, Verdict.INCONCLUSIVE) and is_timed(r)
     ]
+
+
+def github_action_benchmark(results: Iterable[Result]) -> str:
+    """Return ratios in the format customBiggerIsBetter of github-action-benchmark."""
+    rows = [
+        {
+            "name": f"{r.claim} ({r.key})",
+            "unit": "x",
+            "value": r.speedup.value,
+            "range": f"[{r.speedup.low:.3f}, {r.speedup.high:.3f}]",
+            "extra": verdict(r),
+        }
+        for r in results
+        if r.outcome in JUDGED and r.speedup
+    ]
+    return dumps(rows, "report", indent=1) + "\n"
 
 
 def profiles(results: Iterable[Result], width: int = 120) -> list[str]:
@@ -251,7 +333,8 @@ def profile(title: str, arms: Sequence[Profile], width: int = 120) -> list[str]:
             rows[-1].append(f"{new / old:.3g}x" if old and new is not None else "-")
     lines = [title, *columns(rows)]
     for arm in arms:
-        lines += [_fit(f"  {arm.arm}: {clean(note)}", width) for note in arm.notes]
+        for note in arm.notes:
+            lines += _wrap(f"  {arm.arm}: {clean(note)}", width)
         lines.append(f"  {arm.arm}: {arm.artefact}")
     return [clean(line) for line in lines]
 

@@ -311,7 +311,7 @@ def _check_code(piece: Evidence, facts: Facts) -> Finding:
     if not named:
         return Finding(piece, where="the code of this kernel is not known")
     value, where = _worst(piece, _launched(named, facts.traces.get("optimized")) or named)
-    finding = Finding(piece, value, _within(piece, value), where)
+    finding = Finding(piece, value, within(piece, value), where)
     # the baseline may do the same with a kernel of another name
     kernels_of_baseline = _launched(facts.baseline_code, facts.traces.get("baseline"))
     same_name = [c for c in kernels_of_baseline if piece.kernel in c.kernel.function]
@@ -336,11 +336,11 @@ def _worst(piece: Evidence, code: Sequence[Compiled]) -> tuple[float, str]:
             where = f"{compiled.kernel.source} for {compiled.kernel.arch}"
             sums[where] = sums.get(where, 0) + count
         figures = [(count, where) for where, count in sums.items()]
-    return min(figures, key=lambda figure: _within(piece, figure[0]))
+    return min(figures, key=lambda figure: within(piece, figure[0]))
 
 
 def _with_baseline(finding: Finding, baseline: float) -> Finding:
-    held = _within(finding.evidence, baseline)
+    held = within(finding.evidence, baseline)
     return replace(finding, baseline_value=baseline, baseline_held=held)
 
 
@@ -384,7 +384,7 @@ def _check_arm(piece: Evidence, facts: Facts) -> Finding:
         if not baseline:  # a ratio to 0 is undefined
             return Finding(piece, value, held=False, where=f"{_NO_BASELINE}{where}")
         value, baseline = value / baseline, 1.0
-    finding = Finding(piece, value, _within(piece, value), where)
+    finding = Finding(piece, value, within(piece, value), where)
     return finding if baseline is None else _with_baseline(finding, baseline)
 
 
@@ -399,7 +399,8 @@ def _figure(piece: Evidence, facts: Facts, arm: str) -> float | None:
     return facts.figures.get(arm, {}).get(piece.of or piece.kind.value)
 
 
-def _within(piece: Evidence, value: float) -> bool:
+def within(piece: Evidence, value: float) -> bool:
+    """Whether a figure lies within the bounds of a piece of evidence."""
     above = piece.min is None or value >= piece.min
     return above and (piece.max is None or value <= piece.max)
 

@@ -9,15 +9,18 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from pytest_aiperf.model import Limit, Trace, Work
+from pytest_aiperf.model import Limit, Metric, Result, Trace, Work
 from pytest_aiperf.text import percent, si
+
+from . import stats
 
 MEMORY: Final = ("copy", "read", "l2")
 
 _MAX_SHARE = 1.05
 """A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
 _OVERHEAD_SHARE = 0.3  #: An overhead-bound arm leaves the GPU idle for at least this share of time.
-_NEAR = 0.8  #: Above this share of its ceiling, only less work makes an arm faster.
+_NEAR = 0.8  #: Above this share of its ceiling, little but less work makes an arm faster.
+_AT = 0.97  #: Below this share of its ceiling, an arm can still gain without less work.
 _FAR = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
 _BUSY = 0.6  #: Above this utilisation in ncu's counters, a unit limits an arm.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
@@ -119,6 +122,23 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
     return None
 
 
+def impossible_time(record: Result) -> str | None:
+    """Describe a time that beats the GPU's datasheet or its measured ceilings; None without one."""
+    timing, work = record.timing, record.work
+    if timing is None or timing.metric is not Metric.DEVICE or work is None:
+        return None
+    peaks = DATASHEET.get(record.key, {})
+    for arm in timing.calls:
+        seconds = stats.mean_call_s(timing.replicates, arm)
+        on_datasheet = limit_of(seconds, work, timing.cache, peaks)
+        for limit, source in ((on_datasheet, "datasheet"), (record.limits.get(arm), "measured")):
+            if limit is None or (timing.cache == "warm" and limit.ceiling in MEMORY):
+                continue  # warm data may stay in registers or shared memory: no such limit applies
+            if problem := too_fast(limit, source):
+                return f"{arm}: {problem}"
+    return None
+
+
 def too_fast(limit: Limit, source: str = "measured") -> str | None:
     """Describe a rate that this GPU cannot reach; None if it is possible.
 
@@ -203,6 +223,10 @@ def _bound(limit: Limit | None) -> str | None:
             advice = "feed the units better (larger tiles, a deeper pipeline)"
         elif limit.ceiling in ("fp32", "fp64"):
             advice = "only fewer operations or tensor cores (a narrower dtype) help"
+    if _NEAR <= limit.share < _AT:
+        work = "bytes" if kind == "memory" else "operations"
+        gain = percent(1 / limit.share - 1)
+        advice = f"up to {gain} faster with the same {work}, then {advice}"
     return f"{kind}-bound: {percent(limit.share)} of the {limit.ceiling} rate; {advice}"
 
 

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from pytest_aiperf.model import Interval, Replicate, Round
+from pytest_aiperf.model import Interval, Replicate, Round, Timing
 
 LEVEL = 0.99  #: Confidence level of every interval.
 
@@ -49,6 +49,12 @@ def interval(logs: Sequence[float]) -> Interval:
 def comparison(replicates: Iterable[Replicate], numerator: str, denominator: str) -> Interval:
     """Ratio of two arms with its confidence interval; each replicate is one sample."""
     return interval([log_ratio(r, numerator, denominator) for r in replicates])
+
+
+def speedup(timing: Timing, of: str = "baseline") -> Interval:
+    """Return how many times better the optimized arm is than ``of``, whatever the unit."""
+    arms = (of, "optimized") if timing.better == "lower" else ("optimized", of)
+    return comparison(timing.replicates, *arms)
 
 
 def half_width(ratio: Interval) -> float:

@@ -1,16 +1,23 @@
 """Is this measurement valid? Each check returns a sentence that names the problem, or None."""
 
+import contextlib
 import functools
+import gc
+import logging
 import math
 import os
 import re
+import signal
 import sys
 import threading
+import time
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
-from pytest_aiperf.errors import UsageError
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import GpuState
 
 from . import stats
@@ -31,6 +38,9 @@ _REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+MIN_IDLE_S, MAX_BUSY_SHARE = 3e-3, 0.75
+"""Work between blocks is refused if it takes more than this share of the CPU time that the harness
+takes meanwhile, once that is long enough to be measured: a thread may still be going to sleep."""
 THROTTLED = sum(_REASONS)  #: Bit mask of the clock event reasons that invalidate a round.
 _COUNTERS = ("thermal", "board_limit")
 
@@ -59,7 +69,8 @@ _FLAGS = (
     "backends.cudnn.allow_tf32", "backends.cudnn.conv.fp32_precision",
     "get_float32_matmul_precision", "get_default_dtype", "get_num_threads",
     "get_num_interop_threads", "is_grad_enabled", "is_inference_mode_enabled",
-    "are_deterministic_algorithms_enabled",
+    "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_default_device",
+    "backends.mkldnn.enabled", "backends.mkldnn.deterministic",
 )  # fmt: skip
 _FOREIGN = (
     *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
@@ -132,6 +143,30 @@ def tracer_problem() -> str | None:
     return None
 
 
+def replaced_problem() -> str | None:
+    """Name a function that timing relies on, and that a conftest.py or a test has replaced."""
+    replaced = [name for name, function in _WATCHED.items() if _find(name) is not function]
+    replaced += [name for name in _FOREIGN if not _is_original(name, _find(name))]
+    # a timer that was replaced before this package was imported is bound in it
+    timers = (function for name, function in _WATCHED.items() if name.endswith(".now"))
+    replaced += [
+        t for t in ("time.perf_counter_ns",) if not all(_is_original(t, f) for f in timers)
+    ]
+    return (
+        f"{replaced[0]} was replaced; measure without the code that does so" if replaced else None
+    )
+
+
+def _is_original(name: str, function: Any) -> bool:
+    """Whether a function of Python's ``time`` is built in, and one of torch defined by torch."""
+    if name.startswith("time."):  # only C code makes built-in functions of this module
+        is_builtin = isinstance(function, types.BuiltinFunctionType) and function.__self__ is time
+        return is_builtin and name == f"time.{function.__name__}"
+    code, torch = getattr(function, "__code__", None), sys.modules.get("torch")
+    home = str(Path(getattr(torch, "__file__", None) or "").parent)
+    return code is None or code.co_filename.startswith(home)
+
+
 def _tracers() -> dict[str, str]:
     """Read which tracers are on; the functions that set them, by what they were given."""
     tracers: dict[str, object] = {
@@ -160,15 +195,57 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
     return max(L2_SPANS, sets)
 
 
+_PROCESS: dict[str, Callable[[], object]] = {
+    "subnormal numbers": lambda: float("5e-320") * 0.5 != 0,
+    "sys.getswitchinterval": sys.getswitchinterval,
+    "gc.get_threshold": gc.get_threshold,
+    "CPU affinity": lambda: sorted(os.sched_getaffinity(0)),
+    "scheduling policy": lambda: os.sched_getscheduler(0),
+    "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
+    "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
+    "logging levels": lambda: (logging.root.level, logging.root.manager.disable),
+}
+"""Settings of the process and of its main thread, with what reads them."""
+
+
+def _libraries() -> dict[str, object]:
+    """Read the settings of libraries that are loaded and have functions for them."""
+    settings: dict[str, object] = {}
+    if numpy := sys.modules.get("numpy"):
+        settings["numpy.getbufsize"] = numpy.getbufsize()
+        settings["numpy.geterr"] = sorted(numpy.geterr().items())
+    for library in _thread_pools(len(sys.modules)):
+        settings[f"threads of {Path(library.filepath).name}"] = library.num_threads
+    return settings
+
+
+@functools.lru_cache(maxsize=1)
+def _thread_pools(_modules: int) -> list[Any]:
+    """Return the libraries whose threads threadpoolctl counts, if it is installed.
+
+    They are looked up anew, which takes milliseconds, after more modules have been imported.
+    """
+    try:
+        import threadpoolctl
+    except ImportError:
+        return []
+    controllers: list[Any] = threadpoolctl.ThreadpoolController().lib_controllers
+    return controllers
+
+
 def flags() -> dict[str, str]:
     """Read the global settings that no arm may change; those of torch only if it is loaded."""
     settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _tracers()
+    settings |= {name: str(read()) for name, read in _PROCESS.items()}
+    settings |= {name: str(value) for name, value in _libraries().items()}
     if torch := sys.modules.get("torch"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # reading some of these names warns of deprecation
             settings |= {f"torch.{name}": _flag(torch, name) for name in _FLAGS} | _carve_out(torch)
     names = (*_FOREIGN, *_WATCHED)
-    return settings | {name: repr(value) for name in names if (value := _find(name))}
+    # the address, because another object may have the same repr
+    found = {name: value for name in names if (value := _find(name))}
+    return settings | {name: f"{value!r} at {id(value):#x}" for name, value in found.items()}
 
 
 def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -180,6 +257,58 @@ def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
         # a setting of a module that was loaded in between has no earlier value
         and not ("." in name and (name not in before or name not in after))
     ]
+
+
+class IdleTime:
+    """Finds work that goes on between the blocks, while the harness draws new values.
+
+    Only threads of Python and child processes count: those of OpenMP spin for a while in case more
+    work comes.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = self._busy_s = 0.0
+        self._start: tuple[float, dict[str, float], set[str]] | None = None
+
+    def begins(self) -> None:
+        self._start = time.thread_time(), *_background()
+
+    def ends(self) -> None:
+        if self._start is not None:
+            begun, before, ran = self._start
+            spent = time.thread_time() - begun
+            after, runs = _background()
+            self._seconds += spent
+            self._busy_s += sum(s - before[name] for name, s in after.items() if name in before)
+            self._busy_s += spent * len(ran & runs)
+            self._start = None
+
+    def refuse_work(self) -> None:
+        """Raise InvalidMeasurement if threads or children worked while no call did."""
+        if self._seconds > MIN_IDLE_S and self._busy_s > MAX_BUSY_SHARE * self._seconds:
+            raise InvalidMeasurement(
+                "threads or processes that the arms started were busy between calls, for "
+                f"{self._busy_s:.2g} s, and slow other arms down: a call must end what it starts"
+            )
+
+
+def _background() -> tuple[dict[str, float], set[str]]:
+    """Return the CPU seconds of Python's other threads, and the child processes that run.
+
+    The CPU time of a running process may be known only as of the last tick of its core.
+    """
+    seconds: dict[str, float] = {}
+    running: set[str] = set()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.ident and thread.is_alive():
+            with contextlib.suppress(OSError):  # it has just ended
+                clock = time.pthread_getcpuclockid(thread.ident)
+                seconds[str(thread.ident)] = time.clock_gettime(clock)
+    with contextlib.suppress(OSError):  # another system, or a child that has just ended
+        for child in Path("/proc/thread-self/children").read_text().split():
+            status = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            running.update([child] * (status[0] == "R"))
+    return seconds, running
 
 
 def extras() -> dict[str, int]:

@@ -1,11 +1,17 @@
 """Judge a comparison by the expectation of its claim."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_aiperf.model import Expectation, Interval, Metric, Result, Verdict
+from pytest_aiperf.model import Expectation, Interval, Metric, Require, Result, Verdict
 
 SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
+UNDECIDED = "undecided: "
+"""How the reason begins if only noise keeps a claim from being met: a quieter machine may meet it.
+
+`make bench` and reports tell such claims from those that are not met.
+"""
 NOISY_FLOOR = 0.2
 """A noise floor above this is reported: a claim of 1.2x could not be shown."""
 SESSIONS_APART = 0.035
@@ -15,6 +21,9 @@ An interval covers only the noise of its own session. Between two pairs of H200s
 68 intervals of unchanged claims did not overlap, and their ends lay up to 3.2 % apart. The price of
 this tolerance: a smaller regression shows only in the history, as a lasting step.
 """
+
+_Problem = tuple[str, bool]
+"""Why a claim is not met, and whether another run may find that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ def noise_problem(floor: float) -> str | None:
         return None
     return (
         f"noisy: two identical arms differ by {floor:.0%}, so only larger differences count; end "
-        "other work on this GPU and this host, and measure again"
+        "other work on this machine, and measure again"
     )
 
 
@@ -59,7 +68,7 @@ def _why_inconclusive(ratio: Interval, floor: float) -> str:
     if ratio.low > 1 or ratio.high < 1:
         return (
             f"identical arms differ by up to {floor:.1%} in this session, and the interval is not "
-            "beyond that; end other work on this GPU and this host, and measure again"
+            "beyond that; end other work on this machine, and measure again"
         )
     return (
         f"the interval contains 1 and is too wide for SAME (within {SAME_WITHIN:.0%} of 1); "
@@ -82,10 +91,12 @@ def judge(
     speedup is at most 1. The lower end of the interval must meet ``require``, and the interval must
     not lie wholly below the recorded one by more than ``SESSIONS_APART``. The recorded interval is
     ignored if the code has changed since, or if ``compare_recorded`` is false.
+
+    The reason begins with ``UNDECIDED`` if nothing contradicts the claim: the verdict is FASTER or
+    INCONCLUSIVE, and each interval reaches what is required of it.
     """
     expectation = expectation or Expectation()
-    reached = verdict(ratio, floor)
-    failures: list[str] = []
+    problems: list[_Problem] = []
     notes: list[str] = []
     recorded = expectation.recorded if compare_recorded else None
     if recorded and expectation.stale:
@@ -101,35 +112,48 @@ def judge(
     required = expectation.require.speedup
     if required is not None and required <= 1:
         allowed.add(Verdict.SAME)  # the claim requires no speedup
+    reached = verdict(ratio, floor)
     if reached not in allowed:
-        why = f" ({_why_inconclusive(ratio, floor)})" if reached is Verdict.INCONCLUSIVE else ""
-        failures.append(f"{reached} where {' or '.join(sorted(allowed))} is claimed: {ratio}{why}")
-    if required is not None and ratio.low < required:
-        failures.append(f"speedup {ratio}: its lower end is below the required {required:g}x")
-
-    required = expectation.require.library
-    if required is not None and library is None:
-        failures.append(f"{required:g}x of the library is required, but there is no library arm")
-    elif required is not None and library is not None and library.low < required:
-        failures.append(
-            f"library ratio {library}: its lower end is below the required {required:g}x"
-        )
-    required = expectation.require.share
-    if required is not None and share is None:
-        failures.append(
-            f"{required:.0%} of the limit is required, but the claim's share is not known"
-        )
-    elif required is not None and share is not None and share < required:
-        failures.append(f"share of the limit {share:.0%} is below the required {required:.0%}")
+        undecided = reached is Verdict.INCONCLUSIVE
+        why = f" ({_why_inconclusive(ratio, floor)})" if undecided else ""
+        claimed = " or ".join(sorted(allowed))
+        problems.append((f"{reached} where {claimed} is claimed: {ratio}{why}", undecided))
+    problems += _unmet(expectation.require, ratio, library, share)
 
     if recorded:
         low, value, high = recorded.speedup
         apart = max(floor, SESSIONS_APART)
         if ratio.high < low * (1 - apart):
-            failures.append(
+            text = (
                 f"speedup {ratio} has dropped below the recorded {value:g}x [{low:g}, {high:g}] "
                 f"of {expectation.key}"
             )
+            problems.append((text, False))
         elif ratio.low > high * (1 + apart):
             notes.append(f"better than the recorded {value:g}x: --update-expectations records it")
-    return Judgement(not failures, "; ".join(failures) or f"{reached}: {ratio}", tuple(notes))
+    head = UNDECIDED if all(undecided for _, undecided in problems) else ""
+    why = head + "; ".join(text for text, _ in problems) if problems else f"{reached}: {ratio}"
+    return Judgement(not problems, why, tuple(notes))
+
+
+def _unmet(
+    require: Require, ratio: Interval, library: Interval | None, share: float | None
+) -> Iterator[_Problem]:
+    """Describe the requirements that a comparison does not meet."""
+    for what, interval, required in (
+        ("speedup", ratio, require.speedup),
+        ("library ratio", library, require.library),
+    ):
+        if required is not None and interval is not None and interval.low < required:
+            text = f"{what} {interval}: its lower end is below the required {required:g}x"
+            if reaches := interval.high >= required:
+                text += ", but the interval reaches it: measure again"
+            yield text, reaches
+    if require.library is not None and library is None:
+        text = f"{require.library:g}x of the library is required, but there is no library arm"
+        yield text, False
+    if require.share is not None and share is None:
+        text = f"{require.share:.0%} of the limit is required, but the claim's share is not known"
+        yield text, False
+    elif require.share is not None and share is not None and share < require.share:
+        yield f"share of the limit {share:.0%} is below the required {require.share:.0%}", False

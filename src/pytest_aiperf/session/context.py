@@ -10,6 +10,7 @@ import pytest
 
 from pytest_aiperf.build.nvcc import Nvcc
 from pytest_aiperf.device.device import Device
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id
@@ -35,6 +36,15 @@ class ItemContext:
         if (job := self.settings.capture_job) is not None and session.role is Role.TARGET:
             self._send = target.sender(job)  # pauses the deadline of the process that profiles
         self.built_only = False  #: Whether the check built the kernels without running the arms.
+        self.claimed: bool | None = None
+        """Whether the test has called compare(); None if it does not request this fixture."""
+        self.error: Exception | None = None  #: What compare() raised.
+
+    def claim_once(self) -> None:
+        """Note that the test has called compare(); raise UsageError if it had before."""
+        if self.claimed:
+            raise UsageError("a test is one claim: call compare() once")
+        self.claimed = True
 
     @property
     def device(self) -> Device:
@@ -106,13 +116,13 @@ class ItemContext:
         item, settings, option = self.item, self.settings, self.item.config.option
         words = [f"{each.path}::{each.nodeid.partition('::')[2]}" for each in items]
         words += [f"--rootdir={settings.root}", "--capture=no"]
-        words += [f"--{settings.measure}"] if settings.measure else []
+        words += [f"--aiperf-{settings.measure}"] if settings.measure else []
         words += ["-c", str(item.config.inipath)] if item.config.inipath else []
         words += [word for name in option.plugins for word in ("-p", name)]
         words += [word for name in option.override_ini or () for word in ("-o", name)]
         words += ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
-        words += ["--reproducible"] if settings.reproducible else []
-        words += ["--quick"] if settings.quick else []
+        words += ["--aiperf-reproducible"] if settings.reproducible else []
+        words += ["--aiperf-quick"] if settings.quick else []
         return words
 
     def capture_request(self, spec: str, calls: int, seed: int) -> capture.CaptureRequest:

@@ -31,6 +31,8 @@ class Machine(Protocol):
 class CudaMachine:
     """The machine that this process runs on, through CUDA and NVML."""
 
+    __slots__ = ()  # no instance has methods of its own
+
     def gpus(self) -> Sequence[Gpu]:
         return nvml.visible()
 

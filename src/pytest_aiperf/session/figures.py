@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pytest_aiperf.claim import measure
-from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.claim.claim import Claim, Progress
 from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, InvalidMeasurement
@@ -62,7 +62,7 @@ class SharedFigures:
         with_work = [(c, t) for c, t in claims if c.work] or list(claims)
         try:
             measure.refuse_debug_environment()
-            if problem := validity.tracer_problem():
+            if problem := validity.tracer_problem() or validity.replaced_problem():
                 raise InvalidMeasurement(problem)
             floor, ceilings = self._for_claim(*with_work[0], gpus, machine)
         except AiperfError as error:
@@ -83,7 +83,9 @@ class SharedFigures:
                 floor = self.noise_floor(gpus)  # perhaps measured during the wait for the lock
                 if floor is None:
                     seed = context.record.seed
-                    floor = measure.noise_floor(device, seed, context.rule, progress)
+                    floor = measure.noise_floor(
+                        device, seed, context.rule, partial(_floor_progress, progress)
+                    )
                     self.keep_noise_floor(gpus, floor)
                 if claim.work:
                     limits = self.ceilings(device, partial(machine.ceilings, device, progress))
@@ -106,6 +108,13 @@ class SharedFigures:
             self._memory[name] = value
         else:
             atomic_write(self._folder / name, dumps(value, name))
+
+
+def _floor_progress(
+    progress: Progress, _phase: str, replicate: int | None = None, **_figures: object
+) -> None:
+    """Report the measurement of the noise floor: its ratio is not that of the claim."""
+    progress("measuring the noise floor with identical arms", replicate=replicate)
 
 
 def _unmeasured(claim: Claim, context: ClaimContext) -> Result:

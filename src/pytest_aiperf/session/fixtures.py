@@ -1,7 +1,9 @@
 """The callable fixtures: compare, clock and capture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from types import MethodType
+from typing import Final
 
 import pytest
 
@@ -18,6 +20,7 @@ from pytest_aiperf.model import (
     Metric,
     MetricName,
     PrecisionName,
+    Prepared,
     Profile,
     Result,
     Work,
@@ -26,6 +29,14 @@ from pytest_aiperf.profilers import capture, target
 
 from . import modes
 from .context import ItemContext
+
+MEANINGS: Final = {
+    "baseline": "the arm to beat",
+    "optimized": "the arm that should be faster",
+    "inputs": "a function of the Bench that returns the arguments of one call",
+    "reference": "a function of the same arguments that returns the correct result, in fp64",
+}
+"""The required arguments of ``compare``, for an error message."""
 
 
 class Stopwatch:
@@ -36,9 +47,12 @@ class Stopwatch:
         self._lock = context.lock
 
     def __call__(self, call: Callable[..., object], *args: object) -> Interval:
-        """Return the seconds per call: median, minimum and maximum of ten blocks of calls.
+        """Time ``call(*args)`` in ten blocks of calls, on the GPU or, without one, on the host.
 
-        It is GPU time, or host time in a test without a GPU.
+        Returns:
+            The minimum, median and maximum of the blocks, in seconds per call. They are GPU time,
+            or host time in a test without a GPU.
+
         """
         host = self._device.gpu is None
         with self._lock.exclusive_host() if host else self._lock.exclusive_gpu():
@@ -57,12 +71,6 @@ class Compare:
 
     def __init__(self, context: ItemContext) -> None:
         self._context = context
-        self.called = False
-
-    @property
-    def built_only(self) -> bool:
-        """Whether the check built the kernels without running the arms."""
-        return self._context.built_only
 
     def __call__(
         self,
@@ -107,29 +115,54 @@ class Compare:
             The claim's record; without timings if the claim was only checked.
 
         Raises:
-            UsageError: The arguments do not make a valid claim.
+            UsageError: The arguments do not make a valid claim, or both arms are the same.
             WrongResult: An arm's result differs from the reference.
             InvalidMeasurement: The times are not valid, for example because the GPU was throttled.
             ClaimNotMet: The claim is not met.
 
         """
-        if self.called:
-            raise UsageError("a test is one claim: call compare() once")
-        self.called = True
-        claim = claim_of(
-            baseline=baseline,
-            optimized=optimized,
-            inputs=inputs,
-            reference=reference,
-            work=work,
-            library=library,
-            metric=metric,
-            against=against,
-            cache=cache,
-            precision=precision,
-            evidence=evidence,
+        context = self._context
+        try:
+            context.claim_once()
+            refuse_identical_arms(baseline, optimized)
+            claim = claim_of(
+                baseline=baseline,
+                optimized=optimized,
+                inputs=inputs,
+                reference=reference,
+                work=work,
+                library=library,
+                metric=metric,
+                against=against,
+                cache=cache,
+                precision=precision,
+                evidence=evidence,
+            )
+            return modes.run(claim, context)
+        except Exception as error:
+            context.error = context.error or error
+            raise
+
+
+def refuse_identical_arms(baseline: Arm, optimized: Arm) -> None:
+    """Raise UsageError if both arms are the same callable: the claim would measure only noise."""
+    if _parts(baseline) == _parts(optimized):
+        raise UsageError(
+            "baseline= and optimized= are the same callable, so the claim compares it with itself: "
+            "give the arms that differ"
         )
-        return modes.run(claim, self._context)
+
+
+def _parts(arm: object) -> tuple[Hashable, ...]:
+    """Return what makes up a callable: two with the same parts do the same."""
+    if isinstance(arm, Prepared):
+        return "prepared", *_parts(arm.make)
+    if isinstance(arm, partial):
+        keywords = ((name, id(value)) for name, value in arm.keywords.items())
+        return *_parts(arm.func), *map(id, arm.args), *keywords
+    if isinstance(arm, MethodType):
+        return id(arm.__self__), id(arm.__func__)
+    return (id(arm),)
 
 
 class Capture:
@@ -148,11 +181,27 @@ class Capture:
         preset: str = "minimal",
         calls: int = 1,
     ) -> Profile:
-        """Return a profile of ``call(*args)``: its figures, its kernels, its artefact.
+        """Profile ``call(*args)``.
 
         The test runs a second time, up to this call, in a process under the profiler, where
         ``call`` is warmed up before it is profiled. If the tool is missing or not permitted, the
-        test is skipped.
+        test is skipped; without ``--gpu``, too (``--cpu`` for a test marked ``host``).
+
+        Args:
+            call: The callable to profile.
+            args: Its arguments.
+            tool: The profiler, as in ``--profile=TOOL``.
+            preset: "minimal", "deep_dive" or "roofline"; not every profiler has all of them.
+            calls: Number of calls to profile.
+
+        Returns:
+            The profiler's figures with their units, the names of the kernels, and the path of the
+            file that it wrote.
+
+        Raises:
+            UsageError: The test is a claim, or the profiler or its preset does not exist.
+            CaptureFailed: The profiler left no file, or one that is empty or unreadable.
+
         """
         context = self._context
         if is_claim(context.item):

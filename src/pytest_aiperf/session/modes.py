@@ -41,7 +41,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
         target.perform_arm(settings.capture_job, claim, context.device, context.lock)
         pytest.exit("captured", returncode=0)
     elif checks:
-        builds, archs = context.nvcc.used, required.archs or ("sm90",)
+        builds, archs = context.nvcc.used, required.archs or required.build_archs[:1]
         record = context.new_result()
         return measure.check_claim(claim, context.device, record, builds=builds, archs=archs)
     else:

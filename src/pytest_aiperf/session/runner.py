@@ -26,6 +26,7 @@ from pytest_aiperf.machine import isolation, requirements
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.records import results
+from pytest_aiperf.records.consistency import contradiction
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import stats
 from pytest_aiperf.rules.verdict import noise_problem
@@ -35,7 +36,7 @@ from . import SESSION
 from .config import Role
 from .ladder import LadderRun, Reports, ladders
 from .modes import measure_together
-from .session import LOST, NOT_RUN, Session, on_cuda
+from .session import LOST, NOT_RUN, RUNS, Session, on_cuda
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -62,6 +63,8 @@ class Measured:
         )
 
 
+FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
+"""Outcomes of claims with which a run does not pass."""
 KEPT_CHARACTERS: Final = 100_000
 """Number of characters that a report keeps from the end of each output stream; many megabytes would
 not fit through the channel of the claim's process."""
@@ -104,6 +107,7 @@ class Runner:
         self.ladders: dict[str, list[pytest.Item]] = {}  # the rungs of each rung's ladder
         self.terminal: Any = None  # None on an xdist worker
         self.noise_shown = False
+        self.expected: set[str] = set()  # nodeids of claims that failed as expected (xfail)
         if session.role is Role.WORKER:
             # Linux kills this worker when the controller ends. An exception in the worker instead
             # could leave xdist's locks held for ever. The supervisor of a claim that is running
@@ -121,9 +125,16 @@ class Runner:
         if self.session.live is not None:
             self.session.live.listen()
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        if self.session.live is not None:
+            self.session.live.begin(len(ids))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         _import_ahead(session.items)
+        if self.session.live is not None and session.items:  # none on an xdist controller
+            self.session.live.begin(len(session.items))
         # pdb needs each test in this process, and a profiler runs one arm at a time
         together = not (self.settings.debug or self.settings.profile)
         for rungs in ladders(session.items).values() if together else ():
@@ -142,11 +153,18 @@ class Runner:
         if result is not None:
             report = next((r for r in reports if r.when == "call"), reports[0])
             # pytest's status line shows these; xdist sends them to the controller with the report.
+            speedup, verdict = result.speedup, result.verdict and result.verdict.value
             report.aiperf = {  # type: ignore[attr-defined]
-                "verdict": result.verdict and result.verdict.value,
-                "speedup": result.speedup and result.speedup.value,
+                "verdict": verdict,
+                "speedup": speedup and speedup.value,
                 "noise": noise_problem(result.floor),
             }
+            properties: list[tuple[str, object]] = [("verdict", verdict)] if verdict else []
+            if speedup:
+                interval = f"[{speedup.low:.3f}, {speedup.high:.3f}]"
+                properties += [("ratio", speedup.value), ("interval", interval)]
+            for each in reports:
+                each.user_properties += properties  # for other tools, such as JUnit's file
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -218,7 +236,7 @@ class Runner:
                 if ended.result is not None:
                     note = f"measured by itself, because the process of its ladder {reason}"
                     ended.result = replace(ended.result, notes=(*ended.result.notes, note))
-            ended.result = self._with_outcome(rung, ended.reports, ended.result)
+            self._conclude(rung, ended)
             measured.append(ended)
         return measured
 
@@ -231,7 +249,7 @@ class Runner:
                 self._run_here(item, nextitem) if here else self._run_apart([item])[0][item.nodeid]
             )
             if requirements.is_claim(item):
-                measured.result = self._with_outcome(item, measured.reports, measured.result)
+                self._conclude(item, measured)
             if not measured.is_not_met:
                 break
         return measured
@@ -242,7 +260,7 @@ class Runner:
 
         def send(kind: str, **fields: Any) -> None:
             if kind == "result":
-                received.append(from_json(Result, fields["result"]))
+                received.append(self._consistent(item, from_json(Result, fields["result"])))
 
         stash = item.config.stash
         stash[SESSION] = replace(self.session, role=Role.CLAIM, send=send)
@@ -250,7 +268,7 @@ class Runner:
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         finally:
             stash[SESSION] = self.session
-        return Measured(reports, received[-1] if received else None)
+        return Measured(reports, received[0] if received else None)
 
     def _run_apart(self, items: Sequence[pytest.Item]) -> tuple[dict[str, Measured], str]:
         """Run items in a process of their own, with a deadline; return how the process ended, too.
@@ -269,7 +287,10 @@ class Runner:
                 measured[report.nodeid].reports.append(report)
             elif message["kind"] == "result":
                 result = from_json(Result, message["result"])
-                measured[result.nodeid].result = result
+                item = next(item for item in items if item.nodeid == result.nodeid)
+                # the first record counts: a test is one claim
+                first = measured[item.nodeid].result or self._consistent(item, result)
+                measured[item.nodeid].result = first
             elif live is not None:
                 live.show({**message, "claim": claim})
 
@@ -312,27 +333,49 @@ class Runner:
         else:
             send(only, runtestprotocol(only, log=False, nextitem=None))
 
-    def _with_outcome(
-        self, item: pytest.Item, reports: Sequence[pytest.TestReport], result: Result | None
-    ) -> Result:
-        """Return the claim's record; an error or skip that pytest reported replaces its outcome."""
-        result = result or self.session.new_result(item)
+    def _consistent(self, item: pytest.Item, result: Result) -> Result:
+        """Return the record that a claim's process sent; an error if it contradicts itself."""
+        if (problem := contradiction(result)) is None:
+            return result
+        message = f"its record contradicts itself: {problem}"
+        return replace(self.session.new_result(item), message=message)
+
+    def _conclude(self, item: pytest.Item, measured: Measured) -> None:
+        """Make the record and the reports of a claim say the same.
+
+        An error or a skip that pytest reports becomes the outcome of a claim that met no error of
+        its own. A claim that FAILED, or is INVALID or an ERROR, fails its test, even if the test
+        caught the exception or skipped, or a hook made its reports pass; an expected failure
+        (xfail) stays one.
+        """
+        reports, result = measured.reports, measured.result or self.session.new_result(item)
         failed = next((r for r in reports if r.failed), None)
-        # pytest also reports an expected failure (xfail) as skipped; the record's outcome stays
+        # pytest also reports an expected failure as skipped
+        expected = any(r.skipped and hasattr(r, "wasxfail") for r in reports)
         skipped = next((r for r in reports if r.skipped and not hasattr(r, "wasxfail")), None)
         if failed is not None and result.outcome in (Outcome.PASSED, Outcome.ERROR):
             crash = getattr(failed.longrepr, "reprcrash", None)
             reason = crash.message if crash is not None else failed.longreprtext
             if result.outcome is Outcome.ERROR and result.message:
                 reason = result.message
-            return replace(result, outcome=Outcome.ERROR, message=reason.strip()[:2000])
-        if skipped is not None:
+            result = replace(result, outcome=Outcome.ERROR, message=reason.strip()[:2000])
+        elif skipped and (measured.result is None or result.outcome is Outcome.PASSED):
             where = skipped.longrepr
             reason = where[2] if isinstance(where, tuple) else str(where)
             reason = reason.removeprefix("Skipped: ")
             outcome = Outcome.NOT_RUN if reason.startswith(NOT_RUN) else Outcome.SKIPPED
-            return replace(result, outcome=outcome, message=reason.removeprefix(NOT_RUN))
-        return result
+            result = replace(result, outcome=outcome, message=reason.removeprefix(NOT_RUN))
+        elif failed is None and result.outcome in FAILURES and not expected:
+            message = result.message or "the test passed without a record of its claim"
+            result = replace(result, message=message)
+            report = next((r for r in reports if r.when == "call"), reports[-1])
+            report.outcome, report.longrepr = "failed", message
+            vars(report).pop("wasxfail", None)
+        measured.result = result
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self.session.live is not None:
+            self.session.live.ended()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.terminal = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -341,6 +384,8 @@ class Runner:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self.session.live is not None:
             self.session.live.clear()
+        if report.skipped and hasattr(report, "wasxfail"):
+            self.expected.add(report.nodeid)
         noise = getattr(report, "aiperf", {}).get("noise")
         if noise and self.terminal is not None and not self.noise_shown:
             self.terminal.ensure_newline()
@@ -354,7 +399,11 @@ class Runner:
             self.session.register_worker(None)
         elif run is not None and run.collected:
             self._finish(session, exitstatus)
-        return (yield)  # pytest-benchmark now writes its files, which include the claims
+        failed = session.exitstatus == pytest.ExitCode.TESTS_FAILED
+        done = yield  # pytest-benchmark now writes its files, which include the claims
+        if failed and session.exitstatus == pytest.ExitCode.OK:  # set by a conftest.py
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return done
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
         aiperf = self.session
@@ -365,20 +414,37 @@ class Runner:
         interrupted = in_flight or exitstatus not in complete or bool(session.shouldstop)
         try:
             aiperf.finish(interrupted=interrupted, stopped=bool(session.shouldfail))
+            claims = list(aiperf.results.values())
+            if folder := session.config.option.aiperf_report:
+                from pytest_aiperf.report.page import write_report  # here: it imports Jinja2
+
+                assert aiperf.run is not None
+                machine, data = results.machine_info(aiperf.gpus), aiperf.run.path / "results.json"
+                written = write_report(claims, machine, Path(folder), [data])
+                aiperf.closing.append(f"report: {written}")
         except (AiperfError, OSError, ValueError) as error:
             aiperf.closing.append(f"ERROR: {error}")
             session.exitstatus = code.INTERNAL_ERROR
             return
-        claims = list(aiperf.results.values())
-        if folder := session.config.option.aiperf_report:
-            from pytest_aiperf.report.page import write_report  # here: it imports Jinja2
-
-            written = write_report(claims, results.machine_info(aiperf.gpus), Path(folder))
-            aiperf.closing.append(f"report: {written}")
         plugin = session.config.pluginmanager.get_plugin("pytest-benchmark")
         terminal.benchmark_session_add(plugin, claims)
-        if any(r.message == LOST for r in claims) and session.exitstatus == code.OK:
+        if plugin is not None and plugin.json and not plugin.benchmarks:
+            # pytest-benchmark writes no file without times; but records without times count, too
+            assert aiperf.run is not None
+            text = (aiperf.run.path / "results.json").read_text(encoding="utf-8")
+            results.atomic_write(Path(getattr(plugin.json, "name", plugin.json)), text)
+            plugin.json = None
+        failed = [r for r in claims if r.message == LOST or r.outcome in FAILURES]
+        unreported = [r.claim for r in failed if r.nodeid not in self.expected]
+        if unreported and session.exitstatus == code.OK:
             session.exitstatus = code.TESTS_FAILED
+            aiperf.closing.append(f"ERROR: pytest reports no failure of {', '.join(unreported)}")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
+        names = {entry["fullname"] for entry in output_json["benchmarks"]}
+        others = [r for r in self.session.results.values() if r.nodeid not in names]
+        output_json["aiperf_untimed"] = [to_json(r) for r in others]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
@@ -386,17 +452,20 @@ class Runner:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         width = shutil.get_terminal_size((140, 24)).columns
-        if claims := list(self.session.results.values()):
-            terminalreporter.write_sep("=", "claims")
-            verbose = terminalreporter.verbosity > 0
-            for line in terminal.table(claims, width, verbose=verbose):
-                terminalreporter.write_line(line)
-            for line in terminal.profiles(claims, width):
-                terminalreporter.write_line(line)
-        if self.session.closing:
+        session, settings = self.session, self.settings
+        if session.closing:
             terminalreporter.write_sep("=", "records")
-            for line in self.session.closing:
+            for line in session.closing:
                 terminalreporter.write_line(line)
+        if claims := list(session.results.values()):
+            terminalreporter.write_sep("=", "claims")
+            lines = terminal.table(claims, width, verbosity=terminalreporter.verbosity)
+            terminal.write(terminalreporter, lines)
+            terminal.write(terminalreporter, terminal.profiles(claims, width))
+            what = f"profile={settings.profile}" if settings.profile else settings.measure
+            file = settings.root / RUNS / "latest" / "results.json"
+            steps = terminal.next_steps(claims, f"pytest --{what}", settings.root, file)
+            terminal.write(terminalreporter, steps)
 
 
 def _import_ahead(items: Sequence[pytest.Item]) -> None:

@@ -30,7 +30,7 @@ from pytest_aiperf.records.results import document, machine_info, read_results
 from pytest_aiperf.report.live import Live
 
 from .config import Role, Settings, read_settings
-from .cuda_machine import Machine
+from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
 from .ladder import LadderRun
 
@@ -63,6 +63,7 @@ class Session:
     results: dict[str, Result] = field(default_factory=dict)
     """Results by claim id; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
+    unchecked: tuple[str, ...] = ()  #: What no claim of this session can check.
     attempt: int = 1  #: Number of the current attempt at a claim.
     ladder: LadderRun[Any] | None = None  #: The rungs that this process measures together.
     opened: Device | None = None  #: The device of this process, once it is opened.
@@ -105,7 +106,7 @@ class Session:
         gpus = self.gpus_for(item)
         if gpus:
             return (gpus[0].arch,)
-        return item.stash[REQUIREMENTS].archs or requirements.ARCH_MARKS
+        return item.stash[REQUIREMENTS].build_archs
 
     def build_all(self, items: Sequence[pytest.Item]) -> None:
         """Build in parallel the sources that items name. The claim raises a build error later."""
@@ -199,6 +200,7 @@ class Session:
             stack=stack_of(gpus),
             quick=self.settings.quick,
             attempts=self.attempt,
+            unchecked=self.unchecked,
             ladder=ladder,
             rung_index=sum(callspec.indices.values()) if callspec else 0,
         )
@@ -260,7 +262,11 @@ def open_session(
         _check_measurable(config, gpus, measure)
     # Read now, so that an invalid file is an error before the measurement and not after it.
     expected = expectations.load(settings.expectations) if measure else Expectations({})
-    open_here = partial(Session, settings, settings.role, machine, gpus, expected)
+    # a machine of the user's has a clock that this package does not know
+    name = f"{type(machine).__module__}.{type(machine).__qualname__}"
+    foreign = () if type(machine) is CudaMachine else (f"the clock of {name}",)
+    arguments = (settings, settings.role, machine, gpus, expected)
+    open_here = partial(Session, *arguments, unchecked=foreign)
     if settings.rank_job is not None:
         rank = torchrun.Rank(settings.rank_job)
         config.pluginmanager.register(rank, "aiperf-rank")

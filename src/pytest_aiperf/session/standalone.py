@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_aiperf.claim.claim import Arm, claim_of, no_progress
+from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, no_progress
 from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
@@ -35,6 +35,7 @@ from pytest_aiperf.sources import source_hash
 
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
+from .fixtures import refuse_identical_arms
 from .session import stack_of
 
 
@@ -95,10 +96,12 @@ def measure(
         if the comparison cannot be measured. ``message`` gives the reason.
 
     Raises:
-        UsageError: The arguments do not make a valid comparison, or the device does not exist.
+        UsageError: The arguments do not make a valid comparison, both arms are the same, or the
+            device does not exist.
             Exceptions of the arms and of ``inputs`` are raised unchanged.
 
     """
+    refuse_identical_arms(baseline, optimized)
     claim = claim_of(
         baseline=baseline,
         optimized=optimized,
@@ -112,24 +115,45 @@ def measure(
         precision=precision,
         evidence=evidence,
     )
-    machine, gpu, opened = _open_device(device)
-    gpus = () if gpu is None else (gpu,)
-    seed = secrets.randbelow(2**30) if seed is None else seed
-    code = source_hash.identity(_source_files(optimized, baseline))
-    record = _record(optimized, gpus, seed, quick=quick)
-    context = ClaimContext(
-        record=record,
-        device=opened,
-        lock=GpuLock([g.uuid for g in gpus]),
-        rule=QUICK if quick else STANDARD,
-        progress=no_progress,
-        expectation=Expectation(),
-        code=code,
-    )
-    [(result, error)] = _figures().measure_ladder([(claim, context)], gpus, machine)
+    result, error = measure_claim(claim, quick=quick, device=device, seed=seed)
     if isinstance(error, UsageError) or not isinstance(error, AiperfError | None):
         raise error
     return result
+
+
+def measure_claim(
+    claim: Claim,
+    *,
+    quick: bool = False,
+    device: Literal["cuda", "cpu"] | None = None,
+    seed: int | None = None,
+    figures: SharedFigures | None = None,
+    progress: Progress = no_progress,
+) -> tuple[Result, Exception | None]:
+    """Measure a claim in this process; return its record and the error that it ended with.
+
+    ``figures`` are the noise floor and the ceilings that several processes share. Arguments are
+    otherwise those of :func:`measure`.
+    """
+    machine, gpu, opened = _open_device(device)
+    gpus = () if gpu is None else (gpu,)
+    seed = secrets.randbelow(2**30) if seed is None else seed
+    optimized, baseline = claim.arms["optimized"], claim.arms["baseline"]
+    context = ClaimContext(
+        record=_record(optimized, gpus, seed, quick=quick),
+        device=opened,
+        lock=GpuLock(
+            [g.uuid for g in gpus],
+            on_wait=lambda _: progress("waiting"),
+            on_acquired=lambda: progress("working"),
+        ),
+        rule=QUICK if quick else STANDARD,
+        progress=progress,
+        expectation=Expectation(),
+        code=source_hash.identity(_source_files(optimized, baseline)),
+    )
+    [ended] = (figures or _figures()).measure_ladder([(claim, context)], gpus, machine)
+    return ended
 
 
 @functools.cache

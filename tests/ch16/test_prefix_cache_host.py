@@ -1,4 +1,4 @@
-"""On the CPU, a radix tree of prompt prefixes beats a dictionary of whole prompts.
+"""On the CPU, reusing shared prefixes of prompts is faster than reusing whole prompts.
 
 The keys and values of a token depend only on the tokens before it, so a prompt can reuse those of
 any prefix that it shares with an earlier one (prefix caching). A dictionary keyed by the prompt
@@ -6,11 +6,12 @@ serves only exact repeats. A radix tree splits prompts into shared runs: request
 system prompt and the same examples compute them once, and each new request computes only its
 question.
 
-Each call serves the whole trace from an empty cache, with NumPy and a small model. Both arms
-compute with the same code, so the gain is about the ratio of computed tokens. The limit is the
-prompt's length over the question's, here 240 over 16; first occurrences and the repeats that the
-dictionary also serves lower it. Without shared prefixes the tree only adds the cost of its walk.
-A real cache also has to evict, which this one does not.
+Each call serves the whole trace from an empty cache, with NumPy and a small model. The tree
+computes about a fifth of the tokens, but the gain in time is about half of that: the remaining
+matrices are small and run at a lower rate, and walking the tree takes time. The baseline is naive:
+a linear search for the longest common prefix would save as many tokens in a trace as short as this
+one. Without shared prefixes the tree only adds the cost of its walk. A real cache also has to
+evict, which this one does not.
 """
 
 import numpy as np
@@ -45,10 +46,11 @@ def uncached(prompts, embedding, layers):
 
 
 @pytest.mark.host
-def test_prefix_cache(compare: Compare) -> None:
+def test_prefix_cache_host(compare: Compare) -> None:
     compare(
         baseline=lambda *inputs: serve(*inputs, ExactCache()),
         optimized=lambda *inputs: serve(*inputs, RadixCache()),
+        against="naive",
         inputs=trace,
         reference=uncached,
         metric="wall",

@@ -1,0 +1,116 @@
+// Adds two vectors of n floats: the first kernel of the course, and what makes it fast.
+//
+// A GPU has many streaming multiprocessors (SMs), 132 on an H200. An SM runs up to 2048 threads at
+// once, in warps of 32 that execute the same instruction together. A launch starts a grid of
+// blocks, and each block runs on one SM. A thread finds its elements from its place in the grid.
+//
+//   one_thread    One block of one thread: the loop as on a CPU. One lane of one SM works, and it
+//                 waits for each pair of loads before it stores their sum.
+//   one_block     One block of 1024 threads. Thread t adds elements t, t + 1024, t + 2048, ...: the
+//                 32 lanes of a warp access neighbouring floats in one instruction, and while one
+//                 warp waits for its loads, the others run. Still only one SM works.
+//   grid          One thread per element, in as many blocks of 256 threads as that takes. All SMs
+//                 work. This is the kernel that most people write first, and it is not bad.
+//   vector        One float4 per thread: the same blocks and lanes, but each access moves 16 bytes.
+//                 A thread has 32 bytes of a and b in flight instead of 8, and a quarter of the
+//                 instructions move the same bytes.
+//   grid_stride   The same accesses from a grid of fixed size: as many blocks as the SMs hold at
+//                 once. Each thread steps through the vectors by the number of threads in the grid.
+//                 It is no rung of a claim: it gains nothing over `vector` here.
+//
+// The last block of `grid` is partly beyond the end of the vectors, hence the test `i < n`. With
+// float4, up to three elements are left after the last whole vector; one thread adds those.
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+constexpr int THREADS = 256;
+constexpr int MAX_THREADS = 1024;  // most threads that a block can have
+
+__global__ void add_one_thread(const float* a, const float* b, float* out, size_t n) {
+    for (size_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+__global__ void add_one_block(const float* a, const float* b, float* out, size_t n) {
+    for (size_t i = threadIdx.x; i < n; i += blockDim.x) out[i] = a[i] + b[i];
+}
+
+__global__ void add_grid(const float* a, const float* b, float* out, size_t n) {
+    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + b[i];
+}
+
+__device__ float4 add(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Add the n % 4 elements after the last whole vector.
+__device__ void add_remainder(const float* a, const float* b, float* out, size_t n) {
+#pragma unroll 1  // one thread of the grid runs this loop: keep the code small
+    for (size_t i = n / 4 * 4; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+__global__ void add_vector(const float* a, const float* b, float* out, size_t n) {
+    const size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n / 4)
+        reinterpret_cast<float4*>(out)[i] = add(reinterpret_cast<const float4*>(a)[i],
+                                                reinterpret_cast<const float4*>(b)[i]);
+    else if (i == n / 4)
+        add_remainder(a, b, out, n);
+}
+
+__global__ void add_grid_stride(const float* a, const float* b, float* out, size_t n) {
+    const size_t threads = size_t(gridDim.x) * blockDim.x;
+    const size_t first = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (size_t i = first; i < n / 4; i += threads)
+        reinterpret_cast<float4*>(out)[i] = add(reinterpret_cast<const float4*>(a)[i],
+                                                reinterpret_cast<const float4*>(b)[i]);
+    if (first == 0) add_remainder(a, b, out, n);
+}
+
+// A 16-byte access needs a 16-byte-aligned address.
+bool aligned(const float* a, const float* b, const float* out) {
+    return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
+            reinterpret_cast<uintptr_t>(out)) % 16 == 0;
+}
+
+extern "C" cudaError_t one_thread(const float* a, const float* b, float* out, int n,
+                                  cudaStream_t stream) {
+    add_one_thread<<<1, 1, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t one_block(const float* a, const float* b, float* out, int n,
+                                 cudaStream_t stream) {
+    add_one_block<<<1, MAX_THREADS, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t grid(const float* a, const float* b, float* out, int n,
+                            cudaStream_t stream) {
+    const unsigned blocks = n / THREADS + 1;  // the last block may be partly or wholly beyond n
+    add_grid<<<blocks, THREADS, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t vector(const float* a, const float* b, float* out, int n,
+                              cudaStream_t stream) {
+    if (!aligned(a, b, out)) return cudaErrorMisalignedAddress;
+    const unsigned blocks = n / 4 / THREADS + 1;  // contains thread n / 4, for the remainder
+    add_vector<<<blocks, THREADS, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t grid_stride(const float* a, const float* b, float* out, int n,
+                                   cudaStream_t stream) {
+    if (!aligned(a, b, out)) return cudaErrorMisalignedAddress;
+    int device, sms, blocks_per_sm;
+    const auto count = cudaDevAttrMultiProcessorCount;
+    if (cudaError_t error = cudaGetDevice(&device)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&sms, count, device)) return error;
+    if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+            &blocks_per_sm, add_grid_stride, THREADS, 0))
+        return error;
+    add_grid_stride<<<sms * blocks_per_sm, THREADS, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}

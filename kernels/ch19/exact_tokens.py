@@ -1,0 +1,91 @@
+"""Greedy tokens of fp32 logits from logits of lower precision, with a bound on their error.
+
+A product of rounded factors, logit = hidden . weight[token], is off by at most
+``margin = 4 * unit * |hidden| * max|weight[token]|``, where ``unit`` bounds the relative error of a
+rounded factor: 2 units come from the two factors, 1 from rounding the logit itself, and the rest
+covers the accumulation in fp32. A token whose logit lies more than two margins below the largest
+one therefore cannot win. All others are candidates: ``_rescore`` computes their logits again from
+the fp32 weights and keeps the largest. There are as many candidates as the bound admits, in the
+worst case all tokens, so the result needs no assumption about the logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.ch01.fp32_products import fp32_products
+
+TILE = 2048
+"""Logits per program: 4 KiB of bf16."""
+
+UNIT_BF16 = 2.0**-8
+"""Largest relative error of a value rounded to bf16."""
+
+UNIT_TF32 = 2.0**-10
+"""Largest relative error of a value truncated to TF32, which tensor cores do with fp32 operands."""
+
+
+@triton.jit
+def _rescore(  # noqa: PLR0917  a Triton launch passes arguments by position
+    logits, thresholds, hidden, weight, best, vocabulary, WIDTH: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    offsets = row.to(tl.int64) * vocabulary + token
+    logit = tl.load(logits + offsets, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    threshold = tl.load(thresholds + row)
+    candidate = tl.min(tl.where(logit >= threshold, token, vocabulary), 0)
+    column = tl.arange(0, WIDTH)
+    while candidate < vocabulary:
+        x = tl.load(hidden + row.to(tl.int64) * WIDTH + column)
+        w = tl.load(weight + candidate.to(tl.int64) * WIDTH + column)
+        exact = tl.sum(x * w, 0)
+        # one integer orders by logit, then by the smaller token, so that one atomic keeps both
+        bits = exact.to(tl.int32, bitcast=True)
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        tl.atomic_max(best + row, (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - candidate))
+        later = (logit >= threshold) & (token > candidate)
+        candidate = tl.min(tl.where(later, token, vocabulary), 0)
+
+
+def rescored(logits, margin, hidden, weight):
+    """Return the token with the largest fp32 logit among those within two margins of the top."""
+    rows, vocabulary = logits.shape
+    thresholds = logits.amax(1).float() - 2 * margin
+    best = torch.full((rows,), torch.iinfo(torch.int64).min, device=logits.device)
+    _rescore[rows, triton.cdiv(vocabulary, TILE)](
+        logits, thresholds, hidden, weight, best, vocabulary, WIDTH=weight.shape[1], TILE=TILE
+    )
+    return 0x7FFFFFFF - (best & 0x7FFFFFFF)
+
+
+def largest_norm(weight):
+    return torch.linalg.vector_norm(weight, dim=1).amax()
+
+
+def fp32(hidden, weight):
+    with fp32_products("ieee"):
+        return (hidden @ weight.T).argmax(1)
+
+
+def tf32(_, weight):
+    norm = largest_norm(weight)
+
+    def greedy_tokens(hidden, weight):
+        with fp32_products("tf32"):
+            logits = hidden @ weight.T
+        margin = 4 * UNIT_TF32 * norm * torch.linalg.vector_norm(hidden, dim=1)
+        return rescored(logits, margin, hidden, weight)
+
+    return greedy_tokens
+
+
+def bf16(_, weight):
+    norm, weight_bf16 = largest_norm(weight), weight.bfloat16()
+
+    def greedy_tokens(hidden, weight):
+        logits = hidden.bfloat16() @ weight_bf16.T
+        margin = 4 * UNIT_BF16 * norm * torch.linalg.vector_norm(hidden, dim=1)
+        return rescored(logits, margin, hidden, weight)
+
+    return greedy_tokens

@@ -1,0 +1,1 @@
+"""Judge a kernel that somebody else wrote: the command `judge`."""

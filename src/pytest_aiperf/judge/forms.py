@@ -1,0 +1,610 @@
+"""The forms in which people keep a problem and its solution, read as they are.
+
+* KernelBench: ``Model``, ``get_inputs`` and ``get_init_inputs``, against ``ModelNew``.
+* GPU MODE: ``generate_input``, ``ref_kernel`` and ``check_implementation`` of a ``reference.py``,
+  with the shapes of a ``task.yml``, against ``custom_kernel``.
+* plain: ``reference`` and ``inputs``, against ``solution``.
+
+Each becomes cases, which have what a claim needs: inputs, two arms and a reference in fp64.
+"""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import inspect
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal, cast
+
+import yaml
+
+from pytest_aiperf.correctness import tensors
+from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
+from pytest_aiperf.device.device import seed_all
+from pytest_aiperf.errors import AiperfError, UsageError
+from pytest_aiperf.model import Bench, PrecisionName, Work
+
+Form = Literal["KernelBench", "GPU MODE", "plain"]
+Call = Callable[..., Any]
+
+KERNELBENCH: Final[Form] = "KernelBench"
+GPU_MODE: Final[Form] = "GPU MODE"
+PLAIN: Final[Form] = "plain"
+ENTRY: Final[Mapping[Form, str]] = {
+    KERNELBENCH: "ModelNew", GPU_MODE: "custom_kernel", PLAIN: "solution",
+}  # fmt: skip
+"""What a solution of each form must define."""
+REQUIRED: Final[Mapping[Form, Sequence[str]]] = {
+    KERNELBENCH: ("Model", "get_inputs"),
+    GPU_MODE: ("generate_input", "check_implementation", "ref_kernel"),
+    PLAIN: ("reference", "inputs"),
+}
+"""What a problem of each form must define; the first name that is found decides on the form."""
+WIDENING: Final = sorted(ERROR_BUDGETS, key=lambda name: ERROR_BUDGETS[name])
+"""Precisions by their error budget, the smallest first."""
+SUBMISSION: Final = "@SUBMISSION@"  #: Source of the solution's own file in a ``task.yml``.
+TASK: Final = "task.yml"
+SEEDS: Final = 1 << 16
+"""Seeds of GPU MODE are smaller than this: some problems use them as values, too."""
+
+
+class FileError(UsageError):
+    """A file cannot be judged; the message begins with its path and line."""
+
+
+class SolutionError(AiperfError):
+    """The solution cannot be loaded or called; the message begins with its path and line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem on one kind of inputs, with its solution."""
+
+    name: str  #: The parameters of the inputs; empty if the problem has one kind only.
+    baseline: Call  #: The problem's own code, in its own precision.
+    solution: Call  #: The code to judge.
+    inputs: Callable[[Bench], Any]  #: Builds one set of inputs.
+    reference: Call  #: The problem's code in fp64.
+    weights: Sequence[Any] = ()  #: Arrays that a call reads beside its inputs.
+    work: Callable[..., Work] | None = None  #: The work that the problem states.
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A problem and its solution, loaded."""
+
+    form: Form
+    cases: Sequence[Case]
+    precision: PrecisionName | None = None  #: Precision in which a solution may compute.
+    setup_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds to load the solution and to construct the models; no part of the speedup."""
+    checks: Sequence[Callable[[], str]] = ()
+    """Checks of the problem's own; each returns what is wrong, or an empty text."""
+    notes: Sequence[str] = ()
+
+
+class Problem:
+    """A problem's file and its form."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            path = next((path / n for n in ("reference.py", "problem.py") if (path / n).is_file()),
+                        path)  # fmt: skip
+        elif path.name == TASK:
+            path = path.with_name("reference.py")
+        self.path = path
+        names = _names(path)
+        for form, required in REQUIRED.items():
+            if required[0] in names:
+                self.form = form
+                break
+        else:
+            found = ", or ".join(" and ".join(required) for required in REQUIRED.values())
+            raise FileError(f"{path}:1: is no problem: it must define {found}")
+        for name in REQUIRED[self.form]:
+            if name not in names:
+                line = names[REQUIRED[self.form][0]]
+                raise FileError(
+                    f"{path}:{line}: a problem of the form {self.form} defines {name}, too"
+                )
+        task = path.with_name(TASK)
+        self.result_kind: str | None = None
+        """Dtype to which a baseline's results are converted, "" for none; None if not known yet."""
+        self.task = _task(task) if self.form == GPU_MODE and task.is_file() else {}
+
+    def load(self) -> ModuleType:
+        """Run the problem's file."""
+        paths = [str(self.path.parent)]
+        for entry in self.task.get("files") or ():
+            name, source = Path(str(entry.get("name"))), str(entry.get("source"))
+            at = (self.path.parent / source).resolve()
+            if source != SUBMISSION and name.suffix == ".py" and at.is_file():
+                paths.append(str(at.parent))
+        sys.path[:0] = [p for p in dict.fromkeys(paths) if p not in sys.path]
+        known_as = "reference" if self.form == GPU_MODE else f"judged_problem_{self.path.stem}"
+        try:
+            return load(self.path, known_as)
+        except Exception as error:
+            raise FileError(located(self.path, error)) from error
+
+
+def solution_problem(form: Form, path: Path) -> str:
+    """Return why a solution's file cannot be run, with path and line; empty if it can."""
+    try:
+        names = _names(path)
+    except FileError as error:
+        return str(error)
+    entry = ENTRY[form]
+    if entry not in names and "*" not in names:
+        return f"{path}:1: defines no {entry}, which a solution of the form {form} must define"
+    return ""
+
+
+def _names(path: Path) -> dict[str, int]:
+    """Return the names that a file defines at its top level, with their lines."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise FileError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}:1: cannot be read: {why}") from None
+    names: dict[str, int] = {}
+    for node in ast.walk(tree):  # a definition may stand inside "if" or "try"
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.setdefault(node.name, node.lineno)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                names.setdefault(alias.asname or alias.name, node.lineno)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.setdefault(node.id, node.lineno)
+    return names
+
+
+def _task(path: Path) -> dict[str, Any]:
+    try:
+        task = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise FileError(f"{path}:{line}: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise FileError(f"{path}:1: cannot be read: {error}") from None
+    if not isinstance(task, dict):
+        raise FileError(f"{path}:1: is no task: it must have the keys tests and benchmarks")
+    for key in ("tests", "benchmarks", "files"):
+        entries = task.get(key) or []
+        if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+            raise FileError(f"{path}:1: {key} must be a list of parameters by name")
+    return task
+
+
+def load(path: Path, name: str) -> ModuleType:
+    """Run a file as a module, in the folder of which imports are looked up, too."""
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FileError(f"{path}:1: is not a Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def located(path: Path, error: BaseException) -> str:
+    """Describe an error in one sentence, with the last line of ``path`` that it passed through."""
+    line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+    if line is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.lineno for f in reversed(frames) if _is_at(f.filename, path)), None)
+    text = " ".join(str(error).split())[:500]
+    return f"{path}:{line or 1}: {type(error).__name__}: {text}".removesuffix(": ")
+
+
+def passes(path: Path, error: BaseException | None) -> bool:
+    """Whether an error has passed through a file."""
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    return any(_is_at(frame.filename, path) for frame in frames)
+
+
+def _is_at(filename: str, path: Path) -> bool:
+    return Path(filename).name == path.name and Path(filename).resolve() == path.resolve()
+
+
+def pair(
+    problem: Problem,
+    module: ModuleType,
+    solution: ModuleType,
+    path: Path,
+    *,
+    device: str,
+    seed: int,
+    precision: PrecisionName | None = None,
+    cap: PrecisionName = "bf16",
+) -> Pair:
+    """Bring a loaded problem and the solution that was loaded from ``path`` into the form of cases.
+
+    ``precision`` is what a solution may compute in if the problem states no ``tolerance``; without
+    both, what a problem's own check accepts counts. None of them may exceed ``cap``.
+    """
+    if problem.form == KERNELBENCH:
+        made = _kernelbench(problem, module, solution.ModelNew, path, device=device, seed=seed)
+    elif problem.form == GPU_MODE:
+        made = _gpu_mode(problem, module, solution, device, seed)
+    else:
+        made = _plain(problem, module, solution, device, seed)
+    stated = getattr(module, "tolerance", None)
+    notes = list(made.notes)
+    if stated is not None:
+        precision = precision_of(stated, str(problem.path))
+    precision = precision or made.precision
+    if precision is not None and ERROR_BUDGETS[precision] > ERROR_BUDGETS[cap]:
+        notes.append(f"the tolerance {precision} is wider than the cap: {cap} counts")
+        precision = cap
+    return dataclasses.replace(made, precision=precision, notes=notes)
+
+
+def precision_of(tolerance: object, where: str) -> PrecisionName | None:
+    """Return the widest precision whose error budget a tolerance covers; None for the dtype's."""
+    if tolerance in ERROR_BUDGETS:
+        return cast("PrecisionName", tolerance)
+    if isinstance(tolerance, (int, float)) and 0 < tolerance < 1:
+        covered = [name for name in WIDENING if ERROR_BUDGETS[name] <= tolerance]
+        return covered[-1] if covered else None
+    names = ", ".join(WIDENING)
+    raise FileError(
+        f"{where}:1: the tolerance {tolerance!r} is neither a relative error below 1 nor one of "
+        f"{names}"
+    )
+
+
+def _kernelbench(
+    problem: Problem, module: ModuleType, new_class: Any, path: Path, *, device: str, seed: int
+) -> Pair:
+    seconds: dict[str, float] = {}
+
+    def construct(kind: Any, name: str) -> Any:
+        try:
+            seed_all(seed)
+            arguments = _moved(getattr(module, "get_init_inputs", list)(), device)
+            seed_all(seed)
+            begun = time.perf_counter()
+            model = kind(**arguments) if isinstance(arguments, dict) else kind(*arguments)
+            model = model.to(device) if hasattr(model, "to") else model
+        except Exception as error:
+            if passes(path, error) or (name == "solution" and not passes(problem.path, error)):
+                raise SolutionError(located(path, error)) from error
+            raise FileError(located(problem.path, error)) from error
+        seconds[name] = time.perf_counter() - begun
+        return model
+
+    def inputs(bench: Bench) -> Any:
+        import torch
+
+        with torch.device(bench.device):
+            values = module.get_inputs()
+        if not isinstance(values, (list, tuple)):
+            line = inspect.getsourcelines(module.get_inputs)[1]
+            raise FileError(f"{problem.path}:{line}: get_inputs must return a list, not "
+                            f"{type(values).__name__}")  # fmt: skip
+        return tuple(_moved(list(values), bench.device))
+
+    baseline = construct(module.Model, "baseline")
+    double = construct(module.Model, "reference")
+    new = construct(new_class, "solution")
+    del seconds["reference"]
+    notes = _share_weights(baseline, new, path)
+    if hasattr(double, "load_state_dict"):
+        double.load_state_dict(baseline.state_dict())
+    args = _sample(inputs, device, seed, problem.path)
+    reference, note = oracle(without_gradients(_doubled(double)), without_gradients(baseline), args)
+    case = Case(
+        "",
+        without_gradients(baseline),
+        without_gradients(new),
+        inputs,
+        reference,
+        list(baseline.parameters()) if hasattr(baseline, "parameters") else [],
+        getattr(module, "work", None),
+    )
+    return Pair(KERNELBENCH, [case], None, seconds, (), [*notes, *note])
+
+
+def _share_weights(model: Any, new: Any, path: Path) -> list[str]:
+    """Give the solution the model's weights; return a note if that is not possible by name."""
+    import torch
+
+    kind = torch.nn.Module
+    ours = kind.state_dict(model) if isinstance(model, kind) else {}
+    theirs = kind.state_dict(new) if isinstance(new, kind) else {}
+    needed = [name for name, _ in model.named_parameters()] if ours else []
+    same = {n: v for n, v in ours.items() if n in theirs and theirs[n].shape == v.shape}
+    missing = [name for name in needed if name not in same]
+    if not missing:
+        kind.load_state_dict(new, same, strict=False) if same else None
+        return []
+
+    def values(state: Mapping[str, Any], names: Sequence[str]) -> Any:
+        flat = [state[n].detach().double().reshape(-1) for n in names]
+        return torch.cat(flat).sort().values if flat else None
+
+    others = [n for n, v in theirs.items() if v.is_floating_point() and n not in same]
+    mine, found = values(ours, missing), values(theirs, others)
+    if found is not None and found.shape == mine.shape and torch.allclose(found, mine, rtol=1e-2):
+        return ["the solution's weights have other names than the model's, and the same values"]
+    names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+    raise SolutionError(
+        f"{path}:{_line(new)}: ModelNew has no weights {names} of Model's shapes, nor others with "
+        "the values that the same seed gives Model's: name its weights as Model does"
+    )
+
+
+def _line(value: Any) -> int:
+    try:
+        return inspect.getsourcelines(type(value))[1]
+    except (OSError, TypeError):
+        return 1
+
+
+def _gpu_mode(
+    problem: Problem, module: ModuleType, solution: ModuleType, device: str, seed: int
+) -> Pair:
+    generate, check = module.generate_input, module.check_implementation
+    parameters = inspect.signature(generate).parameters
+    line = inspect.getsourcelines(generate)[1]
+    timed = problem.task.get("benchmarks") or problem.task.get("tests") or [{}]
+    for spec in (*timed, *(problem.task.get("tests") or ())):
+        needed = {
+            n for n, p in parameters.items()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        } - {*spec, "seed"}  # fmt: skip
+        if needed:
+            raise FileError(
+                f"{problem.path}:{line}: generate_input needs {', '.join(sorted(needed))}, which "
+                f"{TASK} beside it must state"
+            )
+
+    def inputs(spec: Mapping[str, Any], bench: Bench) -> Any:
+        drawn = {"seed": bench.seed % SEEDS} if "seed" in parameters else {}
+        return (_moved(generate(**{**spec, **drawn}), bench.device),)
+
+    baseline, notes = module.ref_kernel, []
+    data = _sample(partial(inputs, timed[0]), device, seed, problem.path)[0]
+    result = module.ref_kernel(copies(data))
+    if problem.result_kind is None:  # once: a solution that is loaded anew must not have run yet
+        problem.result_kind = ""
+        with contextlib.suppress(Exception):  # a solution that fails is found out later
+            given = solution.custom_kernel(copies(data))
+            if is_accepted(check(data, given))[0] and _kind(given) != _kind(result):
+                problem.result_kind = _kind(given)
+    if kind := problem.result_kind:
+        baseline = _returning(kind, module.ref_kernel)
+        notes.append(f"ref_kernel returns {_kind(result)}: the baseline converts it to {kind}")
+    cases = []
+    for spec in timed:
+        shown = {name: value for name, value in spec.items() if name != "seed"}
+        make = partial(inputs, shown)
+        args = _sample(make, device, seed, problem.path)
+        reference, note = oracle(module.ref_kernel, module.ref_kernel, args)
+        name = ", ".join(f"{n} {v}" for n, v in shown.items())
+        cases.append(
+            Case(
+                name,
+                _call(baseline),
+                _call(solution.custom_kernel),
+                make,
+                reference,
+                (),
+                getattr(module, "work", None),
+            )
+        )
+        notes += [n for n in note if n not in notes]
+
+    def own_check(spec: Mapping[str, Any]) -> str:
+        seed_all(seed)
+        data = _moved(generate(**{"seed": seed, **spec} if "seed" in parameters else spec), device)
+        given = copies(data)
+        good, why = is_accepted(check(given, solution.custom_kernel(data)))
+        if good:
+            return ""
+        where = ", ".join(f"{n} {v}" for n, v in spec.items())
+        return f"check_implementation refuses the result for {where}: {why}"
+
+    checks = [partial(own_check, spec) for spec in problem.task.get("tests") or ()]
+    precision = _accepted(lambda data, given: is_accepted(check(data, given))[0], data, result)
+    return Pair(GPU_MODE, cases, precision, {}, checks, notes)
+
+
+def _kind(result: Any) -> str:
+    """Return the dtype of the first floating-point array in a result; empty if there is none."""
+    leaves = (x for _, x in tensors.walk(result, "result"))
+    return next((tensors.dtype(x) for x in leaves if is_float(x)), "")
+
+
+def _returning(kind: str, function: Call) -> Call:
+    """Convert the floating-point arrays that a function returns to a dtype."""
+
+    def call(*args: Any) -> Any:
+        return changed(function(*args), lambda x: tensors.backend_of(x).cast(x, kind, x))
+
+    return call
+
+
+def is_accepted(found: Any) -> tuple[bool, str]:
+    """Read what a ``check_implementation`` returns: whether all is well, or reasons, or both."""
+    good, why = found if isinstance(found, tuple) else (found in (True, None, "", []), found)
+    return bool(good), " ".join(str(why).split())[:200]
+
+
+def _accepted(check: Callable[..., bool], data: Any, result: Any) -> PrecisionName | None:
+    """Return the widest precision whose errors a problem's own check accepts; None for none."""
+    import numpy as np
+
+    def disturbed(array: Any, error: float) -> Any:
+        noise = np.random.default_rng(0).uniform(-error, error, tuple(array.shape))
+        double = _to_double(array)
+        changed = double + double * tensors.backend_of(array).cast(noise, "float64", array)
+        return tensors.backend_of(array).cast(changed, tensors.dtype(array), array)
+
+    if not any(is_float(x) for _, x in tensors.walk(result, "result")):
+        return None
+    for name in reversed(WIDENING):
+        with contextlib.suppress(Exception):  # a check may raise for what it refuses
+            if check(copies(data), changed(result, partial(disturbed, error=ERROR_BUDGETS[name]))):
+                return name
+    return None
+
+
+def _plain(
+    problem: Problem, module: ModuleType, solution: ModuleType, device: str, seed: int
+) -> Pair:
+    takes_bench = bool(inspect.signature(module.inputs).parameters)
+
+    def inputs(bench: Bench) -> Any:
+        values = module.inputs(bench) if takes_bench else module.inputs()
+        return tuple(_moved(list(values), bench.device)) if isinstance(values, (tuple, list)) else (
+            _moved(values, bench.device),)  # fmt: skip
+
+    args = _sample(inputs, device, seed, problem.path)
+    baseline = getattr(module, "baseline", None)
+    notes: Sequence[str] = ()
+    if baseline is None:
+        baseline = module.reference
+        reference, notes = oracle(module.reference, module.reference, args)
+    else:
+        reference = module.reference
+    work = getattr(module, "work", None)
+    case = Case("", _call(baseline), _call(solution.solution), inputs, reference, (), work)
+    return Pair(PLAIN, [case], None, {}, (), notes)
+
+
+def oracle(double: Call, same: Call, args: Sequence[Any]) -> tuple[Call, list[str]]:
+    """Return a reference: ``double`` on inputs in fp64 or, if that fails, the result of ``same``.
+
+    It is tried on ``args``, which it does not change.
+    """
+
+    def in_double(*args: Any) -> Any:
+        with _default_double():
+            return double(*_map(args, _to_double))
+
+    def widened(*args: Any) -> Any:
+        return _map(same(*args), _to_double)
+
+    try:
+        outputs = [x for _, x in tensors.walk(in_double(*copies(args)), "result")]
+        kinds = {tensors.dtype(x) for x in outputs if tensors.backend_of(x) and _is_float(x)}
+        why = f"it gives {min(kinds - {'float64'})}" if kinds - {"float64"} else ""
+    except Exception as error:  # noqa: BLE001  any code may not be made for fp64
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    if not why:
+        return in_double, []
+    note = f"the problem's code does not run in fp64 ({why}): its own result is the reference"
+    return widened, [note]
+
+
+def _sample(inputs: Callable[[Bench], Any], device: str, seed: int, path: Path) -> Any:
+    seed_all(seed)
+    try:
+        return inputs(Bench(device, seed, full=True))
+    except FileError:
+        raise
+    except Exception as error:
+        raise FileError(located(path, error)) from error
+
+
+def _call(function: Call) -> Call:
+    """Wrap a function, so that no two arms are the same object."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+def without_gradients(function: Call) -> Call:
+    """Call a model as KernelBench does, without recording what a backward pass would need."""
+    import torch
+
+    def call(*args: Any) -> Any:
+        with torch.no_grad():
+            return function(*args)
+
+    return call
+
+
+def _doubled(model: Any) -> Any:
+    return model.double() if hasattr(model, "double") else model
+
+
+@contextlib.contextmanager
+def _default_double() -> Iterator[None]:
+    """Let tensors that a model makes in a call be fp64."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(kind)
+
+
+def _is_float(value: Any) -> bool:
+    return bool(tensors.backend_of(value)) and not tensors.is_exact(value)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is an array of real floating-point numbers."""
+    return _is_float(value) and "complex" not in tensors.dtype(value)
+
+
+def _to_double(value: Any) -> Any:
+    if not _is_float(value):
+        return value
+    kind = "complex128" if "complex" in tensors.dtype(value) else "float64"
+    return tensors.backend_of(value).cast(value, kind, value)
+
+
+def _moved(value: Any, device: str) -> Any:
+    return _map(value, lambda x: x.to(device) if hasattr(x, "to") else x)
+
+
+def copies(value: Any) -> Any:
+    """Copy a value with all its arrays."""
+    return _map(value, lambda x: tensors.backend_of(x).copy(x) if tensors.backend_of(x) else x)
+
+
+def changed(value: Any, function: Call) -> Any:
+    """Apply a function to each array of real floating-point numbers in a value."""
+    return _map(value, lambda x: function(x) if is_float(x) else x)
+
+
+def _map(value: Any, function: Call) -> Any:
+    """Apply a function to everything in tuples, lists, dicts and dataclasses."""
+    torch = sys.modules.get("torch")
+    if isinstance(value, tuple):
+        items = [_map(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [_map(item, function) for item in value]
+    if isinstance(value, dict):
+        return {key: _map(item, function) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.init]
+        items_by_name = {name: _map(getattr(value, name), function) for name in names}
+        return dataclasses.replace(value, **items_by_name)
+    if torch and isinstance(value, torch.nn.Module):
+        clone = copy.deepcopy(value)
+        for parameter in (*clone.parameters(), *clone.buffers()):
+            parameter.data = function(parameter.data)
+        return clone
+    return function(value)

@@ -1,0 +1,594 @@
+"""Judge a solution in a process of its own: its result, its shortcuts, its time."""
+
+import hashlib
+import math
+import os
+import re
+import secrets
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
+from pytest_aiperf.errors import (
+    AiperfError,
+    ClaimNotMet,
+    InvalidMeasurement,
+    UsageError,
+    WrongResult,
+)
+from pytest_aiperf.machine import isolation, nvml
+from pytest_aiperf.machine.gpu_lock import GpuLock
+from pytest_aiperf.model import (
+    CacheName,
+    Gpu,
+    Interval,
+    Metric,
+    PrecisionName,
+    Result,
+    Verdict,
+    Work,
+)
+from pytest_aiperf.rules import stats, validity
+from pytest_aiperf.rules import verdict as rules
+from pytest_aiperf.schema import to_json
+from pytest_aiperf.session.figures import SharedFigures
+from pytest_aiperf.session.standalone import measure_claim
+from pytest_aiperf.text import percent, si
+
+from . import checks, forms
+from .forms import Case, FileError, Pair, Problem, SolutionError
+
+UNUSABLE, WRONG, SHORTCUT, BROKEN, INVALID = "UNUSABLE", "WRONG", "SHORTCUT", "BROKEN", "INVALID"
+EXIT: Final[Mapping[str, int]] = {
+    Verdict.FASTER: 0,
+    Verdict.SAME: 1, Verdict.SLOWER: 1, Verdict.INCONCLUSIVE: 1,
+    UNUSABLE: 2,
+    WRONG: 3,
+    SHORTCUT: 4,
+    BROKEN: 5,
+    INVALID: 6,
+}  # fmt: skip
+"""Exit status of the command by the status of a judgement; of several, the highest counts."""
+SCHEMA: Final = 1  #: Version of a judgement's JSON.
+
+OF_PROBLEM: Final = "running the problem's file"
+"""The phase in which no code of the solution runs."""
+NARROW_OFFSET, HISTORY_OFFSET = 600_011, 700_001
+"""Added to the seed for further checks, so that they draw values that nothing has seen before."""
+
+_DISTURBED: Final = re.compile(
+    "disturbed|unset it to measure|profiler is attached|without coverage|ran idle|create a stream"
+)
+"""What an invalid measurement says if not the solution is the reason."""
+_TIMED: Final = re.compile(r" (?:in|on new values in) a timed block")
+"""What a wrong result says that was found only in a timed call, and not by earlier checks."""
+_ERROR: Final = re.compile(r"\(error ([\d.e+-]+);")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to judge; the same for all pairs of a folder."""
+
+    device: Literal["cuda", "cpu"] | None = None  #: The first GPU, or the host without one.
+    metric: Literal["device", "wall"] = "device"  #: The time that counts.
+    quick: bool = False
+    tolerance: PrecisionName | None = None  #: For problems that state none.
+    cap: PrecisionName = "bf16"  #: Widest tolerance that counts.
+    deadline_s: float = 600.0  #: For each pair, without the time spent waiting for others.
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured on one kind of inputs."""
+
+    name: str
+    seconds: Mapping[str, float]  #: Seconds per call of "baseline" and "solution".
+    speedup: Interval
+    share: float | None = None  #: Share of the limit that the solution reaches; None if unknown.
+    limit: str = ""  #: Name of that limit.
+    diagnosis: Mapping[str, str] = field(default_factory=dict)
+    error: float | None = None  #: Largest error of the solution; see the rules of agreement.
+    allowed: float | None = None  #: Largest error that passes.
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is known about one solution."""
+
+    problem: str
+    solution: str
+    status: str  #: A verdict, or one of the other keys of ``EXIT``.
+    message: str = ""  #: Reason of a status that is no verdict.
+    form: str = ""
+    speedup: Interval | None = None  #: Geometric mean of the rows.
+    rows: tuple[Row, ...] = ()
+    setup_s: Mapping[str, float] = field(default_factory=dict)
+    tolerance: str = ""  #: Precision in which the solution may compute; empty for the dtype's own.
+    notes: tuple[str, ...] = ()
+    seed: int = 0
+    digests: Mapping[str, str] = field(default_factory=dict)  #: SHA-256 of both files.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0  #: Duration of the judgement.
+    schema: int = SCHEMA
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT[self.status]
+
+
+class _Refused(Exception):  # noqa: N818  ends a judgement; no error of the plugin
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def judge(
+    problem: Path, solution: Path, options: Options, figures: Path | None = None
+) -> Judgement:
+    """Judge one solution in a process of its own, which may crash, hang or exhaust its memory.
+
+    ``figures`` is a folder for the noise floor and the limits that several processes share.
+    """
+    if options.device == "cuda" and not nvml.visible():
+        raise UsageError(f"there is no NVIDIA GPU here: {nvml.absence()}; use --cpu")
+    started = time.monotonic()
+    blank = Judgement(str(problem), str(solution), BROKEN, seed=_seed(options))
+    try:
+        task = Problem(problem)
+        if why := forms.solution_problem(task.form, solution):
+            return replace(blank, status=BROKEN, message=why, form=task.form)
+    except FileError as error:
+        return replace(blank, status=UNUSABLE, message=str(error))
+    digests = {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in (task.path, solution)}
+    blank = replace(blank, problem=str(task.path), form=task.form, digests=digests)
+
+    def work(channel: isolation.Channel) -> None:
+        sys.stdout = sys.stderr  # a solution prints what it likes; stdout has the judgement alone
+        os.dup2(2, 1)
+        run = _Judging(task, solution, options, blank, figures=figures, channel=channel)
+        judgement = run.judgement()
+        channel.send("judgement", judgement=to_json(judgement))
+
+    received: list[Judgement] = []
+    phases = ["starting"]
+
+    def receive(message: isolation.Message) -> None:
+        if message["kind"] == "judgement" and not received:
+            received.append(_from_json(message["judgement"]))
+        elif message["kind"] == "progress":
+            phases.append(str(message.get("phase")))
+
+    ended = isolation.supervise(work, deadline_s=options.deadline_s, on_message=receive)
+    if not received:
+        text = f"its process ended without a judgement while {phases[-1]}: {_ending(ended)}"
+        status = UNUSABLE if phases[-1] == OF_PROBLEM else BROKEN
+        return replace(blank, status=status, message=text, seconds=ended.seconds)
+    return replace(received[0], seconds=time.monotonic() - started)
+
+
+def _ending(ended: isolation.ProcessExit) -> str:
+    if ended.status == "timeout":
+        return f"exceeded its deadline of {ended.deadline_s:g} s (--deadline allows more)"
+    return isolation.describe(ended)
+
+
+def _from_json(value: Any) -> Judgement:
+    from pytest_aiperf.schema import from_json
+
+    return from_json(Judgement, value)
+
+
+def judge_all(
+    pairs: Sequence[tuple[Path, Path]],
+    options: Options,
+    processes: int,
+    show: Callable[[Judgement], object],
+    figures: Path | None = None,
+) -> list[Judgement]:
+    """Judge pairs, some of them at the same time; timed calls run alone. Results are in order.
+
+    ``figures`` is as in :func:`judge`, by default a folder that is removed at the end.
+    """
+    with suppress(ImportError):
+        import_module("torch")  # once for all processes, which are forks of this one
+    done = []
+    with tempfile.TemporaryDirectory(prefix="pytest-aiperf-judge-") as folder:
+        one = partial(_judge_pair, options=options, figures=figures or Path(folder))
+        if processes < 2 or len(pairs) < 2:
+            for pair in pairs:
+                done.append(one(pair))
+                show(done[-1])
+            return done
+        fork = get_context("fork")  # each process of a solution is a fork in any case
+        counter = fork.Value("i", 0)
+        with fork.Pool(min(processes, len(pairs)), _take_gpu, (counter, options)) as pool:
+            for judgement in pool.imap(one, pairs):
+                done.append(judgement)
+                show(judgement)
+    return done
+
+
+def _take_gpu(counter: Any, options: Options) -> None:
+    """Give the processes of a folder the GPUs in turn."""
+    with counter.get_lock():
+        number, counter.value = counter.value, counter.value + 1
+    gpus = [] if options.device == "cpu" else nvml.visible()
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)].uuid
+
+
+def _judge_pair(pair: tuple[Path, Path], options: Options, figures: Path) -> Judgement:
+    try:
+        return judge(*pair, options, figures)
+    except AiperfError as error:
+        return Judgement(str(pair[0]), str(pair[1]), UNUSABLE, str(error))
+
+
+def _seed(options: Options) -> int:
+    return secrets.randbelow(2**30) if options.seed is None else options.seed
+
+
+def _blame(problem: Path, solution: Path, error: Exception) -> tuple[str, str]:
+    """Tell whose code an exception comes from."""
+    if forms.passes(solution, error):
+        return BROKEN, forms.located(solution, error)
+    if forms.passes(problem, error):
+        return UNUSABLE, forms.located(problem, error)
+    last = traceback.format_exception_only(error)[-1].strip()
+    return BROKEN, f"{solution}:1: {last}"
+
+
+class _Judging:
+    """One judgement, in the process of the solution."""
+
+    def __init__(
+        self,
+        task: Problem,
+        path: Path,
+        options: Options,
+        blank: Judgement,
+        *,
+        figures: Path | None,
+        channel: isolation.Channel,
+    ) -> None:
+        self.task, self.path, self.options, self.blank = task, path, options, blank
+        self.channel = channel
+        self.seed = blank.seed
+        self.figures = SharedFigures(figures)
+        gpus: Sequence[Gpu] = [] if options.device == "cpu" else nvml.visible()
+        self.gpu = gpus[0] if gpus else None
+        self.device: Literal["cuda", "cpu"] = "cuda" if self.gpu else "cpu"
+        self.loads = 0
+        self.loading_s = 0.0  # of the last time
+
+    def judgement(self) -> Judgement:
+        """Judge in this process; every way in which it ends is a status."""
+        try:
+            return self._run()
+        except _Refused as refused:
+            status, message = refused.status, str(refused)
+        except SolutionError as error:
+            status, message = BROKEN, str(error)
+        except UsageError as error:
+            status, message = UNUSABLE, str(error)
+        except Exception as error:  # noqa: BLE001  code of others raises anything
+            status, message = _blame(self.task.path, self.path, error)
+        return replace(self.blank, status=status, message=message)
+
+    def _run(self) -> Judgement:
+        with suppress(ImportError):
+            import_module("torch")
+        with self._shared():
+            self._begin(OF_PROBLEM)
+            self.module = self.task.load()
+            settings, known = validity.flags(), checks.functions(self.module)
+            self._begin("loading the solution and constructing models")
+            pair = self._pair()
+            loading_s = self.loading_s
+            self._refuse_tampering(settings, known)
+            self._begin("checking results")
+            problem = next(filter(None, map(self._guarded, pair.checks)), "")
+        if problem:
+            self._diagnose_wrong(pair.cases[0], pair, problem)
+        notes = list(pair.notes)
+        results = []
+        for case in pair.cases:
+            self._begin(f"measuring {case.name}".strip())
+            results.append(self._measure(case, pair, notes))
+        self._begin("checking results on other inputs")
+        if changed := checks.replaced(known, self.module):
+            raise _Refused(SHORTCUT, f"the solution replaces {changed} while it runs")
+        with self._shared():
+            where = checks.narrowness(pair.cases[0], self.device, self.seed + NARROW_OFFSET)
+        if where:
+            text = f"the solution is right on the problem's inputs, and not on {where}"
+            raise _Refused(SHORTCUT, text)
+        rows = [_row(case, result) for case, result in zip(pair.cases, results, strict=True)]
+        ratio = _geometric_mean([row.speedup for row in rows])
+        floor = max(result.floor for result in results)
+        status = rules.verdict(ratio, floor)
+        notes += [n for n in dict.fromkeys(n for r in results for n in r.notes) if n not in notes]
+        if len(rows) > 1:
+            worst = min(rows, key=lambda row: row.speedup.value)
+            notes.append(f"least speedup: {worst.speedup} for {worst.name}")
+        if noise := rules.noise_problem(floor):
+            notes.append(noise)
+        return replace(
+            self.blank,
+            status=status.value,
+            speedup=ratio,
+            rows=tuple(rows),
+            setup_s={"loading": loading_s, **pair.setup_s},
+            tolerance=pair.precision or "",
+            notes=tuple(notes),
+            environment={"device": results[0].key, **results[0].stack},
+        )
+
+    def _begin(self, phase: str) -> None:
+        """Note what runs from now on, for the message if it never ends."""
+        self.channel.send("progress", phase=phase)
+
+    def _shared(self) -> AbstractContextManager[None]:
+        """Hold the shared lock, so that nobody times calls meanwhile."""
+        return GpuLock(
+            [self.gpu.uuid] if self.gpu else [],
+            on_wait=lambda _: self.channel.send("waiting"),
+            on_acquired=lambda: self.channel.send("working"),
+        ).shared()
+
+    def _pair(self) -> Pair:
+        """Load the solution, each time as if it had not run before, and construct the models."""
+        self.loads += 1
+        begun = time.perf_counter()
+        try:
+            solution = forms.load(self.path, f"judged_solution_{self.loads}")
+        except Exception as error:
+            raise SolutionError(forms.located(self.path, error)) from error
+        self.loading_s = time.perf_counter() - begun
+        entry = forms.ENTRY[self.task.form]
+        if not callable(getattr(solution, entry, None)):
+            raise SolutionError(f"{self.path}:1: {entry} is not defined when the file has run")
+        return forms.pair(
+            self.task,
+            self.module,
+            solution,
+            self.path,
+            device=self.device,
+            seed=self.seed,
+            precision=self.options.tolerance,
+            cap=self.options.cap,
+        )
+
+    def _refuse_tampering(self, settings: Mapping[str, str], known: dict[str, int]) -> None:
+        changed = validity.changed_flags(settings, validity.flags())
+        # of a function, the address is the setting
+        if timers := [line.partition(": ")[0] for line in changed if " at 0x" in line]:
+            raise _Refused(
+                SHORTCUT, f"the solution replaces {timers[0]}, on which the measurement relies"
+            )
+        if changed:
+            raise _Refused(
+                SHORTCUT,
+                f"the solution changes global settings when it is loaded ({', '.join(changed)}), "
+                "under which the baseline would run as well: set them for its own calls only",
+            )
+        if name := checks.replaced(known, self.module):
+            raise _Refused(SHORTCUT, f"the solution replaces {name}, which the baseline uses")
+
+    def _guarded(self, check: Callable[[], str]) -> str:
+        try:
+            return check()
+        except Exception as error:
+            status, message = _blame(self.task.path, self.path, error)
+            raise _Refused(status, message) from error
+
+    def _measure(self, case: Case, pair: Pair, notes: list[str]) -> Result:
+        work = case.work
+        with self._shared():
+            if kind := self._guarded(partial(checks.not_plain, case, self.device, self.seed)):
+                raise _Refused(
+                    SHORTCUT,
+                    f"the solution returns an object of the class {kind}, which may compute when "
+                    "it is read: return numbers, or plain, dense arrays of them",
+                )
+            if work is None and self.gpu is not None:
+                work = partial(_constant, checks.bytes_to_move(case, self.device, self.seed))
+        metric = Metric.WALL if self.gpu is None else Metric(self.options.metric)
+        claim = Claim(
+            arms={"baseline": case.baseline, "optimized": case.solution},
+            inputs=case.inputs,
+            reference=case.reference,
+            work=work,
+            metrics=(metric,),
+            cache=self._cache(case, notes),
+            precision=pair.precision,
+        )
+        result, error = measure_claim(
+            claim,
+            quick=self.options.quick,
+            device=self.device,
+            seed=self.seed,
+            figures=self.figures,
+            progress=self._progress,
+        )
+        if error is not None and not isinstance(error, ClaimNotMet):
+            self._refuse(case, pair, error)
+        return result
+
+    def _progress(self, phase: str, **_figures: object) -> None:
+        if phase in ("waiting", "working"):
+            self.channel.send(phase)
+
+    def _cache(self, case: Case, notes: list[str]) -> CacheName:
+        """Return whether inputs can be kept out of the L2."""
+        if self.gpu is None:
+            return "cold"
+        from pytest_aiperf.correctness import tensors
+        from pytest_aiperf.model import Bench
+
+        args = case.inputs(Bench(self.device, self.seed, full=True))
+        try:
+            validity.rotation(tensors.nbytes(args), self.gpu.l2_bytes)
+        except UsageError:
+            notes.append("inputs are so small that they stay in the L2")
+            return "warm"
+        return "cold"
+
+    def _refuse(self, case: Case, pair: Pair, error: Exception) -> None:
+        """Raise what an error of the measurement means for the solution."""
+        text = re.sub(r"\boptimized\b", "the solution", str(error))
+        text = text.replace('claim metric="wall"', "use --metric wall")
+        if isinstance(error, WrongResult) and text.startswith(("baseline", "library")):
+            raise _Refused(UNUSABLE, f"{self.task.path}:1: {text} (does it draw random numbers?)")
+        if isinstance(error, WrongResult):
+            self._diagnose_wrong(case, pair, text)
+        if isinstance(error, InvalidMeasurement):
+            innocent = _DISTURBED.search(text) or text.startswith("baseline:")
+            raise _Refused(INVALID if innocent else SHORTCUT, text)
+        if isinstance(error, UsageError):
+            at_fault = str(error).startswith("optimized")
+            raise _Refused(
+                WRONG if at_fault else UNUSABLE, text if at_fault else f"{self.task.path}:1: {text}"
+            )
+        if isinstance(error, AiperfError):
+            raise _Refused(INVALID, text)
+        raise error
+
+    def _diagnose_wrong(self, case: Case, pair: Pair, text: str) -> None:
+        """Raise SHORTCUT if the wrong result comes from skipped work, and WRONG if not."""
+        index = pair.cases.index(case)
+
+        def anew() -> Case:
+            return self._pair().cases[index]
+
+        why = ""
+        self._begin("looking for the reason of a wrong result")
+        # the wrong result is certain, whatever happens to the search for its reason
+        with self._shared(), suppress(Exception):
+            why = checks.history(anew, self.device, self.seed + HISTORY_OFFSET, pair.precision)
+        if why:
+            raise _Refused(SHORTCUT, f"{why} ({text})")
+        found = _ERROR.search(text)
+        if found and (name := _precision_of(float(found[1]), self.options)):
+            text += f'; a problem that allows {name} states: tolerance = "{name}"'
+        if _TIMED.search(text):
+            raise _Refused(SHORTCUT, f"right when it was checked, and wrong when timed: {text}")
+        raise _Refused(WRONG, text)
+
+
+def _precision_of(error: float, options: Options) -> str:
+    """Return the narrowest lower precision that explains an error; empty if none does."""
+    limit = ERROR_BUDGETS[options.cap]
+    names = [n for n in forms.WIDENING if forms.WIDENING.index(n) > forms.WIDENING.index("fp32")]
+    fitting = [n for n in names if error <= ERROR_BUDGETS[n] <= limit]
+    return fitting[0] if fitting else ""
+
+
+def _constant(work: Work, *_args: object) -> Work:
+    return work
+
+
+def _row(case: Case, result: Result) -> Row:
+    assert result.timing is not None
+    assert result.speedup is not None
+    limit = result.limits.get("optimized")
+    names = {"baseline": "baseline", "optimized": "solution"}
+    error = next((e for e in result.agreement if e.arm == "optimized"), None)
+    return Row(
+        name=case.name,
+        seconds={
+            name: stats.mean_call_s(result.timing.replicates, arm) for arm, name in names.items()
+        },
+        speedup=result.speedup,
+        share=limit.share if limit else None,
+        limit=limit.ceiling if limit else "",
+        diagnosis={names[arm]: text for arm, text in result.diagnosis.items() if arm in names},
+        error=error.error if error else None,
+        allowed=error.allowed if error else None,
+    )
+
+
+def _geometric_mean(ratios: Sequence[Interval]) -> Interval:
+    def mean(values: Sequence[float]) -> float:
+        return math.exp(sum(map(math.log, values)) / len(values))
+
+    lows, values, highs = zip(*((r.low, r.value, r.high) for r in ratios), strict=True)
+    return Interval(mean(lows), mean(values), mean(highs))
+
+
+def lines(judgement: Judgement) -> Iterator[str]:
+    """Format a judgement: one line, then what explains it."""
+    j = judgement
+    head = f"{j.status:<12}  {j.solution}"
+    if not j.speedup:
+        yield head
+        yield f"    {j.message}"
+        return
+    yield f"{head}  {j.speedup} of {j.problem}"
+    for row in j.rows:
+        times = f"{si(row.seconds['baseline'], 's')} -> {si(row.seconds['solution'], 's')}"
+        share = f", {percent(row.share)} of the {row.limit} rate" if row.share is not None else ""
+        name = f"{row.name}: {row.speedup}, " if row.name else ""
+        yield f"    {name}{times}{share}"
+        for arm, text in row.diagnosis.items():
+            yield f"      {arm}: {text}"
+    errors = [row for row in j.rows if row.error is not None and row.allowed is not None]
+    if errors:
+        worst = max(errors, key=lambda r: (r.error or 0) / (r.allowed or 1))
+        yield f"    error {worst.error:.2g}, allowed {worst.allowed:.2g}"
+    setup = ", ".join(f"{name} {si(s, 's', 3)}" for name, s in j.setup_s.items())
+    yield f"    setup, not timed: {setup}"
+    for note in j.notes:
+        yield f"    note: {note}"
+
+
+def data(judgement: Judgement) -> dict[str, Any]:
+    """Return a judgement as JSON values."""
+    return cast("dict[str, Any]", to_json(judgement)) | {"exit_status": judgement.exit_status}
+
+
+def pairs(folder: Path, solutions: Path | None = None) -> list[tuple[Path, Path]]:
+    """Find the pairs in a folder.
+
+    A folder that has ``problem.py`` has its solutions in ``solution*.py``; one that has
+    ``reference.py`` has them in ``submission*.py``. A file ``NAME.py`` has them in
+    ``NAME_solution*.py`` beside it. With a folder of ``solutions``, a problem ``NAME.py`` has them
+    in ``NAME.py`` or ``NAME_*.py`` there, and a problem of KernelBench also in files such as
+    ``level_1_problem_3_sample_0_kernel.py``.
+    """
+    found: list[tuple[Path, Path]] = []
+    for file in sorted(folder.rglob("*.py")):
+        at = file.parent
+        matches: list[Path] = []
+        if solutions is not None:
+            level = re.search(r"\d+", at.name)
+            number = re.match(r"\d+", file.stem)
+            matches = [*solutions.rglob(file.name), *solutions.rglob(f"{file.stem}_*.py")]
+            if level and number:
+                name = f"level_{level[0]}_problem_{number[0]}_*.py"
+                matches += solutions.rglob(name)
+        elif file.name in ("problem.py", "reference.py"):
+            kind = "solution" if file.name == "problem.py" else "submission"
+            matches = [*at.glob(f"{kind}*.py")]
+        else:
+            matches = [*at.glob(f"{file.stem}_solution*.py")]
+        found += [(file, match) for match in sorted(set(matches)) if match != file]
+    if not found:
+        where = f" in {solutions}" if solutions else ""
+        raise UsageError(
+            f"{folder} has no problem with a solution{where}: put problem.py beside solution.py, "
+            "reference.py beside submission.py, or NAME.py beside NAME_solution.py"
+        )
+    return found

@@ -1,0 +1,184 @@
+"""Records what a Python process does in PyTorch, without a change of its program.
+
+`capture` copies this file to a folder on PYTHONPATH, under the name sitecustomize.py: every Python
+process of the profiled command then runs it when it starts. The interpreter may be another one than
+that of pytest-aiperf, so this file imports nothing of the package, and works from Python 3.9 on.
+
+Recording starts when PyTorch initialises CUDA, or where there is no GPU after `import torch`, and
+ends with the process. A process that does nothing in PyTorch, such as torchrun itself, leaves no
+file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "PYTEST_AIPERF_RECORD"
+"""Environment variable with the settings, as JSON: "hook" is "torch" or "memory", "folder" is where
+files are written, and "deep" is whether to record shapes, memory and stacks as well."""
+
+
+class _TorchFinder:
+    """Calls a function once PyTorch has been imported."""
+
+    def __init__(self, imported: Callable[[Any], object]) -> None:
+        self._imported = imported
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec: ModuleSpec | None = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._imported(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader only
+        return spec
+
+
+def has_gpu() -> bool:
+    """Return whether a GPU is visible, without CUDA: a process may initialise it after a fork."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
+
+
+def _when_used(torch: Any, start: Callable[[], object]) -> None:
+    """Call ``start`` when CUDA is initialised: earlier, programs may still choose their GPUs."""
+    if not has_gpu():
+        start()
+        return
+    initialise = torch.cuda._lazy_init
+    is_started: list[bool] = []
+
+    def lazy_init() -> None:
+        initialise()
+        if not is_started:
+            is_started.append(True)
+            start()
+
+    torch.cuda._lazy_init = lazy_init
+
+
+def _file_name() -> str:
+    """Name a process's files by its rank; those of further processes and programs by their pid."""
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    is_worker = multiprocessing is not None and multiprocessing.parent_process() is not None
+    rank = os.environ.get("RANK", "")
+    return f"pid{os.getpid()}" if is_worker or not rank else rank
+
+
+def _record_trace(settings: dict[str, Any], torch: Any) -> None:
+    """Record operators, CUDA API calls and kernels, and write a Chrome trace."""
+    deep, on_gpu = settings["deep"], torch.cuda.is_initialized()
+    kinds = torch.profiler.ProfilerActivity
+    profile = torch.profiler.profile(
+        activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU],
+        record_shapes=deep,
+        profile_memory=deep,
+        with_stack=deep,
+    )
+    process, thread = os.getpid(), threading.get_ident()
+    profile.start()
+
+    def finish() -> None:
+        if os.getpid() != process:
+            return  # a fork: the process that started to record has the trace
+        if threading.get_ident() != thread:
+            _warn("PyTorch was first used in another thread than the main one")
+            return
+        if on_gpu:
+            torch.cuda.synchronize()
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        breaks = sum(dynamo.counters["graph_break"].values()) if dynamo else 0
+        profile.add_metadata_json("graph_breaks", str(breaks))
+        profile.stop()
+        if profile.profiler.kineto_results.events():
+            profile.export_chrome_trace(f"{settings['folder']}/{_file_name()}.json")
+
+    atexit.register(_guarded(finish))
+
+
+def _record_memory(settings: dict[str, Any], torch: Any) -> None:
+    """Record the caching allocator, and write a snapshot and its figures."""
+    if not torch.cuda.is_initialized():
+        return
+    process, memory = os.getpid(), torch.cuda.memory
+    memory._record_memory_history(stacks="all" if settings["deep"] else "python")
+
+    def finish() -> None:
+        stats = memory.memory_stats()
+        if os.getpid() != process or not stats.get("allocation.all.allocated"):
+            return
+        file = Path(settings["folder"], f"{_file_name()}.json")
+        memory._dump_snapshot(str(file.with_suffix(".pickle")))
+        figures = {
+            "peak": stats["allocated_bytes.all.peak"],
+            "allocated": stats["allocated_bytes.all.current"],
+            "allocations": stats["allocation.all.allocated"],
+            "reserved": stats["reserved_bytes.all.peak"],
+        }
+        file.write_text(json.dumps(figures))
+
+    atexit.register(_guarded(finish))
+
+
+def _guarded(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that reports an error and does not raise it: the program goes on."""
+
+    def run(*args: Any) -> object:
+        try:
+            return function(*args)
+        except Exception as error:
+            _warn(f"{type(error).__name__}: {error}")
+            return None
+
+    return run
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"pytest-aiperf could not record process {os.getpid()}: {text}\n")
+
+
+def _run_other_sitecustomize() -> None:
+    """Run the sitecustomize.py that this file hides, if there is one."""
+    folder = Path(__file__).resolve().parent
+    this, paths = sys.modules.pop("sitecustomize", None), sys.path[:]
+    sys.path[:] = [path for path in paths if Path(path or ".").resolve() != folder]
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError:
+        pass
+    finally:
+        sys.path[:] = paths
+        if this is not None:
+            sys.modules.setdefault("sitecustomize", this)
+
+
+def _install() -> None:
+    settings = json.loads(os.environ[VARIABLE])
+    record = {"torch": _record_trace, "memory": _record_memory}[settings["hook"]]
+
+    def imported(torch: Any) -> None:
+        _when_used(torch, _guarded(lambda: record(settings, torch)))
+
+    sys.meta_path.insert(0, _TorchFinder(_guarded(imported)))
+
+
+if __name__ == "sitecustomize":
+    _run_other_sitecustomize()
+    if VARIABLE in os.environ:
+        _install()

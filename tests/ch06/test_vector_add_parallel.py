@@ -1,0 +1,47 @@
+"""A vector addition with one thread per element beats one with a single block or a single thread.
+
+A GPU is fast because thousands of threads wait for memory at the same time. A single thread waits
+for each pair of elements and uses one lane of one streaming multiprocessor (SM). A block of 1024
+threads uses all lanes of that SM, and its warps wait at the same time. A grid of many blocks uses
+all SMs.
+
+Each rung changes only the launch and the index of an element, and is measured against the one
+before. "grid" has blocks of 256 threads, not 1024: several of them share an SM. The first two are
+naive: nobody would run them, but they show what a block and a grid are for. The limit of the grid
+is memory bandwidth, which takes longer vectors and wider accesses (test_vector_add_wide.py). These
+vectors are short, so that the single thread finishes.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+LADDER = ["one_thread", "one_block", "grid"]
+REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
+PROOF = {
+    # the 32 lanes of a warp load with one instruction
+    "one_block": evidence.counter(REQUESTS, max=0.04, per="baseline"),
+    "grid": evidence.grid_size(min=1000),  # the baseline is one block
+}
+
+
+def vectors(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    n = bench.size(2**20 + 3, check=5003)  # the last block is partly beyond the end
+    a, b = torch.randn(n, device=bench.device), torch.randn(n, device=bench.device)
+    return a, b, torch.empty_like(a), n
+
+
+@pytest.mark.parametrize("rung", PROOF)
+def test_vector_add_parallel(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    add = nvcc("ch06/vector_add.cu")
+    compare(
+        baseline=add[LADDER[LADDER.index(rung) - 1]],
+        optimized=add[rung],
+        library=lambda a, b, out, n: torch.add(a, b, out=out),
+        against="naive",
+        inputs=vectors,
+        work=lambda a, b, out, n: Work(read=a.nbytes + b.nbytes, written=out.nbytes),
+        reference=lambda a, b, out, n: a.double() + b.double(),
+        evidence=[PROOF[rung]],
+    )

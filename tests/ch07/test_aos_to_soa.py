@@ -1,0 +1,64 @@
+"""Reading one field of many particles from an array of its own beats reading it from structures.
+
+In an array of structures (AoS), the same field of neighbouring particles is 64 bytes apart here.
+Memory transfers whole sectors of 32 bytes, and a lone sector costs a DRAM access of 64 bytes, so
+each 4-byte field costs as much as the whole particle. In a structure of arrays (SoA), or an array
+of structures of arrays of 32 ("aosoa"), the lanes of a warp read neighbouring floats: whole
+sectors. Both are measured against AoS, and only the layout differs. With one array per field,
+16-byte accesses become possible as well ("soa_vector", measured against soa). The library arm is
+torch.mul on the array of the field.
+
+The gain is limited by the bytes: 64 read and 4 written against 4 and 4. It shrinks with every
+further field that is used, and a kernel that uses all fields of each particle gains nothing in
+bytes. Then an AoSoA keeps a particle's fields near each other. Converting between layouts costs a
+pass over all fields, which is not counted: the claim is about data that are kept in a layout.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+CHARGE = 7  # position of the field in a particle, as in the kernels
+FIELDS = 16
+SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
+LAYOUT = [
+    evidence.counter(SECTORS, max=0.13, per="baseline"),  # 4 sectors per warp, not 32
+    evidence.counter("dram__bytes.sum", max=0.25, per="baseline"),
+]
+PROOF = {
+    "aosoa": LAYOUT,
+    "soa": LAYOUT,
+    "soa_vector": [
+        evidence.opcode("LDG.E.128", kernel="scale_soa_vector"),
+        evidence.opcode("STG.E.128", kernel="scale_soa_vector"),
+    ],
+}
+
+Particles = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int, int]
+
+
+def particles(bench: Bench) -> Particles:
+    n = bench.size(2**25 - 5, check=13_315)  # the last group and the last vector are partial
+    groups = -(-n // 32)
+    soa = torch.randn(FIELDS, groups * 32, device=bench.device)
+    aosoa = soa.view(FIELDS, groups, 32).transpose(0, 1).contiguous()
+    aos = soa.T.contiguous()
+    return aos, aosoa, soa, torch.empty(n, device=bench.device), 1.5, n, groups * 32
+
+
+@pytest.mark.parametrize("rung", PROOF)
+def test_aos_to_soa(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    scale = nvcc("ch07/structure_layout.cu")
+    compare(
+        baseline=scale["soa" if rung == "soa_vector" else "aos"],
+        optimized=scale[rung],
+        library=lambda aos, aosoa, soa, out, factor, n, _: torch.mul(
+            soa[CHARGE, :n], factor, out=out
+        ),
+        against="previous rung" if rung == "soa_vector" else "idiomatic",
+        inputs=particles,
+        work=lambda aos, aosoa, soa, out, *_: Work(read=out.nbytes, written=out.nbytes),
+        reference=lambda aos, aosoa, soa, out, factor, n, _: soa[CHARGE, :n].double() * factor,
+        evidence=PROOF[rung],
+    )

@@ -1,0 +1,84 @@
+"""Each step from one dot product per thread to double-buffered tiles makes an fp32 matmul faster.
+
+Each output takes k multiply-adds (FMAs) with two operands each, and an SM executes more FMAs than
+it can load operands. So operands are loaded once and reused: by the 32 lanes of a warp
+("coalesced"), by all threads of a block through a tile in shared memory ("shared"), and by several
+outputs of a thread in registers ("registers_1d", "registers_2d"). Then 16-byte loads take fewer
+instructions ("vector"), and double buffering loads the next tile while this one is multiplied, so
+that the FMAs hide the latency of the loads ("double_buffered").
+
+Each rung is measured against the one before it; the first baseline is naive. The library arm is
+cuBLAS with TF32 off, and only the top rungs come close to it. The limit is the rate of the fp32
+units, less the share of the issue slots that loads and addresses take. Tensor cores have a much
+higher limit (test_tf32_policy.py, test_wgmma_ladder.py), but less precision. Small matrices have
+too few tiles for all SMs.
+"""
+
+import pytest
+import torch
+
+from kernels.ch01.fp32_products import fp32_products
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum"
+WAITING = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+LADDER = [
+    "naive", "coalesced", "shared", "registers_1d", "registers_2d", "vector", "double_buffered"
+]  # fmt: skip
+PROOF = {
+    # for each k, a warp loads 5 sectors instead of 33
+    "coalesced": [evidence.counter(SECTORS, max=0.16, per="baseline")],
+    # each element of a tile is loaded once and used 32 times
+    "shared": [
+        evidence.counter(SECTORS, max=0.06, per="baseline"),
+        evidence.opcode("LDS", "matmul_shared"),
+    ],
+    # loads from shared memory per FMA: fewer with each step
+    "registers_1d": [evidence.counter(WAVEFRONTS, max=0.6, per="baseline")],
+    "registers_2d": [
+        evidence.counter(WAVEFRONTS, max=0.75, per="baseline"),
+        evidence.counter(SECTORS, max=0.55, per="baseline"),  # 128 x 128 tiles, not 64 x 64
+    ],
+    "vector": [
+        evidence.opcode("LDG.E.128", kernel="matmul_vector", min=2),
+        evidence.opcode("LDS.128", kernel="matmul_vector", min=32),  # 4 for each of 8 k
+    ],
+    "double_buffered": [
+        # two before the loop, two in it
+        evidence.opcode("LDG.E.128", kernel="matmul_double_buffered", min=4),
+        evidence.counter(WAITING, max=0.5, per="baseline"),  # warps that wait for device memory
+    ],
+}
+
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+
+
+def matrices(bench: Bench) -> Matrices:
+    # the check sizes end within a tile in every direction
+    m, n, k = (bench.size(4096, check=size) for size in (133, 140, 76))
+    a = torch.randn(m, k, device=bench.device)
+    b = torch.randn(k, n, device=bench.device)
+    return a, b, torch.empty(m, n, device=bench.device), m, n, k
+
+
+def cublas(a, b, out, *_):
+    with fp32_products("ieee"):
+        return torch.mm(a, b, out=out)
+
+
+@pytest.mark.parametrize("rung", PROOF)
+def test_tiled_matmul_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    matmul = nvcc("ch07/tiled_matmul.cu")
+    compare(
+        baseline=matmul[LADDER[LADDER.index(rung) - 1]],
+        optimized=matmul[rung],
+        library=cublas,
+        against="naive" if rung == "coalesced" else "previous rung",
+        inputs=matrices,
+        work=lambda a, b, out, m, n, k: Work(
+            read=a.nbytes + b.nbytes, written=out.nbytes, flops=2 * m * n * k, dtype="fp32"
+        ),
+        reference=lambda a, b, *_: a.double() @ b.double(),
+        evidence=[*PROOF[rung], evidence.spills(kernel=f"matmul_{rung}")],
+    )

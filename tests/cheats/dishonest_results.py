@@ -1,0 +1,476 @@
+"""Arms whose results are wrong or easy, and the error message that must catch each of them."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.cheats.case import Corpus, State
+from tests.cheats.dishonest import DOUBLE, LONG, SHORT, WRONG, returning, tensors
+from tests.plugin.claims import vectors
+
+cheat = Corpus()
+CHEATS = cheat.entries
+
+EASY = "so an arm could skip the work"
+UNLIKE = "all arms must get the same inputs"
+VIEW = "as a view of its inputs, of a file or of few elements"
+CHANGED = "optimized changed argument"
+
+
+def pair(baseline, optimized, **words):
+    """Return a claim whose optimized arm takes much less time than its baseline."""
+    return {
+        "baseline": lambda *a: returning(LONG, baseline(*a)),
+        "optimized": lambda *a: returning(SHORT, optimized(*a)),
+        **words,
+    }
+
+
+# results that need no work
+
+
+@cheat(f"the result for other inputs would pass.*{EASY}")
+def a_length():
+    return pair(lambda x: len(np.sort(x)), len, reference=len)
+
+
+@cheat(EASY)
+def an_empty_result():
+    return pair(lambda x: np.sort(x)[:0], lambda x: np.empty(0), reference=lambda x: x[:0])
+
+
+@cheat(EASY)
+def a_result_beside_an_empty_one():
+    return pair(
+        lambda x: (x * 2, np.sort(x)[:0].sum()),
+        lambda x: (x * 2, 0.0),
+        reference=lambda x: (x + x, 0.0),
+    )
+
+
+@cheat(EASY)
+def an_offset_that_hides_the_rest():
+    words = {
+        "inputs": lambda bench: torch.rand(64, 64),
+        "reference": lambda x: x.double().sum(1) + 1e9,
+    }
+    return pair(lambda x: x.sum(1) + 1e9, lambda x: torch.full((64,), 1e9 + 32), **words)
+
+
+@cheat(EASY)
+def sums_that_are_nearly_equal():
+    words = {
+        "inputs": lambda bench: torch.rand(64, 16384),
+        "reference": lambda x: x.double().sum(1),
+        "precision": "bf16",
+    }
+    return pair(lambda x: x.sum(1), lambda x: torch.full((64,), 8192.0), **words)
+
+
+@cheat(f"a constant would pass|{EASY}")
+def a_mean_that_is_known():
+    words = {
+        "inputs": lambda bench: torch.rand(1 << 16),
+        "reference": lambda x: x.double().mean(),
+        "precision": "bf16",
+    }
+    return pair(torch.mean, lambda x: torch.tensor(0.5), **words)
+
+
+@cheat(f"x would pass for result, {EASY}")
+def a_normalisation_of_normal_values():
+    norm = lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:])
+    words = {
+        "inputs": lambda bench: torch.randn(4, 1 << 16),
+        "reference": lambda x: norm(x.double()),
+        "precision": "bf16",
+    }
+    return pair(norm, torch.clone, **words)
+
+
+@cheat(f"w would pass for w, {EASY}")
+def a_step_that_is_too_small():
+    def step(w, g):
+        w -= 1e-4 * g
+        return w
+
+    words = {
+        "inputs": lambda bench: (torch.randn(64), torch.randn(64)),
+        "reference": lambda w, g: w.double() - 1e-4 * g.double(),
+        "precision": "bf16",
+    }
+    return pair(step, lambda w, g: w.mul_(1 + 1e-7), **words)
+
+
+@cheat(EASY)
+def indices_of_the_largest_element():
+    """The largest element is always the last: a constant index is right."""
+
+    def inputs(bench):
+        return torch.cat([torch.rand(63), torch.ones(1)])
+
+    return pair(lambda x: x.sort().indices[-1:], lambda x: torch.tensor([63]),
+                inputs=inputs, reference=lambda x: x.argmax()[None])  # fmt: skip
+
+
+@cheat(EASY)
+def a_comparison_that_always_holds():
+    return pair(
+        lambda x: np.sort(x) >= 0, lambda x: np.ones(len(x), bool), reference=lambda x: x >= 0
+    )
+
+
+# errors that a few large elements hide
+
+
+def with_outliers(count, size, dtype=torch.float32, n=4096):
+    def inputs(bench):
+        x = torch.randn(n, dtype=dtype)
+        x[torch.randperm(n)[:count]] = size
+        return x
+
+    return {"inputs": inputs, "reference": lambda x: x.double() * 3}
+
+
+def only_large(x):
+    return torch.where(x.abs() > 100, x * 3, 0)
+
+
+@cheat(WRONG)
+def zeros_beside_one_large_element():
+    return pair(lambda x: x * 3, only_large, **with_outliers(1, 1e9))
+
+
+@cheat(WRONG)
+def zeros_beside_many_large_elements():
+    return pair(lambda x: x * 3, only_large, **with_outliers(1200, 1e7))
+
+
+@cheat(WRONG)
+def zeros_beside_one_large_element_in_low_precision():
+    words = {"precision": "nvfp4"}
+    return pair(lambda x: x * 3, only_large, **with_outliers(1, 1e9), **words)
+
+
+@cheat(WRONG)
+def half_precision_beside_one_large_element():
+    return pair(lambda x: x * 3, lambda x: (x.clamp(max=9).half() * 3).float() + only_large(x),
+                **with_outliers(1, 1e8))  # fmt: skip
+
+
+@cheat(WRONG)
+def fp32_arithmetic_beside_one_large_element():
+    words = with_outliers(1, 1e12, torch.float64)
+    return pair(lambda x: x * 3, lambda x: (x.float() * 3).double(), **words)
+
+
+@cheat(WRONG)
+def scaled_values_beside_one_large_element():
+    words = {"precision": "bf16"}
+    return pair(
+        lambda x: x * 3, lambda x: torch.where(x > 100, x * 3, x * 2.9), **with_outliers(1, 1e9),
+        **words)  # fmt: skip
+
+
+# inputs that are easier for one arm
+
+
+def unlike(change, *, reference=lambda x: np.sort(x, axis=None), draw=None):
+    """Return a claim whose inputs are changed at every second call."""
+    calls = State(n=0)
+
+    def inputs(bench):
+        calls.n += 1
+        rng = np.random.default_rng(bench.seed)
+        x = draw(rng) if draw else rng.random((64, 64))
+        return change(x) if calls.n % 2 else x
+
+    arm = lambda x: np.sort(x, axis=None)
+    return pair(arm, arm, inputs=inputs, reference=reference)
+
+
+@cheat(UNLIKE)
+def other_strides():
+    return unlike(np.asfortranarray)
+
+
+@cheat(UNLIKE)
+def a_slice_of_a_larger_array():
+    return unlike(lambda x: np.stack([x, x], -1)[..., 0])
+
+
+@cheat(UNLIKE)
+def another_alignment():
+    def shifted(x):
+        memory = np.empty(x.nbytes + 8, np.uint8)
+        array = memory[4 : 4 + x.nbytes].view(x.dtype).reshape(x.shape)
+        array[...] = x
+        return array
+
+    return unlike(shifted)
+
+
+@cheat(UNLIKE)
+def another_dtype_of_the_inputs():
+    return unlike(lambda x: x.astype(np.float32), draw=lambda rng: rng.integers(0, 9, (64, 64)))
+
+
+@cheat(f"{UNLIKE}|different values for the same seed")
+def values_that_are_sorted_already():
+    return unlike(lambda x: np.sort(x, axis=None).reshape(x.shape))
+
+
+@cheat(UNLIKE)
+def values_that_are_sorted_once_they_are_timed():
+    calls = State(n=0)
+
+    def inputs(bench):
+        calls.n += 1
+        x = np.random.default_rng(bench.seed).random(4096)
+        return np.sort(x) if calls.n > 8 and calls.n % 2 else x
+
+    return pair(np.sort, np.sort, inputs=inputs, reference=np.sort)
+
+
+# results that whoever reads them has to compute
+
+
+def memory_file(content):
+    """Map a file in memory twice; the mappings show each other's writes."""
+    file = os.memfd_create("cheat")
+    os.ftruncate(file, len(content))
+    maps = [np.frombuffer(mmap.mmap(file, len(content)), float) for _ in range(2)]
+    maps[0][...] = np.frombuffer(content)
+    os.close(file)
+    return maps
+
+
+@cheat(VIEW)
+def a_second_mapping_of_the_input():
+    seconds = {}
+
+    def inputs(bench):
+        x, second = memory_file(np.random.default_rng(bench.seed).random(512).tobytes())
+        seconds[x.ctypes.data] = second
+        return x
+
+    return pair(np.copy, lambda x: seconds[x.ctypes.data], inputs=inputs, reference=np.copy)
+
+
+def data_file(bench):
+    """Return the name of a file of numbers, which lives as long as the file object."""
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115  closed when it is collected
+    vectors(bench)[0].tofile(file.name)
+    return file
+
+
+def mapped(as_array):
+    return pair(
+        lambda file: np.fromfile(file.name),
+        lambda file: as_array(np.memmap(file.name, float, "r")),
+        inputs=data_file,
+        reference=lambda file: np.fromfile(file.name),
+    )
+
+
+@cheat(VIEW)
+def a_file_that_is_not_read():
+    return mapped(lambda x: x)
+
+
+@cheat(VIEW)
+def a_file_that_is_not_read_as_an_array():
+    return mapped(np.asarray)
+
+
+@cheat(VIEW)
+def a_file_that_is_not_read_as_a_tensor():
+    words = mapped(lambda x: x)
+    baseline = words["baseline"]
+    return words | {
+        "baseline": lambda file: torch.from_numpy(baseline(file)),
+        "optimized": lambda file: returning(
+            SHORT, torch.from_file(file.name, size=Path(file.name).stat().st_size // 8,
+                                   dtype=torch.float64)),
+    }  # fmt: skip
+
+
+@cheat(VIEW)
+def overlapping_windows():
+    return DOUBLE | pair(
+        lambda x: (x * 2).unfold(0, 8, 1).contiguous(),
+        lambda x: (x * 2).unfold(0, 8, 1),
+        reference=lambda x: (x.double() * 2).unfold(0, 8, 1),
+    )
+
+
+@cheat(VIEW)
+def overlapping_windows_of_numpy():
+    windows = functools.partial(np.lib.stride_tricks.sliding_window_view, window_shape=8)
+    return pair(
+        lambda x: windows(x * 2).copy(),
+        lambda x: windows(x * 2),
+        reference=lambda x: windows(x * 2),
+    )
+
+
+def complex_vectors(bench):
+    return (torch.randn(64, dtype=torch.complex64),)
+
+
+CONJUGATES = {"inputs": complex_vectors, "reference": lambda x: x.to(torch.complex128).conj() * 2}
+
+
+@cheat(VIEW)
+def a_conjugate_that_is_only_marked():
+    return pair(lambda x: (x * 2).conj().resolve_conj(), lambda x: (x * 2).conj(), **CONJUGATES)
+
+
+@cheat(VIEW)
+def a_sign_that_is_only_marked():
+    words = CONJUGATES | {"reference": lambda x: -2 * x.imag.double()}
+    return pair(lambda x: -(x * 2).imag, lambda x: (x * 2).conj().imag, **words)
+
+
+# objects whose own methods do the work
+
+
+class LazyModule(torch.nn.Module):
+    def __init__(self, x):
+        super().__init__()
+        self.source = weakref.ref(x)
+        self.result = torch.nn.Parameter(torch.zeros_like(x), requires_grad=False)
+
+    def named_parameters(self, *_a, **_k):
+        self.result.copy_(self.source() * 2)
+        return super().named_parameters()
+
+    _named_members = named_modules = named_parameters
+
+
+def module_of(x):
+    module = torch.nn.Module()
+    module.result = torch.nn.Parameter(x * 2, requires_grad=False)
+    return module
+
+
+@cheat(WRONG)
+def a_module_with_methods_of_its_own():
+    return pair(module_of, LazyModule, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+class LazyList(list):
+    def __iter__(self):
+        return iter([self.source * 2])
+
+
+class LazyNumber(float):
+    """A number that is computed when it is read."""
+
+    def __new__(cls, compute):
+        number = super().__new__(cls, 0.0)
+        number.compute = compute
+        return number
+
+    def __float__(self):
+        return self.compute()
+
+
+@cheat("a result of type LazyNumber cannot be compared", clock="host")
+def a_lazy_number():
+    return {
+        "inputs": lambda bench: np.random.default_rng(bench.seed).random(20_000),
+        "baseline": lambda x: float(np.sort(x)[7]),
+        "optimized": lambda x: LazyNumber(lambda: float(np.sort(x)[7])),
+        "reference": lambda x: float(np.partition(x, 7)[7]),
+    }
+
+
+def lazy_list(x):
+    result = LazyList([x])
+    result.source = x
+    return result
+
+
+@cheat(f"{WRONG}|{VIEW}")
+def a_list_with_methods_of_its_own():
+    return pair(lambda x: [x * 2], lazy_list)
+
+
+@cheat(f"{WRONG}|{VIEW}")
+def a_tensor_with_methods_of_its_own():
+    def arm(x):
+        result = torch.zeros_like(x)
+        work = lambda *_a: result.copy_(x * 2) and torch.Tensor.clone(result)
+        result.clone = result.detach = result.contiguous = result.double = work
+        return result
+
+    return pair(lambda x: x * 2, arm, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+# inputs of Python that an arm changes
+
+
+def numbers(count):
+    return lambda bench: (np.random.default_rng(bench.seed).random(count).tolist(),)
+
+
+def sort_in_place(x):
+    x.sort()
+    return x[:]
+
+
+@cheat(CHANGED)
+def a_list_that_is_sorted_for_the_next_call():
+    return pair(sorted, sort_in_place, inputs=numbers(99), reference=sorted)
+
+
+@cheat(CHANGED)
+def a_short_list_that_is_sorted_for_the_next_call():
+    return pair(sorted, sort_in_place, inputs=numbers(9), reference=sorted)
+
+
+@cheat(CHANGED)
+def a_result_that_is_left_in_a_dict():
+    def inputs(bench):
+        return {"x": numbers(9)(bench)[0], "total": 0.0}
+
+    def arm(state):
+        state["total"] = state["total"] or sum(state["x"])
+        return state["total"]
+
+    words = {"inputs": inputs, "reference": lambda state: sum(state["x"])}
+    return pair(lambda state: sum(state["x"]), arm, **words)
+
+
+@cheat(CHANGED)
+def bytes_that_are_sorted_for_the_next_call():
+    def inputs(bench):
+        return (bytearray(np.random.default_rng(bench.seed).bytes(99)),)
+
+    def arm(x):
+        x[:] = bytes(sorted(x))
+        return list(x)
+
+    return pair(sorted, arm, inputs=inputs, reference=sorted)
+
+
+@cheat(CHANGED)
+def words_that_are_sorted_for_the_next_call():
+    def inputs(bench):
+        return (list(map(str, numbers(9)(bench)[0])),)
+
+    def arm(x):
+        x.sort()
+        return list(map(float, x))
+
+    honest = lambda x: list(map(float, sorted(x)))
+    return pair(honest, arm, inputs=inputs, reference=honest)

@@ -1,0 +1,2 @@
+def solution(x, y):
+    return x[::2] @ y[::2]
