@@ -312,7 +312,7 @@ def test_an_fp8_result_is_held_to_the_rms_error_of_fp8():
     def arm(factor):
         return lambda a, out: out.copy_(a.float() * factor)
 
-    with wrong("out has a relative RMS error of 0.25 (baseline's 0; allowed 0.06)"):
+    with wrong("out has a relative RMS error of 0.25 (baseline's 0; allowed 0.065)"):
         judge(arm(1.5), arm(2.0), make=vector(torch.float8_e4m3fn, n=4096))
 
 

@@ -188,6 +188,19 @@ def test_the_peak_of_the_host_includes_memory_that_python_does_not_trace():
     assert peak == pytest.approx(size, rel=0.1)
 
 
+def test_the_peak_of_the_host_includes_memory_that_was_freed_before():
+    torch = pytest.importorskip("torch")
+    size = 64 << 20
+    kept = torch.ones(8, size // 32)  # malloc takes tensors of this size from its heap from now on
+    del kept
+    freed = [torch.ones(size // 16) for _ in range(8)]
+    last = freed[-1]  # keeps the heap from shrinking
+    del freed
+    peak, _ = HostDevice().peak_bytes(list, lambda: torch.ones(size // 4))
+    assert peak == pytest.approx(size, rel=0.1)
+    assert len(last) == size // 16
+
+
 def test_padding_differs_and_follows_its_generator():
     def sizes(rng):
         return [len(piece) for piece in HostDevice().random_padding(rng)]

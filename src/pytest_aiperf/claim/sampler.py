@@ -303,6 +303,7 @@ class Sampler:
 
         calls[:compared] = map(collecting, calls[:compared])
         self.device.block(calls, Mode.WALL).run()
+        self._refuse_changed_settings(arm.name)
         spans = sorted(s for i, r in enumerate(results) for s in _spans(r, i))
         if any(b[0] < a[1] and a[2] != b[2] for a, b in itertools.pairwise(spans)):
             self._reusing.add(arm.name)
@@ -319,6 +320,7 @@ class Sampler:
             shortest = min(shortest, seconds)
             if shortest > MAX_BLOCK_S:
                 break
+        self._refuse_changed_settings(arm.name)
         return shortest
 
     def _choose_mode(self, buffers: list[ArmBuffers], seconds: Mapping[str, float]) -> float:

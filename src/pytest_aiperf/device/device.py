@@ -1,6 +1,7 @@
 """The protocol of a device, the choice of a timing mode, and the host as a device."""
 
 import contextlib
+import ctypes
 import gc
 import math
 import random
@@ -166,12 +167,12 @@ class HostDevice:
         The tracer knows the arrays of numpy to the byte, but not those of torch and C++. The
         process's resident memory includes them, and also pages of code and of freed memory.
         """
-        gc.collect()  # what others have left must not be freed meanwhile
+        _free_unused()  # what others have left must be neither freed nor used again meanwhile
         _, resident = _resident_bytes()
         tracemalloc.start()
         try:
             first()
-            gc.collect()
+            _free_unused()
             tracemalloc.reset_peak()
             Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the current size
             result = second()
@@ -250,6 +251,13 @@ def run_calls(calls: Sequence[Call], keep: int) -> object:
         last = call()
     del last
     return kept
+
+
+def _free_unused() -> None:
+    """Collect garbage, and return freed memory that malloc keeps to the operating system."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> tuple[int, int]:
