@@ -16,7 +16,7 @@ import inspect
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -34,17 +34,14 @@ from pytest_aiperf.model import Bench, PrecisionName, Work
 Form = Literal["KernelBench", "GPU MODE", "plain"]
 Call = Callable[..., Any]
 
-KERNELBENCH: Final[Form] = "KernelBench"
-GPU_MODE: Final[Form] = "GPU MODE"
-PLAIN: Final[Form] = "plain"
 ENTRY: Final[Mapping[Form, str]] = {
-    KERNELBENCH: "ModelNew", GPU_MODE: "custom_kernel", PLAIN: "solution",
+    "KernelBench": "ModelNew", "GPU MODE": "custom_kernel", "plain": "solution",
 }  # fmt: skip
 """What a solution of each form must define."""
 REQUIRED: Final[Mapping[Form, Sequence[str]]] = {
-    KERNELBENCH: ("Model", "get_inputs"),
-    GPU_MODE: ("generate_input", "check_implementation", "ref_kernel"),
-    PLAIN: ("reference", "inputs"),
+    "KernelBench": ("Model", "get_inputs"),
+    "GPU MODE": ("generate_input", "check_implementation", "ref_kernel"),
+    "plain": ("reference", "inputs"),
 }
 """What a problem of each form must define; the first name that is found decides on the form."""
 WIDENING: Final = sorted(ERROR_BUDGETS, key=lambda name: ERROR_BUDGETS[name])
@@ -73,14 +70,12 @@ class Case:
     inputs: Callable[[Bench], Any]  #: Builds one set of inputs.
     reference: Call  #: The problem's code in fp64.
     weights: Sequence[Any] = ()  #: Arrays that a call reads beside its inputs.
-    work: Callable[..., Work] | None = None  #: The work that the problem states.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A problem and its solution, loaded."""
 
-    form: Form
     cases: Sequence[Case]
     precision: PrecisionName | None = None  #: Precision in which a solution may compute.
     setup_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -88,6 +83,7 @@ class Pair:
     checks: Sequence[Callable[[], str]] = ()
     """Checks of the problem's own; each returns what is wrong, or an empty text."""
     notes: Sequence[str] = ()
+    work: Callable[..., Work] | None = None  #: The work that the problem states.
 
 
 class Problem:
@@ -95,29 +91,27 @@ class Problem:
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
-            path = next((path / n for n in ("reference.py", "problem.py") if (path / n).is_file()),
-                        path)  # fmt: skip
+            files = (path / name for name in ("reference.py", "problem.py"))
+            path = next(filter(Path.is_file, files), path)
         elif path.name == TASK:
             path = path.with_name("reference.py")
         self.path = path
-        names = _names(path)
-        for form, required in REQUIRED.items():
-            if required[0] in names:
-                self.form = form
-                break
-        else:
-            found = ", or ".join(" and ".join(required) for required in REQUIRED.values())
-            raise FileError(f"{path}:1: is no problem: it must define {found}")
-        for name in REQUIRED[self.form]:
+        names = _names(path, FileError)
+        forms = [form for form, required in REQUIRED.items() if required[0] in names]
+        if not forms:
+            expected = ", or ".join(" and ".join(required) for required in REQUIRED.values())
+            raise FileError(f"{path}:1: is no problem: it must define {expected}")
+        self.form = forms[0]
+        first, *others = REQUIRED[self.form]
+        for name in others:
             if name not in names:
-                line = names[REQUIRED[self.form][0]]
                 raise FileError(
-                    f"{path}:{line}: a problem of the form {self.form} defines {name}, too"
+                    f"{path}:{names[first]}: a problem of the form {self.form} defines {name}, too"
                 )
         task = path.with_name(TASK)
         self.result_kind: str | None = None
         """Dtype to which a baseline's results are converted, "" for none; None if not known yet."""
-        self.task = _task(task) if self.form == GPU_MODE and task.is_file() else {}
+        self.task = _task(task) if self.form == "GPU MODE" and task.is_file() else {}
 
     def load(self) -> ModuleType:
         """Run the problem's file."""
@@ -128,34 +122,34 @@ class Problem:
             if source != SUBMISSION and name.suffix == ".py" and at.is_file():
                 paths.append(str(at.parent))
         sys.path[:0] = [p for p in dict.fromkeys(paths) if p not in sys.path]
-        known_as = "reference" if self.form == GPU_MODE else f"judged_problem_{self.path.stem}"
+        known_as = "reference" if self.form == "GPU MODE" else f"judged_problem_{self.path.stem}"
         try:
             return load(self.path, known_as)
         except Exception as error:
             raise FileError(located(self.path, error)) from error
 
 
-def solution_problem(form: Form, path: Path) -> str:
-    """Return why a solution's file cannot be run, with path and line; empty if it can."""
-    try:
-        names = _names(path)
-    except FileError as error:
-        return str(error)
-    entry = ENTRY[form]
-    if entry not in names and "*" not in names:
-        return f"{path}:1: defines no {entry}, which a solution of the form {form} must define"
-    return ""
+def require_entry(form: Form, path: Path) -> None:
+    """Raise SolutionError if a solution's file does not define what its form requires."""
+    names = _names(path, SolutionError)
+    if ENTRY[form] not in names and "*" not in names:
+        raise SolutionError(
+            f"{path}:1: defines no {ENTRY[form]}, which a solution of the form {form} must define"
+        )
 
 
-def _names(path: Path) -> dict[str, int]:
-    """Return the names that a file defines at its top level, with their lines."""
+def _names(path: Path, kind: type[AiperfError]) -> dict[str, int]:
+    """Return the names that a file defines at its top level, with their lines.
+
+    A file that cannot be parsed raises an error of this kind.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
-        raise FileError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+        raise kind(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}:1: cannot be read: {why}") from None
+        raise kind(f"{path}:1: cannot be read: {why}") from None
     names: dict[str, int] = {}
     for node in ast.walk(tree):  # a definition may stand inside "if" or "try"
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -217,37 +211,44 @@ def _is_at(filename: str, path: Path) -> bool:
     return Path(filename).name == path.name and Path(filename).resolve() == path.resolve()
 
 
-def pair(
-    problem: Problem,
-    module: ModuleType,
-    solution: ModuleType,
-    path: Path,
-    *,
-    device: str,
-    seed: int,
-    precision: PrecisionName | None = None,
-    cap: PrecisionName = "bf16",
-) -> Pair:
-    """Bring a loaded problem and the solution that was loaded from ``path`` into the form of cases.
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A problem and a solution whose files have run; :meth:`pair` makes cases of them."""
 
-    ``precision`` is what a solution may compute in if the problem states no ``tolerance``; without
-    both, what a problem's own check accepts counts. None of them may exceed ``cap``.
-    """
-    if problem.form == KERNELBENCH:
-        made = _kernelbench(problem, module, solution.ModelNew, path, device=device, seed=seed)
-    elif problem.form == GPU_MODE:
-        made = _gpu_mode(problem, module, solution, device, seed)
-    else:
-        made = _plain(problem, module, solution, device, seed)
-    stated = getattr(module, "tolerance", None)
-    notes = list(made.notes)
-    if stated is not None:
-        precision = precision_of(stated, str(problem.path))
-    precision = precision or made.precision
-    if precision is not None and ERROR_BUDGETS[precision] > ERROR_BUDGETS[cap]:
-        notes.append(f"the tolerance {precision} is wider than the cap: {cap} counts")
-        precision = cap
-    return dataclasses.replace(made, precision=precision, notes=notes)
+    problem: Problem
+    module: ModuleType  #: The problem's module.
+    solution: ModuleType
+    path: Path  #: The solution's file.
+    device: str
+    seed: int
+
+    def pair(self, precision: PrecisionName | None, cap: PrecisionName) -> Pair:
+        """Return the cases.
+
+        ``precision`` is what a solution may compute in if the problem states no ``tolerance``;
+        without both, what a problem's own check accepts counts. None of them may exceed ``cap``.
+        """
+        builders = {"KernelBench": _kernelbench, "GPU MODE": _gpu_mode, "plain": _plain}
+        pair = builders[self.problem.form](self)
+        stated = getattr(self.module, "tolerance", None)
+        if stated is not None:
+            precision = precision_of(stated, str(self.problem.path))
+        precision = precision or pair.precision
+        notes, work = pair.notes, getattr(self.module, "work", None)
+        if precision is not None and ERROR_BUDGETS[precision] > ERROR_BUDGETS[cap]:
+            notes = [*notes, f"the tolerance {precision} is wider than the cap: {cap} counts"]
+            precision = cap
+        return dataclasses.replace(pair, precision=precision, notes=notes, work=work)
+
+    def sample(self, inputs: Callable[[Bench], Any]) -> Any:
+        """Return one set of inputs; an error names the problem's line."""
+        seed_all(self.seed)
+        try:
+            return inputs(Bench(self.device, self.seed, full=True))
+        except FileError:
+            raise
+        except Exception as error:
+            raise FileError(located(self.problem.path, error)) from error
 
 
 def precision_of(tolerance: object, where: str) -> PrecisionName | None:
@@ -264,23 +265,22 @@ def precision_of(tolerance: object, where: str) -> PrecisionName | None:
     )
 
 
-def _kernelbench(
-    problem: Problem, module: ModuleType, new_class: Any, path: Path, *, device: str, seed: int
-) -> Pair:
+def _kernelbench(loaded: Loaded) -> Pair:
+    problem, module, device = loaded.problem.path, loaded.module, loaded.device
     seconds: dict[str, float] = {}
 
     def construct(kind: Any, name: str) -> Any:
         try:
-            seed_all(seed)
+            seed_all(loaded.seed)
             arguments = _moved(getattr(module, "get_init_inputs", list)(), device)
-            seed_all(seed)
+            seed_all(loaded.seed)
             begun = time.perf_counter()
             model = kind(**arguments) if isinstance(arguments, dict) else kind(*arguments)
             model = model.to(device) if hasattr(model, "to") else model
         except Exception as error:
-            if passes(path, error) or (name == "solution" and not passes(problem.path, error)):
-                raise SolutionError(located(path, error)) from error
-            raise FileError(located(problem.path, error)) from error
+            if name == "solution" or passes(loaded.path, error):
+                raise  # the caller finds out whose code it is
+            raise FileError(located(problem, error)) from error
         seconds[name] = time.perf_counter() - begun
         return model
 
@@ -291,29 +291,25 @@ def _kernelbench(
             values = module.get_inputs()
         if not isinstance(values, (list, tuple)):
             line = inspect.getsourcelines(module.get_inputs)[1]
-            raise FileError(f"{problem.path}:{line}: get_inputs must return a list, not "
-                            f"{type(values).__name__}")  # fmt: skip
+            raise FileError(
+                f"{problem}:{line}: get_inputs must return a list, not {type(values).__name__}"
+            )
         return tuple(_moved(list(values), bench.device))
 
     baseline = construct(module.Model, "baseline")
     double = construct(module.Model, "reference")
-    new = construct(new_class, "solution")
+    new = construct(loaded.solution.ModelNew, "solution")
     del seconds["reference"]
-    notes = _share_weights(baseline, new, path)
+    notes = _share_weights(baseline, new, loaded.path)
     if hasattr(double, "load_state_dict"):
         double.load_state_dict(baseline.state_dict())
-    args = _sample(inputs, device, seed, problem.path)
-    reference, note = oracle(without_gradients(_doubled(double)), without_gradients(baseline), args)
-    case = Case(
-        "",
-        without_gradients(baseline),
-        without_gradients(new),
-        inputs,
-        reference,
-        list(baseline.parameters()) if hasattr(baseline, "parameters") else [],
-        getattr(module, "work", None),
-    )
-    return Pair(KERNELBENCH, [case], None, seconds, (), [*notes, *note])
+    double = double.double() if hasattr(double, "double") else double
+    baseline_call = without_gradients(baseline)
+    args = loaded.sample(inputs)
+    reference, more = oracle(without_gradients(double), baseline_call, args)
+    weights = list(baseline.parameters()) if hasattr(baseline, "parameters") else []
+    case = Case("", baseline_call, without_gradients(new), inputs, reference, weights)
+    return Pair([case], setup_s=seconds, notes=[*notes, *more])
 
 
 def _share_weights(model: Any, new: Any, path: Path) -> list[str]:
@@ -352,36 +348,49 @@ def _line(value: Any) -> int:
         return 1
 
 
-def _gpu_mode(
-    problem: Problem, module: ModuleType, solution: ModuleType, device: str, seed: int
-) -> Pair:
-    generate, check = module.generate_input, module.check_implementation
+def _gpu_mode(loaded: Loaded) -> Pair:
+    problem, device, seed = loaded.problem, loaded.device, loaded.seed
+    module, solution = loaded.module, loaded.solution.custom_kernel
+    generate = module.generate_input
     parameters = inspect.signature(generate).parameters
-    line = inspect.getsourcelines(generate)[1]
-    timed = problem.task.get("benchmarks") or problem.task.get("tests") or [{}]
-    for spec in (*timed, *(problem.task.get("tests") or ())):
-        needed = {
-            n for n, p in parameters.items()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        } - {*spec, "seed"}  # fmt: skip
-        if needed:
+    tests = problem.task.get("tests") or ()
+    timed = problem.task.get("benchmarks") or tests or [{}]
+    required = {
+        n for n, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }  # fmt: skip
+    for spec in (*timed, *tests):
+        if missing := sorted(required - {*spec, "seed"}):
+            line = inspect.getsourcelines(generate)[1]
             raise FileError(
-                f"{problem.path}:{line}: generate_input needs {', '.join(sorted(needed))}, which "
-                f"{TASK} beside it must state"
+                f"{problem.path}:{line}: generate_input needs {', '.join(missing)}, which {TASK} "
+                "beside it must state"
             )
 
     def inputs(spec: Mapping[str, Any], bench: Bench) -> Any:
         drawn = {"seed": bench.seed % SEEDS} if "seed" in parameters else {}
         return (_moved(generate(**{**spec, **drawn}), bench.device),)
 
-    baseline, notes = module.ref_kernel, []
-    data = _sample(partial(inputs, timed[0]), device, seed, problem.path)[0]
+    def accepts(data: Any, result: Any) -> bool:
+        return is_accepted(module.check_implementation(data, result))[0]
+
+    def own_check(spec: Mapping[str, Any]) -> str:
+        seed_all(seed)
+        data = _moved(generate(**{"seed": seed, **spec} if "seed" in parameters else spec), device)
+        given = copies(data)
+        good, why = is_accepted(module.check_implementation(given, solution(data)))
+        return "" if good else (
+            f"check_implementation refuses the result for {_parameters(spec)}: {why}"
+        )  # fmt: skip
+
+    baseline, notes = _call(module.ref_kernel), list[str]()
+    data = loaded.sample(partial(inputs, timed[0]))[0]
     result = module.ref_kernel(copies(data))
     if problem.result_kind is None:  # once: a solution that is loaded anew must not have run yet
         problem.result_kind = ""
         with contextlib.suppress(Exception):  # a solution that fails is found out later
-            given = solution.custom_kernel(copies(data))
-            if is_accepted(check(data, given))[0] and _kind(given) != _kind(result):
+            given = solution(copies(data))
+            if accepts(data, given) and _kind(given) != _kind(result):
                 problem.result_kind = _kind(given)
     if kind := problem.result_kind:
         baseline = _returning(kind, module.ref_kernel)
@@ -390,35 +399,15 @@ def _gpu_mode(
     for spec in timed:
         shown = {name: value for name, value in spec.items() if name != "seed"}
         make = partial(inputs, shown)
-        args = _sample(make, device, seed, problem.path)
-        reference, note = oracle(module.ref_kernel, module.ref_kernel, args)
-        name = ", ".join(f"{n} {v}" for n, v in shown.items())
-        cases.append(
-            Case(
-                name,
-                _call(baseline),
-                _call(solution.custom_kernel),
-                make,
-                reference,
-                (),
-                getattr(module, "work", None),
-            )
-        )
-        notes += [n for n in note if n not in notes]
+        reference, more = oracle(module.ref_kernel, module.ref_kernel, loaded.sample(make))
+        cases.append(Case(_parameters(shown), baseline, _call(solution), make, reference))
+        notes += [note for note in more if note not in notes]
+    checks = [partial(own_check, spec) for spec in tests]
+    return Pair(cases, _accepted(accepts, data, result), {}, checks, notes)
 
-    def own_check(spec: Mapping[str, Any]) -> str:
-        seed_all(seed)
-        data = _moved(generate(**{"seed": seed, **spec} if "seed" in parameters else spec), device)
-        given = copies(data)
-        good, why = is_accepted(check(given, solution.custom_kernel(data)))
-        if good:
-            return ""
-        where = ", ".join(f"{n} {v}" for n, v in spec.items())
-        return f"check_implementation refuses the result for {where}: {why}"
 
-    checks = [partial(own_check, spec) for spec in problem.task.get("tests") or ()]
-    precision = _accepted(lambda data, given: is_accepted(check(data, given))[0], data, result)
-    return Pair(GPU_MODE, cases, precision, {}, checks, notes)
+def _parameters(spec: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in spec.items())
 
 
 def _kind(result: Any) -> str:
@@ -444,15 +433,14 @@ def is_accepted(found: Any) -> tuple[bool, str]:
 
 def _accepted(check: Callable[..., bool], data: Any, result: Any) -> PrecisionName | None:
     """Return the widest precision whose errors a problem's own check accepts; None for none."""
-    import numpy as np
+    import torch
 
     def disturbed(array: Any, error: float) -> Any:
-        noise = np.random.default_rng(0).uniform(-error, error, tuple(array.shape))
-        double = _to_double(array)
-        changed = double + double * tensors.backend_of(array).cast(noise, "float64", array)
-        return tensors.backend_of(array).cast(changed, tensors.dtype(array), array)
+        generator = torch.Generator(array.device).manual_seed(0)
+        noise = torch.rand(array.shape, generator=generator, device=array.device)
+        return (array.double() * (1 + error * (2 * noise.double() - 1))).to(array.dtype)
 
-    if not any(is_float(x) for _, x in tensors.walk(result, "result")):
+    if not _kind(result):
         return None
     for name in reversed(WIDENING):
         with contextlib.suppress(Exception):  # a check may raise for what it refuses
@@ -461,27 +449,22 @@ def _accepted(check: Callable[..., bool], data: Any, result: Any) -> PrecisionNa
     return None
 
 
-def _plain(
-    problem: Problem, module: ModuleType, solution: ModuleType, device: str, seed: int
-) -> Pair:
+def _plain(loaded: Loaded) -> Pair:
+    module = loaded.module
     takes_bench = bool(inspect.signature(module.inputs).parameters)
 
     def inputs(bench: Bench) -> Any:
         values = module.inputs(bench) if takes_bench else module.inputs()
-        return tuple(_moved(list(values), bench.device)) if isinstance(values, (tuple, list)) else (
-            _moved(values, bench.device),)  # fmt: skip
+        values = _moved(values, bench.device)
+        return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
-    args = _sample(inputs, device, seed, problem.path)
-    baseline = getattr(module, "baseline", None)
-    notes: Sequence[str] = ()
+    baseline, reference, notes = getattr(module, "baseline", None), module.reference, list[str]()
+    args = loaded.sample(inputs)
     if baseline is None:
         baseline = module.reference
-        reference, notes = oracle(module.reference, module.reference, args)
-    else:
-        reference = module.reference
-    work = getattr(module, "work", None)
-    case = Case("", _call(baseline), _call(solution.solution), inputs, reference, (), work)
-    return Pair(PLAIN, [case], None, {}, (), notes)
+        reference, notes = oracle(baseline, baseline, args)
+    case = Case("", _call(baseline), _call(loaded.solution.solution), inputs, reference)
+    return Pair([case], notes=notes)
 
 
 def oracle(double: Call, same: Call, args: Sequence[Any]) -> tuple[Call, list[str]]:
@@ -491,7 +474,10 @@ def oracle(double: Call, same: Call, args: Sequence[Any]) -> tuple[Call, list[st
     """
 
     def in_double(*args: Any) -> Any:
-        with _default_double():
+        with contextlib.ExitStack() as stack:
+            if torch := sys.modules.get("torch"):  # tensors that a model makes are fp64, too
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
             return double(*_map(args, _to_double))
 
     def widened(*args: Any) -> Any:
@@ -507,16 +493,6 @@ def oracle(double: Call, same: Call, args: Sequence[Any]) -> tuple[Call, list[st
         return in_double, []
     note = f"the problem's code does not run in fp64 ({why}): its own result is the reference"
     return widened, [note]
-
-
-def _sample(inputs: Callable[[Bench], Any], device: str, seed: int, path: Path) -> Any:
-    seed_all(seed)
-    try:
-        return inputs(Bench(device, seed, full=True))
-    except FileError:
-        raise
-    except Exception as error:
-        raise FileError(located(path, error)) from error
 
 
 def _call(function: Call) -> Call:
@@ -537,25 +513,6 @@ def without_gradients(function: Call) -> Call:
             return function(*args)
 
     return call
-
-
-def _doubled(model: Any) -> Any:
-    return model.double() if hasattr(model, "double") else model
-
-
-@contextlib.contextmanager
-def _default_double() -> Iterator[None]:
-    """Let tensors that a model makes in a call be fp64."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    kind = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kind)
 
 
 def _is_float(value: Any) -> bool:

@@ -1,7 +1,6 @@
 """Judge a solution in a process of its own: its result, its shortcuts, its time."""
 
 import hashlib
-import math
 import os
 import re
 import secrets
@@ -10,15 +9,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, Final, Literal, cast
 
 from pytest_aiperf.claim.claim import Claim
+from pytest_aiperf.correctness import tensors
 from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
 from pytest_aiperf.errors import (
     AiperfError,
@@ -30,6 +32,7 @@ from pytest_aiperf.errors import (
 from pytest_aiperf.machine import isolation, nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
+    Bench,
     CacheName,
     Gpu,
     Interval,
@@ -37,17 +40,16 @@ from pytest_aiperf.model import (
     PrecisionName,
     Result,
     Verdict,
-    Work,
 )
 from pytest_aiperf.rules import stats, validity
 from pytest_aiperf.rules import verdict as rules
-from pytest_aiperf.schema import to_json
+from pytest_aiperf.schema import from_json, to_json
 from pytest_aiperf.session.figures import SharedFigures
 from pytest_aiperf.session.standalone import measure_claim
 from pytest_aiperf.text import percent, si
 
 from . import checks, forms
-from .forms import Case, FileError, Pair, Problem, SolutionError
+from .forms import Case, FileError, Loaded, Pair, Problem, SolutionError
 
 UNUSABLE, WRONG, SHORTCUT, BROKEN, INVALID = "UNUSABLE", "WRONG", "SHORTCUT", "BROKEN", "INVALID"
 EXIT: Final[Mapping[str, int]] = {
@@ -135,59 +137,57 @@ class _Refused(Exception):  # noqa: N818  ends a judgement; no error of the plug
 
 
 def judge(
-    problem: Path, solution: Path, options: Options, figures: Path | None = None
+    problem: Path,
+    solution: Path,
+    options: Options,
+    figures: Path | None = None,
+    gpu: str | None = None,
 ) -> Judgement:
     """Judge one solution in a process of its own, which may crash, hang or exhaust its memory.
 
     ``figures`` is a folder for the noise floor and the limits that several processes share.
+    ``gpu`` is the UUID of the only GPU that the process sees.
     """
     if options.device == "cuda" and not nvml.visible():
         raise UsageError(f"there is no NVIDIA GPU here: {nvml.absence()}; use --cpu")
     started = time.monotonic()
-    blank = Judgement(str(problem), str(solution), BROKEN, seed=_seed(options))
+    seed = secrets.randbelow(2**30) if options.seed is None else options.seed
+    blank = Judgement(str(problem), str(solution), BROKEN, seed=seed)
     try:
         task = Problem(problem)
-        if why := forms.solution_problem(task.form, solution):
-            return replace(blank, status=BROKEN, message=why, form=task.form)
-    except FileError as error:
-        return replace(blank, status=UNUSABLE, message=str(error))
+        blank = replace(blank, form=task.form)
+        forms.require_entry(task.form, solution)
+    except (FileError, SolutionError) as error:
+        status = UNUSABLE if isinstance(error, FileError) else BROKEN
+        return replace(blank, status=status, message=str(error))
     digests = {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in (task.path, solution)}
-    blank = replace(blank, problem=str(task.path), form=task.form, digests=digests)
+    blank = replace(blank, problem=str(task.path), digests=digests)
 
     def work(channel: isolation.Channel) -> None:
         sys.stdout = sys.stderr  # a solution prints what it likes; stdout has the judgement alone
         os.dup2(2, 1)
+        os.environ.update({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         run = _Judging(task, solution, options, blank, figures=figures, channel=channel)
-        judgement = run.judgement()
-        channel.send("judgement", judgement=to_json(judgement))
+        channel.send("judgement", judgement=to_json(run.judgement()))
 
     received: list[Judgement] = []
     phases = ["starting"]
 
     def receive(message: isolation.Message) -> None:
         if message["kind"] == "judgement" and not received:
-            received.append(_from_json(message["judgement"]))
+            received.append(from_json(Judgement, message["judgement"]))
         elif message["kind"] == "progress":
             phases.append(str(message.get("phase")))
 
     ended = isolation.supervise(work, deadline_s=options.deadline_s, on_message=receive)
-    if not received:
-        text = f"its process ended without a judgement while {phases[-1]}: {_ending(ended)}"
-        status = UNUSABLE if phases[-1] == OF_PROBLEM else BROKEN
-        return replace(blank, status=status, message=text, seconds=ended.seconds)
-    return replace(received[0], seconds=time.monotonic() - started)
-
-
-def _ending(ended: isolation.ProcessExit) -> str:
+    if received:
+        return replace(received[0], seconds=time.monotonic() - started)
+    reason = isolation.describe(ended)
     if ended.status == "timeout":
-        return f"exceeded its deadline of {ended.deadline_s:g} s (--deadline allows more)"
-    return isolation.describe(ended)
-
-
-def _from_json(value: Any) -> Judgement:
-    from pytest_aiperf.schema import from_json
-
-    return from_json(Judgement, value)
+        reason = f"exceeded its deadline of {ended.deadline_s:g} s (--deadline allows more)"
+    status = UNUSABLE if phases[-1] == OF_PROBLEM else BROKEN
+    text = f"its process ended without a judgement while {phases[-1]}: {reason}"
+    return replace(blank, status=status, message=text, seconds=ended.seconds)
 
 
 def judge_all(
@@ -203,51 +203,30 @@ def judge_all(
     """
     with suppress(ImportError):
         import_module("torch")  # once for all processes, which are forks of this one
+    gpus = [] if options.device == "cpu" or processes < 2 else nvml.visible()
+    jobs = zip(pairs, cycle([gpu.uuid for gpu in gpus] or [None]))
     done = []
-    with tempfile.TemporaryDirectory(prefix="pytest-aiperf-judge-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pytest-aiperf-judge-") as folder, ExitStack() as stack:
         one = partial(_judge_pair, options=options, figures=figures or Path(folder))
-        if processes < 2 or len(pairs) < 2:
-            for pair in pairs:
-                done.append(one(pair))
-                show(done[-1])
-            return done
-        fork = get_context("fork")  # each process of a solution is a fork in any case
-        counter = fork.Value("i", 0)
-        with fork.Pool(min(processes, len(pairs)), _take_gpu, (counter, options)) as pool:
-            for judgement in pool.imap(one, pairs):
-                done.append(judgement)
-                show(judgement)
+        judgements: Iterator[Judgement] = map(one, jobs)
+        if processes > 1 and len(pairs) > 1:
+            # each process of a solution is a fork in any case
+            pool = stack.enter_context(get_context("fork").Pool(min(processes, len(pairs))))
+            judgements = pool.imap(one, jobs)
+        for judgement in judgements:
+            done.append(judgement)
+            show(judgement)
     return done
 
 
-def _take_gpu(counter: Any, options: Options) -> None:
-    """Give the processes of a folder the GPUs in turn."""
-    with counter.get_lock():
-        number, counter.value = counter.value, counter.value + 1
-    gpus = [] if options.device == "cpu" else nvml.visible()
-    if len(gpus) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)].uuid
-
-
-def _judge_pair(pair: tuple[Path, Path], options: Options, figures: Path) -> Judgement:
+def _judge_pair(
+    job: tuple[tuple[Path, Path], str | None], options: Options, figures: Path
+) -> Judgement:
+    (problem, solution), gpu = job
     try:
-        return judge(*pair, options, figures)
+        return judge(problem, solution, options, figures, gpu)
     except AiperfError as error:
-        return Judgement(str(pair[0]), str(pair[1]), UNUSABLE, str(error))
-
-
-def _seed(options: Options) -> int:
-    return secrets.randbelow(2**30) if options.seed is None else options.seed
-
-
-def _blame(problem: Path, solution: Path, error: Exception) -> tuple[str, str]:
-    """Tell whose code an exception comes from."""
-    if forms.passes(solution, error):
-        return BROKEN, forms.located(solution, error)
-    if forms.passes(problem, error):
-        return UNUSABLE, forms.located(problem, error)
-    last = traceback.format_exception_only(error)[-1].strip()
-    return BROKEN, f"{solution}:1: {last}"
+        return Judgement(str(problem), str(solution), UNUSABLE, str(error))
 
 
 class _Judging:
@@ -277,15 +256,23 @@ class _Judging:
         """Judge in this process; every way in which it ends is a status."""
         try:
             return self._run()
-        except _Refused as refused:
-            status, message = refused.status, str(refused)
-        except SolutionError as error:
-            status, message = BROKEN, str(error)
-        except UsageError as error:
-            status, message = UNUSABLE, str(error)
         except Exception as error:  # noqa: BLE001  code of others raises anything
-            status, message = _blame(self.task.path, self.path, error)
-        return replace(self.blank, status=status, message=message)
+            status, message = self._ending(error)
+            return replace(self.blank, status=status, message=message)
+
+    def _ending(self, error: Exception) -> tuple[str, str]:
+        """Return the status and the message that an exception stands for, by whose code it is."""
+        problem, solution = self.task.path, self.path
+        if isinstance(error, _Refused):
+            return error.status, str(error)
+        if isinstance(error, (SolutionError, FileError)):
+            return (UNUSABLE if isinstance(error, FileError) else BROKEN), str(error)
+        if forms.passes(solution, error):
+            return BROKEN, forms.located(solution, error)
+        if forms.passes(problem, error):
+            return UNUSABLE, forms.located(problem, error)
+        last = traceback.format_exception_only(error)[-1].strip()
+        return BROKEN, f"{solution}:1: {last}"
 
     def _run(self) -> Judgement:
         with suppress(ImportError):
@@ -299,7 +286,7 @@ class _Judging:
             loading_s = self.loading_s
             self._refuse_tampering(settings, known)
             self._begin("checking results")
-            problem = next(filter(None, map(self._guarded, pair.checks)), "")
+            problem = next(filter(None, (check() for check in pair.checks)), "")
         if problem:
             self._diagnose_wrong(pair.cases[0], pair, problem)
         notes = list(pair.notes)
@@ -316,7 +303,8 @@ class _Judging:
             text = f"the solution is right on the problem's inputs, and not on {where}"
             raise _Refused(SHORTCUT, text)
         rows = [_row(case, result) for case, result in zip(pair.cases, results, strict=True)]
-        ratio = _geometric_mean([row.speedup for row in rows])
+        bounds = ((r.speedup.low, r.speedup.value, r.speedup.high) for r in rows)
+        ratio = Interval(*map(geometric_mean, zip(*bounds, strict=True)))
         floor = max(result.floor for result in results)
         status = rules.verdict(ratio, floor)
         notes += [n for n in dict.fromkeys(n for r in results for n in r.notes) if n not in notes]
@@ -360,58 +348,44 @@ class _Judging:
         entry = forms.ENTRY[self.task.form]
         if not callable(getattr(solution, entry, None)):
             raise SolutionError(f"{self.path}:1: {entry} is not defined when the file has run")
-        return forms.pair(
-            self.task,
-            self.module,
-            solution,
-            self.path,
-            device=self.device,
-            seed=self.seed,
-            precision=self.options.tolerance,
-            cap=self.options.cap,
-        )
+        loaded = Loaded(self.task, self.module, solution, self.path, self.device, self.seed)
+        return loaded.pair(self.options.tolerance, self.options.cap)
 
     def _refuse_tampering(self, settings: Mapping[str, str], known: dict[str, int]) -> None:
         changed = validity.changed_flags(settings, validity.flags())
         # of a function, the address is the setting
-        if timers := [line.partition(": ")[0] for line in changed if " at 0x" in line]:
-            raise _Refused(
-                SHORTCUT, f"the solution replaces {timers[0]}, on which the measurement relies"
+        timers = [line.partition(": ")[0] for line in changed if " at 0x" in line]
+        if timers:
+            text = f"replaces {timers[0]}, on which the measurement relies"
+        elif changed:
+            text = (
+                f"changes global settings when it is loaded ({', '.join(changed)}), under which "
+                "the baseline would run as well: set them for its own calls only"
             )
-        if changed:
-            raise _Refused(
-                SHORTCUT,
-                f"the solution changes global settings when it is loaded ({', '.join(changed)}), "
-                "under which the baseline would run as well: set them for its own calls only",
-            )
-        if name := checks.replaced(known, self.module):
-            raise _Refused(SHORTCUT, f"the solution replaces {name}, which the baseline uses")
-
-    def _guarded(self, check: Callable[[], str]) -> str:
-        try:
-            return check()
-        except Exception as error:
-            status, message = _blame(self.task.path, self.path, error)
-            raise _Refused(status, message) from error
+        elif name := checks.replaced(known, self.module):
+            text = f"replaces {name}, which the baseline uses"
+        else:
+            return
+        raise _Refused(SHORTCUT, f"the solution {text}")
 
     def _measure(self, case: Case, pair: Pair, notes: list[str]) -> Result:
-        work = case.work
+        work = pair.work
         with self._shared():
-            if kind := self._guarded(partial(checks.not_plain, case, self.device, self.seed)):
+            if kind := checks.not_plain(case, self.device, self.seed):
                 raise _Refused(
                     SHORTCUT,
                     f"the solution returns an object of the class {kind}, which may compute when "
                     "it is read: return numbers, or plain, dense arrays of them",
                 )
             if work is None and self.gpu is not None:
-                work = partial(_constant, checks.bytes_to_move(case, self.device, self.seed))
-        metric = Metric.WALL if self.gpu is None else Metric(self.options.metric)
+                moved = checks.bytes_to_move(case, self.device, self.seed)
+                work = lambda *_args: moved  # noqa: E731
         claim = Claim(
             arms={"baseline": case.baseline, "optimized": case.solution},
             inputs=case.inputs,
             reference=case.reference,
             work=work,
-            metrics=(metric,),
+            metrics=(Metric(self.options.metric) if self.gpu else Metric.WALL,),
             cache=self._cache(case, notes),
             precision=pair.precision,
         )
@@ -435,9 +409,6 @@ class _Judging:
         """Return whether inputs can be kept out of the L2."""
         if self.gpu is None:
             return "cold"
-        from pytest_aiperf.correctness import tensors
-        from pytest_aiperf.model import Bench
-
         args = case.inputs(Bench(self.device, self.seed, full=True))
         try:
             validity.rotation(tensors.nbytes(args), self.gpu.l2_bytes)
@@ -457,11 +428,10 @@ class _Judging:
         if isinstance(error, InvalidMeasurement):
             innocent = _DISTURBED.search(text) or text.startswith("baseline:")
             raise _Refused(INVALID if innocent else SHORTCUT, text)
+        if isinstance(error, UsageError) and str(error).startswith("optimized"):
+            raise _Refused(WRONG, text)
         if isinstance(error, UsageError):
-            at_fault = str(error).startswith("optimized")
-            raise _Refused(
-                WRONG if at_fault else UNUSABLE, text if at_fault else f"{self.task.path}:1: {text}"
-            )
+            raise _Refused(UNUSABLE, f"{self.task.path}:1: {text}")
         if isinstance(error, AiperfError):
             raise _Refused(INVALID, text)
         raise error
@@ -490,14 +460,9 @@ class _Judging:
 
 def _precision_of(error: float, options: Options) -> str:
     """Return the narrowest lower precision that explains an error; empty if none does."""
-    limit = ERROR_BUDGETS[options.cap]
-    names = [n for n in forms.WIDENING if forms.WIDENING.index(n) > forms.WIDENING.index("fp32")]
-    fitting = [n for n in names if error <= ERROR_BUDGETS[n] <= limit]
-    return fitting[0] if fitting else ""
-
-
-def _constant(work: Work, *_args: object) -> Work:
-    return work
+    lower = forms.WIDENING[forms.WIDENING.index("fp32") + 1 :]
+    cap = ERROR_BUDGETS[options.cap]
+    return next((name for name in lower if error <= ERROR_BUDGETS[name] <= cap), "")
 
 
 def _row(case: Case, result: Result) -> Row:
@@ -518,14 +483,6 @@ def _row(case: Case, result: Result) -> Row:
         error=error.error if error else None,
         allowed=error.allowed if error else None,
     )
-
-
-def _geometric_mean(ratios: Sequence[Interval]) -> Interval:
-    def mean(values: Sequence[float]) -> float:
-        return math.exp(sum(map(math.log, values)) / len(values))
-
-    lows, values, highs = zip(*((r.low, r.value, r.high) for r in ratios), strict=True)
-    return Interval(mean(lows), mean(values), mean(highs))
 
 
 def lines(judgement: Judgement) -> Iterator[str]:
@@ -570,21 +527,17 @@ def pairs(folder: Path, solutions: Path | None = None) -> list[tuple[Path, Path]
     """
     found: list[tuple[Path, Path]] = []
     for file in sorted(folder.rglob("*.py")):
-        at = file.parent
-        matches: list[Path] = []
-        if solutions is not None:
-            level = re.search(r"\d+", at.name)
-            number = re.match(r"\d+", file.stem)
-            matches = [*solutions.rglob(file.name), *solutions.rglob(f"{file.stem}_*.py")]
-            if level and number:
-                name = f"level_{level[0]}_problem_{number[0]}_*.py"
-                matches += solutions.rglob(name)
-        elif file.name in ("problem.py", "reference.py"):
-            kind = "solution" if file.name == "problem.py" else "submission"
-            matches = [*at.glob(f"{kind}*.py")]
+        if solutions is None:
+            names = {"problem": "solution", "reference": "submission"}
+            patterns = [f"{names.get(file.stem, f'{file.stem}_solution')}*.py"]
         else:
-            matches = [*at.glob(f"{file.stem}_solution*.py")]
-        found += [(file, match) for match in sorted(set(matches)) if match != file]
+            patterns = [file.name, f"{file.stem}_*.py"]
+            level, number = re.search(r"\d+", file.parent.name), re.match(r"\d+", file.stem)
+            if level and number:
+                patterns.append(f"level_{level[0]}_problem_{number[0]}_*.py")
+        search = file.parent.glob if solutions is None else solutions.rglob
+        matches = {match for pattern in patterns for match in search(pattern)}
+        found += [(file, match) for match in sorted(matches) if match != file]
     if not found:
         where = f" in {solutions}" if solutions else ""
         raise UsageError(
