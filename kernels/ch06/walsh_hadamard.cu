@@ -3,16 +3,15 @@
 // The matrix has 128 rows, and each thread transforms one column: seven stages of 64 butterflies
 // (a, b) -> (a + b, a - b), after which every output depends on every input. All 128 values are
 // live throughout, as in a GEMM whose threads hold 128 accumulators, so a thread needs more than
-// 160 of the SM's 65536 registers. All kernels are launched with blocks of 128 threads.
+// 160 of the SM's 65536 registers. Both kernels are launched with blocks of 128 threads.
 //
 //   any_block   __launch_bounds__(1024) allows every block size up to the largest. A block of 1024
 //               threads must fit the SM, so the compiler may use 64 registers per thread. The other
 //               values spill to local memory, which is device memory behind the L1 and L2: most
 //               stages store them there and load them again.
-//   unbounded   No __launch_bounds__: the compiler takes the registers it needs, a little over 200.
-//               Two blocks are resident. (A launch of 512 such threads would fail.)
-//   matched     __launch_bounds__(128, 3) states the block size of the launch and asks for three
-//               resident blocks, which leaves 168 registers per thread: enough, so nothing spills.
+//   matched     __launch_bounds__(128) states the block size of the launch: each thread may have the
+//               255 registers that an instruction can address, and takes a little over 200. Two
+//               blocks are resident. Without bounds the compiler makes the same code.
 //
 // Each thread has 128 independent loads in flight. They hide the latency that more resident threads
 // would otherwise have to hide.
@@ -46,12 +45,7 @@ __global__ void __launch_bounds__(1024) wht_any_block(const float* in, float* ou
     transform(in, out, columns);
 }
 
-__global__ void wht_unbounded(const float* in, float* out, int columns) {
-    transform(in, out, columns);
-}
-
-__global__ void __launch_bounds__(THREADS, 3)
-    wht_matched(const float* in, float* out, int columns) {
+__global__ void __launch_bounds__(THREADS) wht_matched(const float* in, float* out, int columns) {
     transform(in, out, columns);
 }
 
@@ -64,10 +58,6 @@ cudaError_t launch(Kernel kernel, const float* in, float* out, int columns, cuda
 
 extern "C" cudaError_t any_block(const float* in, float* out, int columns, cudaStream_t stream) {
     return launch(wht_any_block, in, out, columns, stream);
-}
-
-extern "C" cudaError_t unbounded(const float* in, float* out, int columns, cudaStream_t stream) {
-    return launch(wht_unbounded, in, out, columns, stream);
 }
 
 extern "C" cudaError_t matched(const float* in, float* out, int columns, cudaStream_t stream) {

@@ -19,7 +19,7 @@ BATCH = 32
 """Photos per batch."""
 
 WORKERS = 12
-"""Most worker processes: half of them would do, the others make up for busy cores."""
+"""Most worker processes. Half of them can keep up; the others make up for busy cores."""
 
 
 class PatchModel(NamedTuple):

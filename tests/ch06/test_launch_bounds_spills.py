@@ -3,19 +3,17 @@
 `__launch_bounds__(1024)` makes a kernel safe for every block size: 1024 threads must fit the SM, so
 each may use 64 of its 65536 registers. A thread that holds 128 values needs more than 128. The rest
 goes to local memory, which is device memory behind the caches: two kilobytes of spill stores and as
-many of spill loads per thread, where the transform itself moves one kilobyte. All arms are launched
-with blocks of 128 threads, and only the bounds differ.
+many of spill loads per thread, where the transform itself moves one kilobyte. Both arms are
+launched with blocks of 128 threads, and only the bounds differ.
 
-No bound at all ("unbounded") is what most kernels have: the compiler uses over 200 registers, and
-two blocks are resident. "matched" states the 128 threads and asks for three blocks, for which 168
-registers are enough. Here it gains nothing: it takes 1 % longer than "unbounded". Fewer threads are
+The bound of the optimized arm is that block size. The compiler then uses over 200 registers, as it
+does without any bound, which is what most kernels have; the baseline is naive. Fewer threads are
 resident than the baseline has, but occupancy serves to hide latency, and 128 independent loads per
-thread hide it as well. Tighter bounds pay off where a kernel misses the next resident block by a
-few registers that the compiler can save at no cost. The limit is one read and one write at memory
-bandwidth.
+thread hide it as well. Asking for a third resident block would cap the registers at 168: that pays
+off only where latency is exposed and the compiler can save the registers at no cost. The limit is
+one read and one write at memory bandwidth.
 """
 
-import pytest
 import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
@@ -35,13 +33,12 @@ def hadamard(a, out, count):
     return matrix.to(a.device) @ a.double()
 
 
-@pytest.mark.parametrize("rung", ["unbounded", "matched"])
-def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc) -> None:
     transform = nvcc("ch06/walsh_hadamard.cu")
     compare(
         baseline=transform["any_block"],
-        optimized=transform[rung],
-        against="naive",  # most kernels have no bound; the fault is the subject
+        optimized=transform["matched"],
+        against="naive",  # the fault is the subject
         inputs=columns,
         work=lambda a, out, count: Work(
             read=a.nbytes, written=out.nbytes, flops=7 * a.numel(), dtype="fp32"
@@ -49,9 +46,9 @@ def test_launch_bounds_spills(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         reference=hadamard,
         evidence=[
             evidence.opcode("STL", kernel="wht_any_block", min=100),
-            evidence.opcode("STL", kernel=f"wht_{rung}", max=0),
-            evidence.spills(kernel=f"wht_{rung}"),
-            # so that three blocks of 128 threads fit
-            evidence.registers(max=168, kernel="wht_matched"),
+            evidence.opcode("STL", kernel="wht_matched", max=0),
+            evidence.spills(kernel="wht_matched"),
+            # more than the 64 that 1024 threads can have; two blocks of 128 threads fit the SM
+            evidence.registers(min=129, max=255, kernel="wht_matched"),
         ],
     )

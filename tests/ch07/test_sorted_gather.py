@@ -22,7 +22,7 @@ SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
 
 
 def tables(bench: Bench) -> Tables:
-    count = bench.size(50, check=3)  # how often the indices are used
+    count = bench.size(25, check=3)  # how often the indices are used
     rows, n = bench.size(2**26, check=70_001), bench.size(2**25 - 5, check=13_315)
     values = torch.rand(count, rows, device=bench.device)
     indices = torch.randint(rows, (n,), dtype=torch.int32, device=bench.device)

@@ -1,12 +1,12 @@
 """Preparing batches in worker processes beats preparing them in the process that runs the model.
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
-for it. Here shrinking and standardizing the 32 photos of a batch takes one core longer than the
-model's step takes the GPU. This preparation could run on the GPU, which is better; workers are for
-what cannot, such as decoding. With ``num_workers=12`` as many processes prepare batches ahead, each
+for it. Here one core needs more time to shrink and standardize the 32 photos of a batch than the
+GPU needs for the model's step. The GPU could do this faster; workers are for preparation that it
+cannot do, such as decoding. With ``num_workers=12``, up to 12 processes prepare batches ahead, each
 a whole batch, and a thread pins finished batches for asynchronous copies. The baseline pins its
 batches, too. As long as the workers together prepare batches faster than the GPU consumes them, the
-GPU is busy from the first batch to the last; the evidence is that share of its time.
+GPU is busy from the first batch to the last; the evidence is the busy share of its time.
 
 The claim is judged on wall time per epoch. The gain is at most preparation / step, because launches
 are asynchronous and the baseline's GPU already runs one step while the next batch is prepared, and
