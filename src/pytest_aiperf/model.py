@@ -242,6 +242,7 @@ class EvidenceKind(StrEnum):
     PEAK_MEMORY = "peak memory"
     PAGE_FAULTS = "page faults"
     CONTEXT_SWITCHES = "context switches"
+    BUSY_CORES = "busy cores"
     COUNTER = "counter"
 
 

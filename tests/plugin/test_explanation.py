@@ -1,5 +1,6 @@
 """After its timing a claim gets limits, traces, a diagnosis and findings of its evidence."""
 
+import hashlib
 import mmap
 import time
 from dataclasses import replace
@@ -255,6 +256,27 @@ def test_page_faults_and_context_switches_of_both_arms():
     record = inspected(device=FakeDevice(None), baseline=fresh, optimized=wait, evidence=pieces)
     assert [finding.held for finding in record.evidence] == [True, True]
     assert record.evidence[1].baseline_value is not None
+
+
+def test_busy_cores_are_the_cpu_seconds_per_second_of_a_call():
+    def wait(x):
+        time.sleep(0.05)
+        return x * 2
+
+    busy = []
+
+    def compute(x):
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        hashlib.sha256(bytes(1 << 26)).digest()
+        busy.append((time.process_time() - cpu_s) / (time.perf_counter() - wall_s))
+        return x * 2
+
+    pieces = [evidence.busy_cores(min=2, per="baseline"), evidence.busy_cores(max=0.1)]
+    device = FakeDevice(None)
+    record = inspected(device=device, baseline=wait, optimized=compute, evidence=pieces)
+    assert [finding.held for finding in record.evidence] == [True, False]
+    assert record.evidence[1].value == pytest.approx(busy[-1], rel=0.2)
+    assert record.evidence[1].baseline_held
 
 
 def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():

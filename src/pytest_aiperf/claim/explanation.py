@@ -4,6 +4,7 @@ import math
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -44,6 +45,7 @@ from .ladder import identity
 _HOST: Final = {
     EvidenceKind.PAGE_FAULTS: ("ru_minflt", "ru_majflt"),
     EvidenceKind.CONTEXT_SWITCHES: ("ru_nvcsw", "ru_nivcsw"),
+    EvidenceKind.BUSY_CORES: ("ru_utime", "ru_stime"),  # divided by the call's seconds
 }
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
 Seen = dict[Hashable, tuple[Trace, dict[str, float]]]
@@ -237,12 +239,16 @@ class _Inspection:
 
     def _use_host(self, name: str, call: Call) -> None:
         call()  # the first call also loads code
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         call()
         self.bound.device.synchronize()
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        for kind, fields in _HOST.items():
-            self.figures[name][kind] = sum(getattr(after, f) - getattr(before, f) for f in fields)
+        call_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
+        figures: dict[str, float] = {
+            kind: sum(getattr(after, f) - getattr(before, f) for f in fields)
+            for kind, fields in _HOST.items()
+        }
+        figures[EvidenceKind.BUSY_CORES] /= call_s
+        self.figures[name] |= figures
 
     def _cached(self, name: str, metrics: Sequence[str]) -> bool:
         """Use the counters that an earlier run of the same code read, if there are any."""

@@ -127,6 +127,15 @@ def context_switches(*, min: Bound = None, max: Bound = None, per: Per = "") -> 
     return _evidence(EvidenceKind.CONTEXT_SWITCHES, min=min, max=max, per=per)
 
 
+def busy_cores(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
+    """Bound how many CPU cores this process keeps busy: its CPU seconds per second of a call.
+
+    Less than 1 means that the call waits, more than 1 that threads run at the same time. Child
+    processes do not count.
+    """
+    return _evidence(EvidenceKind.BUSY_CORES, min=min, max=max, per=per)
+
+
 def peak_memory(*, min: Bound = None, max: Bound = None, per: Per = "") -> Evidence:
     """Bound the peak of the bytes that one call allocates."""
     return _evidence(EvidenceKind.PEAK_MEMORY, min=min, max=max, per=per)
@@ -209,6 +218,7 @@ _KINDS: Final = {
     EvidenceKind.PEAK_MEMORY: _Kind("bytes of peak memory"),
     EvidenceKind.PAGE_FAULTS: _Kind("page faults per call"),
     EvidenceKind.CONTEXT_SWITCHES: _Kind("context switches per call"),
+    EvidenceKind.BUSY_CORES: _Kind("busy cores"),
     EvidenceKind.COUNTER: _Kind("{of}"),
 }
 """How each kind of evidence is read and named."""
