@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 SCHEMA: Final = 3
 """Version of the result record. Reading upgrades older records and refuses newer ones."""
@@ -175,6 +175,16 @@ class GpuState:
     event_reasons: int | None = None  #: NVML's bit mask of clock event reasons.
     violations: Mapping[str, int] = field(default_factory=dict)
     """Violation counters by name: they grow while the GPU is throttled."""
+
+
+class GpuLoad(NamedTuple):
+    """What a GPU is doing at one moment; None where it cannot be read."""
+
+    utilization_percent: float | None = None  #: Time in which any kernel ran.
+    sm_mhz: float | None = None  #: SM clock.
+    memory_mhz: float | None = None  #: Memory clock.
+    power_w: float | None = None  #: Power of the board; from Ampere on, the mean of one second.
+    memory_used_bytes: float | None = None  #: Allocated device memory of all processes.
 
 
 @dataclass(frozen=True, slots=True)

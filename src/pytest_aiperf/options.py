@@ -60,6 +60,10 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         **_FLAG,
         "help": "fewer replicates, wider intervals, no second attempt after a failure",
     },
+    "telemetry": {
+        **_FLAG,
+        "help": "sample utilization, clocks, power and memory of the GPUs ten times a second",
+    },
     "update-expectations": {
         **_FLAG,
         "help": "measure, then write the results into expectations.yaml and the results folder",

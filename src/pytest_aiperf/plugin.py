@@ -137,7 +137,7 @@ def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
         return "cpu"
     if option.aiperf_update_expectations:
         return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
-    for name in ("quick", "budget", "shard", "report"):
+    for name in ("quick", "budget", "shard", "report", "telemetry"):
         if _value(option, name):
             word = "--aiperf-report" if name == "report" else f"--{name}"
             raise pytest.UsageError(f"{word} only affects measuring: add --gpu or --cpu")

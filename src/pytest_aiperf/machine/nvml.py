@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
-from pytest_aiperf.model import Gpu, GpuState
+from pytest_aiperf.model import Gpu, GpuLoad, GpuState
 
 ARCHS: Final = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a", "sm121": "sm_121a"}
 """nvcc's names of the architectures that have architecture-specific instructions."""
@@ -87,6 +87,23 @@ def telemetry(uuid: str) -> GpuState:
         temperature_c=_read(nvml, "Temperature", handle, nvml.NVML_TEMPERATURE_GPU),
         event_reasons=_read(nvml, "CurrentClocksEventReasons", handle),
         violations=violations,
+    )
+
+
+def load(uuid: str) -> GpuLoad:
+    """Read a GPU's utilization, clocks, power and used memory."""
+    nvml, handle = _board(uuid)
+    if not handle:
+        return GpuLoad()
+    utilization = _read(nvml, "UtilizationRates", handle)
+    power_mw = _read(nvml, "PowerUsage", handle)
+    memory = _read(nvml, "MemoryInfo", handle)
+    return GpuLoad(
+        utilization_percent=utilization and utilization.gpu,
+        sm_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_SM),
+        memory_mhz=_read(nvml, "ClockInfo", handle, nvml.NVML_CLOCK_MEM),
+        power_w=power_mw and power_mw / 1e3,
+        memory_used_bytes=memory and memory.used,
     )
 
 

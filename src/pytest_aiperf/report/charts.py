@@ -1,11 +1,13 @@
 """Positions on charts: x in per cent from the left, y in pixels from the top."""
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
-from pytest_aiperf.model import ARMS, Against, Interval, Limit, Result, Timing
+from pytest_aiperf.model import ARMS, Against, GpuLoad, Interval, Limit, Result, Timing
 from pytest_aiperf.rules import stats
 from pytest_aiperf.text import si
 
@@ -20,6 +22,12 @@ APART: Final = (
 FAR: Final = 1e12  #: FLOP per byte that no kernel has; its inverse as well.
 CHAINED: Final = "A ratio without an interval is the product of several measured ratios."
 """Remark about a ladder with a rung that was measured apart from the one before."""
+LOADS: Final = {
+    "utilization_percent": ("utilization", "%"), "sm_mhz": ("SM clock", "MHz"),
+    "memory_mhz": ("memory clock", "MHz"), "power_w": ("power", "W"),
+    "memory_used_bytes": ("memory used", "B"),
+}  # fmt: skip
+"""Name and unit of each field of GpuLoad."""
 
 
 def arms(timing: Timing | None) -> list[str]:
@@ -183,6 +191,36 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
     rows = (Step("baseline", first, 1.0), *steps, *marks.values())
     remarks = [APART] * apart + [CHAINED] * (len(intervals) < len(steps))
     return Ladder(axis, rows, tuple(marks.values()), unit, " ".join(remarks))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A figure of a GPU over a run, on an axis from 0 to its highest value."""
+
+    name: str
+    text: str  #: Its mean and highest value.
+    points: str  #: Points of an SVG polyline; both coordinates run from 0 to 100.
+
+
+def telemetry(samples: Sequence[tuple[float, GpuLoad]]) -> list[Curve]:
+    """Draw the figures of a GPU over a run, without those that it does not report."""
+    begin, end = samples[0][0], samples[-1][0]
+    seconds_per_unit = max(end - begin, 1e-9) / 100
+    curves = []
+    for field, (name, unit) in LOADS.items():
+        values = [(at, v) for at, load in samples if (v := getattr(load, field)) is not None]
+        highest = max((value for _, value in values), default=0.0)
+        if highest <= 0:
+            continue
+        points = []
+        for _, group in groupby(values, lambda each: (each[0] - begin) // seconds_per_unit):
+            at, value = map(statistics.fmean, zip(*group, strict=True))
+            place = (at - begin) / seconds_per_unit, 100 * (1 - value / highest)
+            points.append("{:.1f},{:.1f}".format(*place))
+        mean = si(statistics.fmean(value for _, value in values), unit, 3)
+        text = f"mean {mean}, highest {si(highest, unit, 3)}"
+        curves.append(Curve(name, text, " ".join(points)))
+    return curves
 
 
 @dataclass(frozen=True, slots=True)

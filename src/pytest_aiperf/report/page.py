@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_aiperf.machine import telemetry
 from pytest_aiperf.model import Interval, Outcome, Result, Timing, Verdict
 from pytest_aiperf.records.comparison import ratio_of, versions
 from pytest_aiperf.records.results import atomic_write
@@ -90,6 +91,10 @@ def page(
     rows = [row for ladder in ladders for row in ladder["rows"]]
     shown = [row["result"] for row in rows]
     chapters = dict.fromkeys(ladder["chapter"] for ladder in ladders)
+    files_of_runs = [path.with_name(telemetry.FILE) for path in data]
+    loads = [
+        load for file in files_of_runs if file.exists() for load in telemetry.read(file).items()
+    ]
     keys = sorted({r.key for r in results})
     return views.document(
         files(__package__).joinpath("page.html").read_text(encoding="utf-8"),
@@ -105,6 +110,7 @@ def page(
         speedups=views.speedups(shown, link),
         roofline=views.roofline(shown, link),
         shares=views.shares(shown, link),
+        loads=[(gpu, curves) for gpu, samples in loads if (curves := charts.telemetry(samples))],
         glossary=GLOSSARY,
         keys=keys,
         heads=[*HEADS, *(["on"] if len(keys) > 1 else [])],

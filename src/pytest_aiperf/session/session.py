@@ -20,7 +20,7 @@ import pytest
 
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.errors import ToolMissing, UsageError
-from pytest_aiperf.machine import nvml, requirements, torchrun
+from pytest_aiperf.machine import nvml, requirements, telemetry, torchrun
 from pytest_aiperf.machine.requirements import REQUIREMENTS
 from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
@@ -277,6 +277,9 @@ def open_session(
     run_id = settings.run_id
     run = journal.Run(runs / run_id) if is_worker else journal.open_run(runs, run_id)
     live = Live(config.pluginmanager, run.path / "live", worker=is_worker)
+    if config.option.aiperf_telemetry and not is_worker:
+        recorder = telemetry.Recorder([gpu.uuid for gpu in gpus], run.path / telemetry.FILE)
+        config.add_cleanup(recorder.stop)
     return open_here(SharedFigures(run.path), run, live)
 
 
@@ -285,6 +288,11 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) 
         raise pytest.UsageError(
             f"--dist {config.option.dist} loses or hangs tests when a worker dies: "
             "use --dist load or worksteal to measure"
+        )
+    if config.option.aiperf_telemetry and (not gpus or config.option.aiperf_update_expectations):
+        raise pytest.UsageError(
+            "--telemetry samples GPUs, and its queries of the driver may disturb a measurement: "
+            "add --gpu, and drop --cpu and --update-expectations"
         )
     if measure == "gpu" and not gpus:
         raise pytest.UsageError(
