@@ -122,10 +122,17 @@ def drift(arguments: argparse.Namespace) -> int:
     PELT looks for change points in the nights of the latest epoch: one GPU model, driver and
     software stack. The exit status is 1 if it finds any.
     """
-    nights = history.read_history(arguments.history)
-    steps = history.change_points(nights) if nights else []
+    steps = history.change_points(_nights(arguments.history))
     _print(f"{step.claim}: {step.ratio:.3f}x since {step.night.started}" for step in steps)
     return FAILED if steps else OK
+
+
+def _nights(path: Path) -> list[history.Night]:
+    nights = history.read_history(path)
+    if not nights:
+        problem = "holds no night" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {problem}; `gate` adds nights to a history")
+    return nights
 
 
 def draw(arguments: argparse.Namespace) -> int:
@@ -134,10 +141,7 @@ def draw(arguments: argparse.Namespace) -> int:
     A chart shows a claim's speedup in each night, the band of the nights before, nights below it,
     void nights, changes of driver or software, and lasting changes as `drift` finds them.
     """
-    histories = [history.read_history(path) for path in arguments.histories]
-    for path, nights in zip(arguments.histories, histories, strict=True):
-        if not nights:
-            raise UsageError(f"{path} holds no night; `gate` adds nights to a history")
+    histories = [_nights(path) for path in arguments.histories]
     atomic_write(arguments.output, page.page(histories))
     _print([f"written: {arguments.output}"])
     return OK

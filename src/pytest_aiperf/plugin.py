@@ -6,7 +6,9 @@ import copy
 import os
 import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -192,8 +194,8 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     if not report.passed:  # a module skipped itself, or could not be imported
-        partial = collector.config.stash.setdefault(PARTIAL, set())
-        partial.add(requirements.claim_id(report.nodeid).partition("/")[0])
+        folders = collector.config.stash.setdefault(PARTIAL, set())
+        folders.add(requirements.claim_id(report.nodeid).partition("/")[0])
     return report
 
 
@@ -220,11 +222,11 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
         except UsageError as error:
             raise UsageError(f"{item.nodeid}: {error}") from None
     path = config.rootpath / str(config.getini("aiperf_expectations"))
-    if path.exists() and _collects_everything(config):
-        from .records.expectations import refuse_unknown_claims
+    if path.exists():
+        from .records import expectations
 
-        known, partial = config.stash.get(COLLECTED, set()), config.stash.get(PARTIAL, set())
-        refuse_unknown_claims(path, known, partial)
+        known = config.stash.get(COLLECTED, set())
+        expectations.check(path, known, partial(_is_complete, config))
     if session is not None:
         _select(session, config, items)
         if hasattr(config.hook, "pytest_timeout_set_timer"):
@@ -241,14 +243,31 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = session.in_order(items)
 
 
-def _collects_everything(config: pytest.Config) -> bool:
-    """Whether the arguments leave no test of the project uncollected; -k and -m select later."""
-    if config.option.ignore or config.option.ignore_glob:
+def _is_complete(config: pytest.Config, folder: str) -> bool:
+    """Whether all claims with this folder in their ids were collected; -k and -m select later."""
+    option = config.option
+    if option.ignore or option.ignore_glob or folder in config.stash.get(PARTIAL, ()):
         return False
-    root = config.rootpath
-    paths = [found for path in config.getini("testpaths") for found in root.glob(path)] or [root]
-    folders = [Path(config.invocation_params.dir, arg).resolve() for arg in config.args]
-    return all(any(path.is_relative_to(f) for f in folders) for path in paths)
+    root, here = config.rootpath, config.invocation_params.dir
+    tests = [p.resolve() for name in config.getini("testpaths") for p in root.glob(name)] or [root]
+    named = [Path(here, argument).resolve() for argument in config.args]
+    if all(any(path.is_relative_to(top) for top in named) for path in tests):
+        return True
+    skipped = config.getini("norecursedirs")
+    collected = _folders(named, folder, skipped)
+    # two folders may have the same name, and so the same part of an id
+    return bool(collected) and _folders(tests, folder, skipped) <= collected
+
+
+def _folders(tops: Iterable[Path], name: str, skipped: Sequence[str]) -> set[Path]:
+    """Find the folders called ``name`` in ``tops``, without those that pytest does not enter."""
+    found = set()
+    for top in tops:
+        for path, names, _ in os.walk(top):
+            names[:] = [n for n in names if not any(fnmatch(n, pattern) for pattern in skipped)]
+            if Path(path).name == name:
+                found.add(Path(path))
+    return found
 
 
 def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -263,10 +282,10 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
         selected.append(item)
         if reason := session.skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
-    if claims := 0 if selected else sum(map(requirements.is_claim, deselected)):
+    if not selected and any(map(requirements.is_claim, deselected)):
         raise UsageError(
-            f"--cpu measures host claims, and none of the {claims} selected claims is marked "
-            "@pytest.mark.host: mark those whose optimization runs on the host, or use --gpu"
+            "--cpu measures host claims, and no selected claim is marked @pytest.mark.host: mark "
+            "those whose optimization runs on the host, or use --gpu"
         )
     if session.settings.shard:
         selected, others = session.split_by_shard(selected)
@@ -366,22 +385,30 @@ def _without_our_frames(raised: pytest.ExceptionInfo[Any]) -> pytest.ExceptionIn
     ours = [i for i, file in enumerate(files) if ROOT in file.parents and file != Path(__file__)]
     kept = frames if not ours else [*frames[: ours[0]], *frames[ours[-1] + 1 :]]
     value = raised.value
-    wrong_call = _wrong_call(value)
+    wrong_call, striptext = _wrong_call(value), ""
+    if isinstance(value, TypeError) and str(value).startswith("Bench.size() "):
+        wrong_call = (
+            "bench.size() takes the size to measure at and, by name, the size for checking results:"
+            " bench.size(2**26, check=1000)"
+        )
     if wrong_call or isinstance(value, AiperfError):
-        caller = frames[ours[0] - 1 if ours else -1]
+        # a wrong call fails where it is written, other errors below the user's call
+        caller = frames[-1 if wrong_call or not ours else ours[0] - 1]
         called_by = str(caller.tb_frame.f_globals.get("__name__")).partition(".")[0]
         place = f"\n{os.path.relpath(files[frames.index(caller)])}:{caller.tb_lineno}"
         is_users = called_by not in ("_pytest", "pluggy", __name__.partition(".")[0])
         value = pytest.fail.Exception(
             f"{wrong_call or value}{place if is_users else ''}", pytrace=False
         )
+        striptext = "Failed: "  # the name of that exception, which pytest shows before the message
     elif not ours:
         return raised
     chain: TracebackType | None = None
     for frame in reversed(kept):
         chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     assert chain is not None
-    return pytest.ExceptionInfo.from_exc_info((type(value), value, chain))
+    # pytest has no public function that shows an exception without its name
+    return pytest.ExceptionInfo((type(value), value, chain), striptext, _ispytest=True)
 
 
 def _wrong_call(error: BaseException) -> str | None:
@@ -392,7 +419,7 @@ def _wrong_call(error: BaseException) -> str | None:
     if not is_compare:
         return None
     if problem.startswith("missing"):
-        from .session.fixtures import MEANINGS
+        from .claim.claim import MEANINGS
 
         missing = re.findall(r"'(\w+)'", problem)
         needs = " and ".join(f"{name}=, {MEANINGS[name]}" for name in missing)

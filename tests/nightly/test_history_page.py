@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pytest
 from aiperf_nightly import history, page
 from aiperf_nightly.history import Night
 
@@ -97,8 +98,20 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys):
     assert main(["history", "history/h200.jsonl", "history/b200.jsonl", "-o", "out.html"]) == 0
     assert len(figures(Path("out.html").read_text())) == 8
     assert main(["history", "history/other.jsonl"]) == 2
-    assert "history/other.jsonl holds no night" in capsys.readouterr().err
+    assert "history/other.jsonl does not exist; `gate` adds" in capsys.readouterr().err
     assert not Path("history.html").exists()
+
+
+@pytest.mark.parametrize("command", ["drift", "history"])
+def test_a_history_without_nights_is_an_error(command, tmp_path, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    problems = {tmp_path / "no": "does not exist", empty: "holds no night", tmp_path: "Is a dir"}
+    for path, problem in problems.items():
+        assert main([command, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert problem in error
+        assert "`gate`" in error
 
 
 def test_a_single_night_is_drawn():

@@ -129,7 +129,7 @@ def test_a_read_only_folder_is_refused_at_session_start():
         if user == 0:
             os.seteuid(65534)  # root may write anywhere
         with pytest.raises(
-            UsageError, match=rf"cannot write {folder}.*: Permission denied; free some"
+            UsageError, match=rf"cannot write {folder}.*: Permission denied; make the"
         ):
             journal.open_run(folder / ".aiperf", "run")
     finally:

@@ -385,9 +385,14 @@ HOSTILE = [
 
 @pytest.mark.parametrize("flag", [*HOSTILE, "", " -O2", "-O2\n", "-DA=1\n", "-O2 -o x"])
 def test_a_flag_outside_the_list_is_refused_and_nothing_is_created(flag, source, cache):
-    with pytest.raises(UsageError, match=r"is not allowed; allowed are: -O0 to -O3; "):
+    with pytest.raises(UsageError, match=r"is not allowed; (use -\S.*|the page .*)$"):
         build(source, "sm90", flags=[flag], cache=cache)
     assert not cache.exists()
+
+
+def test_the_nearest_allowed_flag_is_named(source, cache):
+    with pytest.raises(UsageError, match=r"^nvcc flag '-std=c\+\+11' is not allowed; use -std="):
+        build(source, "sm90", flags=["-std=c++11"], cache=cache)
 
 
 def test_allowed_flags_reach_nvcc_and_replace_the_defaults(source, cache, fake_nvcc):

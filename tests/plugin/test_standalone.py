@@ -119,7 +119,7 @@ def test_a_debugging_environment_is_in_the_record(monkeypatch):
     [
         ({"metric": "speed"}, "one of device, wall, memory, score"),
         ({"metric": ()}, "metric"),
-        ({"optimized": 3}, "needs a callable, not 3"),
+        ({"optimized": 3}, "optimized= must be the callable"),
         ({"optimized": lambda x, y: x}, "does not take the 1 values"),
         ({"device": "tpu"}, "use 'cuda' or 'cpu'"),
     ],

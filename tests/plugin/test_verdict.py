@@ -91,6 +91,13 @@ def test_a_claim_is_undecided_only_if_its_intervals_reach_what_is_required(
     assert ("but the interval reaches it" in judgement.why) >= undecided
 
 
+@pytest.mark.parametrize(("floor", "undecided"), [(0.02, False), (0.6, True)])
+def test_the_noise_floor_counts_in_what_an_interval_reaches(floor, undecided):
+    judgement = judge(Interval(0.9, 1.0, 1.1), floor, Expectation(Require(speedup=1.5)))
+    assert judgement.why.startswith(UNDECIDED) == undecided
+    assert ("but the session's noise reaches it" in judgement.why) == undecided
+
+
 @pytest.mark.parametrize("more", [{"share": 0.8}, {}])
 def test_a_claim_that_misses_anything_else_is_not_undecided(more):
     expectation = Expectation(Require(speedup=1.5, share=0.9))

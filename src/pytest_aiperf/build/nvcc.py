@@ -38,7 +38,7 @@ _ALLOWED: Final = {
     "-O[0-3]": "-O0 to -O3",
     r"-std=c\+\+(14|17|20)": "-std=c++14, c++17 or c++20",
     r"-D[A-Za-z_]\w*(=[\w.+-]*)?": "-DNAME or -DNAME=VALUE",
-    "-I.+": "-IFOLDER (also -Icutlass and -Icccl, the headers of an installed package)",
+    "-I.+": "-IFOLDER",
     "--?use_fast_math": "--use_fast_math",
     r"-maxrregcount=\d+": "-maxrregcount=N",
     "-lineinfo": "-lineinfo",
@@ -206,8 +206,9 @@ def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
     """Return the path of nvcc and its options, without file names."""
     for flag in flags:
         if not re.fullmatch("|".join(_ALLOWED), flag, re.ASCII):
-            allowed = "; ".join(_ALLOWED.values())
-            raise UsageError(f"nvcc flag {flag!r} is not allowed; allowed are: {allowed}")
+            near = get_close_matches(flag, _ALLOWED.values(), 1, 0.5)
+            hint = f"use {near[0]}" if near else "the page 'Writing a claim' lists those that are"
+            raise UsageError(f"nvcc flag {flag!r} is not allowed; {hint}")
     nvcc, _ = find_nvcc()
     defaults = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in flags)]
     # unlike the nvcc of a toolkit, that of a pip package does not find its libraries

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import Final, cast, get_args
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import (
@@ -21,6 +21,15 @@ from pytest_aiperf.model import (
 )
 
 Arm = Callable[..., object] | Prepared
+MEANINGS: Final = {
+    "baseline": "the callable to beat",
+    "optimized": "the callable that should be faster",
+    "library": "the callable that a user would otherwise choose",
+    "inputs": "a function of the Bench that returns the arguments of one call",
+    "reference": "a function of the same arguments that returns the correct result, in fp64",
+    "work": "a function of the same arguments, such as lambda a: Work(read=a.nbytes)",
+}
+"""The callables that ``compare`` takes, for error messages."""
 Progress = Callable[..., None]  #: Reports a phase by name, with its figures as keywords.
 
 
@@ -63,7 +72,7 @@ def claim_of(
     called = {**arms, "inputs": inputs, "reference": reference}
     for name, value in (called if work is None else {**called, "work": work}).items():
         if not callable(value) and not isinstance(value, Prepared):
-            raise UsageError(f"compare({name}=...) needs a callable, not {value!r}")
+            raise UsageError(f"compare({name}={value!r}): {name}= must be {MEANINGS[name]}")
     with suppress(ValueError):  # some builtins have no readable signature
         parameters = inspect.signature(inputs)
         try:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import date
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context
@@ -80,18 +80,20 @@ def load(path: Path) -> Expectations:
     return Expectations({} if text is None else _claims(parse(path, text)))
 
 
-def refuse_unknown_claims(path: Path, collected: Collection[str], partial: Collection[str]) -> None:
-    """Raise UsageError for claims of the file that no longer exist, with the nearest claim's id.
+def check(path: Path, collected: Collection[str], is_complete: Callable[[str], bool]) -> None:
+    """Raise UsageError for mistakes in the file, and for claims in it that no longer exist.
 
-    Claims in the folders of ``partial``, which could not be collected completely, may exist.
+    ``is_complete`` tells of a folder in a claim's id whether all its claims were collected.
     """
     text = read(path)
     if text is None:
         return
     unknown = []
-    for key, _ in parse(path, text).nodes[CLAIMS].value:
+    document = parse(path, text)
+    _claims(document)
+    for key, _ in document.nodes[CLAIMS].value:
         claim = str(key.value)
-        if claim not in collected and claim.partition("/")[0] not in partial:
+        if claim not in collected and is_complete(claim.partition("/")[0]):
             nearest = difflib.get_close_matches(claim, collected, 1)
             hint = f"did you mean {nearest[0]}?" if nearest else "remove it"
             unknown.append(f"{path}:{key.start_mark.line + 1}: no test is called {claim}: {hint}")

@@ -1,6 +1,7 @@
 """Read and write results files: strict JSON in pytest-benchmark's schema."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -60,16 +61,23 @@ def _strict(value: object, where: str) -> None:
         raise ValueError(f"{where}: a {kind} cannot be recorded, use a plain number")
 
 
+_REMEDIES: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "make the folder writable, or name another"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file has that name: remove or rename it"),
+    errno.EISDIR: "a folder has that name: remove or rename it",
+}
+"""What to do about a file that cannot be written, by errno."""
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Convert an OSError in the block into a UsageError: "cannot write ``path``"."""
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "free some space there or make the folder writable, then run again"
-        ) from error
+        remedy = _REMEDIES.get(error.errno or 0, "name another place")
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
 def atomic_write(path: Path, text: str) -> None:

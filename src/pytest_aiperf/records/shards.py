@@ -18,7 +18,7 @@ def parse(text: str) -> tuple[int, int]:
     """Parse I/N, which means shard I of N shards, counted from 1."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise UsageError(f"{text!r} is not a shard: 2/3 is the second of three")
+        raise UsageError(f"{text!r} is not a shard I/N with I from 1 to N, such as 2/3")
     return int(number), int(count)
 
 

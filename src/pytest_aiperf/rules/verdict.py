@@ -93,7 +93,7 @@ def judge(
     ignored if the code has changed since, or if ``compare_recorded`` is false.
 
     The reason begins with ``UNDECIDED`` if nothing contradicts the claim: the verdict is FASTER or
-    INCONCLUSIVE, and each interval reaches what is required of it.
+    INCONCLUSIVE, and each interval, widened by the noise floor, reaches what is required of it.
     """
     expectation = expectation or Expectation()
     problems: list[_Problem] = []
@@ -118,7 +118,7 @@ def judge(
         why = f" ({_why_inconclusive(ratio, floor)})" if undecided else ""
         claimed = " or ".join(sorted(allowed))
         problems.append((f"{reached} where {claimed} is claimed: {ratio}{why}", undecided))
-    problems += _unmet(expectation.require, ratio, library, share)
+    problems += _unmet(expectation.require, ratio, floor, library, share)
 
     if recorded:
         low, value, high = recorded.speedup
@@ -137,7 +137,11 @@ def judge(
 
 
 def _unmet(
-    require: Require, ratio: Interval, library: Interval | None, share: float | None
+    require: Require,
+    ratio: Interval,
+    floor: float,
+    library: Interval | None,
+    share: float | None,
 ) -> Iterator[_Problem]:
     """Describe the requirements that a comparison does not meet."""
     for what, interval, required in (
@@ -146,8 +150,9 @@ def _unmet(
     ):
         if required is not None and interval is not None and interval.low < required:
             text = f"{what} {interval}: its lower end is below the required {required:g}x"
-            if reaches := interval.high >= required:
-                text += ", but the interval reaches it: measure again"
+            if reaches := interval.high * (1 + floor) >= required:
+                beyond = "the interval" if interval.high >= required else "the session's noise"
+                text += f", but {beyond} reaches it: measure again"
             yield text, reaches
     if require.library is not None and library is None:
         text = f"{require.library:g}x of the library is required, but there is no library arm"

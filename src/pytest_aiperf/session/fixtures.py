@@ -3,7 +3,6 @@
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Final
 
 import pytest
 
@@ -29,14 +28,6 @@ from pytest_aiperf.profilers import capture, target
 
 from . import modes
 from .context import ItemContext
-
-MEANINGS: Final = {
-    "baseline": "the arm to beat",
-    "optimized": "the arm that should be faster",
-    "inputs": "a function of the Bench that returns the arguments of one call",
-    "reference": "a function of the same arguments that returns the correct result, in fp64",
-}
-"""The required arguments of ``compare``, for an error message."""
 
 
 class Stopwatch:

@@ -403,6 +403,8 @@ class Runner:
         done = yield  # pytest-benchmark now writes its files, which include the claims
         if failed and session.exitstatus == pytest.ExitCode.OK:  # set by a conftest.py
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.session.role is not Role.WORKER and run is not None and not run.collected:
+            shutil.rmtree(run.path, ignore_errors=True)  # refused, or without claims: no results
         return done
 
     def _finish(self, session: pytest.Session, exitstatus: int) -> None:
