@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.ch01 import training_loop
 from kernels.ch15 import slots, speculative, trained
 from kernels.ch15.decoder import random_decoder
 from kernels.ch16 import pieces
@@ -68,7 +69,14 @@ def requests_for_decode():
     return model, past, torch.randint(VOCABULARY, (COUNT,))
 
 
+def batches_for_training():
+    batches = torch.randn(COUNT, 2, TEXTS, WIDTH)
+    state = [[torch.rand(shape) for shape in ((WIDTH, WIDTH), (WIDTH,))] for _ in range(3)]
+    return batches, batches.clone(), *state
+
+
 ARMS = {
+    "training_loop.captured_steps": (training_loop.captured_steps, batches_for_training),
     "speculative.plain": (speculative.plain, speculative_requests),
     "speculative.ngram": (speculative.ngram, speculative_requests),
     "speculative.small_model": (speculative.small_model, speculative_requests),
@@ -92,7 +100,7 @@ def test_what_a_graph_addresses_outlives_the_preparation(arm, monkeypatch):
         graphs.append(addressed)
         return lambda: None
 
-    for module in (speculative, slots, pieces, serving, decode):
+    for module in (training_loop, speculative, slots, pieces, serving, decode):
         monkeypatch.setattr(module, "captured", captured)
     prepare, make_requests = ARMS[arm]
     requests = make_requests()
