@@ -21,6 +21,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(number) for number in text.split(",")}))
+
+
 def _tool(text: str) -> str:
     from .profilers.tools import parse
 
@@ -77,6 +81,12 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         "type": _shard,
         "metavar": "I/N",
         "help": "measure only the I-th of N shards of about equal duration",
+    },
+    "ranks": {
+        "type": _ranks,
+        "default": (),
+        "metavar": "N[,N...]",
+        "help": "run claims for several GPUs on each of these numbers of GPUs, one rank per GPU",
     },
     "reproducible": {
         **_FLAG,

@@ -178,6 +178,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return max(1, min(len(os.sched_getaffinity(0)), WORKERS_PER_GPU * len(gpus)))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With --ranks, make one item of a multi-GPU claim for each number of ranks."""
+    counts = metafunc.config.option.aiperf_ranks
+    if counts and requirements.is_claim(metafunc.definition):
+        try:
+            usual = requirements.requirements_of(metafunc.definition.iter_markers())
+        except UsageError:
+            return  # raised again, with the nodeid, when all items are collected
+        if usual.in_ranks:
+            metafunc.fixturenames.append(requirements.RANKS)
+            params = [requirements.ranks_param(count, usual.count) for count in counts]
+            metafunc.parametrize(requirements.RANKS, params)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if requirements.is_claim(item):
         collected = item.config.stash.setdefault(COLLECTED, set())
@@ -215,12 +230,7 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Check the collected items, select those of this session and order them."""
     session = _measuring(config)
     for item in items:
-        # Other tests' marks are ignored: their gpu or host may belong to another plugin.
-        marks = item.iter_markers() if requirements.fixtures_of(item) else ()
-        try:
-            item.stash[requirements.REQUIREMENTS] = requirements.requirements_of(marks)
-        except UsageError as error:
-            raise UsageError(f"{item.nodeid}: {error}") from None
+        item.stash[requirements.REQUIREMENTS] = requirements.of_item(item)
     path = config.rootpath / str(config.getini("aiperf_expectations"))
     if path.exists():
         from .records import expectations

@@ -358,3 +358,23 @@ def test_an_arm_that_two_rungs_use_is_traced_once():
     assert len(traced) == 4
     assert all(set(r.traces) == {"baseline", "optimized"} for r, _ in measured)
     assert measured[0][0].traces["baseline"] == measured[2][0].traces["baseline"]
+
+
+def test_other_parameters_make_other_ladders(project):
+    project.tests(
+        """
+@pytest.mark.parametrize("kind", [float, int])
+@pytest.mark.parametrize("size", [10, 20])
+@pytest.mark.parametrize("rung", ["a", "b"])
+def test_sum(compare, rung, size, kind):
+    compare(**usual)
+"""
+    )
+    project.run("--gpu", "--quick", "-k", "float")
+    ladders = {claim: result["ladder"] for claim, result in project.results().items()}
+    assert ladders == {
+        "ch07/sum[a-10-float]": "ch07/sum[size=10,kind=float]",
+        "ch07/sum[a-20-float]": "ch07/sum[size=20,kind=float]",
+        "ch07/sum[b-10-float]": "ch07/sum[size=10,kind=float]",
+        "ch07/sum[b-20-float]": "ch07/sum[size=20,kind=float]",
+    }

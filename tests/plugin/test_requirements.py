@@ -21,10 +21,18 @@ H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "58
         ("tests/labs/test_a.py::test_scan", "labs/scan"),
         ("test_add.py::test_add", "add/add"),
         ("tests/ch01/test_a.py::TestGroup::test_b[1-x/y]", "ch01/b[1-x/y]"),
+        ("tests/ch01/test_a.py::test_b[ranks=4]", "ch01/b"),
+        ("tests/ch01/test_a.py::test_b[x-ranks=4]", "ch01/b[x]"),
+        ("tests/ch01/test_a.py::test_b[ranks=4-x]", "ch01/b[ranks=4-x]"),
     ],
 )
 def test_claim_ids(nodeid, claim):
     assert requirements.claim_id(nodeid) == claim
+
+
+def test_the_number_of_ranks_is_part_of_the_id_in_a_run():
+    assert requirements.run_id("tests/ch01/test_a.py::test_b[x-ranks=4]") == "ch01/b[x][ranks=4]"
+    assert requirements.run_id("tests/ch01/test_a.py::test_b[x]") == "ch01/b[x]"
 
 
 @pytest.mark.parametrize(

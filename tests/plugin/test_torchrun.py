@@ -10,7 +10,9 @@ import pytest
 
 from pytest_aiperf.machine import isolation, torchrun
 from pytest_aiperf.model import Outcome, Result, Verdict
-from pytest_aiperf.schema import to_json
+from pytest_aiperf.report.page import page
+from pytest_aiperf.rules import stats
+from pytest_aiperf.schema import from_json, to_json
 
 BLANK = Result("ch04/sum", "n", "", Outcome.ERROR, "2xfake", "run", "now", 1)
 
@@ -343,3 +345,65 @@ def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
     )
     assert combined.skipped
     assert combined.message == "no such library"
+
+
+def test_ranks_check_a_claim_on_the_cpu(two):
+    two.two("""
+@in_two
+def test_sum(compare):
+    print(f"[rank {RANK} of {dist.get_world_size()}]" if dist.is_initialized() else "parent")
+    compare(**sums | {"optimized": lambda x: total(x) + (dist.get_world_size() == 3)})
+""")
+    ran = two.run("--ranks=2,3")
+    ran.assert_outcomes(passed=1, failed=1)
+    ran.stdout.fnmatch_lines(["*test_sum[[]ranks=3[]]*"])
+    two.run("--ranks=0").stderr.fnmatch_lines(["*--ranks: '0' is not a whole number of at least 1"])
+
+
+def test_the_next_command_of_a_run_has_its_numbers_of_ranks(two):
+    two.two("""
+@in_two
+def test_sum(compare):
+    compare(**sums | {"optimized": lambda x: total(x) + 1})
+""")
+    lines = two.run("--gpu", "--quick", "--ranks=1").stdout
+    command = "pytest --gpu --ranks=1 -v 'ch04/test_sum.py::test_sum[[]ranks=1[]]'"
+    lines.fnmatch_lines([f"measure again:  {command}"])
+
+
+SCALED = """
+@in_two
+@pytest.mark.parametrize("rung", [1, 2])
+def test_sum(compare, rung):
+    def faster(x):
+        spend(20e-6 / rung * (1 + dist.get_world_size()))
+        return total(x)
+
+    def slower(x):
+        spend(100e-6 * (1 + dist.get_world_size()))
+        return total(x)
+
+    compare(**sums | {"baseline": slower, "optimized": faster})
+"""
+
+
+def test_ranks_run_a_claim_in_several_numbers_of_ranks(two):
+    two.two(SCALED + "def test_one(compare):\n    compare(**usual)\n")
+    two.fake(gpus=3, noise="none")
+    two.run("--gpu", "--quick", "--ranks=1,2,4").assert_outcomes(passed=5, skipped=2)
+    document = json.loads((two.path / ".aiperf/latest/results.json").read_text())
+    results = [from_json(Result, entry["aiperf"]) for entry in document["benchmarks"]]
+    keys = [(r.claim, r.ladder, r.rung_index, r.key, r.nodeid.partition("::")[2]) for r in results]
+    assert keys == [
+        ("ch04/sum[1]", "ch04/sum", 0, "1xfake", "test_sum[1-ranks=1]"),
+        ("ch04/sum[1]", "ch04/sum", 0, "2xfake", "test_sum[1]"),
+        ("ch04/sum[2]", "ch04/sum", 1, "1xfake", "test_sum[2-ranks=1]"),
+        ("ch04/sum[2]", "ch04/sum", 1, "2xfake", "test_sum[2]"),
+        ("ch04/one", "", 0, "fake", "test_one"),
+    ]
+    times = {r.key: stats.mean_call_s(r.timing.replicates, "baseline") for r in results[:2]}
+    assert times == pytest.approx({"1xfake": 200e-6, "2xfake": 300e-6}, rel=0.05)
+    command = "pytest --gpu --ranks=1 &#39;ch04/test_sum.py::test_sum[1-ranks=1]&#39;"
+    assert command in page(results, {}, "title")
+    skipped = {(r["key"], r["message"]) for r in document["aiperf_untimed"]}
+    assert skipped == {("4xfake", "needs 4 GPUs, this machine has 3")}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,11 @@ FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plu
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
 REQUIREMENTS = pytest.StashKey["Requirements"]()  #: Requirements of a collected item, in its stash.
 
+RANKS = "_aiperf_ranks"  #: Parameter of a multi-GPU claim in a session with ``--ranks``.
+
 _RUNG = "rung"  #: A claim parametrized over this name is a ladder.
+_RANKS_ID = re.compile(r"([\[-])ranks=(\d+)\]$")
+"""End of the nodeid of a claim whose number of ranks is not that of its marker."""
 _PLUGIN = f"{__package__.partition('.')[0]}.plugin"
 
 
@@ -41,12 +46,39 @@ def is_claim(item: pytest.Item) -> bool:
 
 
 def claims_of(items: Iterable[pytest.Item]) -> list[tuple[str, str]]:
-    """Return the id and the nodeid of each claim among the items."""
-    return [(claim_id(item.nodeid), item.nodeid) for item in items if is_claim(item)]
+    """Return the :func:`run_id` and the nodeid of each claim among the items."""
+    return [(run_id(item.nodeid), item.nodeid) for item in items if is_claim(item)]
+
+
+def ranks_param(ranks: int, usual: int) -> Any:
+    """Return the parameter of a claim in ``ranks`` ranks; ``usual`` is the count of its marker.
+
+    With the usual number, nodeid and ids are those of a session without ``--ranks``.
+    """
+    return pytest.param(ranks, id=pytest.HIDDEN_PARAM if ranks == usual else f"ranks={ranks}")
+
+
+def run_id(nodeid: str) -> str:
+    """Return an id that is unique in a run, in which a claim may run in several numbers of ranks.
+
+    It is the claim's id, followed by the number of ranks if that is not the usual one:
+    ``ch04/bucketed_all_reduce[ranks=4]``.
+    """
+    return claim_id(nodeid) + ranks_suffix(nodeid)
+
+
+def ranks_suffix(nodeid: str) -> str:
+    """Return the end of a :func:`run_id`, such as ``[ranks=4]``; "" for the usual number."""
+    ranks = _RANKS_ID.search(nodeid)
+    return f"[ranks={ranks[2]}]" if ranks else ""
 
 
 def claim_id(nodeid: str) -> str:
-    """Return the id of a claim, its folder and function: ``ch07/coalesced_copy[vector]``."""
+    """Return the id of a claim, its folder and function: ``ch07/coalesced_copy[vector]``.
+
+    It does not depend on the number of ranks, which is part of the result's key.
+    """
+    nodeid = _RANKS_ID.sub(lambda ranks: "" if ranks[1] == "[" else "]", nodeid)
     path, _, rest = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
     function, bracket, param = rest.rpartition("::")[2].partition("[")
@@ -60,7 +92,12 @@ def ladder_id(item: pytest.Item) -> str:
     if callspec is None or _RUNG not in callspec.params:
         return ""
     claim, _, _ = claim_id(item.nodeid).partition("[")
-    others = [f"{k}={callspec.indices[k]}" for k in callspec.params if k != _RUNG]
+    # values, not indices: pytest's index of a parameter is the position of the whole combination
+    others = [
+        f"{name}={getattr(value, '__name__', value)}"
+        for name, value in callspec.params.items()
+        if name not in (_RUNG, RANKS)
+    ]
     return claim + (f"[{','.join(others)}]" if others else "")
 
 
@@ -70,12 +107,13 @@ class Requirements:
 
     host: bool = False  #: A host claim: it needs no GPU.
     gpu: bool = False  #: Marked with ``gpu`` or an architecture.
-    count: int = 1  #: Minimum number of GPUs.
+    count: int = 1  #: Number of GPUs.
     min_sm: int | None = None  #: Minimum compute capability: 90 for sm90.
     memory: float | None = None  #: Minimum GPU memory in bytes.
     archs: tuple[str, ...] = ()  #: Architectures, one of which is required; if empty, any will do.
     checked_on_cpu: bool = True  #: Whether the arms can be checked without a GPU.
     features: tuple[str, ...] = ()  #: Hardware features, all of which are required.
+    in_ranks: bool = False  #: Whether one process per GPU runs it, even if that is only one.
 
     def __post_init__(self) -> None:
         """Refuse features that no architecture has together."""
@@ -115,6 +153,18 @@ class Requirements:
         return f"sm{self.min_sm} or newer" if is_older else ""
 
 
+def of_item(item: pytest.Item) -> Requirements:
+    """Return the requirements of a collected item; raise UsageError for a contradiction."""
+    # Other tests' marks are ignored: their gpu or host may belong to another plugin.
+    marks = item.iter_markers() if fixtures_of(item) else ()
+    try:
+        required = requirements_of(marks)
+    except UsageError as error:
+        raise UsageError(f"{item.nodeid}: {error}") from None
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return replace(required, count=params.get(RANKS, required.count))
+
+
 def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
     """Read the markers of an item; raise UsageError for a contradictory combination."""
     host, gpu, archs = False, False, []
@@ -150,7 +200,15 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
         cpu = not gpu or count > 1
     min_sm = max(min_sm or 0, *(_capabilities(name).start for name in features), 0) or None
     return Requirements(
-        host, gpu, count, min_sm, memory, tuple(sorted(archs)), cpu, tuple(sorted(features))
+        host,
+        gpu,
+        count,
+        min_sm,
+        memory,
+        tuple(sorted(archs)),
+        cpu,
+        tuple(sorted(features)),
+        in_ranks=count > 1,
     )
 
 

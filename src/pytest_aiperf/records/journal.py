@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.cache_folder import create_tagged
+from pytest_aiperf.machine.requirements import ranks_suffix
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.schema import from_json, to_json
 
@@ -24,7 +25,9 @@ class Manifest:
 
     run: str
     started: str
-    claims: Mapping[str, str]  #: Claim id to pytest nodeid, in collection order.
+    claims: Mapping[str, str]
+    """Id of each claim in the run, as :func:`~pytest_aiperf.machine.requirements.run_id` returns
+    it, to pytest's nodeid, in collection order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Run:
         return (self.path / "manifest.json").exists()
 
     def write_manifest(self, collected: Iterable[tuple[str, str]]) -> None:
-        """Write the manifest of (claim, nodeid) pairs, unless another xdist worker wrote it."""
+        """Write the manifest of (id in the run, nodeid) pairs, unless another worker wrote it."""
         if not self.collected:
             manifest = Manifest(self.id, datetime.now(UTC).isoformat(), dict(collected))
             text = dumps(to_json(manifest), "manifest", indent=1)
@@ -120,9 +123,14 @@ def read_journals(folder: Path) -> tuple[list[Result], int]:
 
 
 def latest(results: Iterable[Result]) -> list[Result]:
-    """Keep the last result of each claim, sorted by claim."""
+    """Keep the last result of each claim in each number of ranks, sorted by claim."""
     ordered = sorted(results, key=lambda r: (r.claim, r.attempts, r.started, r.seed))
-    return list({result.claim: result for result in ordered}.values())
+    return list({id_in_run(result): result for result in ordered}.values())
+
+
+def id_in_run(result: Result) -> str:
+    """Return the id by which a manifest lists the claim of a result."""
+    return result.claim + ranks_suffix(result.nodeid)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -142,8 +150,13 @@ def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list
     """
     lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0, message=reason)
     completed = {
-        claim: lost(claim=claim, nodeid=nodeid, run=manifest.run, started=manifest.started)
-        for claim, nodeid in manifest.claims.items()
+        name: lost(
+            claim=name.removesuffix(ranks_suffix(nodeid)),
+            nodeid=nodeid,
+            run=manifest.run,
+            started=manifest.started,
+        )
+        for name, nodeid in manifest.claims.items()
     }
-    completed.update((result.claim, result) for result in results)
+    completed.update((id_in_run(result), result) for result in results)
     return list(completed.values())

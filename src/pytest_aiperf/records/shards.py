@@ -47,6 +47,7 @@ def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, flo
 def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
     """Return the last result, or None, of every claim that the runs below ``folders`` collected.
 
+    The keys are the ids in the manifests: a claim may run in several numbers of ranks.
     A killed run has no results.json; its journals are read instead.
     """
     claims: dict[str, None] = {}
@@ -59,7 +60,7 @@ def collect(folders: Iterable[Path]) -> dict[str, Result | None]:
         file = run / "results.json"
         results += read_results(file) if file.exists() else journal.read_journals(run)[0]
     ended = [r for r in results if r.outcome != Outcome.NOT_RUN]
-    latest = {r.claim: r for r in journal.latest(ended)}
+    latest = {journal.id_in_run(r): r for r in journal.latest(ended)}
     return {claim: latest.get(claim) for claim in {**claims, **latest}}
 
 

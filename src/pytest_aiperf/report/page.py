@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf.machine import telemetry
+from pytest_aiperf.machine.requirements import ranks_suffix
 from pytest_aiperf.model import Interval, Outcome, Result, Timing, Verdict
 from pytest_aiperf.records.comparison import ratio_of, versions
 from pytest_aiperf.records.results import atomic_write
@@ -268,6 +269,8 @@ def _row(result: Result, name: str, root: Path, folder: Path, address: str) -> d
     baseline, optimized, _, _, library, rate, limit, verdict, expected = cells(result)
     timing, speedup = result.timing, result.speedup
     of_limit = result.limits.get("optimized")
+    ranks = ranks_suffix(result.nodeid).strip("[]")
+    ranks = f" --{ranks}" if ranks else ""
     return {
         "result": result,
         "id": name,
@@ -290,7 +293,7 @@ def _row(result: Result, name: str, root: Path, folder: Path, address: str) -> d
         ],
         "rate": rate,
         "how": _how(timing),
-        "command": f"pytest {'--cpu' if result.host else '--gpu'} '{result.nodeid}'",
+        "command": f"pytest {'--cpu' if result.host else '--gpu'}{ranks} '{result.nodeid}'",
         "reason": formatting.reason(result),
         "also": [
             (also.metric.value, arm, si(_mean_or_0(also, arm), also.unit))

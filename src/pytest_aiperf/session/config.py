@@ -55,6 +55,7 @@ class Settings:
     kernels: tuple[Path, ...]  #: Folders in which nvcc() looks for sources.
     profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
     profile_calls: int = 1  #: Number of calls of each arm that are profiled.
+    ranks: tuple[int, ...] = ()  #: Numbers of ranks for multi-GPU claims; if empty, their markers'.
     shard: tuple[int, int] | None = None  #: Number of this shard, from 1, and the number of shards.
     capture_job: target.CaptureJob | None = None  #: What a process under a profiler must do.
     rank_job: torchrun.RankJob | None = None  #: What a rank must do.
@@ -96,6 +97,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         kernels=tuple(root / folder for folder in config.getini("aiperf_kernels")),
         profile=option.aiperf_profile,
         profile_calls=option.aiperf_profile_calls,
+        ranks=option.aiperf_ranks,
         shard=option.aiperf_shard,
         capture_job=capture_job,
         rank_job=rank_job,

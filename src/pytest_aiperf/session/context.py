@@ -13,7 +13,7 @@ from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.distributed import TorchRankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
-from pytest_aiperf.machine.requirements import REQUIREMENTS, claim_id
+from pytest_aiperf.machine.requirements import REQUIREMENTS, run_id
 from pytest_aiperf.model import Result
 from pytest_aiperf.profilers import capture, target, tools
 from pytest_aiperf.schema import to_json
@@ -123,13 +123,14 @@ class ItemContext:
         words += ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
         words += ["--aiperf-reproducible"] if settings.reproducible else []
         words += ["--aiperf-quick"] if settings.quick else []
+        words += [f"--aiperf-ranks={self.requirements.count}"] if settings.ranks else []
         return words
 
     def capture_request(self, spec: str, calls: int, seed: int) -> capture.CaptureRequest:
         """Return the request to run this test under the profiler in ``spec`` (TOOL:PRESET)."""
         tool, preset = tools.parse(spec)
         settings = self.settings
-        name = capture.folder_name(claim_id(self.item.nodeid))
+        name = capture.folder_name(run_id(self.item.nodeid))
         folder = capture.run_folder(settings.root, settings.run_id) / name
         command = (sys.executable, "-m", "pytest", *self.arguments([self.item]))
         return capture.CaptureRequest(

@@ -65,6 +65,7 @@ def ladders(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     for item in items:
         name = requirements.ladder_id(item)
         if name and requirements.is_claim(item) and not any(item.iter_markers("skip")):
+            name += requirements.ranks_suffix(item.nodeid)
             groups.setdefault(name, []).append(item)
     return {
         name: rungs for name, rungs in groups.items() if len(rungs) > 1 and not torn_down(rungs[0])

@@ -35,7 +35,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
         return _check_builds(claim, context)
     elif context.session.ladder is not None:
         result, error = context.session.ladder.compare(context.item.nodeid, (claim, context))
-    elif required.count > 1 and context.session.role is not Role.RANK:
+    elif required.in_ranks and context.session.role is not Role.RANK:
         [(result, error)] = _run_in_ranks([(claim, context)])
     elif settings.capture_job is not None:
         target.perform_arm(settings.capture_job, claim, context.device, context.lock)
@@ -69,7 +69,7 @@ def measure_together(
 ) -> list[tuple[Result, Exception | None]]:
     """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
     context = claims[0][1]
-    if context.requirements.count > 1 and context.session.role is not Role.RANK:
+    if context.requirements.in_ranks and context.session.role is not Role.RANK:
         return _run_in_ranks(claims)
     session, lock, device = context.session, context.lock, context.device
     files = dict.fromkeys(file for _, each in claims for file in each.files())

@@ -276,7 +276,7 @@ class Runner:
         An item that the process lost gets a report of that, if it is the only one.
         """
         config, live = items[0].config, self.session.live
-        claim = requirements.claim_id(items[0].nodeid)
+        claim = requirements.run_id(items[0].nodeid)
         if len(items) > 1:
             claim = requirements.ladder_id(items[0])
         measured = {item.nodeid: Measured([]) for item in items}
@@ -465,8 +465,9 @@ class Runner:
             terminal.write(terminalreporter, lines)
             terminal.write(terminalreporter, terminal.profiles(claims, width))
             what = f"profile={settings.profile}" if settings.profile else settings.measure
+            ranks = f" --ranks={','.join(map(str, settings.ranks))}" if settings.ranks else ""
             file = settings.root / RUNS / "latest" / "results.json"
-            steps = terminal.next_steps(claims, f"pytest --{what}", settings.root, file)
+            steps = terminal.next_steps(claims, f"pytest --{what}{ranks}", settings.root, file)
             terminal.write(terminalreporter, steps)
 
 

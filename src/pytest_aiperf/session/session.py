@@ -61,7 +61,7 @@ class Session:
     send: Callable[..., None] = lambda _kind, **_fields: None
     """Sends a message (kind and fields) to the supervising process; drops it if there is none."""
     results: dict[str, Result] = field(default_factory=dict)
-    """Results by claim id; filled at the end of the run, on the controller only."""
+    """Results by nodeid; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     unchecked: tuple[str, ...] = ()  #: What no claim of this session can check.
     attempt: int = 1  #: Number of the current attempt at a claim.
@@ -75,7 +75,7 @@ class Session:
         reason = required.missing(self.gpus) if self.gpus else None
         if reason is None and self.settings.profile and requirements.is_claim(item):
             tool, _ = tools.parse(self.settings.profile)
-            if required.count > 1 and not tool.ranks:
+            if required.in_ranks and not tool.ranks:
                 others = ", ".join(t.name for t in tools.TOOLS.values() if t.ranks)
                 return f"a multi-GPU claim: {tool.name} profiles one process, try {others}"
             if required.host and not tool.host:
@@ -184,6 +184,8 @@ class Session:
         key = gpus[0].key if gpus else "cpu"
         claim = requirements.claim_id(item.nodeid)
         callspec, ladder = getattr(item, "callspec", None), requirements.ladder_id(item)
+        indices = callspec.indices if callspec else {}
+        positions = [i for name, i in indices.items() if name != requirements.RANKS]
         # all rungs of a ladder have the same seed, and so the same inputs
         salt = f"{self.settings.seed}:{ladder or claim}:{self.attempt}".encode()
         doc = getattr(getattr(item, "module", None), "__doc__", None) or ""
@@ -192,7 +194,7 @@ class Session:
             nodeid=item.nodeid,
             title=doc.strip().partition("\n")[0],
             outcome=Outcome.ERROR,
-            key=key if len(gpus) < 2 else f"{len(gpus)}x{key}",
+            key=f"{len(gpus)}x{key}" if gpus and item.stash[REQUIREMENTS].in_ranks else key,
             run=self.settings.run_id,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             seed=int.from_bytes(hashlib.sha256(salt).digest()[:4], "big") >> 2,
@@ -202,7 +204,8 @@ class Session:
             attempts=self.attempt,
             unchecked=self.unchecked,
             ladder=ladder,
-            rung_index=sum(callspec.indices.values()) if callspec else 0,
+            # pytest counts the numbers of ranks, too, in the indices of the other parameters
+            rung_index=sum(positions) // max(1, len(self.settings.ranks)),
         )
 
     def record(self, result: Result) -> None:
@@ -234,7 +237,7 @@ class Session:
         finished, torn = journal.read_journals(self.run.path)
         reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
         results = journal.complete(journal.read_manifest(self.run.path), finished, reason)
-        self.results = {r.claim: r for r in results}
+        self.results = {r.nodeid: r for r in results}
         if torn:
             self.closing.append(f"{torn} incomplete journal line(s) ignored")
         machine = machine_info(self.gpus)
