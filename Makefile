@@ -94,7 +94,7 @@ $(VENV)/ready: pyproject.toml $(wildcard selfcheck/pyproject.toml nightly/pyproj
 	@index=; $(if $(GPU),,if $(BIN)/python -c \
 		'import urllib.request as r; r.urlopen("$(INDEX)/torch/", timeout=10)' 2>/dev/null; \
 		then index='--extra-index-url $(INDEX)'; \
-		else echo "$(INDEX) cannot be reached: pip may download CUDA libraries with torch"; fi;) \
+		else echo "$(INDEX) cannot be reached: torch from PyPI brings 3 GB of CUDA libraries"; fi;) \
 	$(BIN)/python -m pip install --progress-bar off $$index $(TORCH) --editable \
 		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]' \
 		--editable ./selfcheck --editable ./nightly | sed -unE \
