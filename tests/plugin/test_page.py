@@ -35,7 +35,7 @@ from pytest_aiperf.model import (
     Work,
 )
 from pytest_aiperf.records.results import document
-from pytest_aiperf.report import charts, markdown, page, side_by_side, source_code, views
+from pytest_aiperf.report import aggregate, charts, markdown, page, side_by_side, source_code, views
 from pytest_aiperf.rules.stats import mean_call_s
 from pytest_aiperf.schema import to_json
 from tests.plugin.records import ladder, result, timing
@@ -336,6 +336,41 @@ def test_unknown_ceilings_are_not_drawn():
     assert 'id="roofline"' not in text
     assert 'id="shares"' not in text
     assert 'id="roofline"' in page.page([rich()], {}, "Report")
+
+
+def in_ranks(count, seconds, work=None, key="{}xh200", claim="ch04/sum"):
+    nodeid = "tests/ch04/test_x.py::test_sum" + f"[ranks={count}]" * (count != 2)
+    each = timing(baseline=2 * seconds, optimized=seconds)
+    return result(claim, nodeid=nodeid, key=key.format(count), timing=each, work=work)
+
+
+def test_scaling_is_the_rate_per_gpu_over_that_of_the_smallest_number():
+    strong = [in_ranks(n, s, Work(flops=8e9 / n)) for n, s in ((1, 8e-3), (2, 5e-3), (8, 1e-3))]
+    [by_ranks] = aggregate.by_ranks(strong[::-1])
+    chart = charts.scaling(by_ranks)
+    points = chart.curves["optimized"]
+    assert [point.ranks for point in points] == [1, 2, 8]
+    assert [point.efficiency for point in points] == pytest.approx([1, 0.8, 1])
+    assert [point.y for point in points][::2] == pytest.approx(chart.ideal)
+    assert points[1].y > chart.ideal[0] + (chart.ideal[1] - chart.ideal[0]) / 3
+    weak = charts.scaling({n: in_ranks(n, s) for n, s in ((2, 5e-3), (4, 10e-3))})
+    assert weak.is_weak
+    assert [point.efficiency for point in weak.curves["baseline"]] == pytest.approx([1, 0.5])
+
+
+def test_only_claims_in_several_numbers_of_ranks_are_drawn_as_curves():
+    rows = [
+        *(in_ranks(n, 5e-3) for n in (2, 4)),
+        in_ranks(2, 5e-3, key="{}xb200"),  # another kind of GPU
+        in_ranks(2, 5e-3, key="{}x4xh200"),  # eight, on two nodes
+        result("ch04/alone"),
+    ]
+    assert [list(ranks) for ranks in aggregate.by_ranks(rows)] == [[2, 4, 8]]
+    text = page.page(rows, {}, "Report")
+    assert 'id="scaling"' in text
+    assert "The work per GPU is taken to be the same" in text
+    assert '<a href="#ch04/sum%402x4xh200">2x4xh200</a></td><td>10.00 ms</td><td>100 %' in text
+    assert 'id="scaling"' not in page.page(rows[3:], {}, "Report")
 
 
 def test_a_folder_gets_the_page_and_the_same_as_markdown(tmp_path):

@@ -1,5 +1,7 @@
 """Counts, means and ladders of many results."""
 
+import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -123,3 +125,18 @@ def first_arm_s(rungs: Sequence[Result]) -> float | None:
     figures = Counter(figure for rung in rungs if (figure := own_first_arm_s(rung)))
     figure, count = next(iter(figures.most_common(1)), (0.0, 0))
     return figure if count > 1 else None
+
+
+def by_ranks(results: Sequence[Result]) -> list[dict[int, Result]]:
+    """Group the timed results of each multi-GPU claim on each kind of GPU by number of ranks.
+
+    Only claims with at least two numbers are listed, the numbers in ascending order.
+    """
+    groups: dict[tuple[str, str], dict[int, Result]] = {}
+    for result in results:
+        # 8xh200 are eight ranks; across nodes, 2x8xh200 are two nodes of eight
+        counts, gpu = re.findall(r"(\d+)x", result.key), re.sub(r"^(\d+x)+", "", result.key)
+        if counts and result.speedup and result.timing and result.timing.unit == "s":
+            ranks = groups.setdefault((result.claim, gpu), {})
+            ranks.setdefault(math.prod(map(int, counts)), result)
+    return [dict(sorted(ranks.items())) for ranks in groups.values() if len(ranks) > 1]

@@ -2,18 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 from pytest_aiperf.model import ARMS, Against, GpuLoad, Interval, Limit, Result, Timing
 from pytest_aiperf.rules import stats
+from pytest_aiperf.rules.scores import scaling_efficiency
 from pytest_aiperf.text import si
 
 from . import aggregate
 
 ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
+SCALING_HEIGHT: Final = 180  #: Height of the chart of scaling in pixels.
 LABEL_HEIGHT: Final = 15  #: Height of a ceiling's label in pixels.
 APART: Final = (
     "Not all of these rungs were measured together: compare their ratios, not their times."
@@ -342,3 +344,66 @@ def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
         return None
     down = [_down(y, limit.limit * i) for i in (left, right)]
     return Roof(limit, x.at(left), down[0], x.at(right), down[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """An arm in one number of ranks."""
+
+    ranks: int
+    seconds: float  #: Seconds per call.
+    efficiency: float  #: Rate per rank, divided by that in the smallest number of ranks.
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A chart of rate over number of ranks; rates are relative to the smallest number."""
+
+    y: Axis
+    ranks: tuple[tuple[Result, float], ...]  #: Results by ascending number, each with its x.
+    ideal: tuple[float, float]  #: y of the smallest and the largest number, if scaling is linear.
+    curves: Mapping[str, tuple[ScalingPoint, ...]]  #: Points of each arm.
+    is_weak: bool  #: Whether the work per rank is unknown and taken as constant.
+
+
+def scaling(by_ranks: Mapping[int, Result]) -> Scaling:
+    """Place the arms of one claim in several numbers of ranks.
+
+    The work of a call is that of all ranks: the number of ranks times ``work``, which is about
+    one rank. Without ``work``, each rank is taken to do the same work in every number of ranks.
+    """
+    least, most = min(by_ranks), max(by_ranks)
+    timings = {n: result.timing for n, result in by_ranks.items() if result.timing}
+    works = {n: _amount(result) for n, result in by_ranks.items()}
+    is_weak = not all(works.values())
+    seconds, efficiency = {}, {}
+    for arm in ARMS:
+        if all(arm in arms(timing) for timing in timings.values()):
+            seconds[arm] = {n: stats.mean_call_s(t.replicates, arm) for n, t in timings.items()}
+            rates = {n: n * (1.0 if is_weak else works[n]) / s for n, s in seconds[arm].items()}
+            efficiency[arm] = scaling_efficiency(rates)
+    heights = [e * n / least for each in efficiency.values() for n, e in each.items()]
+    x = Axis(least / 1.1, most * 1.1)
+    y = Axis(min([1.0, *heights]) / 1.1, max([most / least, *heights]) * 1.1)
+
+    def point(arm: str, n: int) -> ScalingPoint:
+        share = efficiency[arm][n]
+        return ScalingPoint(n, seconds[arm][n], share, x.at(n), down(share * n / least))
+
+    def down(height: float) -> float:
+        return SCALING_HEIGHT * (1 - y.at(height) / 100)
+
+    return Scaling(
+        y,
+        tuple((result, x.at(n)) for n, result in by_ranks.items()),
+        (down(1.0), down(most / least)),
+        {arm: tuple(point(arm, n) for n in timings) for arm in seconds},
+        is_weak,
+    )
+
+
+def _amount(result: Result) -> float:
+    """Return the FLOPs, or else the bytes, of one rank's call; 0 if unknown."""
+    return (result.work.flops or result.work.bytes) if result.work else 0.0

@@ -111,6 +111,10 @@ def page(
         speedups=views.speedups(shown, link),
         roofline=views.roofline(shown, link),
         shares=views.shares(shown, link),
+        scaling=[
+            (next(iter(ranks.values())).claim, views.scaling(ranks, link))
+            for ranks in aggregate.by_ranks(shown)
+        ],
         loads=[(gpu, curves) for gpu, samples in loads if (curves := charts.telemetry(samples))],
         glossary=GLOSSARY,
         keys=keys,

@@ -12,7 +12,7 @@ A function returns empty Markup if the results lack the figures that it shows.
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -176,6 +176,17 @@ def roofline(results: Sequence[Result], link: Link = nowhere) -> "Markup":
     if chart is None:
         return _nothing()
     return _view("roofline", chart, charts.ROOF_HEIGHT, [link(r) for r, _ in chart.claims])
+
+
+def scaling(by_ranks: Mapping[int, Result], link: Link = nowhere) -> "Markup":
+    """Draw the rate of each arm of one claim over its number of ranks, with the efficiency beside.
+
+    ``by_ranks`` are the results of the claim on one kind of GPU, as :func:`aggregate.by_ranks`
+    groups them.
+    """
+    chart = charts.scaling(by_ranks)
+    hrefs = [link(result) for result in by_ranks.values()]
+    return _view("scaling", chart, list(by_ranks), charts.SCALING_HEIGHT, hrefs)
 
 
 def shares(results: Sequence[Result], link: Link = nowhere) -> "Markup":
