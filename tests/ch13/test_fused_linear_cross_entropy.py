@@ -1,0 +1,101 @@
+"""Computing loss and gradients of the output layer in chunks needs less peak memory than at once.
+
+The logits of a language model are its largest array: 8,192 tokens times a vocabulary of 128,256 are
+2.1 GB in bf16 and 4.2 GB in fp32, in which the loss is computed. Autograd keeps the log
+probabilities for the backward pass, and there adds their gradient and that of the logits: three
+fp32 arrays of 4.2 GB at the peak. But rows do not depend on each other, and the gradient of a loss
+is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at a time, so
+that only an eighth of the logits exists. "fused" does not even hold three copies of that: a Triton
+kernel sweeps each row of bf16 logits with an online softmax (test_online_softmax.py), and a second
+sweep writes the gradient over them. What remains is mostly the gradient of the weights.
+
+The second claim judges the time of "fused" against eager PyTorch. Both run the same three products,
+which take most of it. Between them, eager PyTorch makes about ten passes over arrays of 2.1 or 4.2
+GB; the kernel makes two reads, the second from the L2 cache, and one write of 2.1 GB in all. Chunks
+have a price, too: each reads the weights twice and adds its gradient to theirs, so smaller chunks
+save memory and lose time. That sum is rounded to bf16 after each chunk; in fp32 it would take twice the
+memory. The library arm is torch.compile, which fuses the passes but keeps all logits.
+
+The gradients are computed in the forward pass, for the mean loss: a loss that is scaled later must
+scale them as well. Liger Kernel (arXiv 2410.10989) has this method; Cut Cross-Entropy (arXiv
+2411.09009) keeps even the chunk's logits out of device memory. From version 2.13, PyTorch's
+linear_cross_entropy works in chunks if asked to. The gain grows with the vocabulary and vanishes
+where logits are smaller than the weights, at fewer tokens than the width of the model.
+"""
+
+import pytest
+import torch
+
+from kernels.ch13 import linear_cross_entropy
+from pytest_aiperf import Bench, Compare, Work, evidence
+
+
+def hidden_states(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Draw hidden states, the output layer and the labels; the last value is rows per chunk."""
+    tokens, width = bench.size(8192, check=30), bench.size(2048, check=24)
+    vocabulary, options = bench.size(128256, check=5003), {"device": bench.device}
+    weight = torch.randn(vocabulary, width, **options) * width**-0.5
+    x = torch.randn(tokens, width, **options)
+    # distinct labels: of a repeated one, chunks could add opposite terms, rounded to bf16 before
+    target = torch.randperm(vocabulary, **options)[:tokens]
+    return x.bfloat16(), weight.bfloat16(), target, bench.size(1024, check=8)
+
+
+def in_fp64(x, weight, target, chunk):
+    """Compute 512 rows at a time, because the logits of all take too much memory in fp64."""
+    weight, of_weight = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    losses, of_x = [], []
+    for rows, labels in zip(x.double().split(512), target.split(512), strict=True):
+        logits = rows @ weight.T
+        exponentials = torch.exp(logits - logits.amax(1, keepdim=True))
+        probabilities = exponentials / exponentials.sum(1, keepdim=True)
+        picked = torch.arange(len(labels), device=x.device), labels
+        losses.append(-probabilities[picked].log())
+        probabilities[picked] -= 1
+        of_x.append(probabilities @ weight / len(x))
+        of_weight += probabilities.T @ rows / len(x)
+    return torch.cat(losses), torch.cat(of_x), of_weight
+
+
+def flops(x, weight, target, chunk):
+    return Work(flops=6 * len(x) * weight.numel(), dtype="bf16")
+
+
+RUNGS = {
+    "chunked": (linear_cross_entropy.eager, linear_cross_entropy.chunked, "idiomatic"),
+    "fused": (linear_cross_entropy.chunked, linear_cross_entropy.fused, "previous rung"),
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_fused_linear_cross_entropy(compare: Compare, rung: str) -> None:
+    baseline, optimized, against = RUNGS[rung]
+    compare(
+        baseline=baseline,
+        optimized=optimized,
+        library=linear_cross_entropy.compiled,
+        against=against,
+        inputs=hidden_states,
+        work=flops,
+        reference=in_fp64,
+        metric=("memory", "device"),
+        cache="warm",  # makes no difference: the logits are many times the L2 capacity
+        precision="bf16",
+    )
+
+
+def test_fused_linear_cross_entropy_time(compare: Compare) -> None:
+    compare(
+        baseline=linear_cross_entropy.eager,
+        optimized=linear_cross_entropy.fused,
+        library=linear_cross_entropy.compiled,
+        inputs=hidden_states,
+        work=flops,
+        reference=in_fp64,
+        cache="warm",
+        precision="bf16",
+        evidence=[
+            evidence.peak_memory(max=0.25, per="baseline"),
+            evidence.spills(kernel="_loss_and_gradient"),
+        ],
+    )
