@@ -45,6 +45,10 @@ class Export:
                 (start, end, gpu, 1, 7, correlation, process(pid), text, text, graph)
             )
 
+    def wait(self, at, name="cudaStreamSynchronize_v3020", *, pid=7, tid=None):
+        """Call a function of the API that launches nothing."""
+        self._call(at, pid, tid, None, name)
+
     def copy(self, at, start, end, size, *, kind=1, pid=7, tid=None, gpu=0, correlation=None):
         correlation = self._call(at, pid, tid, correlation)
         self._copies.append((start, end, gpu, 1, 7, correlation, process(pid), size, kind))
@@ -74,13 +78,13 @@ class Export:
             db.commit()
         return path
 
-    def _call(self, at, pid, tid, correlation):
+    def _call(self, at, pid, tid, correlation, name="cudaLaunchKernel_v7000"):
         # as CUPTI does, count from 1 in every process
         count = 1 + sum(row[3] >> 24 == process(pid) >> 24 for row in self._calls)
         correlation = correlation or count
         where = process(pid) | (tid or pid)
-        name = self._text("cudaLaunchKernel_v7000")
-        self._calls.append((at, at + 2_000, 0, where, correlation, name, 0, None))
+        row = (at, at + 2_000, 0, where, correlation, self._text(name), 0, None)
+        self._calls.append(row)
         return correlation
 
     def _text(self, text):

@@ -352,6 +352,23 @@ def test_a_script_is_recorded_without_a_change(status):
     assert Path(part.profile.artefact).suffix == ".json"
 
 
+RECOMPILES = """\
+import torch
+double = torch.compile(lambda x: x + x, dynamic=False, backend="eager")
+for size in range(3, 7):
+    double(torch.ones(size))
+"""
+
+
+def test_recompilations_of_a_script_are_counted_and_explained():
+    Path("recompiles.py").write_text(RECOMPILES)
+    _, found = trace_of(sys.executable, "recompiles.py")
+    [part] = found.parts
+    assert (part.profile.figures["recompilations"], part.profile.figures["graph breaks"]) == (3, 0)
+    assert not part.ranges  # torch.compile's own ranges are left out
+    assert part.diagnosis.startswith("3 recompilations: TORCH_LOGS=recompiles names the guards")
+
+
 def test_the_ranks_of_torchrun_are_recorded_one_by_one():
     Path("phases.py").write_text(PHASES)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

@@ -185,15 +185,17 @@ def _findings(
 
 
 def _diagnosis(profiles: Mapping[str, Profile], reply: CaptureReply, cache: str) -> dict[str, str]:
-    """Diagnose each arm from its ncu counters and, if ceilings were measured, from its limit."""
+    """Diagnose each arm from its figures and, under ncu, from its limit if that is known."""
     diagnosis = {}
     for arm, profile in profiles.items():
         seconds = profile.figures.get("duration", 0.0)
-        if profile.tool != "ncu" or not seconds or ncu.CUT in profile.notes:
+        if ncu.CUT in profile.notes:
             continue
-        limits = ceilings.cached(reply.gpu) if reply.gpu and reply.work else {}
+        limits = ceilings.cached(reply.gpu) if reply.gpu and reply.work and seconds else {}
         limit = roofline.limit_of(seconds, reply.work, cache, limits) if reply.work else None
-        diagnosis[arm] = roofline.diagnose(limit, None, seconds, profile.figures)
+        hint = "--profile=ncu shows what limits the kernels"
+        if text := roofline.diagnose_profile(profile, limit, hint):
+            diagnosis[arm] = text
     return diagnosis
 
 

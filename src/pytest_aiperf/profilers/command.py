@@ -18,11 +18,10 @@ from typing import BinaryIO, Final
 from pytest_aiperf.errors import AiperfError, CaptureFailed, UsageError
 from pytest_aiperf.machine.nvml import visible
 from pytest_aiperf.machine.process_group import run_in_group
-from pytest_aiperf.model import Profile, Trace
+from pytest_aiperf.model import Profile
 from pytest_aiperf.records.results import atomic_write, dumps, read_json
 from pytest_aiperf.rules import roofline
 from pytest_aiperf.schema import from_json, to_json
-from pytest_aiperf.text import percent
 
 from . import injected, ncu, parsers, timeline, tools
 from .ranges import RangeTime
@@ -355,7 +354,12 @@ def _parts(
 
 def _part(request: CommandRequest, name: str, file: Path, reading: Reading) -> Part:
     profile = parsers.profile(request.tool.name, file, name or WHOLE, reading)
-    return Part(profile, reading.ranges, _diagnosis(profile))
+    hint = ""
+    if profile.kernels:
+        found = re.match(r"(?:void )?([\w:~]+)", profile.kernels[0])
+        pattern = shlex.quote(found[1] if found else profile.kernels[0])
+        hint = f"ncu with --kernel {pattern} shows what limits the longest kernel"
+    return Part(profile, reading.ranges, roofline.diagnose_profile(profile, hint=hint))
 
 
 def _readings(
@@ -406,26 +410,6 @@ def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str
         raise error
     found = [each for each in readings if each[2].kernels] or readings
     return [("", *found[0][1:])] if len(found) == 1 else found
-
-
-def _diagnosis(profile: Profile) -> str:
-    figures = profile.figures
-    if profile.tool == "ncu":
-        return roofline.diagnose(None, None, figures.get("duration", 0.0), figures)
-    if profile.tool not in ("nsys", "torch") or not figures.get("span"):
-        return ""
-    launches, kernels, copies = (int(figures[k]) for k in ("launches", "kernels", "copies"))
-    busy, span = figures["busy"], figures["span"]
-    traced = Trace(launches, kernels, copies, busy, span)
-    said = roofline.diagnose(None, traced, span)
-    if said.startswith("overhead-bound") or not profile.kernels:
-        return said if said.startswith("overhead-bound") else ""
-    name = re.match(r"(?:void )?([\w:~]+)", profile.kernels[0])
-    pattern = shlex.quote(name[1] if name else profile.kernels[0])
-    return (
-        f"the GPU is busy {percent(busy / span)} of the time; ncu with --kernel {pattern} shows "
-        "what limits the kernel that takes the most of it"
-    )
 
 
 def name_of(command: Sequence[str]) -> str:

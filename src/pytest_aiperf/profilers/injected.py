@@ -25,6 +25,8 @@ from typing import Any
 VARIABLE = "PYTEST_AIPERF_RECORD"
 """Environment variable with the settings, as JSON: "hook" is "torch" or "memory", "folder" is where
 files are written, and "deep" is whether to record shapes, memory and stacks as well."""
+COMPILER_FIGURES = ("graph_breaks", "recompilations")
+"""Metadata of a trace: what torch.compile did from the start of the process on."""
 
 
 class _TorchFinder:
@@ -102,14 +104,23 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
             return
         if on_gpu:
             torch.cuda.synchronize()
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        breaks = sum(dynamo.counters["graph_break"].values()) if dynamo else 0
-        profile.add_metadata_json("graph_breaks", str(breaks))
+        add_compiler_figures(profile)
         profile.stop()
         if profile.profiler.kineto_results.events():
             profile.export_chrome_trace(f"{settings['folder']}/{_file_name()}.json")
 
     atexit.register(_guarded(finish))
+
+
+def add_compiler_figures(profile: Any) -> None:
+    """Add what torch.compile has done in this process to a trace, as COMPILER_FIGURES."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    breaks = sum(dynamo.counters["graph_break"].values()) if dynamo else 0
+    compilations = dynamo.get_compilation_metrics() if dynamo else ()
+    # torch before 2.5 does not record the reason
+    again = sum(bool(getattr(each, "recompile_reason", None)) for each in compilations)
+    for name, value in zip(COMPILER_FIGURES, (breaks, again)):  # noqa: B905  works in Python 3.9
+        profile.add_metadata_json(name, str(value))
 
 
 def _record_memory(settings: dict[str, Any], torch: Any) -> None:

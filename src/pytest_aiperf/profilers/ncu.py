@@ -54,11 +54,23 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
         "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
         "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",
     ),
+    "local bytes": (
+        "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
+        "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
+    ),
+    "threads per instruction": ("smsp__thread_inst_executed_per_inst_executed.ratio",),
+    "fma share": ("sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_elapsed",),
+    "theoretical occupancy": ("sm__maximum_warps_per_active_cycle_pct",),
+    "block limit registers": ("launch__occupancy_limit_registers",),
+    "block limit shared memory": ("launch__occupancy_limit_shared_mem",),
+    "block limit slots": ("launch__occupancy_limit_blocks",),
+    "blocks": ("launch__grid_size",),
+    "SMs": ("device__attribute_multiprocessor_count",),
 }
 """Name of each figure, and the ncu metrics from which it is computed.
 
-All of them need five passes on an H200. ncu's own throughput of the L2, the L1 or the SMs is the
-largest share among dozens of counters, and needs up to eight passes alone.
+They need a few passes; metrics of launches and devices need none. ncu's own throughput of the L2,
+the L1 or the SMs is the largest share among dozens of counters, and needs up to eight passes alone.
 """
 MAX_LAUNCHES: Final = 10
 """Kernel launches per arm that the preset "minimal" profiles. Each takes some tenths of a second,
@@ -89,10 +101,13 @@ _STALLS: Final = (
     "short_scoreboard", "wait",
 )  # fmt: skip
 """Stall reasons to collect: those that say what to change. The others would need more passes."""
+_OF_LONGEST: Final = ("launch__occupancy_limit", "launch__grid_size")
+"""Metrics of which the kernel with the longest time counts, because they make sense together."""
 _OF_CHIP: Final = {
     "sm90": (_STALL_METRIC.format("gmma"),), "sm100": (_TC_PIPE,), "sm103": (_TC_PIPE,)
 }  # fmt: skip
 """Metrics that only these chips have; ncu refuses to collect unknown metrics."""
+_IN_EVERY_REPORT: Final = "device__attribute"  #: Metrics that no option needs to ask for.
 _TOP_STALLS: Final = 3  #: Maximum number of stall reasons in a profile.
 
 
@@ -109,7 +124,8 @@ def ncu_metrics(arch: str, counters: Iterable[str] = ()) -> list[str]:
     """List the metrics to collect on a GPU: those of all figures, and ``counters``."""
     metrics = itertools.chain.from_iterable(NCU_METRICS.values())
     stalls = map(_STALL_METRIC.format, _STALLS)
-    return list(dict.fromkeys([*metrics, *stalls, *_OF_CHIP.get(arch, ()), *counters]))
+    listed = dict.fromkeys([*metrics, *stalls, *_OF_CHIP.get(arch, ()), *counters])
+    return [metric for metric in listed if not metric.startswith(_IN_EVERY_REPORT)]
 
 
 def normalize_name(name: str) -> str:
@@ -164,12 +180,14 @@ def ncu(
 def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
     """Aggregate a metric over kernels: sum, maximum or time-weighted mean; None without values."""
     counted = [k for k in kernels if metric in k.values]
+    if counted and metric.startswith(_OF_LONGEST):
+        return max(counted, key=lambda kernel: kernel.seconds).values[metric]
     values = [k.values[metric] for k in counted]
     if not counted:
         return None
     if metric.endswith(".sum"):
         return math.fsum(values)
-    if metric.startswith("launch__"):
+    if metric.startswith(("launch__", _IN_EVERY_REPORT)):
         return max(values)
     return statistics.fmean(values, weights=[k.seconds for k in counted])
 

@@ -24,6 +24,7 @@ class ApiCall(NamedTuple):
     correlation: int  #: Id that the activities launched by this call have as well.
     process: Hashable = 0
     thread: Hashable = 0
+    name: str = ""
 
 
 class Range(NamedTuple):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Gpu, Mode, Prepared, Profile, Work
 from pytest_aiperf.schema import from_json, to_json
 
+from . import injected
 from .timeline import RANGE
 from .tools import TOOLS, Tool
 
@@ -231,9 +231,7 @@ def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
         warm_up()
         profile.step()
         yield
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        breaks = sum(dynamo.counters["graph_break"].values()) if dynamo else 0
-        profile.add_metadata_json("graph_breaks", str(breaks))
+        injected.add_compiler_figures(profile)
     profile.export_chrome_trace(f"{job.stem}.json")
 
 

@@ -20,6 +20,7 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.text import si
 
+from . import injected
 from .ranges import ApiCall, Range, RangeTime, enclosing, times
 
 RANGE: Final = "aiperf"
@@ -67,6 +68,10 @@ _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
 }  # fmt: skip
 """CUPTI's number for a kind of copy (CUpti_ActivityMemcpyKind), and the kind's name."""
+_WAITS: Final = re.compile(
+    r"cu(da)?((Ctx|Device|Event|Stream|Thread)Synchronize|Memcpy(?!\w*(Async|Peer|DtoD)))"
+)
+"""Names of API calls that return when the GPU has finished; nsys appends a version to some."""
 _PID_SHIFT: Final = 24  #: nsys keeps a thread id in the lower 24 bits of a globalTid,
 _PID_BITS: Final = 24  #: and the process id in the 24 bits above it.
 _PUSH_POP: Final = 59  #: nsys's type of the event of a range that nests within its thread.
@@ -134,9 +139,10 @@ def _nsys_timeline(artefact: Path, binary: str | None) -> Timeline:
     try:
         with closing(sqlite3.connect(f"{exported.absolute().as_uri()}?mode=ro", uri=True)) as db:
             launched = list(_nsys_activities(db))
-            columns = ("start", "end", "correlationId", "globalTid")
+            texts = dict(_rows(db, "StringIds", ("id", "value")))
+            columns = ("start", "end", "correlationId", "globalTid", "nameId")
             rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", columns)
-            calls = [_api_call(*row) for row in rows]
+            calls = [_api_call(texts, row) for row in rows]
             ranges = list(_nsys_ranges(db))
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is not an export of an nsys report ({error})") from error
@@ -155,9 +161,11 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int)
 
 
-def _api_call(start: int, end: int, correlation: int | None, thread: int | None) -> ApiCall:
+def _api_call(texts: Mapping[Any, str], row: Sequence[Any]) -> ApiCall:
+    start, end, correlation, thread, name = row
     process = (thread or 0) >> _PID_SHIFT
-    return ApiCall(start / 1e9, end / 1e9, _unique(process, correlation), process, thread or 0)
+    unique = _unique(process, correlation)
+    return ApiCall(start / 1e9, end / 1e9, unique, process, thread or 0, texts.get(name, ""))
 
 
 def _unique(process: int, correlation: int | None) -> int:
@@ -210,10 +218,11 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
     ranges = [
         Range(e.name, e.start, e.end, thread=None if e.name == RANGE else e.thread)
         for e in events
-        if e.category == "user_annotation"
+        # torch.compile marks a dozen phases of each compilation
+        if e.category == "user_annotation" and "compile_id=" not in e.name
     ]
     calls = [
-        ApiCall(e.start, e.end, e.args.get("correlation", 0), thread=e.thread)
+        ApiCall(e.start, e.end, e.args.get("correlation", 0), thread=e.thread, name=e.name)
         for e in events
         if e.category in ("cuda_runtime", "cuda_driver")
     ]
@@ -233,8 +242,9 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
         )
     figures, kernels, notes, rows = _reading(selected, windows)
     figures["operators"] = (len(operators), "")
-    if "graph_breaks" in content:
-        figures["graph breaks"] = (float(content["graph_breaks"]), "")
+    for name in injected.COMPILER_FIGURES:
+        if name in content:
+            figures[name.replace("_", " ")] = (float(content[name]), "")
     return Reading(figures, kernels, [*_top_operators(operators, events), *notes], rows)
 
 
@@ -361,6 +371,8 @@ def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
         "copies": (len(copies), ""),
         "api time": (covered((call.start, call.end) for call in calls), "s"),
     }
+    if waits := sum(1 for call in calls if _WAITS.match(call.name)):
+        figures["synchronizations"] = (waits, "")
     figures |= {f"{kind}s": (counts[kind], "") for kind in ("graph", "memset") if counts[kind]}
     moved: Counter[str] = Counter()
     for copy in copies:

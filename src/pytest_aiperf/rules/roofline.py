@@ -6,28 +6,19 @@ dtype, or it is latency-bound: its own instructions wait for each other.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pytest_aiperf.model import Limit, Metric, Result, Trace, Work
+from pytest_aiperf.model import Limit, Metric, Profile, Result, Trace, Work
 from pytest_aiperf.text import percent, si
 
-from . import stats
+from . import advice, stats
 
 MEMORY: Final = ("copy", "read", "l2")
 
-_MAX_SHARE = 1.05
-"""A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
-_OVERHEAD_SHARE = 0.3  #: An overhead-bound arm leaves the GPU idle for at least this share of time.
 _NEAR = 0.8  #: Above this share of its ceiling, little but less work makes an arm faster.
 _AT = 0.97  #: Below this share of its ceiling, an arm can still gain without less work.
-_FAR = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
-_BUSY = 0.6  #: Above this utilisation in ncu's counters, a unit limits an arm.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
-_FULL_SECTORS = 16  #: Sectors per request of a warp whose lanes access 16 bytes each, side by side.
-
-_SHORT_KERNEL_S = 10e-6
-"""Kernels that are shorter on average spend most of their time starting and draining."""
 _NARROW = ("tf32", "fp16", "bf16", "fp8")  #: Dtypes of the tensor cores, faster than fp32.
 
 _UNITS = {
@@ -43,17 +34,6 @@ _UNITS = {
         "make fewer and wider accesses, and keep more in registers",
     ),
 }  # fmt: skip
-_STALLS = {
-    "long scoreboard": "for device memory: more loads in flight before the first use",
-    "short scoreboard": "for shared memory: fewer, wider accesses without bank conflicts",
-    "mio throttle": "for shared memory's queue: fewer, wider accesses",
-    "lg throttle": "for the load queue: fewer, wider loads",
-    "barrier": "at barriers: use smaller blocks or fewer dependences between warps",
-    "wait": "for the previous instruction: more independent work per thread",
-    "math pipe throttle": "for the arithmetic units, which are the limit",
-    "gmma": "for the tensor cores, which are the limit",
-}
-
 _PCIE_5 = 64e9  #: Bytes per second over 16 lanes in one direction.
 _MATRIX = {"fp64": 67e12, "fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}
 _HOPPER = _MATRIX | {"fp8": 1979e12, "int8": 1979e12, "h2d": _PCIE_5, "d2h": _PCIE_5}
@@ -145,7 +125,7 @@ def too_fast(limit: Limit, source: str = "measured") -> str | None:
     The check holds for warm caches as well: a kernel starts with an empty L1 and empty shared
     memory, so every byte that it must read passes through the L2.
     """
-    if limit.share <= _MAX_SHARE:
+    if limit.share <= advice.MAX_SHARE:
         return None
     again = ", or the ceilings are too low: python -m pytest_aiperf ceilings --fresh"
     return (
@@ -163,160 +143,161 @@ def diagnose(
     *,
     ceilings: Mapping[str, float] = {},
     sms: int = 0,
+    hint: str = "state work= to learn its limit",
 ) -> str:
     """Describe in one line what limits an arm and what would help; "" if nothing is known.
 
     ``seconds`` is the time of one call as the claim counts it, with or without launch gaps;
-    ``counters`` are the figures of an ncu profile, ``ceilings`` and ``sms`` those of the GPU.
+    ``counters`` are the figures of a profile, ``ceilings`` and ``sms`` those of the GPU. ``hint``
+    ends the line if a trace alone does not show the cause.
     """
-    return (
-        _overhead(limit, trace, seconds)
+    figures = advice.derived(counters) | _known(limit, trace, seconds, ceilings, sms)
+    rules = [rule for rule in advice.RULES if rule.holds(figures)]
+    if limit and limit.share >= _NEAR:
+        rules = []
+    elif trace:  # a trace shows symptoms, and the first of them explains the others
+        rules = [rule for rule in rules if rule.kind == rules[0].kind]
+    head, remedy = (
+        _overhead(trace, figures)
         or _wasted(limit, seconds, counters)
         or _bound(limit)
         or _busiest(counters)
-        or _wider(limit, ceilings)
-        or (_beyond_work(limit, trace, sms) if not counters else None)
-        or _latency(limit, counters)
-        or _unknown(trace, seconds)
+        or _latency(limit, rules, figures)
+        or _unknown(figures, hint)
     )
+    remedies = [rule.text(figures) for rule in rules[: advice.MAX]]
+    return "; ".join(filter(None, [head, *(remedies or [remedy])]))
 
 
-def _overhead(limit: Limit | None, trace: Trace | None, seconds: float) -> str | None:
+def diagnose_profile(profile: Profile, limit: Limit | None = None, hint: str = "") -> str:
+    """Describe what limits a profiled arm, process or GPU; "" if its tool does not show it.
+
+    ``limit`` is for a profile of ncu; ``hint`` says how to find what limits kernels of a timeline.
+    """
+    figures = profile.figures
+    if profile.tool == "ncu":
+        return diagnose(limit, None, figures.get("duration", 0.0), figures)
+    if profile.tool not in ("nsys", "torch"):
+        return ""
+    if not figures.get("span"):  # nothing ran on a GPU
+        return diagnose(None, None, 0.0, figures)
+    launches, kernels, copies = (int(figures[k]) for k in ("launches", "kernels", "copies"))
+    traced = Trace(launches, kernels, copies, figures["busy"], figures["span"])
+    return diagnose(None, traced, figures["span"], figures, hint=hint if kernels else "")
+
+
+def _known(
+    limit: Limit | None,
+    trace: Trace | None,
+    seconds: float,
+    ceilings: Mapping[str, float],
+    sms: int,
+) -> dict[str, float]:
+    """Return the figures of a limit and a trace for which there is advice."""
+    known: dict[str, float] = {}
+    if limit:
+        known |= {"limit share": limit.share, "utilization": limit.share}
+        if limit.ceiling in _NARROW and "fp32" in ceilings:
+            known["fp32 share"] = limit.rate / ceilings["fp32"]
     if trace is None or not 0 < seconds < math.inf:
-        return None
+        return known
     # The traced call may hit caches that the timed calls miss, and then its busy time is too short.
     # An arm at 90 % of a ceiling is busy for at least 90 % of its time, so the larger share counts.
-    idle = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
-    if idle < _OVERHEAD_SHARE:
+    known["idle share"] = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
+    known |= {"launches": trace.launches, "activities": trace.kernels + trace.copies}
+    is_one = bool(trace.seconds) and trace.seconds[0] / trace.counts[0] > 0.5 * trace.busy
+    if is_one or trace.kernels == 1:  # one launch takes most of the time
+        if sms and trace.grids and trace.grids[0]:
+            blocks = trace.grids[0]
+            known |= {"blocks": blocks, "SMs": sms, "blocks per SM": blocks / sms}
+    elif trace.kernels:
+        known |= {"kernels": trace.kernels, "seconds per kernel": trace.busy / trace.kernels}
+    return known
+
+
+def _overhead(trace: Trace | None, figures: Mapping[str, float]) -> tuple[str, str] | None:
+    idle = figures.get("idle share", 0.0)
+    if trace is None or idle < advice.IDLE:
         return None
     items = trace.kernels + trace.copies
     if items < 2:
-        return f"overhead-bound: {percent(idle)} of the time outside kernels; do more per launch"
-    advice = "capture a graph or fuse" if trace.launches > 1 else "fuse: it is one launch already"
+        return f"overhead-bound: {percent(idle)} of the time outside kernels", ""
     what = "kernels and copies" if trace.copies else "kernels"
-    return f"overhead-bound: {percent(idle)} of the time between {items} {what}; {advice}"
+    return f"overhead-bound: {percent(idle)} of the time between {items} {what}", ""
 
 
-def _wasted(limit: Limit | None, seconds: float, counters: Mapping[str, float]) -> str | None:
+def _wasted(
+    limit: Limit | None, seconds: float, counters: Mapping[str, float]
+) -> tuple[str, str] | None:
     if limit is None or limit.ceiling not in MEMORY:
         return None
     times = counters.get("dram bytes", 0.0) / (limit.rate * seconds)
-    if times < _WASTE or counters.get("dram share", 0.0) < _BUSY:
+    if times < _WASTE or counters.get("dram share", 0.0) < advice.BUSY:
         return None
-    return (
-        f"memory-bound: device memory is {percent(counters['dram share'])} busy with "
-        f"{times:.1f} times the bytes that work= counts; {_scattered(counters) or 'reuse or fuse'}"
-    )
+    busy = f"device memory is {percent(counters['dram share'])} busy with {times:.1f} times"
+    return f"memory-bound: {busy} the bytes that work= counts", "reuse or fuse"
 
 
-def _bound(limit: Limit | None) -> str | None:
-    if limit is None or limit.share < _FAR:
+def _bound(limit: Limit | None) -> tuple[str, str] | None:
+    if limit is None or limit.share < advice.FAR:
         return None
     near = limit.share >= _NEAR
     if limit.ceiling in MEMORY:
-        kind, advice = "memory", "only fewer bytes help"
+        kind, remedy = "memory", "only fewer bytes help"
         if not near:
-            advice = "more bytes in flight (16-byte accesses, several before the first use)"
+            remedy = "more bytes in flight (16-byte accesses, several before the first use)"
     else:
-        kind, advice = "compute", "only fewer operations or a narrower dtype help"
+        kind, remedy = "compute", "only fewer operations or a narrower dtype help"
         if not near:
-            advice = "feed the units better (larger tiles, a deeper pipeline)"
+            remedy = "feed the units better (larger tiles, a deeper pipeline)"
         elif limit.ceiling in ("fp32", "fp64"):
-            advice = "only fewer operations or tensor cores (a narrower dtype) help"
+            remedy = "only fewer operations or tensor cores (a narrower dtype) help"
     if _NEAR <= limit.share < _AT:
         work = "bytes" if kind == "memory" else "operations"
         gain = percent(1 / limit.share - 1)
-        advice = f"up to {gain} faster with the same {work}, then {advice}"
-    return f"{kind}-bound: {percent(limit.share)} of the {limit.ceiling} rate; {advice}"
+        remedy = f"up to {gain} faster with the same {work}, then {remedy}"
+    return f"{kind}-bound: {_rate(limit)}", remedy
 
 
-def _wider(limit: Limit | None, ceilings: Mapping[str, float]) -> str | None:
-    """Describe an arm whose rate suits fp32 and not the narrower dtype that ``work`` names."""
-    fp32 = limit.rate / ceilings.get("fp32", math.inf) if limit else 0.0
-    if limit is None or limit.ceiling not in _NARROW or not _FAR <= fp32 <= _MAX_SHARE:
-        return None
-    return (
-        f"compute-bound if it computes in fp32: {percent(fp32)} of the fp32 rate, "
-        f"{percent(limit.share)} of the {limit.ceiling} rate; tensor cores help"
-    )
+def _rate(limit: Limit) -> str:
+    return f"{percent(limit.share)} of the {limit.ceiling} rate"
 
 
-def _beyond_work(limit: Limit | None, trace: Trace | None, sms: int) -> str | None:
-    """Describe an arm that keeps the GPU busy, far from its ceiling.
-
-    It may do more than ``work`` counts, as an arm does that is not fused.
-    """
-    if limit is None or trace is None:
-        return None
-    rate, kernels = f"{percent(limit.share)} of the {limit.ceiling} rate", trace.kernels
-    blocks = next(iter(trace.grids), 0)
-    if trace.seconds and trace.seconds[0] / trace.counts[0] > 0.5 * trace.busy:
-        kernels = 1  # one launch takes most of the time
-    if kernels > 1 and trace.busy < _SHORT_KERNEL_S * kernels:
-        each = si(trace.busy / kernels, "s", 2)
-        return f"latency-bound: {rate}; {kernels} kernels of {each} each: fuse them"
-    if kernels > 1:
-        does = "moves" if limit.ceiling in MEMORY else "computes or moves"
-        return f"unfused: {rate}; with {kernels} kernels it {does} more than it must: fuse them"
-    if 0 < blocks < sms:
-        return f"latency-bound: {rate}; {blocks} blocks on {sms} SMs: split the work further"
-    return f"moves or computes more than it must, or waits: {rate}; --profile=ncu shows which"
-
-
-def _busiest(counters: Mapping[str, float]) -> str | None:
+def _busiest(counters: Mapping[str, float]) -> tuple[str, str] | None:
     """Name the busiest unit by ncu's counters, if ``work`` does not show what limits the arm."""
     name = max((n for n in _UNITS if n in counters), key=counters.__getitem__, default=None)
-    if name is None or counters[name] < _BUSY:
+    if name is None or counters[name] < advice.BUSY:
         return None
-    kind, unit, advice = _UNITS[name]
-    if name == "l1 share" and counters.get("bank conflicts", 0) > 0:
-        advice = f"{counters['bank conflicts']:.3g} bank conflicts: pad or swizzle the tile"
-    elif name in ("l1 share", "l2 share"):
-        advice = _scattered(counters) or advice
-    return f"{kind}: {unit} {percent(counters[name])} busy; {advice}"
+    kind, unit, remedy = _UNITS[name]
+    return f"{kind}: {unit} {percent(counters[name])} busy", remedy
 
 
-def _latency(limit: Limit | None, counters: Mapping[str, float]) -> str | None:
-    if limit is None and not counters:
+def _latency(
+    limit: Limit | None, rules: Sequence[advice.Rule], figures: Mapping[str, float]
+) -> tuple[str, str] | None:
+    """Describe an arm that is far from its ceiling and in whose profile no unit is busy."""
+    if "utilization" not in figures:
         return None
-    if limit is None:
-        head = "latency-bound: no unit is busy"
-    else:
-        head = f"latency-bound: {percent(limit.share)} of the {limit.ceiling} rate"
-    stalls = {n.removeprefix("stall "): v for n, v in counters.items() if n.startswith("stall ")}
-    top = max(stalls, key=stalls.__getitem__, default="")
-    occupancy = counters.get("occupancy", 1.0)
-    if scattered := _scattered(counters):
-        advice = scattered
-    elif occupancy < 0.25:
-        advice = (
-            f"occupancy is {percent(occupancy)}: more blocks, or blocks that take fewer "
-            "registers and less shared memory"
-        )
-    elif top in _STALLS:
-        advice = f"warps wait {_STALLS[top]}"
-    elif top:
-        advice = f"warps wait for {top}"
-    else:
-        advice = "more independent work in flight (--profile=ncu shows the stalls)"
-    return f"{head}; {advice}"
+    rate = _rate(limit) if limit else "no unit is busy"
+    if rules:
+        return f"{rules[0].kind}: {rate}", ""
+    if "idle share" not in figures:  # counters, and no trace
+        return f"latency-bound: {rate}", _stalled(figures)
+    return f"moves or computes more than it must, or waits: {rate}", "--profile=ncu shows which"
 
 
-def _scattered(counters: Mapping[str, float]) -> str | None:
-    for name in ("sectors per load", "sectors per store"):
-        if (sectors := counters.get(name, 0.0)) > _FULL_SECTORS:
-            return (
-                f"{sectors:.0f} {name} where 4 to {_FULL_SECTORS} suffice: let neighbouring lanes "
-                "access neighbouring addresses"
-            )
-    return None
+def _stalled(figures: Mapping[str, float]) -> str:
+    top = next((name for name in figures if name.startswith("top stall ")), None)
+    if top:
+        return f"warps wait for {top.removeprefix('top stall ')}"
+    return "more independent work in flight (--profile=ncu shows the stalls)"
 
 
-def _unknown(trace: Trace | None, seconds: float) -> str:
-    if trace is None or not 0 < seconds < math.inf:
-        return ""
-    busy = min(1.0, trace.busy / seconds)
-    return f"the GPU is busy {percent(busy)} of the time; state work= to learn its limit"
+def _unknown(figures: Mapping[str, float], hint: str) -> tuple[str, str]:
+    if "idle share" not in figures:
+        return "", ""
+    busy = percent(min(1.0, 1 - figures["idle share"]))
+    return f"the GPU is busy {busy} of the time", hint
 
 
 def unit_of(ceiling: str) -> str:
