@@ -289,7 +289,8 @@ def read_history(path: Path) -> list[Night]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}; name a .jsonl file of `gate`") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {path}: {reason}; name a .jsonl file of `gate`") from error
     for number, line in enumerate(lines, 1):
         try:
             nights.append(from_json(Night, loads(line, f"{path.name}:{number}")))

@@ -409,7 +409,8 @@ def _compare_captures(given: argparse.Namespace) -> int:
 def _function(path: Path, name: str) -> Callable[[], object]:
     spec = spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is not a Python file: name FILE.py::FUNCTION")
+        problem = "is not a Python file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {problem}: name FILE.py::FUNCTION")
     sys.path.insert(0, str(path.parent))  # the file can import its neighbours
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -106,7 +106,11 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys):
 def test_a_history_without_nights_is_an_error(command, tmp_path, capsys):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    problems = {tmp_path / "no": "does not exist", empty: "holds no night", tmp_path: "Is a dir"}
+    problems = {
+        tmp_path / "no": "does not exist",
+        empty: "holds no night",
+        tmp_path: "Is a directory;",
+    }
     for path, problem in problems.items():
         assert main([command, str(path)]) == 2
         error = capsys.readouterr().err

@@ -720,3 +720,5 @@ def test_a_function_is_captured_from_the_command_line(tmp_path, monkeypatch):
     assert "memory captured nothing of the call (it records only GPU memory, and " in done.stderr
     done = command("capture", "ncu", "mine.py::nothing")
     assert (done.returncode, "has no function 'nothing'" in done.stderr) == (2, True)
+    done = command("capture", "ncu", "gone.py::busy")
+    assert (done.returncode, "gone.py does not exist" in done.stderr) == (2, True)
