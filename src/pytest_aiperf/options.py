@@ -92,11 +92,16 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
         **_FLAG,
         "help": "use fixed seeds and deterministic algorithms: the same inputs in every run",
     },
+    "cold-start": {
+        **_FLAG,
+        "help": "begin with empty build caches, in a folder that is removed after the run",
+    },
     "profile": {
         "type": _tool,
         "metavar": "TOOL[:PRESET]",
         "help": "profile each arm instead of timing it, with nsys, ncu, torch, proton, memory, "
-        "sanitizer, hta or perf; presets minimal, deep_dive, roofline",
+        "sanitizer, hta or perf; presets minimal, deep_dive, operators (torch), "
+        "roofline (ncu)",
     },
     "profile-calls": {
         "type": _count,

@@ -1,5 +1,6 @@
 """Each arm of a claim is captured; a tool that cannot work does not fail the claim."""
 
+import csv
 import json
 import os
 import re
@@ -428,9 +429,9 @@ def test_an_arm_that_fails_because_of_a_finding_reports_the_finding(make_request
 # the profiled process
 
 
-def perform(tmp_path, tool, make=None, calls=1, **claim):
+def perform(tmp_path, tool, make=None, calls=1, preset="minimal", **claim):
     job = CaptureJob(
-        tool, "minimal", "optimized", calls, 7, str(tmp_path / "optimized"), str(tmp_path)
+        tool, preset, "optimized", calls, 7, str(tmp_path / "optimized"), str(tmp_path)
     )
     if make:
         target.perform(job, FakeDevice(), GpuLock([], tmp_path / "locks"), make)
@@ -481,9 +482,81 @@ def test_a_torch_trace_holds_the_calls_of_the_range(tmp_path):
     torch = pytest.importorskip("torch")
     x = torch.ones(8)
     perform(tmp_path, "torch", lambda: (lambda: torch.add(x, x), None), calls=3)
-    profile = parsers.read("torch", tmp_path / "optimized.json", "optimized")
+    profile = parsers.read("torch", tmp_path / "optimized.pt.trace.json", "optimized")
     assert profile.figures["operators"] == 3
     assert profile.figures["graph breaks"] == 0
+
+
+def operators(tmp_path, preset):
+    torch = pytest.importorskip("torch")
+    a, b = torch.ones(8, 4), torch.ones(4, 2)
+
+    def call():
+        torch.relu(a @ b)
+        a @ b
+
+    perform(tmp_path, "torch", lambda: (call, None), calls=3, preset=preset)
+    with (tmp_path / "optimized.operators.csv").open(newline="") as file:
+        return {row["operator"]: row for row in csv.DictReader(file)}
+
+
+def test_all_operators_of_the_range_are_in_a_table(tmp_path):
+    rows = operators(tmp_path, "operators")
+    product = rows["aten::mm"]
+    assert (product["calls"], product["input shapes"]) == ("6", "[[8, 4], [4, 2]]")
+    assert product["operations"] == str(6 * 2 * 8 * 4 * 2)
+    assert float(product["host total us"]) >= float(product["host self us"]) > 0
+    assert int(product["host self bytes"]) == 6 * 8 * 2 * 4
+    assert rows["aten::relu"]["calls"] == "3"
+    assert target.RANGE not in rows
+    # neither the step nor what runs before the range
+    assert all("::" in name for name in rows), list(rows)
+
+
+def test_the_cheap_preset_lists_operators_without_their_shapes(tmp_path):
+    product = operators(tmp_path, "minimal")["aten::mm"]
+    assert (product["calls"], product["input shapes"]) == ("6", "")
+
+
+STACKS = """\
+python \n\t    7f12 inner(int; int)
+\t    7f00 outer
+\t    6000 main
+
+python
+\t    7f13 inner(int; int)
+\t    7f01 outer
+\t    6000 main
+
+pt_main_thread
+\tffffffff8162dcb7 [unknown]
+
+"""
+
+
+def test_samples_are_folded_into_stacks_from_the_root_on():
+    folded = "pt_main_thread;[unknown] 1\npython;main;outer;inner(int: int) 2\n"
+    assert tools.fold(STACKS) == folded
+    assert tools.fold("") == ""
+
+
+def test_a_perf_capture_has_stacks_for_a_flame_graph(make_request, tmp_path):
+    perf = tmp_path / "fakes" / "perf"
+    perf.write_text(f"""#!/bin/sh
+case "$1" in
+    --version) echo perf version 6.1;;
+    record) while [ "$1" != {sys.executable} ]; do shift; done; exec "$@";;
+    report) echo '    61.20%  python  python  [.] spin';;
+    script) printf '%s' '{STACKS}';;
+esac
+""")
+    perf.chmod(0o755)
+    profile = capture(make_request("perf"))
+    stacks = tmp_path / "artifacts" / "baseline.folded"
+    assert stacks.read_text() == tools.fold(STACKS)
+    assert profile.notes == (
+        "61.20 % spin", f"stacks for a flame graph: {os.path.relpath(stacks)}"
+    )  # fmt: skip
 
 
 def test_perf_samples_between_enable_and_disable_only(tmp_path, monkeypatch):

@@ -317,6 +317,7 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         (["nsys", "--calls", "3", "--", "true"], "--calls is for a function"),
         (["nsys", "a.py::f", "--kernel", "gemm"], "--kernel is for a command: capture nsys -- pyt"),
         (["nsys", "--kernel", "at::mm", "a.py::f"], "--kernel is for a command: capture nsys -- p"),
+        (["torch:operators", "--", "true"], "functions only: use torch:deep_dive"),
         (["--compare", "a", "b", "--", "true"], "--compare takes two captures and runs nothing"),
         (["--compare", "a", "b"], "a is neither a folder of a capture nor a profiler's file"),
     ],
@@ -349,7 +350,7 @@ def test_a_script_is_recorded_without_a_change(status):
     assert part.profile.figures["operators"] >= 3
     assert [row.name for row in part.ranges] == ["forward", "update"]
     assert all(row.seconds > 0 for row in part.ranges)
-    assert Path(part.profile.artefact).suffix == ".json"
+    assert part.profile.artefact.endswith(".pt.trace.json")  # as TensorBoard expects it
 
 
 RECOMPILES = """\

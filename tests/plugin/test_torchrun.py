@@ -223,7 +223,8 @@ def test_every_rank_is_captured_by_a_tool_that_knows_ranks(two):
     done = two.run("--profile=torch")
     done.assert_outcomes(passed=1)
     [folder] = two.path.glob("artifacts/*/ch04*")
-    names = {"baseline.json", "baseline.rank1.json", "optimized.json", "optimized.rank1.json"}
+    stems = ("baseline", "baseline.rank1", "optimized", "optimized.rank1")
+    names = {f"{stem}.pt.trace.json" for stem in stems}
     assert names <= {p.name for p in folder.iterdir()}
     first, second = two.results()["ch04/sum"]["profiles"]
     assert second["figures"]["operators"] > 0, (first, second)

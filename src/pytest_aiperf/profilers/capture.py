@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import tempfile
 import time
 import zlib
@@ -285,7 +284,9 @@ def _capture(
             f"{artefact} has none of the kernels that the claim builds "
             f"({', '.join(kernels.built)}): the {arm} arm ran {', '.join(ran[:3])}"
         )
-    notes = (*profile.notes, *filter(None, [invocation.note]))
+    files = {request.folder / f"{arm}{suffix}": what for suffix, what in tool.further.items()}
+    further = (f"{what}: {os.path.relpath(file)}" for file, what in files.items() if file.exists())
+    notes = (*profile.notes, *filter(None, [invocation.note]), *further)
     return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
 
 
@@ -318,9 +319,7 @@ def _run_target(
         if (reply_file := Path(scratch, "reply")).exists():
             reply = from_json(CaptureReply, json.loads(reply_file.read_text()))
         if tool.report:
-            with artefact.open("wb") as out:
-                report = [tool_command[0], *(word.format_map(names) for word in tool.report)]
-                subprocess.run(report, stdout=out, stderr=subprocess.DEVNULL, check=False)
+            tools.write_reports(tool, tool_command[0], stem)
     if artefact.exists() and artefact.stat().st_size:
         return reply
     output = log.read_text(errors="replace")

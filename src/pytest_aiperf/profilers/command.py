@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +97,8 @@ def check(request: CommandRequest) -> None:
         raise UsageError(f"{program} is not a program on PATH, nor the path of an executable file")
     if tool in _FUNCTIONS_ONLY:
         raise UsageError(f"{tool} profiles functions only: name FILE.py::FUNCTION, or use nsys")
+    if request.preset == "operators":
+        raise UsageError("torch:operators profiles functions only: use torch:deep_dive")
     if (request.selection.nvtx or request.selection.kernel) and tool not in (
         "nsys", "ncu", "torch",
     ):  # fmt: skip
@@ -241,9 +242,7 @@ def _run_step(
             ended = EXPIRED if ended is None else ended
         echo()
         if tool.report and binary:
-            report = [binary, *(word.format_map(names) for word in tool.report)]
-            with Path(f"{stem}{tool.suffix}").open("wb") as file:
-                subprocess.run(report, stdout=file, stderr=subprocess.DEVNULL, check=False)
+            tools.write_reports(tool, binary, stem)
         text = kept.read_text().strip() if kept.exists() else ""
     if ended in (EXPIRED, INTERRUPTED):
         return ended, ""
@@ -401,7 +400,8 @@ def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str
     readings = []
     error: CaptureFailed | None = None
     for file in sorted(folder.glob("*.json"), key=lambda file: (len(file.stem), file.stem)):
-        name = f"rank {file.stem}" if file.stem.isdecimal() else file.stem.replace("pid", "pid ")
+        name = file.name.partition(".")[0]
+        name = f"rank {name}" if name.isdecimal() else name.replace("pid", "pid ")
         try:
             readings.append((name, file, read(file)))
         except CaptureFailed as failure:

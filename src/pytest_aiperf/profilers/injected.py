@@ -107,7 +107,7 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
         add_compiler_figures(profile)
         profile.stop()
         if profile.profiler.kineto_results.events():
-            profile.export_chrome_trace(f"{settings['folder']}/{_file_name()}.json")
+            profile.export_chrome_trace(f"{settings['folder']}/{_file_name()}.pt.trace.json")
 
     atexit.register(_guarded(finish))
 

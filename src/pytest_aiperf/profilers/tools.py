@@ -5,7 +5,8 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -48,6 +49,11 @@ class Tool:
     """The same for a command that is profiled as it is, from its start to its end."""
     report: tuple[str, ...] = ()
     """Arguments with which the program prints its file as text, for files in its own format."""
+    stacks: tuple[str, ...] = ()
+    """Arguments with which the program prints the call stack of each sample, as `perf script` does;
+    they are folded into a file with the suffix FOLDED."""
+    further: Mapping[str, str] = field(default_factory=dict)
+    """Further files of an arm: their suffix, and what they hold."""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Runs, by name, with their additional arguments; each writes a file to the same folder."""
     hook: Literal["", "torch", "proton", "memory", "perf"] = ""
@@ -57,6 +63,11 @@ class Tool:
     no_kernels_message: str = ""
     """Message that it prints if no kernel ran; it then writes no file."""
     ranks: bool = False  #: Whether it can profile all ranks of a multi-GPU claim.
+
+
+FOLDED: Final = (
+    ".folded"  #: Suffix of a file with stacks in the form that flame graphs are made of.
+)
 
 
 def _single_invocation(*arguments: str, **environ: str) -> tuple[Invocation, ...]:
@@ -127,12 +138,13 @@ _TOOLS: Final = (
     Tool(
         "torch",
         "pip install torch",
-        ".json",
-        _IN_PROCESS,
+        ".pt.trace.json",  # TensorBoard's profiler plugin looks for this suffix
+        {**_IN_PROCESS, "operators": _single_invocation()},
         module="torch",
         hook="torch",
         host=True,
         ranks=True,
+        further={".operators.csv": "all operators"},
     ),
     Tool("proton", "pip install triton", ".hatchet", _IN_PROCESS, module="triton", hook="proton"),
     Tool("memory", "pip install torch", ".json", _IN_PROCESS, module="torch", hook="memory"),
@@ -197,6 +209,9 @@ _TOOLS: Final = (
         ),
         whole=("record", "--freq", "999", "--output", "{stem}.perf"),
         report=("report", "--stdio", "--no-children", "--input", "{stem}.perf"),
+        # resolving inlined functions takes minutes
+        stacks=("script", "--no-inline", "--fields", "comm,ip,sym", "--input", "{stem}.perf"),
+        further={FOLDED: "stacks for a flame graph"},
         hook="perf",
         host=True,
     ),
@@ -277,6 +292,36 @@ def raise_if_refused(tool: Tool, output: str) -> None:
     for pattern, advice in _REFUSALS.items():
         if match := re.search(pattern, output):
             raise ToolMissing(f"{tool.name} cannot work here: {advice.format(**match.groupdict())}")
+
+
+def write_reports(tool: Tool, binary: str, stem: Path) -> None:
+    """Have a program print the file that it wrote: as its report, and as folded stacks."""
+
+    def output(arguments: Sequence[str]) -> bytes:
+        command = [binary, *(word.format(stem=stem) for word in arguments)]
+        return subprocess.run(command, capture_output=True, check=False).stdout
+
+    if tool.report:
+        Path(f"{stem}{tool.suffix}").write_bytes(output(tool.report))
+    if tool.stacks:
+        text = fold(output(tool.stacks).decode(errors="replace"))
+        Path(f"{stem}{FOLDED}").write_text(text, encoding="utf-8")
+
+
+def fold(samples: str) -> str:
+    """Fold the samples that `perf script` prints: per stack, its frames from the root and a count.
+
+    Each sample is a line with the name of the thread, then a line per frame from the innermost on,
+    with an address and a symbol; an empty line ends it. The form is that of Brendan Gregg's
+    stackcollapse-perf.pl.
+    """
+    stacks: Counter[str] = Counter()
+    for sample in re.split(r"\n\s*\n", samples.strip("\n")):
+        thread, *frames = sample.replace(";", ":").splitlines() or [""]
+        if frames:
+            symbols = (frame.split(maxsplit=1)[-1] for frame in reversed(frames))
+            stacks[";".join([thread.strip(), *symbols])] += 1
+    return "".join(f"{stack} {count}\n" for stack, count in sorted(stacks.items()))
 
 
 @functools.cache
