@@ -444,6 +444,8 @@ class Result:
     seconds: float = 0.0  #: Duration, without the time spent waiting for locks.
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    """What options that change the conditions of a run, such as "reproducible", have set."""
     ladder: str = ""
     """Id of the ladder: the claim's id without the rung; "" if the test has no parameter `rung`."""
     rung_index: int = 0

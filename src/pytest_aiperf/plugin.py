@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,12 @@ def pytest_load_initial_conftests(
 def pytest_configure(config: pytest.Config) -> None:
     _add_markers(config)
     measure = _measure(config)
+    if config.option.aiperf_cold_start and not hasattr(config, "workerinput"):
+        from .machine.cache_folder import empty_build_caches
+
+        scope = ExitStack()
+        scope.enter_context(empty_build_caches())
+        config.add_cleanup(scope.close)
     if measure is None and distributed.VARIABLE not in os.environ:
         return  # a session that only checks is opened by its first claim
     try:
@@ -457,7 +464,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     where = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
     what = f"capturing with {settings.profile}" if settings.profile else "measuring"
     unchecked = "".join(f" (not checked: {part})" for part in session.unchecked)
-    return [f"aiperf: {what} on {where}{unchecked}; seed {settings.seed}; run {settings.run_id}"]
+    under = "".join(f", --{name}" for name in settings.conditions)
+    seed = f"seed {settings.seed}; run {settings.run_id}"
+    return [f"aiperf: {what} on {where}{under}{unchecked}; {seed}"]
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -366,6 +366,7 @@ REFUSALS = {
     "not run": ({"outcome": Outcome.NOT_RUN}, "NOT_RUN"),
     "host": ({"host": True, "key": "cpu", "gpu": None}, "host claim"),
     "quick": ({"quick": True}, "--quick"),
+    "reproducible": ({"conditions": {"reproducible": "seed 0"}}, "--reproducible"),
     "unchecked": ({"unchecked": ("a clock", "b")}, "not checked: a clock; b"),
     "no gpu": ({"gpu": None}, "its GPU"),
     "other gpu": ({"key": "b200"}, "its GPU"),
@@ -382,6 +383,12 @@ REFUSALS = {
     "parity": ({"speedup": Interval(0.99, 1.0, 1.01), "verdict": Verdict.SAME}, "SAME where"),
     "slower": ({"speedup": Interval(0.8, 0.81, 0.82), "verdict": Verdict.SLOWER}, "SLOWER where"),
 }
+
+
+def test_a_cold_start_is_accepted_and_says_why(path):
+    accepted = propose_update(path, [result(conditions={"cold-start": "x"})], TODAY)
+    [line] = accepted.lines()
+    assert line.endswith(" (--cold-start does not change the times of calls)")
 
 
 @pytest.mark.parametrize("kind", REFUSALS)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -290,6 +291,67 @@ def test_reproducible_runs_have_the_same_seeds_and_others_do_not(project):
         record = project.results()["ch07/it"]
         seeds.append([record["seed"], *(r["seed"] for r in record["timing"]["replicates"][:5])])
     assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_a_reproducible_run_says_what_it_set_and_is_not_compared_with_recorded_figures(project):
+    project.tests(
+        """
+import torch
+
+def deterministic(microseconds):
+    def double(x):
+        spend(microseconds * 1e-6)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        return x * 2
+    return double
+
+def test_it(compare):
+    compare(**usual | {"baseline": deterministic(200), "optimized": deterministic(100)})
+"""
+    )
+    recorded = "{speedup: [8.9, 9, 9.1], runs: 1, code: %s, stack: torch, recorded: '2026-01-01'}"
+    project.run("--gpu", "--quick", "--reproducible").assert_outcomes(passed=1)
+    entry = recorded % json.dumps(project.results()["ch07/it"]["code"])
+    project.write("expectations.yaml", f"schema: 1\nclaims:\n  ch07/it:\n    fake: {entry}\n")
+    ran = project.run("--gpu", "--quick", "--reproducible")
+    ran.assert_outcomes(passed=1)
+    text = "session seed 0, torch's deterministic algorithms, CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    ran.stdout.fnmatch_lines(
+        ["aiperf: measuring on * --reproducible; seed 0; *", f"--reproducible: {text}", "claim *"]
+    )
+    record = project.results()["ch07/it"]
+    assert record["conditions"] == {"reproducible": text}
+    assert record["expectation"]["recorded"]["speedup"] == [8.9, 9, 9.1]
+
+
+def test_a_cold_start_begins_with_empty_build_caches_and_removes_them(project):
+    variables = ("PYTEST_AIPERF_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    project.tests(
+        f"""
+@pytest.mark.parametrize("n", [1, 2])
+def test_it(compare, n):
+    folders = [os.environ[name] for name in {variables}]
+    for folder in folders:
+        os.makedirs(folder, exist_ok=True)
+        open(os.path.join(folder, f"built-{{n}}"), "x").close()  # nothing of an earlier run
+    with open("folders", "a") as file:
+        print(*folders, file=file)
+    compare(**usual)
+"""
+    )
+    for words in ([], ["-n2"]):
+        ran = project.run("--gpu", "--quick", "--cold-start", *words)
+        ran.assert_outcomes(passed=2)
+    folders = (project.path / "folders").read_text().split()
+    assert len(folders) == 12
+    assert len(set(folders[:6])) == len(set(folders[6:])) == 3  # one for all processes of a run
+    assert not set(folders[:6]) & set(folders[6:])
+    assert not any(Path(folder).parent.exists() for folder in folders)
+    ran.stdout.fnmatch_lines(["--cold-start: build caches empty at the start: nvcc, Triton, *"])
+    [condition] = {str(r["conditions"]) for r in project.results().values()}
+    assert "build caches empty at the start" in condition
 
 
 def test_the_clock_fixture_and_the_gpu_fixture(project):

@@ -1,8 +1,13 @@
-"""Tag the folders that this plugin creates, so that ``clean`` removes no others."""
+"""Folders of generated data: tagged, so that ``clean`` removes no others, or empty for a run."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 TAG_FILE: Final = "CACHEDIR.TAG"
 """Name of the file that marks a folder of generated data: https://bford.info/cachedir/."""
@@ -10,6 +15,27 @@ _TAG: Final = """\
 Signature: 8a477f597d28d172789f06886806bc55
 # Created by pytest-aiperf; `python -m pytest_aiperf clean` removes this folder.
 """
+BUILD_CACHES: Final = {
+    "PYTEST_AIPERF_CACHE": "nvcc",
+    "TRITON_CACHE_DIR": "Triton",
+    "TORCHINDUCTOR_CACHE_DIR": "Inductor",
+    "TORCH_EXTENSIONS_DIR": "torch extensions",
+    "CUPY_CACHE_DIR": "CuPy",
+    "CUDA_CACHE_PATH": "the CUDA driver",
+}
+"""Environment variables that name the folder of a build cache, and what builds into it."""
+
+
+@contextmanager
+def empty_build_caches() -> Iterator[None]:
+    """Let this process and those that it starts build into a new folder, removed in the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pytest-aiperf-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as environ,
+    ):
+        for variable in BUILD_CACHES:
+            environ.setenv(variable, str(Path(folder, variable.lower())))
+        yield
 
 
 def create_tagged(folder: Path, mode: int = 0o777) -> None:

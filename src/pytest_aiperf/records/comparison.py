@@ -83,7 +83,7 @@ def ratio_of(new: Interval, old: Interval) -> Interval:
 
 
 def stack_changes(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
-    """List differences in software and GPU between two runs, as ``torch 2.10.0 -> 2.11.0``."""
+    """List how software, GPU and conditions of two runs differ: ``torch 2.10.0 -> 2.11.0``."""
     before, after = (versions(results) for results in (old, new))
     return [
         f"{name} {_brief(before.get(name, 'none'))} -> {_brief(after.get(name, 'none'))}"
@@ -99,10 +99,10 @@ def _brief(version: str) -> str:
 
 
 def versions(results: Sequence[Result]) -> dict[str, str]:
-    """Return the software versions and GPUs of results, by name of the software or "GPU"."""
+    """Return software versions, GPUs and conditions, by name of the software, "GPU" or option."""
     by_name: dict[str, set[str]] = {}
     for result in results:
-        for name, version in result.stack.items():
+        for name, version in {**result.stack, **result.conditions}.items():
             by_name.setdefault(name, set()).add(version)
         if result.gpu is not None:
             by_name.setdefault("GPU", set()).add(result.gpu.name)

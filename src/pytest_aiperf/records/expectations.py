@@ -193,6 +193,8 @@ def _unfit(result: Result) -> Iterator[str]:
         yield "it was captured under a profiler, not timed; measure it without --profile"
     if result.quick:
         yield "it was measured with --quick; measure it without"
+    if "reproducible" in result.conditions:
+        yield "it was measured with --reproducible: its algorithms differ; measure it without"
     if result.unchecked:
         yield f"not checked: {'; '.join(result.unchecked)}"
     gpu = result.gpu.key if result.gpu else ""
@@ -234,7 +236,11 @@ class Update:
 
     def lines(self) -> list[str]:
         """List which results are accepted, and why the others are refused."""
-        lines = [f"accepted {_name_on_gpu(r)}: {r.speedup}" for r in self.accepted]
+        cold = " (--cold-start does not change the times of calls)"
+        lines = [
+            f"accepted {_name_on_gpu(r)}: {r.speedup}{cold * ('cold-start' in r.conditions)}"
+            for r in self.accepted
+        ]
         lines += [f"refused {_name_on_gpu(r)}: {why}" for r, why in self.refused]
         return [_one_line(line) for line in lines]
 

@@ -59,7 +59,8 @@ def table(results: Sequence[Result], width: int = 120, *, verbosity: int = 0) ->
         groups.setdefault((key, aggregate.folder(rungs[0])), []).extend(_block(rungs))
     rows = [[clean(cell) for cell in row] for group in sorted(groups) for row in groups[group]]
     head, *body = _columns(rows, width, () if verbosity > 0 else DROPPED)
-    lines = [head] if body else []
+    lines = [line for text in _conditions(results) for line in _wrap(text, width)]
+    lines += [head] if body else []
     rest = iter(body)
     for key, chapter in sorted(groups):
         lines += [clean(f"{chapter} ({key})"), *islice(rest, len(groups[key, chapter]))]
@@ -187,6 +188,12 @@ def _fit(text: str, width: int) -> str:
     return f"{text[: width - 3 - tail]}...{text[len(text) - tail :]}"
 
 
+def _conditions(results: Iterable[Result]) -> list[str]:
+    """Return a line for each option that changed the conditions of the run."""
+    texts = (clean(f"--{k}: {text}") for r in results for k, text in r.conditions.items())
+    return [*dict.fromkeys(texts)]
+
+
 def _not_run(results: Iterable[Result], width: int) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for result in results:
@@ -244,7 +251,7 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """Return the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
     shown = [r for r in results if _has_row(r)]
-    blocks: list[str] = []
+    blocks = [escape(text) for text in _conditions(results)]
     for key in sorted({r.key for r in shown}):
         rows = sorted(
             (r for r in shown if r.key == key), key=lambda r: (r.ladder or r.claim, r.rung_index)

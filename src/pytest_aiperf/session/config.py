@@ -3,15 +3,17 @@
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from pytest_aiperf.machine import torchrun
+from pytest_aiperf.machine.cache_folder import BUILD_CACHES
 from pytest_aiperf.profilers import target
 from pytest_aiperf.records import journal
 
@@ -38,7 +40,7 @@ class Settings:
     quick: bool
     """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, without a second attempt."""
     update: bool  #: Write the results into expectations.yaml at the end.
-    reproducible: bool  #: Use fixed seeds and deterministic algorithms.
+    conditions: Mapping[str, str]  #: What --reproducible and --cold-start set, by option.
     debug: bool  #: Run items in this process, so that a debugger works (--pdb).
     seed: int  #: Seed of the session, from which each claim derives its own.
     started: float  #: Unix time at which the controller started.
@@ -81,7 +83,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         measure=measure,
         quick=option.aiperf_quick,
         update=option.aiperf_update_expectations,
-        reproducible=option.aiperf_reproducible,
+        conditions=_conditions(option),
         debug=config.getoption("usepdb", False),
         seed=shared.get("seed", 0 if option.aiperf_reproducible else secrets.randbelow(2**31)),
         started=started,
@@ -102,6 +104,19 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         capture_job=capture_job,
         rank_job=rank_job,
     )
+
+
+def _conditions(option: Any) -> dict[str, str]:
+    conditions = {}
+    if option.aiperf_reproducible:
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        conditions["reproducible"] = (
+            f"session seed 0, torch's deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}"
+        )
+    if option.aiperf_cold_start:
+        caches = ", ".join(BUILD_CACHES.values())
+        conditions["cold-start"] = f"build caches empty at the start: {caches}"
+    return conditions
 
 
 def _deadline_s(text: str) -> float:

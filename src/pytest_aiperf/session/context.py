@@ -121,7 +121,7 @@ class ItemContext:
         words += [word for name in option.plugins for word in ("-p", name)]
         words += [word for name in option.override_ini or () for word in ("-o", name)]
         words += ["-n0"] if item.config.pluginmanager.hasplugin("xdist") else []
-        words += ["--aiperf-reproducible"] if settings.reproducible else []
+        words += ["--aiperf-reproducible"] if "reproducible" in settings.conditions else []
         words += ["--aiperf-quick"] if settings.quick else []
         words += [f"--aiperf-ranks={self.requirements.count}"] if settings.ranks else []
         return words

@@ -76,7 +76,7 @@ def measure_together(
     contexts = [(claim, _claim_context(each)) for claim, each in claims]
     with (
         torch_compile.suspend_while_compiling(lock, device, files),
-        _deterministic(on=context.settings.reproducible),
+        _deterministic(on="reproducible" in context.settings.conditions),
     ):
         return session.figures.measure_ladder(contexts, context.gpus, session.machine)
 
@@ -166,13 +166,18 @@ def _run_in_ranks(
 
 @contextmanager
 def _deterministic(*, on: bool) -> Iterator[None]:
-    """If ``on``, make torch use deterministic algorithms in this context."""
+    """If ``on``, make torch use deterministic algorithms, where it has them, in this context."""
     torch = sys.modules.get("torch")
     if not on or torch is None:
         yield
         return
+    deterministic = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.empty would launch a kernel to fill the memory, which counts as work of an arm
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills

@@ -201,6 +201,7 @@ class Session:
             host=item.stash[REQUIREMENTS].host,
             stack=stack_of(gpus),
             quick=self.settings.quick,
+            conditions=self.settings.conditions,
             attempts=self.attempt,
             unchecked=self.unchecked,
             ladder=ladder,
