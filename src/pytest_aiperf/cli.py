@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from . import __version__
 from .build import nvcc
-from .doctor import bundle
+from .doctor import bundle, triage
 from .doctor import clean as artifacts
 from .doctor import doctor as diagnosis
 from .errors import AiperfError, InvalidMeasurement, UsageError
@@ -32,7 +32,7 @@ from .profilers import summary, target, tools
 from .profilers.timeline import Selection
 from .records import comparison, expectations, journal, shards
 from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
-from .report import formatting, markdown, page, side_by_side, terminal
+from .report import formatting, markdown, page, side_by_side, spreadsheet, terminal
 from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
 from .text import si
@@ -87,8 +87,8 @@ class _Command(argparse.ArgumentParser):
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split off the command that `capture` profiles as it is: what follows the first "--"."""
-    if words[:1] != ["capture"] or "--" not in words:
+    """Split off the command that `capture` or `doctor` runs: what follows the first "--"."""
+    if words[:1] not in (["capture"], ["doctor"]) or "--" not in words:
         return words, []
     at = words.index("--")
     return words[:at], words[at + 1 :]
@@ -113,6 +113,10 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
     text = "with --bundle: also try each profiler on a matrix product"
     add("--capture", action="store_true", help=text)
+    text = "with --bundle: also run the command that follows `--`, and pack how it ended"
+    add("--run", action="store_true", dest="runs_command", help=text)
+    text = "interrupt the command after this time (default: never)"
+    add("--deadline", metavar="SECONDS", type=float, default=math.inf, help=text)
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
     text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
@@ -181,8 +185,8 @@ def _add_views(subcommands: Any) -> None:
     """Add the commands that show results."""
     add = _command(subcommands, report)
     add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
-    text = "github-action-benchmark: its format customBiggerIsBetter (default: %(default)s)"
-    add("--format", choices=("html", "md", GITHUB_ACTION), default="html", help=text)
+    text = f"{GITHUB_ACTION}: its format customBiggerIsBetter (default: %(default)s)"
+    add("--format", choices=("html", "md", "csv", GITHUB_ACTION), default="html", help=text)
     text = "file to write (default: report.html; other formats: stdout)"
     add("-o", "--output", metavar="FILE", type=Path, help=text)
     add("--title", default="pytest-aiperf report", help="title of the page (default: %(default)s)")
@@ -190,7 +194,7 @@ def _add_views(subcommands: Any) -> None:
     add("old", metavar="OLD", type=Path, help="a results.json, or the folder of a run or of runs")
     add("new", metavar="NEW", type=Path, help="likewise, of a later run")
     text = "md for the comment of a pull request (default: %(default)s)"
-    add("--format", choices=("text", "md"), default="text", help=text)
+    add("--format", choices=("text", "md", "csv"), default="text", help=text)
     add("--html", metavar="FILE", type=Path, help="also write both runs side by side")
 
 
@@ -234,16 +238,38 @@ def doctor(given: argparse.Namespace) -> int:
 
     Exit status 1 if something is broken; a missing optional tool does not count. The archive of
     `--bundle` contains neither the machine's nor the user's name, and no secrets from the
-    environment.
+    environment. `doctor --bundle FILE.tar.gz --run -- COMMAND ...` adds the exit status of a
+    command and the last lines of each rank, without what looks like a secret: read them before
+    you send the archive. The exit status is then that of the command.
     """
-    if given.capture and not given.bundle:
-        raise UsageError("--capture adds to an archive: name one with --bundle FILE.tar.gz")
+    for option, is_given in (("capture", given.capture), ("run", given.runs_command)):
+        if is_given and not given.bundle:
+            raise UsageError(f"--{option} adds to an archive: name one with --bundle FILE.tar.gz")
+    if given.runs_command != bool(given.profiled):
+        raise UsageError("name a command: doctor --bundle FILE.tar.gz --run -- COMMAND ...")
+    if given.deadline != math.inf and not given.runs_command:
+        raise UsageError("--deadline is for the command of --run")
+    if given.runs_command:
+        command_profiler.require_program(given.profiled[0])
     host = diagnosis.Host()
     checks = diagnosis.checks(host)
     _print(checks)
+    status = DONE
     if given.bundle:
-        bundle.write(given.bundle, bundle.contents(host, checks, capture=given.capture))
+        files = bundle.contents(host, checks, capture=given.capture)
+        if given.runs_command:
+            ended, status = triage.run(
+                given.profiled,
+                host.environ,
+                bundle.private(host.environ),
+                given.deadline,
+                sys.stderr.buffer,
+            )
+            files |= ended
+        bundle.write(given.bundle, files)
         sys.stdout.write(f"written: {given.bundle}\n")
+    if status:
+        return status
     return FAILED if any(c.state == diagnosis.State.BROKEN for c in checks) else DONE
 
 
@@ -421,7 +447,7 @@ def _function(path: Path, name: str) -> Callable[[], object]:
 
 
 def report(given: argparse.Namespace) -> int:
-    """Write the results of one or more runs as an HTML page, as Markdown or for another tool.
+    """Write the results of one or more runs as an HTML page, Markdown, CSV or for another tool.
 
     Explanations and code are read from the tests and kernels below the current folder.
     """
@@ -429,6 +455,8 @@ def report(given: argparse.Namespace) -> int:
     output = given.output
     if given.format == "md":
         text = markdown.markdown(results, Path.cwd())
+    elif given.format == "csv":
+        text = spreadsheet.results(results)
     elif given.format == GITHUB_ACTION:
         text = terminal.github_action_benchmark(results)
     else:
@@ -471,6 +499,8 @@ def compare(given: argparse.Namespace) -> int:
         counts += "; the two runs have no claim on the same kind of GPU in common"
     if given.format == "md":
         sys.stdout.write(markdown.comparison(changes, stack, counts))
+    elif given.format == "csv":
+        sys.stdout.write(spreadsheet.changes(changes))
     else:
         rows = []
         for change in changes:

@@ -1,5 +1,6 @@
 """Two runs are compared claim by claim."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -179,6 +180,34 @@ def test_a_pull_request_shows_what_changed(folder, capsys):
         "",
     ]
     assert compared(capsys, "a.json", "a.json", "--format=md")[1] == "**3 same**\n"
+
+
+def test_ratios_and_verdicts_are_written_as_csv(folder, capsys):
+    folder("a.json", claim(), without('=HYPERLINK("x")', message="why, and\nwhere"))
+    assert cli.main(["report", "a.json", "--format=csv"]) == 0
+    measured, formula = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (measured["claim"], measured["gpu"], measured["verdict"]) == (
+        "ch07/copy", "h200", "FASTER",
+    )  # fmt: skip
+    ratio, low, high = (float(measured[name]) for name in ("ratio", "low", "high"))
+    assert (ratio, low, high) == pytest.approx((2.0, 1.996, 2.004), abs=5e-4)
+    assert float(measured["baseline"]) / float(measured["optimized"]) == pytest.approx(ratio)
+    assert (measured["metric"], measured["unit"]) == ("device", "s")
+    assert formula["claim"] == '\'=HYPERLINK("x")'  # a spreadsheet does not evaluate it
+    assert formula["message"] == "why, and where"
+    assert (formula["ratio"], formula["baseline"], formula["verdict"]) == ("", "", "ERROR")
+
+
+def test_a_comparison_is_written_as_csv(folder, capsys):
+    folder("a.json", claim(), claim("b"))
+    folder("b.json", claim(speedup=1.0), claim("b"))
+    status, out, _ = compared(capsys, "a.json", "b.json", "--format=csv")
+    assert status == 1
+    worst, same = csv.DictReader(out.splitlines())
+    assert (worst["claim"], worst["state"], float(worst["ratio"])) == (
+        "ch07/copy", "regressed", pytest.approx(0.5),
+    )  # fmt: skip
+    assert (same["state"], same["note"]) == ("same", "")
 
 
 def test_ratios_are_written_for_github_action_benchmark(folder, capsys):

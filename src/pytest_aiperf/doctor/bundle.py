@@ -1,7 +1,8 @@
 """Pack facts about a machine for a bug report.
 
-Only listed facts are packed. Command output, paths and error messages are left out, because they
-may contain the names of the machine, its user or their files.
+Only listed facts are packed. Output of the checks, paths and error messages are left out, because
+they may contain the names of the machine, its user or their files. For a command that the user
+wants to show, see triage.py.
 """
 
 import io
@@ -27,9 +28,11 @@ _VARIABLES: Final = (
     *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NVCC_CCBIN"),
     *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "OMP_NUM_THREADS"),
     *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
+    *("NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_COMPILE_DISABLE"),
 )
 """Environment variables that are packed. A value that does not match ``_PLAIN`` is replaced."""
-_PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|LAZY|EAGER")
+_PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|DETAIL|OFF|LAZY|EAGER")
 """Values that identify nobody: numbers and keywords. Any other value becomes ``<set>``."""
 _CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that are tried on the example.
 _EXAMPLE: Final = """\
@@ -54,7 +57,7 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
         "machine": platform.machine(),
         "packages": dict(sorted(packages.items())),
         "environment": {
-            name: host.environ[name] if _PLAIN.fullmatch(host.environ[name]) else "<set>"
+            name: "<set>" if name in private(host.environ) else host.environ[name]
             for name in _VARIABLES
             if name in host.environ
         },
@@ -66,6 +69,15 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
         "versions.json": dumps(facts, "versions", indent=1),
     }
     return files | (_captures(host) if capture else {})
+
+
+def private(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose values may identify someone or be a secret."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _VARIABLES or not _PLAIN.fullmatch(value)
+    }
 
 
 def _captures(host: Host) -> dict[str, str]:

@@ -92,9 +92,8 @@ class CommandRecord:
 
 def check(request: CommandRequest) -> None:
     """Raise a UsageError if a request cannot be carried out, before anything runs."""
-    program, tool = request.command[0], request.tool.name
-    if shutil.which(program) is None:
-        raise UsageError(f"{program} is not a program on PATH, nor the path of an executable file")
+    tool = request.tool.name
+    require_program(request.command[0])
     if tool in _FUNCTIONS_ONLY:
         raise UsageError(f"{tool} profiles functions only: name FILE.py::FUNCTION, or use nsys")
     if request.preset == "operators":
@@ -109,6 +108,12 @@ def check(request: CommandRequest) -> None:
         raise UsageError(
             f"--kernel: {request.selection.kernel!r} is not a regular expression ({error})"
         ) from None
+
+
+def require_program(name: str) -> None:
+    """Raise a UsageError if a program cannot be run."""
+    if shutil.which(name) is None:
+        raise UsageError(f"{name} is not a program on PATH, nor the path of an executable file")
 
 
 def run(
@@ -233,7 +238,7 @@ def _run_step(
             command = [binary, *words, *_arguments(request, invocation), *command]
         else:
             environ |= _injection(request, Path(scratch))
-        echo = _Echo(log, output)
+        echo = Echo(log, output)
         ended: int | None = INTERRUPTED
         with suppress(KeyboardInterrupt):
             ended = run_in_group(
@@ -251,7 +256,7 @@ def _run_step(
     return None, f"it ended with exit status {ended} before it started the command"
 
 
-class _Echo:
+class Echo:
     """Copies what is appended to a log to an output, whenever it is called."""
 
     def __init__(self, log: Path, output: BinaryIO | None) -> None:
