@@ -470,6 +470,7 @@ def test_the_allocator_of_a_process_is_recorded(monkeypatch):
     torch.stats = {
         "allocated_bytes.all.peak": 4096, "allocated_bytes.all.current": 0,
         "allocation.all.allocated": 3, "reserved_bytes.all.peak": 2**21,
+        "inactive_split_bytes.all.current": 0,
     }  # fmt: skip
     [function] = finish
     function()

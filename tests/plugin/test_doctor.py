@@ -25,7 +25,7 @@ UUID = "GPU-0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
 ONE = Gpu("NVIDIA H200", "h200", UUID, "sm90", 132, 60 << 20, 150 << 30, "580.159")
 OTHER = Gpu("NVIDIA H200", "h200", UUID[:-1] + "0", "sm90", 132, 60 << 20, 150 << 30, "580.159")
 BOARD = ["00000000:19:00.0", "P0", "1980", "1980", "700.00", "700.00", "Enabled", "Default"]
-BOARD += ["Disabled", "0x0000000000000004"]
+BOARD += ["Disabled", "0x0000000000000004", "1024", "147456"]
 PCI = "/sys/bus/pci/devices/0000:19:00.0"
 
 
@@ -46,6 +46,9 @@ class Machine(doctor.Host):
         self.files = {
             doctor.DRIVER_PARAMETERS: "RmProfilingAdminOnly: 0\n",
             doctor.PERF_PARANOID: "2\n",
+            doctor.GOVERNOR: "performance\n",
+            doctor.HUGE_PAGES: "always [madvise] never\n",
+            doctor.LIMITS: "Max locked memory         unlimited            unlimited    bytes\n",
             f"{PCI}/numa_node": "0\n",
             f"{PCI}/local_cpulist": "0-7,16\n",
         }
@@ -146,6 +149,7 @@ def test_a_healthy_machine_is_ok():
     assert lines["GPU 0"].found == "NVIDIA H200 (h200, sm90, 132 SMs, 150 GiB)"
     assert lines["features 0"].found == "fp8, tma, clusters, dsmem, pdl, wgmma; not tcgen05, fp4"
     assert lines["driver"].found == "580.159, CUDA up to 13.0"
+    assert lines["memory 0"].found == "1.0 of 144.0 GiB in use"
     assert str(lines["clocks 0"]) == "OK      clocks 0          1980 of 1980 MHz, P0"
     assert "P2P" not in lines
 
@@ -160,7 +164,7 @@ def test_without_a_gpu_there_are_fewer_lines():
     lines = run_checks(has=[], device=False, **torch(cuda=False, built=""))
     assert lines["GPU"].state == State.ADVICE
     assert "pytest --cpu measures here" in lines["GPU"].todo
-    assert {"clocks 0", "driver", "NCCL", "GPU counters"}.isdisjoint(lines)
+    assert {"clocks 0", "driver", "NCCL", "GPU counters", "locked memory"}.isdisjoint(lines)
     assert {"profile torch", "profile perf", "profile ncu"} <= set(lines)
     assert "profiles only GPUs" in lines["profile ncu"].found
     assert "profiles only GPUs" not in lines["profile torch"].found
@@ -176,6 +180,16 @@ SICK = {
     "mode 0": (board(**{"mig.mode.current": "Enabled"}), "-mig 0", State.ADVICE),
     "mode 0 ": (board(compute_mode="Prohibited"), "-c DEFAULT", State.BROKEN),
     "mode 0  ": (board(compute_mode="Exclusive_Process"), "-c DEFAULT", State.ADVICE),
+    "memory 0": (board(**{"memory.used": "20480"}), "20.0 of 144.0 GiB in use", State.ADVICE),
+    "CPU governor": ({"files": {doctor.GOVERNOR: "powersave"}}, "cpupower", State.ADVICE),
+    "huge pages": (
+        {"files": {doctor.HUGE_PAGES: "always madvise [never]"}}, "echo madvise", State.ADVICE
+    ),
+    "locked memory": (
+        {"files": {doctor.LIMITS: "Max locked memory  8388608  8388608  bytes"}},
+        "8 MiB per process: ulimit -l unlimited",
+        State.ADVICE,
+    ),
     "NUMA 0": (
         {"files": {f"{PCI}/local_cpulist": "8-15", f"{PCI}/numa_node": "1"}},
         "--cpunodebind=1",
@@ -243,6 +257,7 @@ def test_unknown_values_of_virtual_machines_are_ok():
     unknown = dict.fromkeys(doctor._BOARD, "[N/A]")
     lines = run_checks(board=unknown)
     assert lines["power 0"].state == lines["clocks 0"].state == State.OK
+    assert lines["memory 0"].found == "use unknown"
 
 
 def test_a_failing_nvidia_smi_is_one_line(monkeypatch):

@@ -82,8 +82,9 @@ def test_every_named_figure_is_read_from_an_ncu_report(report):
     conflicts = ncu.NCU_METRICS["bank conflicts"][0]
     first, second = sorted({k for k in profile.kernels if "turn<" in k})
 
-    # of these two the sample lacks the metrics
-    assert set(ncu.NCU_METRICS) - set(profile.figures) <= {"fma share", "local bytes"}
+    # of these the sample lacks the metrics
+    missing = {"fma share", "local bytes", "dram bytes read", "dram bytes written"}
+    assert set(ncu.NCU_METRICS) - set(profile.figures) <= missing
     apart = sorted(counted(report, conflicts, tile) for tile in (first, second))
     assert apart[1] > 10 * apart[0]  # the unpadded tile has conflicts, the padded one has few
 
@@ -531,21 +532,36 @@ def test_a_tree_of_proton_without_kernels_proves_nothing(tmp_path, text, why):
 
 def test_the_memory_of_a_call_is_read_in_bytes(tmp_path):
     path = tmp_path / "baseline.json"
-    content = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21, "version": 1}
+    content = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21}
+    content |= {"inactive split": 512, "version": 1}
     path.write_text(json.dumps(content))
     profile = read("memory", path, "baseline", ["kernels are none of its business"])
 
     assert dict(profile.figures) == {
         "peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21,
+        "inactive split": 512,
     }  # fmt: skip
     assert profile.units["peak"] == "B"
     assert not profile.units["allocations"]
+    assert not profile.notes
+
+
+@pytest.mark.parametrize("split", [2**18, 2**20])
+def test_fragmented_memory_has_advice(tmp_path, split):
+    path = tmp_path / "baseline.json"
+    content = {"peak": 4096, "allocated": 1024, "allocations": 3, "reserved": 2**21}
+    path.write_text(json.dumps(content | {"inactive split": split}))
+    notes = " ".join(read("memory", path, "baseline").notes)
+    assert ("fragmented: 50% of the reserved memory" in notes) == (split == 2**20)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0}', "has no allocation"),
+        (
+            '{"peak": 0, "allocated": 0, "allocations": 0, "reserved": 0, "inactive split": 0}',
+            "has no allocation",
+        ),
         ('{"peak": 1}', "not a record of PyTorch's allocator"),
         ("", "not a record of PyTorch's allocator"),
     ],

@@ -26,11 +26,18 @@ from pytest_aiperf.rules import validity
 
 MIN_FREE_BYTES: Final = 2 << 30  #: Free disk space that the builds and records of a full run need.
 DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"  #: Says who may read GPU counters.
+GOVERNOR: Final = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"  #: Of the CPU's clocks.
+HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage/enabled"  #: The setting is in brackets.
+LIMITS: Final = "/proc/self/limits"  #: Limits of this process, and of those that it starts.
 PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"  #: Above 2, perf needs privileges.
 _BOARD: Final = (
     *("pci.bus_id", "pstate", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit"),
     *("persistence_mode", "compute_mode", "mig.mode.current", "clocks_event_reasons.active"),
+    *("memory.used", "memory.total"),
 )
+MAX_USED: Final = 0.1
+"""Share of a GPU's memory up to which nobody else is assumed to work: contexts and the driver need
+some hundred MiB."""
 DEADLINE_S: Final = 120.0  #: Time limit of a command: a hung driver must not block the doctor.
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 
@@ -171,6 +178,7 @@ def checks(host: Host) -> list[Check]:
         cuda = host.driver_cuda()
         newest = f"CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
         listed += [_ok("driver", f"{gpus[0].driver}, {newest}"), *_boards(host, gpus)]
+    listed += [*_operating_system(host, gpus)]
     listed += [*_compiler(host, gpus), *_libraries(host, gpus), *_profilers(host, gpus)]
     if problem := validity.environment_problem(host.environ):
         listed.append(_broken("environment", "a variable distorts times", detail=problem))
@@ -207,6 +215,7 @@ def _boards(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
             yield _clocks(i, board)
             yield _power(i, board)
             yield _mode(i, board)
+            yield _memory(i, board)
             yield _numa(host, i, board)
     yield _other_processes(host, gpus)
     if len(gpus) > 1:
@@ -254,6 +263,19 @@ def _mode(i: int, board: Mapping[str, str]) -> Check:
     return _ok(name, "shared compute mode, no MIG")
 
 
+def _memory(i: int, board: Mapping[str, str]) -> Check:
+    name = f"memory {i}"
+    try:
+        used, total = (float(board[f"memory.{word}"]) / 1024 for word in ("used", "total"))
+    except ValueError:  # a MIG slice reports "[N/A]"
+        return _ok(name, "use unknown")
+    found = f"{used:.1f} of {total:.1f} GiB in use"
+    if used > MAX_USED * total:
+        # in a container, nvidia-smi does not list the processes of others
+        return _advice(name, found, "end the processes that hold it; they may not be listed here")
+    return _ok(name, found)
+
+
 def _numa(host: Host, i: int, board: Mapping[str, str]) -> Check:
     # nvidia-smi writes the PCI domain with eight digits; sysfs has only the last four of them
     device = board["pci.bus_id"].lower()[-12:]
@@ -282,6 +304,29 @@ def _other_processes(host: Host, gpus: Sequence[Gpu]) -> Check:
         todo = "end them before you measure: their work distorts the times"
         return _advice("other processes", f"{count} on these GPUs", todo)
     return _ok("other processes", "none on these GPUs")
+
+
+def _operating_system(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
+    """Check settings that change times of the host; containers and virtual machines hide some."""
+    if governor := host.read(GOVERNOR).strip():
+        todo = "cpupower frequency-set -g performance keeps the CPU's clock up"
+        is_slow = governor in ("powersave", "conservative")
+        yield (
+            _advice("CPU governor", governor, todo) if is_slow else _ok("CPU governor", governor)
+        )
+    if setting := re.search(r"\[(\w+)\]", host.read(HUGE_PAGES)):
+        todo = f"echo madvise > {HUGE_PAGES}: large arrays then need fewer page-table entries"
+        is_off = setting[1] == "never"
+        found = f"transparent huge pages: {setting[1]}"
+        yield _advice("huge pages", found, todo) if is_off else _ok("huge pages", found)
+    limit = re.search(r"Max locked memory\s+(\w+)", host.read(LIMITS))
+    if limit and gpus:
+        if limit[1] == "unlimited":
+            yield _ok("locked memory", "unlimited")
+        else:
+            found = f"at most {int(limit[1]) / 2**20:.3g} MiB per process"
+            todo = "ulimit -l unlimited, if NCCL uses InfiniBand, which locks its buffers"
+            yield _advice("locked memory", found, todo)
 
 
 def _compiler(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:

@@ -141,6 +141,7 @@ def _record_memory(settings: dict[str, Any], torch: Any) -> None:
             "allocated": stats["allocated_bytes.all.current"],
             "allocations": stats["allocation.all.allocated"],
             "reserved": stats["reserved_bytes.all.peak"],
+            "inactive split": stats["inactive_split_bytes.all.current"],
         }
         file.write_text(json.dumps(figures))
 

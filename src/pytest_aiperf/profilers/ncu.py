@@ -37,6 +37,8 @@ NCU_METRICS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "tensor share": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",),
     "dram bytes": ("dram__bytes.sum",),
+    "dram bytes read": ("dram__bytes_read.sum",),
+    "dram bytes written": ("dram__bytes_write.sum",),
     "l2 hit rate": ("lts__t_sector_hit_rate.pct",),
     "l1 hit rate": ("l1tex__t_sector_hit_rate.pct",),
     "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),

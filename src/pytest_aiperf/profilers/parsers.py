@@ -147,15 +147,22 @@ def _seconds(node: Mapping[str, Any]) -> float:
     return float(sum(n["metrics"].get("time (ns)", 0) for _, n in _walk(node))) / 1e9
 
 
+_MAX_FRAGMENTED: Final = 0.2
+"""Share of the reserved memory that may be free in split blocks without advice: blocks of different
+sizes always leave some, and a large share makes an allocation fail while enough bytes are free."""
+
+
 def memory(artefact: Path) -> Reading:
     """Read the figures of PyTorch's allocator, which the profiled process wrote as JSON.
 
     ``peak`` is the most bytes allocated at one time, ``allocated`` the bytes after the call,
-    ``allocations`` the number of allocations during the call, and ``reserved`` the most bytes
-    that the allocator held.
+    ``allocations`` the number of allocations during the call, ``reserved`` the most bytes that the
+    allocator held, and ``inactive split`` the free bytes in blocks of which a part is in use.
     """
     content = load_json(artefact, "record of PyTorch's allocator")
-    units = {"peak": "B", "allocated": "B", "allocations": "", "reserved": "B"}
+    units = {
+        "peak": "B", "allocated": "B", "allocations": "", "reserved": "B", "inactive split": "B"
+    }  # fmt: skip
     try:
         figures: Figures = {name: (float(content[name]), unit) for name, unit in units.items()}
     except (KeyError, TypeError, ValueError) as error:
@@ -166,7 +173,12 @@ def memory(artefact: Path) -> Reading:
         raise CaptureFailed(
             f"{artefact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
         )
-    return Reading(figures, [], [])
+    fragmented = figures["inactive split"][0] / figures["reserved"][0]
+    advice = (
+        f"fragmented: {fragmented:.0%} of the reserved memory is free, in blocks that are partly "
+        "in use; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
+    return Reading(figures, [], [advice] if fragmented > _MAX_FRAGMENTED else [])
 
 
 def sanitizer(artefact: Path) -> Reading:

@@ -312,6 +312,7 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
         "allocated": after["allocated_bytes.all.current"],
         "allocations": after[count] - before[count],
         "reserved": after["reserved_bytes.all.peak"],
+        "inactive split": after["inactive_split_bytes.all.current"],
     }
     Path(f"{job.stem}.json").write_text(json.dumps(figures))
 
