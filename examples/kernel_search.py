@@ -1,13 +1,14 @@
 """Search for a faster kernel: every candidate is checked and timed by pytest-aiperf.
 
-    python -m examples.kernel_search kernels.ch20.softmax_variants
-    python -m examples.kernel_search kernels.ch20.softmax_variants --endpoint https://HOST/v1
+    python -m examples.kernel_search kernels.ch20.row_tasks:softmax
+    python -m examples.kernel_search kernels.ch20.row_tasks:softmax --endpoint https://HOST/v1
 
-A task is a Python module (see `Task`). Candidates come from the task's generator, or from a
-language model behind an OpenAI-compatible endpoint. A candidate is the source code of a module with
-a function ``run``. It is rejected if it raises, if its result is wrong, or if it caches results:
-inputs are overwritten in place between calls. All other candidates are timed against the task's
-start with `pytest_aiperf.measure`. Without a GPU, candidates are only checked.
+A task is a Python module, or an object in a dictionary TASKS of a module (see `Task`). Candidates
+come from the task's generator, or from a language model behind an OpenAI-compatible endpoint. A
+candidate is the source code of a module with a function ``run``. It is rejected if it raises, if
+its result is wrong, or if it caches results: inputs are overwritten in place between calls. All
+other candidates are timed against the task's start with `pytest_aiperf.measure`. Without a GPU,
+candidates are only checked.
 
 Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
 not from malice: run it in a container.
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("task", help="module that defines the task: kernels.ch20.softmax_variants")
+    parser.add_argument("task", help="module, or module:name: kernels.ch20.row_tasks:softmax")
     parser.add_argument("--budget", type=int, default=9, help="number of candidates to judge")
     parser.add_argument("--endpoint", help="URL of a language model's API: https://HOST/v1")
     parser.add_argument("--model", default="default", help="name of the model at the endpoint")
@@ -240,7 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--judge", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    task: Any = importlib.import_module(options.task)
+    module, _, name = options.task.partition(":")
+    task: Any = importlib.import_module(module)
+    if name:
+        task = task.TASKS[name]
     if options.judge:
         request, reply = options.judge
         judged = judge(tuple(json.loads(request.read_text())), task, options.device)
