@@ -290,6 +290,11 @@ class FakeDevice:
         result = second()
         return _ledger.peak - before, result
 
+    held_noise_bytes = 0
+
+    def held_bytes(self) -> int:
+        return _ledger.held
+
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
         """Count each :func:`spend` as one kernel, without gaps between kernels."""
         before = _ledger.kernels

@@ -270,7 +270,7 @@ def by_identity_of_a_list():
     return SORT | {
         "inputs": lambda bench: numbers(bench)[0][:3000].tolist(),
         "baseline": sorted_list,
-        "optimized": remembered(id),
+        "optimized": remembered(lambda x: id(x) % 1024),  # memory is soon used again
         "reference": sorted_list,
     }
 
@@ -281,7 +281,7 @@ def sorted_list(numbers):
 
 @cheat(WRONG, clock="host")
 def by_identity_of_bytes():
-    remember = remembered(lambda x, b: id(b))
+    remember = remembered(lambda x, b: id(b) % 1024)
     return SORT | {
         "inputs": lambda bench: bytearray(numbers(bench)[0].tobytes()),
         "baseline": lambda b: np.sort(np.frombuffer(b)),

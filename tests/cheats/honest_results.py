@@ -336,3 +336,21 @@ def text_that_differs_at_each_call():
         return x, f"name {np.random.default_rng().integers(1 << 30)}"
 
     return arms(lambda x, name: x * 2, inputs=inputs, reference=lambda x, name: x * 2)
+
+
+@honest()
+def a_border_that_no_seed_changes():
+    border = np.random.default_rng(1).random(400)
+
+    def inputs(bench):
+        return (np.concatenate([border, np.random.default_rng(bench.seed).random(1000)]),)
+
+    return arms(lambda x: x * 2, inputs=inputs, reference=lambda x: x + x)
+
+
+@honest()
+def zeros_in_most_elements():
+    def inputs(bench):
+        return (np.triu(np.random.default_rng(bench.seed).random((64, 64)), 40),)
+
+    return arms(lambda x: x * 2, inputs=inputs, reference=lambda x: x + x)

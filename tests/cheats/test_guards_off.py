@@ -35,6 +35,7 @@ from tests.plugin import (
     test_device,
     test_expectations,
     test_results,
+    test_sampler,
     test_terminal,
     test_validity,
 )
@@ -56,6 +57,11 @@ def nothing(*_a: object, **_k: object) -> None:
 
 def always(value):
     return lambda *_a, **_k: value
+
+
+def from_two_lines(calls, keep):
+    first = calls[0]()
+    return [first, *[call() for call in calls[1:]]][keep]
 
 
 def caught(name):
@@ -133,11 +139,10 @@ def a_drift(_path, _patch):
         telemetry=test_validity.gpu_state, ranks=SimpleNamespace(all=bool)
     )
     timed.calls = {"optimized": 1, "baseline": 1}
-    timed._idle = validity.IdleTime()
+    timed._idle, timed._state = validity.IdleTime(), test_validity.gpu_state()
     timed.ladder = SimpleNamespace(letter=lambda name: name[0])
-    timed.renews = False
     timed._time = lambda *_, **__: run()
-    round_, _, _ = timed._round(dict.fromkeys(timed.calls), test_validity.gpu_state())
+    round_, _ = timed._round(sampler.Pass(dict.fromkeys(timed.calls), is_new=False))
     means = [np.mean(round_.seconds[name]) for name in timed.calls]
     assert means[0] == pytest.approx(means[1])
 
@@ -195,6 +200,10 @@ GUARDS = {
         caught("a_baseline_that_is_wrong"),
     ),
     "results need work": Guard({(agreement.Shortcuts, "_find"): nothing}, caught("a_length")),
+    "results depend on the seed in most elements": Guard(
+        {(agreement.Shortcuts, "_refuse_constant_part"): nothing},
+        caught("a_part_that_no_seed_changes"),
+    ),
     "no element hides the others": Guard(
         {(agreement, "SMALLER_HALF"): math.inf}, caught("zeros_beside_one_large_element")
     ),
@@ -232,6 +241,14 @@ GUARDS = {
     ),
     "no work goes on between calls": Guard(
         {(validity.IdleTime, "refuse_work"): nothing}, caught("a_process_that_spins")
+    ),
+    "memory that is held counts": Guard(
+        {(BoundClaim, "held_bytes"): always(0)},
+        calls(test_sampler.test_peak_memory_includes_what_an_arm_holds_after_its_calls, 0),
+    ),
+    "all calls are made from one line": Guard(
+        {(device, "run_calls"): from_two_lines},
+        calls(test_device.test_no_call_sees_by_its_caller_that_its_result_is_kept),
     ),
     "the call that is traced is verified": Guard(
         {(ladder.Ladder, "verify_later"): nothing}, caught("nothing_while_memory_is_traced")

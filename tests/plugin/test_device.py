@@ -94,7 +94,7 @@ def test_no_call_sees_by_its_caller_that_its_result_is_kept():
     def call():
         frame, seen = sys._getframe(1), []
         while frame is not None and frame.f_code.co_name != "run":
-            seen.append(frame.f_code)
+            seen.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
         callers.append(seen)
 

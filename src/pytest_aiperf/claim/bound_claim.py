@@ -4,6 +4,7 @@ import gc
 import inspect
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
-from pytest_aiperf.model import Bench, Error, PrecisionName, Prepared, Static, Work
+from pytest_aiperf.model import Bench, Error, Metric, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
 from .claim import Arm, Claim, Progress, no_progress
@@ -64,6 +65,7 @@ class BoundClaim:
         self._variants: dict[
             tuple[tuple[Any, ...], tuple[Hashable, ...]], int
         ] = {}  # seeds by the values that they gave
+        self._held: Counter[str] = Counter()  # bytes that arms hold after their calls
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays that differ between seeds
 
@@ -149,6 +151,36 @@ class BoundClaim:
                 "that remembers the results of a few seeds would pass: draw all values from "
                 "bench.seed"
             )
+
+    @contextmanager
+    def counting(self, name: str) -> Iterator[list[int]]:
+        """Count the bytes that an arm holds after the body, but for those put into the list."""
+        if Metric.MEMORY not in self.claim.metrics:
+            yield []
+            return
+        before = self.device.held_bytes()
+        results: list[int] = []
+        yield results
+        growth = self.device.held_bytes() - before
+        self._held[name] += growth - min(sum(results), max(0, growth))  # results may be old memory
+
+    def held_bytes(self, name: str) -> int:
+        """Return the bytes that an arm holds after its calls; only for the metric memory."""
+        held = self._held[name]
+        return held if held > self.device.held_noise_bytes else 0
+
+    def _prepare_counting(self, name: str, inputs: Inputs) -> Callable[..., object]:
+        """Prepare an arm whose calls count what they hold."""
+        with self.counting(name):
+            call = self.prepare(name, inputs)
+
+        def counted(*args: object) -> object:
+            with self.counting(name) as results:
+                returned = call(*args)
+                results.append(tensors.nbytes((*args, returned)) - tensors.nbytes(args))
+            return returned
+
+        return counted if Metric.MEMORY in self.claim.metrics else call
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
@@ -269,7 +301,7 @@ class BoundClaim:
     def _infer_effects(self) -> None:
         with self.step():
             self.effects = agreement.infer_effects(
-                partial(self.prepare, "baseline"),
+                partial(self._prepare_counting, "baseline"),
                 partial(self.make_inputs, self.seed),
                 agreement.parameter_names(self.claim.reference),
             )
@@ -282,7 +314,7 @@ class BoundClaim:
         self.progress("agreeing", seed=seed)
         with self.step():
             errors = agreement.agree(
-                {name: partial(self.prepare, name) for name in self.claim.arms},
+                {name: partial(self._prepare_counting, name) for name in self.claim.arms},
                 partial(self.make_inputs, seed),
                 self.claim.reference,
                 self.effects,
@@ -293,6 +325,13 @@ class BoundClaim:
         if seed == self.seed + AGREEMENT_SEEDS:
             self.device.release()  # only once: this delays other processes' driver calls
         return errors
+
+    def result_of(self, name: str, inputs: Inputs) -> list[NamedTensor]:
+        """Call an arm, and copy the tensors that it returned or changed."""
+        tensors.poison(inputs.args, self.effects.write_only)
+        returned = self.prepare(name, inputs)(*inputs.args)
+        self.device.synchronize()
+        return self.output_copies(returned, inputs)
 
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""

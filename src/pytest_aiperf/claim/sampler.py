@@ -107,6 +107,15 @@ class Batch:
         self.calls[:] = map(self.arm.call, order)
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Blocks of all arms: those of a round, or a single call of each arm."""
+
+    batches: Mapping[str, Batch]
+    is_new: bool  #: Whether each block gets values that no call has met.
+    is_lone: bool = False
+
+
 def input_sets(gpu: Gpu | None, cache: CacheName, set_bytes: int) -> int:
     """Return the fewest input sets of ``set_bytes`` that successive calls must use in turn."""
     if gpu is None or cache == "warm":
@@ -137,6 +146,7 @@ class Sampler:
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
         self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
         self._problem: str | None = None  # what disturbed the running round
+        self._state = GpuState()  # after the last round
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of later ones while memory allows.
@@ -396,24 +406,8 @@ class Sampler:
         padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
         for arm in buffers if to_warm else ():  # else they ran before, or warm_up() runs them
             self._run_once(arm)
-        batches = self._make_batches(buffers)
-        draw = self.bound.random
-        self._blocks_until_kept = {name: draw.randrange(2 * self.rounds) for name in batches}
-        if self.device.renews or not self._alone_s or self.bound.effects.updates:
-            self._call_alone(buffers, 1)
-            self._idle.ends()
-        for arm in buffers if self.device.renews and not self.renews else ():
-            self._renew(arm, range(self.sets))
-        if self.metric is Metric.DEVICE:  # last: a pause would leave the device idle
-            self.device.warm_up([batch.block for batch in batches.values()])
-        rounds: list[Round] = []
-        repeated = 0
-        state = self.device.telemetry()
-        for _ in range(self.rounds):
-            round_, repeats, state = self._undisturbed_round(batches, state)
-            rounds.append(round_)
-            repeated += repeats
-        self._refuse_changed_settings(*batches)
+        rounds, repeated = self._run(self._passes(buffers))
+        self._refuse_changed_settings(*self.calls)
         if self.renews:
             self._idle.refuse_work()
         self._last_seed = seed
@@ -421,58 +415,86 @@ class Sampler:
         del padding
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
 
-    def _call_alone(self, buffers: Sequence[ArmBuffers], count: int) -> None:
-        """Time successive single calls of each arm on new values, and queue their results."""
-        if self.large:
-            return
-        for _ in range(count):
+    def _passes(self, buffers: Sequence[ArmBuffers]) -> Iterator[Pass]:
+        """Yield a pass of lone calls, if this replicate has one, and a pass for each round."""
+        batches = self._make_batches(buffers)
+        draw = self.bound.random
+        self._blocks_until_kept = {name: draw.randrange(2 * self.rounds) for name in batches}
+        if self.device.renews or not self._alone_s or self.bound.effects.updates:
+            yield from self._lone_calls(buffers, 1)
+            self._idle.ends()
+        for arm in buffers if self.device.renews and not self.renews else ():
+            self._renew(arm, range(self.sets))
+        if self.metric is Metric.DEVICE:  # last: a pause would leave the device idle
+            self.device.warm_up([batch.block for batch in batches.values()])
+        self._state = self.device.telemetry()
+        yield from itertools.repeat(Pass(batches, is_new=self.renews), self.rounds)
+
+    def _lone_calls(self, buffers: Sequence[ArmBuffers], count: int) -> Iterator[Pass]:
+        """Yield passes of single calls on new values."""
+        for _ in range(0 if self.large else count):
             try:
                 batches = self._make_batches(buffers, 1)
             except CannotCapture as why:
                 problem = f"calls can be captured together, not alone: {why}"
                 raise InvalidMeasurement(problem) from why
-            for name, batch in batches.items():
-                self._alone_s.setdefault(name, []).append(self._time(batch, 1, is_new=True))
+            yield Pass(batches, is_new=True, is_lone=True)
 
-    def _undisturbed_round(
-        self, batches: Mapping[str, Batch], state: GpuState
-    ) -> tuple[Round, int, GpuState]:
-        """Run a round until it is undisturbed; return it, its repeats and the GPU's state."""
+    def _run(self, passes: Iterator[Pass]) -> tuple[list[Round], int]:
+        """Run passes; return the rounds, and how many of them were repeated.
+
+        The same functions call an arm in a round and alone, so none shows it which one it is in.
+        """
+        rounds: list[Round] = []
+        repeated = 0
+        for each in passes:
+            round_, repeats = self._undisturbed(each)
+            if each.is_lone:
+                for name, seconds in round_.seconds.items():
+                    self._alone_s.setdefault(name, []).extend(seconds)
+            else:
+                rounds.append(round_)
+                repeated += repeats
+        return rounds, repeated
+
+    def _undisturbed(self, blocks: Pass) -> tuple[Round, int]:
+        """Run a pass, a round until it is undisturbed; return its times, and its repeats."""
         for repeat in range(MAX_REPEATS + 1):
             if repeat > 1:  # not yet at the first repeat: an idle GPU's clock may just have risen
-                self.device.stabilize_clocks(next(iter(batches.values())).arm.call(0))
-                state = self.device.telemetry()
-            round_, problem, state = self._round(batches, state)
-            if problem is None:
-                return round_, repeat, state
+                arm = next(iter(blocks.batches.values())).arm
+                self.device.stabilize_clocks(arm.call(0))
+                self._state = self.device.telemetry()
+            round_, problem = self._round(blocks)
+            if problem is None or blocks.is_lone:
+                return round_, repeat
         raise InvalidMeasurement(
             f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
             "let the GPU cool, stop other work on it, compile nothing in the calls, and run again"
         )
 
-    def _round(
-        self, batches: Mapping[str, Batch], before: GpuState
-    ) -> tuple[Round, str | None, GpuState]:
-        """Run a mirrored round; return it, what disturbed it, and the GPU's state after it."""
-        half = list(batches)
-        self.bound.random.shuffle(half)
-        order = [*half, *reversed(half)]  # mirrored: a steady drift affects all arms equally
-        seconds: dict[str, list[float]] = {name: [] for name in batches}
+    def _round(self, blocks: Pass) -> tuple[Round, str | None]:
+        """Run a mirrored round, or one lone call of each arm; return it and what disturbed it."""
+        order = list(blocks.batches)
+        if not blocks.is_lone:
+            self.bound.random.shuffle(order)
+            order += reversed(order)  # mirrored: a steady drift affects all arms equally
+        seconds: dict[str, list[float]] = {name: [] for name in order}
         self._problem = None
         for name in order:
-            seconds[name].append(self._time(batches[name], self.calls[name], is_new=self.renews))
+            count = 1 if blocks.is_lone else self.calls[name]
+            seconds[name].append(self._time(blocks.batches[name], count, is_new=blocks.is_new))
         self._idle.ends()  # calls that warm up may follow
-        after = self.device.telemetry()
+        before, self._state = self._state, self.device.telemetry()
         round_ = Round(
             order="".join(map(self.ladder.letter, order)),
             seconds={name: tuple(s) for name, s in seconds.items()},
-            sm_mhz=after.sm_mhz,
-            event_reasons=after.event_reasons,
+            sm_mhz=self._state.sm_mhz,
+            event_reasons=self._state.event_reasons,
         )
-        problem = validity.round_problem(before, after) or self._problem
+        problem = validity.round_problem(before, self._state) or self._problem
         if not self.device.ranks.all(problem is None):
             problem = problem or "a disturbance on another rank"
-        return round_, problem, after
+        return round_, problem
 
     def _time(self, batch: Batch, count: int, *, is_new: bool) -> float:
         """Time a batch of ``count`` calls; return the seconds per call."""
@@ -569,7 +591,7 @@ class Sampler:
         if self._last_buffers and not self.device.renews:
             call_s = sum(s + self._set_s for s in self._first_s.values())
             few = CHECKED_CALLS * call_s > CHECKING_S
-            self._call_alone(self._last_buffers, 2 if few else CHECKED_CALLS)
+            self._run(self._lone_calls(self._last_buffers, 2 if few else CHECKED_CALLS))
         self._last_buffers = []
 
     def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from pytest_aiperf.correctness import tensors
+from pytest_aiperf.correctness.tensors import NamedTensor
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
 
@@ -38,31 +40,36 @@ class ScoreSampler:
         figures: dict[str, tuple[float, ...]] = {}
         for name in names:
             bound.device.release()
-            # a call before the measured one, on other values, makes handles and workspaces
-            inputs = [
-                bound.make_inputs(seed + i) for i in range(1 + (self.metric is Metric.MEMORY))
-            ]
-            calls = [bind(self.ladder.prepare(name, i), i.args) for i in inputs]
-            score, returned = self._call(*calls)
-            bound.refuse_changed_settings()
-            outputs = bound.output_copies(returned, inputs[-1])
-            if not score.value > 0 or math.isinf(score.value):
-                raise UsageError(
-                    f"{name} gives {score.value} {score.unit}: a ratio needs more than 0"
-                )
-            first = self.score = self.score or score
-            kind = score.unit, score.better
-            if score.better not in ("higher", "lower") or kind != (first.unit, first.better):
-                raise UsageError(
-                    f"{name} gives {score.unit!r}, {score.better} is better, after a score in "
-                    f"{first.unit!r}, {first.better} is better: all calls need one unit and "
-                    "'higher' or 'lower'"
-                )
-            self.ladder.verify_later(name, outputs, inputs[-1].seed, "after measuring")
-            figures[name] = (float(score.value),)
-            del inputs, calls, returned, outputs
+            owner, role = self.ladder.owner(name)
+            held = owner.held_bytes(role)  # by earlier calls
+            with owner.counting(role) as results:
+                score, outputs, last_seed = self._sample(name, seed)
+                results.append(tensors.nbytes(tuple(array for _, array in outputs)))
+            self.ladder.verify_later(name, outputs, last_seed, "after measuring")
+            figures[name] = (float(score.value + held),)
         order = "".join(map(self.ladder.letter, names))
         return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
+
+    def _sample(self, name: str, seed: int) -> tuple[Score, list[NamedTensor], int]:
+        """Return the score of an arm's call, copies of its outputs and the seed of its inputs."""
+        bound = self.bound
+        # a call before the one whose memory is measured makes handles and workspaces
+        count = 2 if self.metric is Metric.MEMORY else 1
+        inputs = [bound.make_inputs(seed + i) for i in range(count)]
+        score, returned = self._call(*[bind(self.ladder.prepare(name, i), i.args) for i in inputs])
+        bound.refuse_changed_settings()
+        outputs = bound.output_copies(returned, inputs[-1])
+        if not score.value > 0 or math.isinf(score.value):
+            raise UsageError(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
+        first = self.score = self.score or score
+        kind = score.unit, score.better
+        if score.better not in ("higher", "lower") or kind != (first.unit, first.better):
+            raise UsageError(
+                f"{name} gives {score.unit!r}, {score.better} is better, after a score in "
+                f"{first.unit!r}, {first.better} is better: all calls need one unit and "
+                "'higher' or 'lower'"
+            )
+        return score, outputs, inputs[-1].seed
 
     def _call(self, *calls: Callable[[], object]) -> tuple[Score, object]:
         """Return the score of the last call, and its return value."""

@@ -18,9 +18,10 @@ results; for large inputs it should return exactly their result, in their dtype.
 import contextlib
 import itertools
 import math
+import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -89,6 +90,12 @@ long sums are alike in all elements: the limit is that of one element."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
+MAX_CONSTANT_SHARE = 0.5
+"""Share of an output's elements that may be the same for all seeds, in a random sample."""
+MIN_CONSTANT = 8  #: Elements of the sample that are the same for all seeds; fewer are accepted.
+MAX_CONSTANT_CHANGE = 2.0**-6
+"""Relative change at which an element counts as the same, unless its tolerance is smaller: in the
+tolerance of fp8, a third of random elements would be the same by chance."""
 SAMPLE = 4096  #: Elements of a large array that :func:`_scale` reads: 50 of them are the upper 1 %.
 NEGLIGIBLE = 1e-12
 """Values this small, and this many times smaller than the RMS, have no scale of their own: those of
@@ -334,7 +341,9 @@ def agree(
         named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
         # where nothing is read, to fill the destinations is the work
         if named or effects.returned or not shortcuts.stale:
-            shortcuts.refuse(results["baseline"], named, expected, deviations["baseline"])
+            updates = {effects.label(p) for p in effects.mutated if p not in effects.write_only}
+            rows = deviations["baseline"]
+            shortcuts.refuse(results["baseline"], named, expected, rows, updates)
     return errors
 
 
@@ -370,20 +379,44 @@ class Shortcuts:
         inputs: Mapping[str, Any],
         expected: Sequence[Expected],
         base: Sequence[Deviation],
+        updates: Collection[str] = (),
     ) -> None:
         """Raise UsageError if an output of the baseline could have been found without work.
 
-        An integer output may be the same for all inputs if another output is not.
+        An integer output may be the same for all inputs if another output is not, and so may parts
+        of ``updates``, the arguments that a call reads and changes.
         """
         rows = zip(self.stale, expected, base, strict=False)
         found = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
-        self.stale = result
+        self.stale, stale = result, dict(self.stale)
         for name, output in zip(found, base, strict=False):
             if name and (all(found) or not is_exact(output)):
                 raise UsageError(
                     f"{name} would pass for {output.path}, so an arm could skip the work: choose "
                     "inputs for which the results differ by more than the tolerance"
                 )
+        for path, array in result:
+            if path in stale and path not in updates and not is_exact(array):
+                self._refuse_constant_part(path, stale[path], array)
+
+    def _refuse_constant_part(self, path: str, old: Any, new: Any) -> None:
+        """Refuse an output of which an arm could keep most elements for later calls.
+
+        A value that several elements have, as zeros of a mask, needs no work and does not count.
+        """
+        if tuple(old.shape) != tuple(new.shape):
+            return
+        entropy = random.SystemRandom().getrandbits(64)
+        pairs = list(zip(tensors.sample(old, entropy), tensors.sample(new, entropy), strict=True))
+        limit = min(ERROR_BUDGETS[self.precision or "fp32"], MAX_CONSTANT_CHANGE)
+        constant = [b for a, b in pairs if abs(a - b) <= limit * abs(b)]
+        distinct = sum(constant.count(value) == 1 for value in constant)
+        others = len(pairs) - len(constant)
+        if distinct >= MIN_CONSTANT and distinct > MAX_CONSTANT_SHARE * (distinct + others):
+            raise UsageError(
+                f"{distinct} of {distinct + others} drawn elements of {path} are the same for "
+                "other seeds, so an arm could keep them: draw all inputs from bench.seed"
+            )
 
     def _find(
         self, old: Any, inputs: Mapping[str, Any], want: Expected, base: Deviation

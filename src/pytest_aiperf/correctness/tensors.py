@@ -401,9 +401,11 @@ def sample(array: Any, entropy: int) -> list[float]:
     import numpy as np
 
     shape = tuple(array.shape) or (1,)
-    if not math.prod(shape):
+    count = math.prod(shape)
+    drawn = np.random.default_rng((entropy, *shape))
+    at = drawn.integers(0, count, SAMPLE) if count > SAMPLE else np.arange(count)
+    if not count:
         return []
-    at = np.random.default_rng((entropy, *shape)).integers(0, math.prod(shape), SAMPLE)
     backend = backend_of(array)
     index = tuple(backend.cast(i, "int64", array) for i in np.unravel_index(at, shape))
     real = backend.as_real_view(array.reshape(shape))[index]

@@ -197,6 +197,12 @@ class CudaDevice:
             peak = memory.max_memory_allocated()
         return int(self.ranks.max(max(0, peak - before))), result
 
+    held_noise_bytes = 64 << 10  # torch rounds each allocation up to 512 bytes
+
+    def held_bytes(self) -> int:
+        gc.collect()
+        return int(self._torch.cuda.memory_allocated())
+
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
         """Trace a call with the cache state and the launch gaps of its timing."""
         flush = counters.flusher(self) if cold else None

@@ -89,6 +89,12 @@ class Device(Protocol):
     # Return the peak bytes that the second call allocates and the first one keeps, and the result
     # of the second. What a first call needs and frees does not count.
     def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]: ...
+    # Return the bytes that are allocated now, if no garbage is left, and how much they may grow
+    # without a call that keeps memory.
+    def held_bytes(self) -> int: ...
+
+    held_noise_bytes: int
+
     # Trace one warmed-up call in the state in which it was timed; None on the host.
     def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None: ...
     # Read hardware counters over one call, by name of the metric; empty on the host.
@@ -183,6 +189,18 @@ class HostDevice:
         peak = grown if grown > traced + UNTRACED_BYTES else traced
         return int(self.ranks.max(peak)), result
 
+    held_noise_bytes = UNTRACED_BYTES
+
+    def held_bytes(self) -> int:
+        """Return the bytes that malloc has given out; 0 where no function of glibc tells."""
+        gc.collect()
+        with contextlib.suppress(AttributeError):
+            mallinfo = ctypes.CDLL(None).mallinfo2
+            mallinfo.restype = _MallInfo
+            info = mallinfo()
+            return int(info.hblkhd + info.uordblks)  # mapped, and in use on the heap
+        return 0
+
     def trace(self, *_call: object, **_state: object) -> Trace | None:
         return None  # no GPU to trace
 
@@ -236,21 +254,30 @@ class WallBlock:
         return self.ranks.max(seconds)
 
 
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
 def run_calls(calls: Sequence[Call], keep: int) -> object:
     """Run calls, and return the result of the one that has the number ``keep``.
 
-    Other results live until the next one is there, as in a caller's variable. A call cannot see
-    by the functions that call it whether its result is the kept one.
+    Other results live until the next one is there, as in a caller's variable. All calls are made
+    from one line, so none sees there whether its result is the kept one.
     """
-    first, others = calls[: keep % len(calls) + 1], calls[keep % len(calls) + 1 :]
-    kept = last = None
-    for call in first:
-        kept = call()
-    last = kept
-    for call in others:
-        last = call()
-    del last
-    return kept
+    split = keep % len(calls) + 1
+    kept: list[object] = []
+    last = None
+    for part in (calls[:split], calls[split:]):
+        for call in part:
+            last = call()
+        kept.append(last)
+    return kept[0]
 
 
 def _free_unused() -> None:
