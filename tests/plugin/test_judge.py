@@ -42,6 +42,8 @@ CASES = {
     "plain/dot/solution_raises.py": ("BROKEN", "solution_raises.py:3: ValueError: no total for"),
     "plain/norms/solution_same.py": (EQUAL, ""),
     "plain/norms/solution_settings.py": ("SHORTCUT", "torch.get_num_threads: 1 -> 3"),
+    "plain/norms/solution_settings_in_a_call.py": (
+        "SHORTCUT", "torch.get_float32_matmul_precision: highest -> medium"),
     "plain/norms/solution_timer.py": ("SHORTCUT", "replaces time.perf_counter_ns, on which the"),
     "plain/norms/solution_judge.py": ("SHORTCUT", "replaces pytest_aiperf.correctness.agreement."),
     "plain/norms/solution_late.py": ("SHORTCUT", "right when it was checked, and wrong when timed"),

@@ -3,7 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +60,7 @@ def functions(problem: object) -> dict[str, int]:
     }
 
 
-def replaced(before: dict[str, int], problem: object) -> str:
+def replaced(before: Mapping[str, int], problem: object) -> str:
     """Name a function that differs from ``before``; empty if there is none."""
     after = functions(problem)
     changed = (name for name, at in before.items() if after.get(name, at) != at)

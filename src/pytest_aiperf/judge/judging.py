@@ -287,6 +287,7 @@ class _Judging:
             self._refuse_tampering(settings, known)
             self._begin("checking results")
             problem = next(filter(None, (check() for check in pair.checks)), "")
+            self._refuse_tampering(settings, known)
         if problem:
             self._diagnose_wrong(pair.cases[0], pair, problem)
         notes = list(pair.notes)
@@ -351,7 +352,10 @@ class _Judging:
         loaded = Loaded(self.task, self.module, solution, self.path, self.device, self.seed)
         return loaded.pair(self.options.tolerance, self.options.cap)
 
-    def _refuse_tampering(self, settings: Mapping[str, str], known: dict[str, int]) -> None:
+    def _refuse_tampering(
+        self, settings: Mapping[str, str], known: Mapping[str, int] | None = None
+    ) -> None:
+        """Raise _Refused if the solution has changed settings or, of ``known``, functions."""
         changed = validity.changed_flags(settings, validity.flags())
         # of a function, the address is the setting
         timers = [line.partition(": ")[0] for line in changed if " at 0x" in line]
@@ -359,10 +363,10 @@ class _Judging:
             text = f"replaces {timers[0]}, on which the measurement relies"
         elif changed:
             text = (
-                f"changes global settings when it is loaded ({', '.join(changed)}), under which "
-                "the baseline would run as well: set them for its own calls only"
+                f"changes global settings ({', '.join(changed)}), under which the baseline would "
+                "run as well: set them for its own calls only"
             )
-        elif name := checks.replaced(known, self.module):
+        elif known and (name := checks.replaced(known, self.module)):
             text = f"replaces {name}, which the baseline uses"
         else:
             return
@@ -371,6 +375,7 @@ class _Judging:
     def _measure(self, case: Case, pair: Pair, notes: list[str]) -> Result:
         work = pair.work
         with self._shared():
+            settings = validity.flags()
             if kind := checks.not_plain(case, self.device, self.seed):
                 raise _Refused(
                     SHORTCUT,
@@ -380,6 +385,8 @@ class _Judging:
             if work is None and self.gpu is not None:
                 moved = checks.bytes_to_move(case, self.device, self.seed)
                 work = lambda *_args: moved  # noqa: E731
+            # measuring would note the settings that these calls have left as the user's own
+            self._refuse_tampering(settings)
         claim = Claim(
             arms={"baseline": case.baseline, "optimized": case.solution},
             inputs=case.inputs,
