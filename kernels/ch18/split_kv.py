@@ -4,6 +4,8 @@ The query heads that share a key head (a group) form one tile, so each key and v
 for the whole group. A block runs an online softmax over its part of the cache and stores three
 results: the normalized output of the part, its running max and its denominator. `_merge` rescales
 the parts to the common maximum and adds them. The result does not depend on how the cache is split.
+On GPUs since Hopper `_merge` is launched while `_part` runs (programmatic dependent launch) and
+waits for its results, so that its launch takes no time of its own.
 
 Shapes: q is key heads x group x D, k and v are key heads x tokens x D.
 """
@@ -11,6 +13,7 @@ Shapes: q is key heads x group x D, k and v are key heads x tokens x D.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE = 64  # keys per step of the online softmax
 ROWS = 16  # smallest M of a tensor-core tile; groups are padded to it
@@ -20,7 +23,10 @@ ROWS = 16  # smallest M of a tensor-core tile; groups are padded to it
 def _part(  # noqa: PLR0917  a launch passes arguments by position
     q, k, v, part_out, part_max, part_denominator, length, part_length, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, column, key = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TILE)
     row_mask = (row < GROUP)[:, None]
@@ -56,8 +62,10 @@ def _part(  # noqa: PLR0917  a launch passes arguments by position
 @triton.jit
 def _merge(  # noqa: PLR0917  as above
     part_out, part_max, part_denominator, out, parts,
-    GROUP: tl.constexpr, D: tl.constexpr, PADDED_PARTS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, PADDED_PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     query_head, part, column = tl.program_id(0), tl.arange(0, PADDED_PARTS), tl.arange(0, D)
     head, member = query_head // GROUP, query_head % GROUP
     slot = (head * parts + part) * GROUP + member
@@ -81,6 +89,8 @@ def attend(q, k, v, parts, *, tile=TILE, warps=4, stages=3):
     length = k.shape[1]
     part_length = triton.cdiv(triton.cdiv(length, parts), 16) * 16  # keeps loads aligned
     parts = triton.cdiv(length, part_length)  # fewer if part_length was rounded up; none is empty
+    # Triton's interpreter knows neither the launch attribute nor the instructions
+    overlaps = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] > 8
     part_out = torch.empty(heads, parts, group, width, device=q.device)
     part_max, part_denominator = torch.empty(2, heads, parts, group, device=q.device)
     _part[heads, parts](
@@ -89,11 +99,13 @@ def attend(q, k, v, parts, *, tile=TILE, warps=4, stages=3):
         D=width,
         ROWS=ROWS,
         TILE=tile,
+        OVERLAP=overlaps,
         num_warps=warps,
         num_stages=stages,
     )
     out, padded_parts = torch.empty_like(q), triton.next_power_of_2(parts)
     _merge[(heads * group,)](
-        *(part_out, part_max, part_denominator, out, parts, group, width, padded_parts)
+        *(part_out, part_max, part_denominator, out, parts, group, width, padded_parts, overlaps),
+        **({"launch_pdl": True} if overlaps else {}),
     )
     return out
