@@ -9,6 +9,10 @@ class UsageError(AiperfError):
     """An argument, a marker, an option or a file is wrong."""
 
 
+class NeedsGpu(UsageError):
+    """A kernel is launched in a check without a GPU, where it is only built."""
+
+
 class BuildError(AiperfError):
     """nvcc is missing, or could not build a source file."""
 

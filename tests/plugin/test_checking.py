@@ -302,7 +302,7 @@ def claim(nvcc, inputs, **words):
     return claim | {"inputs": inputs} | words
 
 def copies(bench):
-    return torch.empty(8), torch.ones(8), 8
+    return torch.empty(8), torch.rand(8), 8
 
 @pytest.mark.sm90
 def test_built(compare, nvcc):
@@ -362,7 +362,7 @@ def test_kernels_are_built_and_reported(project):
         """
 def copies(bench):
     import torch
-    return torch.empty(8), torch.ones(8), 8
+    return torch.empty(8), torch.rand(8), 8
 
 @pytest.mark.sm90
 def test_built(compare, nvcc):
@@ -373,6 +373,16 @@ def test_built(compare, nvcc):
 @pytest.mark.sm90
 def test_unknown(compare, nvcc):
     nvcc("copy.cu")["cpoy"]
+
+@pytest.mark.parametrize("scale", [1, 1.5])
+def test_called_by_a_function(compare, nvcc, scale):
+    copy = nvcc("copy.cu")["copy"]
+    compare(
+        baseline=lambda to, source, n: to.copy_(source),
+        optimized=lambda to, source, n: copy(to, source, n * scale),
+        inputs=copies,
+        reference=lambda to, source, n: source,
+    )
 
 @pytest.mark.gpu
 def test_nothing_to_build(compare):
@@ -386,9 +396,10 @@ def test_gpu(gpu):
     done.stdout.fnmatch_lines(
         [
             "no launcher 'cpoy' in kernels/copy.cu*functions are copy*",
+            "argument 3 'n' of copy() is int, got float: pass an int",
             "SKIPPED*: its results need a GPU, and it has nothing to build: run with --gpu",
             "SKIPPED*: needs a GPU: run with --gpu",
-            "*1 failed, 2 skipped, 1 built*",
+            "*2 failed, 2 skipped, 2 built*",
         ]
     )
 

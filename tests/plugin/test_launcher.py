@@ -12,7 +12,7 @@ import pytest
 
 from pytest_aiperf.build import launcher
 from pytest_aiperf.build.launcher import Kernels
-from pytest_aiperf.errors import BuildError, LaunchError, UsageError
+from pytest_aiperf.errors import BuildError, LaunchError, NeedsGpu, UsageError
 
 ZOO = r"""
 // extern "C" int commented(cudaStream_t stream) {}
@@ -282,6 +282,6 @@ def test_a_library_that_does_not_load_is_named(tmp_path):
 
 def test_without_a_gpu_nothing_is_loaded():
     with pytest.raises(
-        UsageError, match=r"nothing\(\) is built, but its results can only be checked on a GPU"
+        NeedsGpu, match=r"nothing\(\) is built, but its results can only be checked on a GPU"
     ):
         Kernels("host.cu", HOST, None)["nothing"]()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_aiperf.errors import BuildError, LaunchError, UsageError
+from pytest_aiperf.errors import BuildError, LaunchError, NeedsGpu, UsageError
 
 Convert = Callable[[Any, bool], Any]
 """Checks an argument and converts it to a value for ctypes; the flag allows tensors on the CPU."""
@@ -133,6 +133,9 @@ class Launcher:
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of torch, or of cupy where torch is not in use."""
+        if self._library is None:
+            self.check(*args)
+            raise NeedsGpu(f"{self.name}() is built, but its results can only be checked on a GPU")
         self._check_count(args)
         function = self._function
         values = [convert(arg, False) for convert, arg in zip(self._converts, args, strict=True)]
@@ -154,10 +157,6 @@ class Launcher:
 
     @functools.cached_property
     def _function(self) -> Any:
-        if self._library is None:
-            raise UsageError(
-                f"{self.name}() is built, but its results can only be checked on a GPU"
-            )
         try:
             function = getattr(ctypes.CDLL(str(self._library)), self.name)
         except OSError as error:

@@ -177,7 +177,10 @@ def _includes(source: Path, flags: Sequence[str]) -> tuple[list[Path], list[Path
     name of a package's headers, such as cutlass.
     """
     if isinstance(flags, str):
-        raise UsageError(f"flags= takes a list: [{flags!r}]")
+        raise UsageError(
+            f'nvcc() takes flags as a list: nvcc("{source.name}", ["{flags}"]); a launcher is an '
+            f'item of what it returns: nvcc("{source.name}")["NAME"]'
+        )
     folders, packages = [], []
     for name in [flag[2:] for flag in flags if flag.startswith("-I")]:
         if folder := next((f for f in (source.parent / name, Path(name)) if f.is_dir()), None):
