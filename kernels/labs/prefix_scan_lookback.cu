@@ -1,25 +1,29 @@
-// Inclusive prefix sum of n ints, with four passes of the data through memory or with two.
+// Inclusive prefix sum of n ints, with three passes of the data through memory or with two.
 //
-//   three_kernels  Scan-then-propagate: scan each tile of 4096 and store its sum; scan the sums;
-//                  then add the sum of all previous tiles to each tile. Two reads and two writes.
+//   three_kernels  Reduce-then-scan: sum each tile; scan the sums; then scan each tile, starting
+//                  from the sum of all previous tiles. Two reads and one write.
 //   look_back      Single pass with decoupled look-back: one read, one write. A tile first
 //                  publishes its sum (AGGREGATE). Then it looks back: it adds the sums of its
-//                  predecessors, 32 at a time, until it reaches one that has published its
-//                  inclusive prefix (PREFIX); then it publishes its own prefix. It rarely looks
-//                  back far, because all tiles do this concurrently.
+//                  predecessors, WINDOWS x 32 at a time, until it reaches one that has published
+//                  its inclusive prefix (PREFIX); then it publishes its own prefix.
+//
+// On fast memory the look-back is what limits the rate: more than a hundred tiles start per
+// microsecond, and a tile that reads the state of others waits most of a microsecond for the
+// L2 cache. So tiles are large, and several windows are read at once.
 //
 // Two points make look_back safe. Tiles are numbered in the order in which blocks start (a ticket),
 // so a tile waits only for tiles that are running or done. State and sum share one 64-bit word, so
 // a reader sees both or neither, and no fence is needed.
 //
-// Within a tile, each warp scans 512 neighbors: a lane holds 4 ints of each of 4 rows of 128.
+// Within a tile, each warp scans neighbors: a lane holds 4 ints of each of VECTORS rows of 128.
 
 #include <cstdint>
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int VECTORS = 4;                   // int4 per lane
+constexpr int VECTORS = 8;                   // int4 per lane
 constexpr int TILE = THREADS * VECTORS * 4;  // ints per block
+constexpr int WINDOWS = 4;                   // of 32 tiles each, whose states are read at once
 
 enum : uint32_t { INVALID, AGGREGATE, PREFIX };
 
@@ -94,14 +98,19 @@ struct Tile {
     }
 };
 
-__global__ void __launch_bounds__(THREADS)
-scan_tiles(const int* in, int* out, int* sums, size_t n) {
-    const size_t start = size_t(blockIdx.x) * TILE;
+__global__ void __launch_bounds__(THREADS) sum_tiles(const int* in, int* sums, size_t n) {
+    __shared__ int warp_sums[WARPS];
     Tile tile;
-    tile.load(in, start, n);
-    const int tile_sum = tile.scan();
-    tile.store(out, start, n);
-    if (threadIdx.x == 0) sums[blockIdx.x] = tile_sum;
+    tile.load(in, size_t(blockIdx.x) * TILE, n);
+    int sum = 0;
+    for (const int4& v : tile.values) sum += v.x + v.y + v.z + v.w;
+    sum = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < WARPS; ++w) sum += warp_sums[w];
+        sums[blockIdx.x] = sum;
+    }
 }
 
 __global__ void __launch_bounds__(THREADS) scan_sums(int* sums, int count) {  // by one block
@@ -118,11 +127,14 @@ __global__ void __launch_bounds__(THREADS) scan_sums(int* sums, int count) {  //
     }
 }
 
-__global__ void __launch_bounds__(THREADS) add_sums(int* out, const int* sums, size_t n) {
-    const size_t start = size_t(blockIdx.x + 1) * TILE;  // the first tile needs no prefix
+__global__ void __launch_bounds__(THREADS)
+scan_tiles(const int* in, int* out, const int* sums, size_t n) {
+    const size_t start = size_t(blockIdx.x) * TILE;
     Tile tile;
-    tile.load(out, start, n);
-    for (int i = 0; i < VECTORS; ++i) tile.add(i, sums[blockIdx.x]);
+    tile.load(in, start, n);
+    tile.scan();
+    const int prefix = blockIdx.x ? sums[blockIdx.x - 1] : 0;
+    for (int i = 0; i < VECTORS; ++i) tile.add(i, prefix);
     tile.store(out, start, n);
 }
 
@@ -137,21 +149,29 @@ __device__ uint64_t load_relaxed(const uint64_t* tile_state) {
     return word;
 }
 
-// Sum of all tiles before `index`, by one warp: lane l reads the state of tile index - 1 - l.
+// Sum of all tiles before `index`, by one warp: lane l reads the states of tiles index - 1 - l,
+// index - 33 - l and so on.
 __device__ int exclusive_prefix(const uint64_t* tile_states, int index) {
     const int lane = threadIdx.x % 32;
     int sum = 0;
-    for (int nearest = index - 1;; nearest -= 32) {
-        const int predecessor = nearest - lane;
-        uint64_t word = uint64_t(PREFIX) << 32;  // before the first tile: a prefix of 0
-        if (predecessor >= 0)
-            while ((word = load_relaxed(tile_states + predecessor)) >> 32 == INVALID) {}
-        __syncwarp();
-        const unsigned prefix_lanes = __ballot_sync(~0u, word >> 32 == PREFIX);
-        // the nearest prefix already contains the tiles before it
-        const int last_lane = prefix_lanes ? __ffs(prefix_lanes) - 1 : 31;
-        sum += __reduce_add_sync(~0u, lane <= last_lane ? int(uint32_t(word)) : 0);
-        if (prefix_lanes) return sum;
+    for (int nearest = index - 1 - lane;; nearest -= 32 * WINDOWS) {
+        uint64_t words[WINDOWS];
+        for (int w = 0; w < WINDOWS; ++w) {
+            const int predecessor = nearest - 32 * w;
+            // before the first tile: a prefix of 0
+            words[w] = predecessor < 0 ? uint64_t(PREFIX) << 32
+                                       : load_relaxed(tile_states + predecessor);
+        }
+        for (int w = 0; w < WINDOWS; ++w) {
+            while (words[w] >> 32 == INVALID)
+                words[w] = load_relaxed(tile_states + nearest - 32 * w);
+            __syncwarp();
+            const unsigned prefix_lanes = __ballot_sync(~0u, words[w] >> 32 == PREFIX);
+            // the nearest prefix already contains the tiles before it
+            const int last_lane = prefix_lanes ? __ffs(prefix_lanes) - 1 : 31;
+            sum += __reduce_add_sync(~0u, lane <= last_lane ? int(uint32_t(words[w])) : 0);
+            if (prefix_lanes) return sum;
+        }
     }
 }
 
@@ -181,14 +201,14 @@ scan_look_back(const int* in, int* out, uint64_t* scratch, size_t n) {
 
 int tile_count(int64_t n) { return int((n + TILE - 1) / TILE); }
 
-// `scratch` has room for n / 4096 + 2 words of 64 bits.
+// `scratch` has room for n / TILE + 2 words of 64 bits.
 extern "C" cudaError_t three_kernels(const int* in, int* out, int64_t* scratch, int64_t n,
                                      cudaStream_t stream) {
     int* sums = reinterpret_cast<int*>(scratch);
     const int tiles = tile_count(n);
-    scan_tiles<<<tiles, THREADS, 0, stream>>>(in, out, sums, n);
+    sum_tiles<<<tiles, THREADS, 0, stream>>>(in, sums, n);
     scan_sums<<<1, THREADS, 0, stream>>>(sums, tiles);
-    if (tiles > 1) add_sums<<<tiles - 1, THREADS, 0, stream>>>(out, sums, n);
+    scan_tiles<<<tiles, THREADS, 0, stream>>>(in, out, sums, n);
     return cudaGetLastError();
 }
 
