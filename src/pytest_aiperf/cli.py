@@ -111,6 +111,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     )
     add = _command(subcommands, doctor)
     add("--bundle", metavar="FILE.tar.gz", type=Path, help="also write an archive for bug reports")
+    add("--links", action="store_true", help="also try an all-reduce over all GPUs with NCCL")
     text = "with --bundle: also try each profiler on a matrix product"
     add("--capture", action="store_true", help=text)
     text = "with --bundle: also run the command that follows `--`, and pack how it ended"
@@ -252,7 +253,7 @@ def doctor(given: argparse.Namespace) -> int:
     if given.runs_command:
         command_profiler.require_program(given.profiled[0])
     host = diagnosis.Host()
-    checks = diagnosis.checks(host)
+    checks = diagnosis.checks(host, links=given.links)
     _print(checks)
     status = DONE
     if given.bundle:

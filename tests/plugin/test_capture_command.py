@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -377,6 +378,31 @@ def test_the_ranks_of_torchrun_are_recorded_one_by_one():
     assert done.returncode == 0, done.stderr
     assert [part.profile.arm for part in found.parts] == ["rank 0", "rank 1"]
     assert [len(part.ranges) for part in found.parts] == [2, 2]
+
+
+def test_two_nodes_are_captured_one_by_one():
+    Path("phases.py").write_text(PHASES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = []
+    for node in "01":
+        Path(node).mkdir()
+        torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2")
+        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=7")
+        is_host = "--rdzv-conf=is_host=" + str(node == "0").lower()
+        words = (*torchrun, *rendezvous, is_host, "--local-addr=127.0.0.1", "../phases.py")
+        capture = ("-m", "pytest_aiperf", "capture", "torch", "--", sys.executable, *words)
+        argv = [sys.executable, *capture]
+        nodes.append(subprocess.Popen(argv, cwd=node, stdout=subprocess.PIPE, text=True))
+    printed = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    names = []
+    for node in "01":
+        [file] = Path(node, "artifacts").glob("*/*/capture.json")
+        names.append([part.profile.arm for part in command.load(file.parent).captures[0].parts])
+    # the rendezvous, not the test, chooses which node comes first
+    assert sorted(names) == [["rank 0", "rank 1"], ["rank 2", "rank 3"]]
 
 
 def test_a_command_without_pytorch_is_a_sentence():

@@ -59,6 +59,7 @@ class Machine(doctor.Host):
         self.compiler = self.disassembler = self.locked = self.gpu_error = None
         self.compiled = "Cuda compilation tools, release 13.0, V13.0.48"
         self.space = 100 << 30
+        self.collective = ""
         self.root = False
         self.device = True
         self.__dict__ |= changes
@@ -124,6 +125,9 @@ class Machine(doctor.Host):
 
     def free_bytes(self, folder):
         return self.space
+
+    def all_reduce(self, ranks):
+        return self.collective
 
     def lock_folder(self):
         if self.locked:
@@ -247,6 +251,32 @@ def test_an_administrator_may_read_counters():
     lines = run_checks(files=files, root=True)
     assert lines["GPU counters"].state == State.OK
     assert "perf events" not in lines
+
+
+def test_links_are_tried_on_request():
+    machine = Machine(has=[ONE, OTHER])
+    assert "all-reduce" not in {check.name for check in checks(machine)}
+    [check] = [c for c in checks(machine, links=True) if c.name == "all-reduce"]
+    assert str(check) == "OK      all-reduce        over 2 GPUs: right"
+    machine.collective = "NCCL WARN Bootstrap: no socket interface found"
+    [check] = [c for c in checks(machine, links=True) if c.name == "all-reduce"]
+    assert check.state == State.BROKEN
+    assert "no socket interface found: NCCL_DEBUG=INFO" in str(check)
+    assert "no socket" not in check.found + check.todo  # bundles hold no messages
+    [check] = [c for c in checks(Machine(has=[]), links=True) if c.name == "all-reduce"]
+    assert check.state == State.ADVICE
+
+
+def test_a_collective_is_right_fails_or_hangs(monkeypatch):
+    host = doctor.Host()
+    assert host.all_reduce(2, "gloo") == ""
+    assert "no-such-backend" in host.all_reduce(2, "no-such-backend").lower()
+    wrong = doctor._ALL_REDUCE.replace("torch.ones(1 << 20", "torch.full((8,), 2.0")
+    monkeypatch.setattr(doctor, "_ALL_REDUCE", wrong)
+    assert "the sum of 2 ones is [4.0]" in host.all_reduce(2, "gloo")
+    monkeypatch.setattr(doctor, "_ALL_REDUCE", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "DEADLINE_S", 8)
+    assert host.all_reduce(2, "gloo") == "not done after 8 s"
 
 
 def test_no_compiler_no_disassembly():

@@ -41,7 +41,7 @@ def work(tmp_path, monkeypatch):
 @pytest.fixture
 def healthy(monkeypatch):
     """Skip the checks of the machine, which take seconds; its environment is the real one."""
-    monkeypatch.setattr(doctor, "checks", lambda _host: [])
+    monkeypatch.setattr(doctor, "checks", lambda _host, links: [])
 
 
 def ended(*command, deadline_s=PATIENCE_S, environ=ENVIRON):
@@ -103,7 +103,7 @@ def test_the_exit_status_is_that_of_the_command(script, status, how, healthy, ca
 
 def test_a_broken_machine_is_a_failure_though_the_command_ended_well(monkeypatch):
     broken = doctor.Check("torch", state=doctor.State.BROKEN, found="none", todo="install it")
-    monkeypatch.setattr(doctor, "checks", lambda _host: [broken])
+    monkeypatch.setattr(doctor, "checks", lambda _host, links: [broken])
     assert main(["doctor", "--bundle", "b.tar.gz", "--run", "--", "true"]) == 1
 
 
@@ -156,7 +156,7 @@ def test_only_the_last_lines_are_packed():
     ],
 )  # fmt: skip
 def test_wrong_arguments_say_what_to_do(words, why, monkeypatch, capfd):
-    monkeypatch.setattr(doctor, "checks", lambda _host: pytest.fail("checked the machine first"))
+    monkeypatch.setattr(doctor, "checks", lambda *_: pytest.fail("checked the machine first"))
     assert main(["doctor", *words]) == 2
     assert why in capfd.readouterr().err
     assert not Path("b.tar.gz").exists()

@@ -20,6 +20,7 @@ from pytest_aiperf.build import nvcc
 from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.errors import AiperfError, ToolMissing
 from pytest_aiperf.machine import gpu_lock, nvml
+from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.model import FEATURES, Gpu
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.rules import validity
@@ -52,6 +53,21 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
 print(json.dumps({"built": torch.version.cuda or "", "cuda": cuda, "peers": peers, "nccl": nccl,
                   "archs": torch.cuda.get_arch_list() if cuda else [], "right": twice == 16}))
 """
+
+_ALL_REDUCE: Final = """
+import os, sys, torch, torch.distributed as dist
+rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = torch.device("cuda", rank) if sys.argv[1] == "nccl" else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+dist.init_process_group(sys.argv[1])
+ones = torch.ones(1 << 20, device=device)
+dist.all_reduce(ones)
+if not bool((ones == count).all()):
+    sys.exit(f"rank {rank}: the sum of {count} ones is {ones.unique().tolist()}")
+dist.destroy_process_group()
+"""
+_GRACE_S: Final = 20.0  #: Seconds in which an interrupted torchrun may stop its ranks.
 
 
 class State(StrEnum):
@@ -118,6 +134,21 @@ class Host:
         lines = (self.run(sys.executable, "-c", _TORCH) or "").splitlines()
         return json.loads(lines[-1]) if lines else None
 
+    def all_reduce(self, ranks: int, backend: str = "nccl") -> str:
+        """Return why a sum over one process per GPU fails; "" if it is right."""
+        launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        python = ("--no-python", sys.executable, "-c", _ALL_REDUCE, backend)
+        environ = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", **self.environ}
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            command = (sys.executable, "-m", *launcher, *python)
+            status = run_in_group(command, log, DEADLINE_S, env=environ, grace_s=_GRACE_S)
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if status is None:
+            return f"not done after {DEADLINE_S:g} s"
+        causes = [line for line in lines if re.search(r"NCCL WARN|Error: |the sum of", line)]
+        return "" if not status else (causes or lines or [f"exit status {status}"])[0].strip()
+
     def read(self, path: str) -> str:
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -165,8 +196,11 @@ class Host:
         return str(gpu_lock.default_folder())
 
 
-def checks(host: Host) -> list[Check]:
-    """Run all checks; those about GPUs run only if this machine has one."""
+def checks(host: Host, *, links: bool = False) -> list[Check]:
+    """Run all checks; those about GPUs run only if this machine has one.
+
+    With ``links``, also run a collective over all GPUs, which takes half a minute.
+    """
     gpus: Sequence[Gpu] = ()
     listed = [_ok("python", f"{platform.python_version()}, {platform.system()}")]
     try:
@@ -182,6 +216,8 @@ def checks(host: Host) -> list[Check]:
     listed += [*_compiler(host, gpus), *_libraries(host, gpus), *_profilers(host, gpus)]
     if problem := validity.environment_problem(host.environ):
         listed.append(_broken("environment", "a variable distorts times", detail=problem))
+    if links:
+        listed.append(_all_reduce(host, len(gpus)))
     return [*listed, *_disk(host)]
 
 
@@ -415,6 +451,16 @@ def _torch(version: str, test: Mapping[str, Any] | None, gpus: Sequence[Gpu]) ->
         todo = "its kernels are missing or compiled at their first call: install a newer torch"
         return _advice("torch", f"{version} has no code for {arch}", todo)
     return _ok("torch", f"{version}, CUDA {test['built'] or 'none'}")
+
+
+def _all_reduce(host: Host, count: int) -> Check:
+    name = "all-reduce"
+    if not count:
+        return _advice(name, "not tried", "--links needs a GPU")
+    if problem := host.all_reduce(count):
+        todo = "NCCL_DEBUG=INFO shows more; see NCCL_SOCKET_IFNAME, the firewall and /dev/shm"
+        return _broken(name, f"over {count} GPUs: fails", todo, problem)
+    return _ok(name, f"over {count} GPUs: right")
 
 
 def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
