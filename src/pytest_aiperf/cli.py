@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -259,12 +260,16 @@ def doctor(given: argparse.Namespace) -> int:
     if given.bundle:
         files = bundle.contents(host, checks, capture=given.capture)
         if given.runs_command:
+            uuids: list[str] = []
+            with suppress(AiperfError):  # the checks have shown it
+                uuids = [gpu.uuid for gpu in host.gpus()]
             ended, status = triage.run(
                 given.profiled,
                 host.environ,
                 bundle.private(host.environ),
                 given.deadline,
                 sys.stderr.buffer,
+                uuids=uuids,
             )
             files |= ended
         bundle.write(given.bundle, files)

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_aiperf.cli import main
 from pytest_aiperf.doctor import bundle, doctor, triage
+from pytest_aiperf.errors import UsageError
 from pytest_aiperf.profilers.command import EXPIRED, INTERRUPTED
 from tests.plugin.conftest import PATIENCE_S
 
@@ -102,6 +103,10 @@ def test_the_exit_status_is_that_of_the_command(script, status, how, healthy, ca
 
 
 def test_a_broken_machine_is_a_failure_though_the_command_ended_well(monkeypatch):
+    def no_gpus(_host):
+        raise UsageError("CUDA_VISIBLE_DEVICES=7: there is no such GPU")
+
+    monkeypatch.setattr(doctor.Host, "gpus", no_gpus)
     broken = doctor.Check("torch", state=doctor.State.BROKEN, found="none", todo="install it")
     monkeypatch.setattr(doctor, "checks", lambda _host, links: [broken])
     assert main(["doctor", "--bundle", "b.tar.gz", "--run", "--", "true"]) == 1
@@ -130,6 +135,33 @@ def test_ctrl_c_ends_the_command_and_writes_the_archive():
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE_S) == INTERRUPTED
     assert json.loads(packed()["run.json"])["ended"] == "by Ctrl-C"
+
+
+def test_the_load_of_the_gpus_is_packed_with_their_numbers(monkeypatch):
+    idle, busy = "0,1980,,90,1073741824", "100,1980,,650,2147483648"
+
+    class Recorder:
+        def __init__(self, uuids, file):
+            lines = [
+                f"{17.5 + i},{uuid},{load}\n"
+                for uuid in uuids
+                for i, load in enumerate((idle, busy))
+            ]
+            file.write_text("".join(lines))
+
+        def stop(self):
+            stopped.append(self)
+
+    stopped = []
+    monkeypatch.setattr(triage.telemetry, "Recorder", Recorder)
+    monkeypatch.setattr(triage, "_SAMPLES", 1)
+    files, _ = triage.run(["true"], ENVIRON, {}, PATIENCE_S, uuids=["GPU-a", "GPU-b"])
+    head, first, second = files["telemetry.csv"].splitlines()
+    assert head == ("time_s,gpu,utilization_percent,sm_mhz,memory_mhz,power_w,memory_used_bytes")
+    assert first == "1.0,0,100.0,1980.0,,650.0,2147483648.0"
+    assert second.startswith("1.0,1,100.0")
+    assert len(stopped) == 1
+    assert "telemetry.csv" not in ended("true")[1]
 
 
 def test_crashes_and_nccl_are_explained_unless_set_otherwise():

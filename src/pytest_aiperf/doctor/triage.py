@@ -4,7 +4,9 @@ The output of a command may hold anything. What this machine knows to be private
 what looks like a secret; a person should still read the files before they send them.
 """
 
+import csv
 import getpass
+import io
 import os
 import re
 import shlex
@@ -17,13 +19,16 @@ from pathlib import Path
 from typing import BinaryIO, Final
 from urllib.parse import quote
 
+from pytest_aiperf.machine import telemetry
 from pytest_aiperf.machine.process_group import run_in_group
+from pytest_aiperf.model import GpuLoad
 from pytest_aiperf.profilers.command import EXPIRED, INTERRUPTED, Echo
 from pytest_aiperf.records.results import dumps
 
 GRACE_S: Final = 20.0  #: Seconds in which an interrupted launcher may stop its ranks.
 _LINES: Final = 200  #: Last lines of a log that are packed: a traceback and what led to it.
 _TAIL_BYTES: Final = 1 << 20  #: End of a log that is read; the first half is only searched.
+_SAMPLES: Final = 3000  #: Last samples of a GPU's load that are packed: those of five minutes.
 _SETTINGS: Final = {
     # a crash prints the stack of Python, and NCCL its topology and the cause of an error
     "PYTHONFAULTHANDLER": "1", "NCCL_DEBUG": "INFO",
@@ -56,22 +61,33 @@ def run(
     private: Mapping[str, str],
     deadline_s: float,
     output: BinaryIO | None = None,
+    *,
+    uuids: Sequence[str] = (),
 ) -> tuple[dict[str, str], int]:
     """Run a command and return the files that describe its end, by name, and its exit status.
 
     The status is 128 and the signal's number if a signal killed it. ``private`` are the variables
     of ``environ`` whose values are replaced. ``output`` receives the command's output, as it is.
+    The load of the GPUs with these ``uuids`` is sampled meanwhile.
     """
     started = time.monotonic()
     ended: int | None = INTERRUPTED
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         log, ranks = Path(scratch, "log"), Path(scratch, "ranks")
         settings = _SETTINGS | {"PET_LOG_DIR": str(ranks)}
-        echo = Echo(log, output)
-        with suppress(KeyboardInterrupt):
-            ended = run_in_group(
-                command, log, deadline_s, env={**settings, **environ}, on_poll=echo, grace_s=GRACE_S
-            )
+        echo, samples = Echo(log, output), Path(scratch, telemetry.FILE)
+        recorder = telemetry.Recorder(uuids, samples) if uuids else None
+        try:
+            with suppress(KeyboardInterrupt):
+                ended = run_in_group(
+                    *(command, log, deadline_s),
+                    env={**settings, **environ},
+                    on_poll=echo,
+                    grace_s=GRACE_S,
+                )
+        finally:
+            if recorder:
+                recorder.stop()
         echo()
         code = EXPIRED if ended is None else ended
         status = code if code >= 0 else 128 - code
@@ -85,7 +101,8 @@ def run(
         }
         logs = {"run.log": log, **dict(_logs_of_ranks(ranks))}
         files = {name: _scrubbed(_tail(file), private) for name, file in logs.items()}
-    files = {name: "".join(_last_lines(text)) for name, text in files.items()}
+        loads = {telemetry.FILE: _loads(samples, uuids)} if samples.exists() else {}
+    files = {name: "".join(_last_lines(text)) for name, text in files.items()} | loads
     return {"run.json": dumps(facts, "run", indent=1), **files}, status
 
 
@@ -96,6 +113,18 @@ def _logs_of_ranks(folder: Path) -> Iterator[tuple[str, Path]]:
         if file.stat().st_size:
             again = f"-attempt-{attempt}" if attempt != "0" else ""
             yield f"rank-{rank}{again}.{file.stem}.log", file
+
+
+def _loads(file: Path, uuids: Sequence[str]) -> str:
+    """Return the last samples of each GPU as CSV, with its number and seconds from the start."""
+    text, samples = io.StringIO(), telemetry.read(file)
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("time_s", "gpu", *GpuLoad._fields))
+    begun = min((each[0][0] for each in samples.values()), default=0.0)
+    for number, uuid in enumerate(uuids):
+        for at, load in samples.get(uuid, ())[-_SAMPLES:]:
+            rows.writerow((f"{at - begun:.1f}", number, *load))
+    return text.getvalue()
 
 
 def _tail(file: Path) -> str:
