@@ -1,0 +1,53 @@
+"""One thread per SM that issues bulk copies beats a warp per SM that loads and stores.
+
+To saturate device memory, an SM needs tens of kilobytes in flight. A single warp with eight 16-byte
+loads per lane has 4 KiB, and each load takes registers. cp.async ("async") writes to shared memory,
+so a ring of stages can hold 64 KiB in flight without registers; but the warp still issues three
+instructions per 16 bytes and lane: copy, load and store. A bulk copy ("bulk") moves 16 KiB with one
+instruction of one thread. The tensor memory accelerator (TMA) computes the addresses and counts the
+bytes on an mbarrier, and a second bulk copy writes them back.
+
+The grid is the same in all rungs: one block of 32 threads per SM. It is built to be small, as for
+the producer warp of a warp-specialized kernel, so the first baseline is naive; each rung is
+measured against the one before it. The limit is a copy, and cudaMemcpyAsync, the library arm, gets
+there with threads on all SMs. For a kernel that only copies, bulk copies gain nothing over a full
+grid: what they free is threads and registers. Addresses and sizes must be multiples of 16 bytes.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+INSTRUCTIONS = "smsp__inst_executed.sum"
+LADDER = ["loads", "async", "bulk"]
+PROOF = {
+    "async": [evidence.opcode("LDGSTS*.128", kernel="copy_async")],
+    "bulk": [
+        evidence.opcode("UBLKCP", kernel="copy_bulk", min=2),  # in and out
+        evidence.counter(INSTRUCTIONS, max=0.1, per="baseline"),
+    ],
+}
+
+
+def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
+    # a last stage that is not full, and three floats that are no whole vector
+    n = bench.size(2**27 + 1003, check=13_315)
+    a = torch.randn(n, device=bench.device)
+    return a, torch.empty_like(a), n
+
+
+@pytest.mark.gpu(min_sm=90)
+@pytest.mark.parametrize("rung", PROOF)
+def test_tma_bulk_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    copy = nvcc("ch07/bulk_copy.cu")
+    compare(
+        baseline=copy[LADDER[LADDER.index(rung) - 1]],
+        optimized=copy[rung],
+        library=copy["cuda_memcpy"],
+        against="naive" if rung == LADDER[1] else "previous rung",
+        inputs=floats,
+        work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes),
+        reference=lambda a, out, n: a,
+        evidence=PROOF[rung],
+    )

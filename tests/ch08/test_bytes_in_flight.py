@@ -1,0 +1,47 @@
+"""At an eighth of the occupancy, several loads in flight per thread beat one load per thread.
+
+Memory bandwidth takes bytes in flight: bandwidth times latency, tens of kilobytes per SM (Little's
+law). They are threads times loads per thread times bytes per load. With one block of 256 threads
+per SM and one 16-byte load per thread, they are 4 KiB, too little. If each thread issues two, four
+or eight loads before it uses the first, they are 8, 16 or 32 KiB. Loads per thread replace the
+warps that do not fit (test_occupancy_block_size.py adds warps instead).
+
+The grid is built to be small, as for a kernel that needs an SM's registers or shared memory for one
+block, so the baseline is naive. All rungs are measured against it. The limit is memory bandwidth.
+Each 16-byte load in flight takes four registers per thread. At full occupancy there is little to
+gain. The library arm, torch.mul, chooses its own grid.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+LOADS = {"two": 2, "four": 4, "eight": 8}
+OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
+
+
+def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+    n = bench.size(2**27 + 1000, check=5000)  # with a remainder after the last whole chunk
+    a = torch.randn(n, device=bench.device)
+    return a, torch.empty_like(a), 0.75, n
+
+
+@pytest.mark.parametrize("rung", LOADS)
+def test_bytes_in_flight(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    scale = nvcc("ch08/bytes_in_flight.cu")
+    compare(
+        baseline=scale["one"],
+        optimized=scale[rung],
+        library=lambda a, out, factor, n: torch.mul(a, factor, out=out),
+        against="naive",
+        inputs=floats,
+        work=lambda a, out, factor, n: Work(read=a.nbytes, written=a.nbytes, flops=n, dtype="fp32"),
+        reference=lambda a, out, factor, n: a.double() * factor,
+        evidence=[
+            # the loop over the remainder contains one more load
+            evidence.opcode("LDG.E.128", kernel=f"<{LOADS[rung]}>", min=LOADS[rung] + 1),
+            # a condition: no rung has more warps
+            evidence.counter(OCCUPANCY, kernel="scale_in_flight", max=13),
+        ],
+    )

@@ -1,0 +1,63 @@
+"""torch.where beats gathering and scattering through a boolean mask.
+
+`y[mask] = f(x[mask])` reads like a branch, but a GPU cannot index with a mask. Each of the two uses
+first compacts the mask to a list of 8-byte indices (torch.nonzero), and the host waits until it
+knows how many there are. Then come a gather, the function and a scatter, through the indices.
+"where" computes the function for all elements and selects (predication): three kernels in place of
+a dozen, which read and write whole arrays, and no wait. "compiled" fuses these three, so each
+element is read once and written once: 2 arrays instead of 6.5, a byte for each mask included.
+
+The claim is judged on wall time, because the baseline's waits are part of its cost. The function
+is the negative half of ELU, for which PyTorch has a kernel, the library arm; where is for functions
+that have none. The limit of "compiled" is one read and one write at memory bandwidth. An index wins
+where few elements are selected and the function is expensive. In a backward pass, a function that
+is infinite or NaN outside of its mask makes the gradient NaN, although where discards its value.
+"""
+
+import pytest
+import torch
+from torch.nn.functional import elu
+
+from pytest_aiperf import Bench, Compare, Work, evidence
+
+
+def values(bench: Bench) -> torch.Tensor:
+    return torch.randn(bench.size(2**26 + 1000, check=5000), device=bench.device)
+
+
+def mask_index(x):
+    y, is_negative = x.clone(), x < 0
+    y[is_negative] = torch.expm1(x[is_negative])
+    return y
+
+
+def where(x):
+    return torch.where(x < 0, torch.expm1(x), x)
+
+
+RUNGS = {
+    # torch.nonzero copies the number of indices to the host
+    "where": (mask_index, where, evidence.copied_bytes("device to host", max=0)),
+    "compiled": (where, torch.compile(where, dynamic=False), evidence.kernels(max=1)),
+}
+
+
+def in_fp64(x):
+    x = x.double()
+    return x.clamp(min=0) + x.clamp(max=0).exp() - 1
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_masked_index_to_where(compare: Compare, rung: str) -> None:
+    baseline, optimized, proof = RUNGS[rung]
+    compare(
+        baseline=baseline,
+        optimized=optimized,
+        library=elu,
+        against="idiomatic" if rung == "where" else "previous rung",
+        inputs=values,
+        work=lambda x: Work(read=x.nbytes, written=x.nbytes),
+        reference=in_fp64,
+        metric="wall",
+        evidence=[proof],
+    )
