@@ -291,6 +291,14 @@ def test_a_picture_of_rungs_measured_apart_says_so():
     assert charts.ladder([two, alike]).remark == charts.APART
 
 
+@pytest.mark.parametrize(("limit_s", "drawn"), [(5.2e-4, True), (2e-3, False)])
+def test_a_limit_that_differs_between_rungs_measured_apart_is_not_drawn(limit_s, drawn):
+    two, four = ladder(two=4e-3, four=1e-3)
+    apart = dataclasses.replace(four, timing=timing(4e-3, 1e-3), first=None)
+    picture = charts.ladder([*limited([two], 5e-4), *limited([apart], limit_s)])
+    assert ("limit: copy" in [step.name for step in picture.steps]) == drawn
+
+
 def test_parameters_that_are_no_rungs_are_no_ladder():
     assert charts.ladder([rich("ch07/x[a]"), rich("ch07/x[b]")]) is None
     assert charts.ladder(ladder(two=4e-3)) is None

@@ -22,6 +22,9 @@ APART: Final = (
 )
 """Remark about a ladder with a rung whose timing stands alone."""
 FAR: Final = 1e12  #: FLOP per byte that no kernel has; its inverse as well.
+DIFFERS: Final = 1.2
+"""Two times of one library call or limit that are apart by this factor are not of the same work:
+sessions differ by a few percent, and operations rarely by less."""
 CHAINED: Final = "A ratio without an interval is the product of several measured ratios."
 """Remark about a ladder with a rung that was measured apart from the one before."""
 LOADS: Final = {
@@ -159,10 +162,12 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
     """Lay out a ladder's measured rungs on one axis; None if fewer than two were measured.
 
     If a rung was measured apart from the rung before, which it is compared with, its height is the
-    product of its speedup and that rung's height.
+    product of its speedup and that rung's height. Rungs that were measured apart may be different
+    operations: a library or a limit whose time differs between them is left out.
     """
     steps: list[Step] = []
     marks: dict[str, Step] = {}
+    figures: dict[str, list[float]] = {}  # of each mark, one per rung
     first = aggregate.first_arm_s(rungs)
     unit, apart = "", first is None
     for r in rungs:
@@ -180,12 +185,16 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
         if r.library and r.library.value > 0 and "library" in arms(r.timing):
             library = stats.mean_call_s(replicates, "library")
             marks["library"] = Step("library", library, height / r.library.value)
+            figures.setdefault("library", []).append(library)
         limit = r.limits.get("optimized")
         if limit and limit.share > 0 and unit == "s":
             name = f"limit: {limit.ceiling}"
             marks[name] = Step(name, figure * limit.share, height / limit.share)
+            figures.setdefault(name, []).append(figure * limit.share)
     if len(steps) < 2:
         return None
+    if apart:
+        marks = {k: v for k, v in marks.items() if max(figures[k]) < DIFFERS * min(figures[k])}
     intervals = [step.interval for step in steps if step.interval]
     ends = [end for i in intervals for end in (i.low, i.high) if 0 < end < math.inf]
     ends += [1.0, *(step.height for step in (*steps, *marks.values()))]
