@@ -95,7 +95,7 @@ $(VENV)/ready: pyproject.toml $(wildcard selfcheck/pyproject.toml nightly/pyproj
 		'import urllib.request as r; r.urlopen("$(INDEX)/torch/", timeout=10)' 2>/dev/null; \
 		then index='--extra-index-url $(INDEX)'; \
 		else echo "$(INDEX) cannot be reached: torch from PyPI brings 3 GB of CUDA libraries"; fi;) \
-	$(BIN)/python -m pip install --progress-bar off $$index $(TORCH) --editable \
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $$index $(TORCH) --editable \
 		'.[$(subst $(empty) $(empty),$(comma),$(strip $(EXTRAS)))]' \
 		--editable ./selfcheck --editable ./nightly | sed -unE \
 		's/^ *(Downloading [^ ]+ \([0-9.]+ [MG]B\)).*/  \1/p; s/^Installing collected .*/  Installing/p' | \

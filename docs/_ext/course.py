@@ -236,12 +236,15 @@ class Course:
         columns: dict[tuple[str, ...], list[Gpu]] = {}  # GPUs that run the same claims share one
         for gpu in GPUS:
             wants = [claim.requirements for claim in self.claims.values()]
-            runs = ("" if w.host or w.missing([gpu] * w.count) else f"{w.count}" for w in wants)
+            runs = (
+                "0" if w.host else "" if w.missing([gpu] * w.count) else f"{w.count}" for w in wants
+            )
             columns.setdefault(tuple(runs), []).append(gpu)
         heads = [", ".join(f"{gpu.name} ({gpu.arch})" for gpu in gpus) for gpus in columns.values()]
         rows = []
         for (name, claim), *counts in zip(self.claims.items(), *columns, strict=True):
-            rows.append([f"[{escape(name)}](#{name})", claim.without_gpu, *map(str, counts)])
+            breakable = escape(name).replace("/", "/<wbr>").replace("_", "_<wbr>")
+            rows.append([f"[{breakable}](#{name})", claim.without_gpu, *map(str, counts)])
         return table(["claim", "without a GPU", *heads], rows)
 
     def syllabus(self) -> str:
