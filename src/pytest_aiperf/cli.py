@@ -179,7 +179,9 @@ def _add_capture(subcommands: Any) -> None:
     add("--tool-args", metavar="ARGS", default="", help=text)
     text = "compare two captures instead: their folders, or files of profilers"
     add("--compare", metavar=("BEFORE", "AFTER"), nargs=2, type=Path, help=text)
-    text = "with --compare: also write a Markdown file"
+    text = "show a capture that is there already: its folder, or the file of a profiler"
+    add("--read", metavar="CAPTURE", type=Path, help=text)
+    text = "with --compare or --read: also write a Markdown file"
     add("-o", "--output", metavar="FILE.md", type=Path, help=text)
 
 
@@ -318,8 +320,8 @@ def capture(given: argparse.Namespace) -> int:
     named "aiperf", whose figures are shown. Artefacts, the output of the tools and a summary in
     Markdown go to artifacts/.
     """
-    if given.compare:
-        return _compare_captures(given)
+    if given.compare or given.read:
+        return _show_captures(given)
     chosen = [tools.parse(spec) for spec in given.tool.split(",") if spec]
     if not chosen or bool(given.function) == bool(given.profiled):
         usage = "capture TOOL -- COMMAND ..., capture TOOL FILE.py::FUNCTION or capture --compare"
@@ -420,16 +422,20 @@ def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Too
     return FAILED if any(found) else DONE
 
 
-def _compare_captures(given: argparse.Namespace) -> int:
+def _show_captures(given: argparse.Namespace) -> int:
+    """Show a capture, or two side by side."""
+    option = "--compare" if given.compare else "--read"
     if given.tool or given.profiled:
-        raise UsageError("--compare takes two captures and runs nothing: leave out the tool")
-    before, after = (command_profiler.load(path) for path in given.compare)
-    sections = list(summary.comparison(before, after))
+        raise UsageError(f"{option} shows what was captured and runs nothing: leave out the tool")
+    if given.compare and given.read:
+        raise UsageError("--read shows one capture, --compare two: leave one of them out")
+    paths = dict(zip(("before", "after"), given.compare or (), strict=False))
+    paths = paths or {"capture": given.read}
+    records = [command_profiler.load(path) for path in paths.values()]
+    sections = list((summary.comparison if given.compare else summary.capture)(*records))
     heads = [
         f"{label}: {path}" + (f" ({line})" if (line := summary.heading(record)) else "")
-        for label, path, record in zip(
-            ("before", "after"), given.compare, (before, after), strict=True
-        )
+        for (label, path), record in zip(paths.items(), records, strict=True)
     ]
     _print([*heads, "", *summary.text(sections)])
     if given.output:

@@ -319,7 +319,9 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         (["nsys", "a.py::f", "--kernel", "gemm"], "--kernel is for a command: capture nsys -- pyt"),
         (["nsys", "--kernel", "at::mm", "a.py::f"], "--kernel is for a command: capture nsys -- p"),
         (["torch:operators", "--", "true"], "functions only: use torch:deep_dive"),
-        (["--compare", "a", "b", "--", "true"], "--compare takes two captures and runs nothing"),
+        (["--compare", "a", "b", "--", "true"], "--compare shows what was captured and runs"),
+        (["nsys", "--read", "a"], "--read shows what was captured and runs nothing"),
+        (["--read", "a", "--compare", "a", "b"], "--read shows one capture, --compare two"),
         (["--compare", "a", "b"], "a is neither a folder of a capture nor a profiler's file"),
     ],
 )  # fmt: skip
@@ -571,6 +573,18 @@ def test_captures_are_compared_on_the_command_line(capfd, fakes):
 def test_files_of_profilers_are_compared_as_well(capfd, fakes, name):
     assert capture("--compare", str(fakes / name), str(fakes / name)) == 0
     assert "kernels" in capfd.readouterr().out
+
+
+def test_a_capture_that_is_there_already_is_shown(capfd, fakes):
+    assert capture("nsys", "--", "true") == 0
+    shown = capfd.readouterr().out.partition("nsys (minimal)")[2].partition("written: ")[0]
+    assert capture("--read", str(folder()), "-o", "read.md") == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"capture: {folder()} (true)\n")
+    assert out.partition("nsys (minimal)")[2].partition("written: ")[0] == shown
+    assert "| `kernels` | 2 |" in Path("read.md").read_text()
+    assert capture("--read", str(fakes / "ncu.ncu-rep")) == 0
+    assert "dram share" in capfd.readouterr().out
 
 
 def test_a_record_survives_a_round_trip():
