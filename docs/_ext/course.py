@@ -300,7 +300,7 @@ def fill(app: Sphinx, docname: str, source: list[str]) -> None:
 
     def text(place: re.Match[str]) -> str:
         kind, name = place.groups()
-        paths = [*course.paths, Path(__file__)]
+        paths = [*course.paths, Path(__file__), *Path(views.__file__).parent.glob("*.*")]
         if kind == "claim":
             if name not in course.claims:
                 logger.warning("there is no claim %s", name, location=docname)
