@@ -482,12 +482,23 @@ def test_hta_analyzes_all_ranks(ranks):
         }
     )
     assert "rank 1: 60.0 % compute, 30.0 % communication and copies, 10.0 % idle" in profile.notes
+    notes = " ".join(profile.notes)
+    assert "communication-bound: in 35% of the time" in notes
+    assert "computes 1.33 times the mean" in notes
+
+
+def test_ranks_with_equal_work_and_hidden_communication_get_no_advice(ranks, monkeypatch):
+    monkeypatch.setattr(parsers, "_MAX_EXPOSED", 0.36)
+    monkeypatch.setattr(parsers, "_MAX_IMBALANCE", 1.34)
+    assert all(note.startswith("rank ") for note in read("hta", ranks, "optimized").notes)
 
 
 def test_hta_analyzes_no_overlap_without_communication(ranks, monkeypatch):
     kind = sys.modules["hta.trace_analysis"].TraceAnalysis
     monkeypatch.setattr(kind, "kinds", kind.kinds.__class__(kind.kinds[:1]))
-    assert "hidden communication" not in read("hta", ranks, "optimized").figures
+    profile = read("hta", ranks, "optimized")
+    assert "hidden communication" not in profile.figures
+    assert "communication-bound" not in " ".join(profile.notes)
 
 
 def test_hta_that_is_missing_or_fails_is_a_sentence(ranks, monkeypatch):

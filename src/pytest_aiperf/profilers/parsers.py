@@ -104,7 +104,27 @@ def hta(folder: Path) -> Reading:
         f"communication and copies, {r['idle_time_pctg']} % idle"
         for r in ranks
     ]
+    exposed = _mean(ranks, "non_compute_time_pctg") / 100 if communicates else 0.0
+    if exposed > _MAX_EXPOSED:
+        notes.append(
+            f"communication-bound: in {exposed:.0%} of the time GPUs communicate or copy and do not "
+            "compute: start communication earlier (see ch04/ddp_backward_overlap), in larger "
+            "messages (see ch04/bucketed_all_reduce)"
+        )
+    imbalance = figures.get("imbalance", (1.0, ""))[0]
+    if imbalance > _MAX_IMBALANCE:
+        notes.append(
+            f"imbalanced: the rank with the most work computes {imbalance:.2f} times the mean: give "
+            "all ranks the same amount of work"
+        )
     return Reading(figures, list(kernels), notes)
+
+
+_MAX_EXPOSED: Final = 0.2
+"""Share of the time in which GPUs may communicate without computing and get no advice: hiding less
+makes a step at most 1.25 times as fast."""
+_MAX_IMBALANCE: Final = 1.15
+"""Work of the busiest rank over the mean without advice: the others wait for the difference."""
 
 
 def _mean(rows: list[dict[str, Any]], column: str) -> float:
