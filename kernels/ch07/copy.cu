@@ -1,13 +1,14 @@
 // Copies n floats: how close a kernel comes to device-memory bandwidth.
 //
-// Two things decide that. Device memory transfers sectors of 32 bytes, whether a warp uses all of a
-// sector or 4 bytes of it. And bandwidth = bytes in flight / latency: full bandwidth takes tens of
-// kilobytes in flight per SM.
+// Two things decide that. The caches transfer sectors of 32 bytes, and device memory 64 bytes per
+// access, whether a warp uses all of them or 4 bytes. And bandwidth = bytes in flight / latency:
+// full bandwidth takes tens of kilobytes in flight per SM.
 //
 //   strided            Neighbouring lanes are 32 floats apart, as in a walk down the columns of a
 //                      matrix. Each lane uses 4 bytes of its own sector. Walking one column
 //                      touches a sector of every row, and a large array evicts a sector from the L2
-//                      before the next column needs it: at least 8 times the traffic.
+//                      before the next column needs it: 8 times the sectors, and 16 times the bytes
+//                      of device memory.
 //   coalesced          Neighbouring lanes access neighbouring floats: a warp's 128 bytes are 4
 //                      whole sectors. A thread has 4 bytes in flight, a fully occupied SM 8 KiB.
 //   vector             16 bytes per thread: 4 times the bytes in flight with a quarter of the

@@ -14,8 +14,11 @@
 // Adding floats in another order rounds differently. All three add in trees or in short chains, so
 // their error stays far below that of one long chain. The order of the atomic additions varies from
 // call to call.
+//
+// cub_sum calls DeviceReduce::Sum of CUB, the library of parallel primitives.
 
 #include <cstdint>
+#include <cub/device/device_reduce.cuh>
 #include <cuda_runtime.h>
 
 constexpr int BLOCK = 512;
@@ -117,4 +120,16 @@ extern "C" cudaError_t grid_stride(const float* in, float* out, int n, cudaStrea
     if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(float), stream)) return error;
     sum_grid_stride<<<blocks_per_sm * sms, BLOCK, 0, stream>>>(in, out, n);
     return cudaGetLastError();
+}
+
+__device__ char workspace[1 << 20];  // for CUB
+
+extern "C" cudaError_t cub_sum(const float* in, float* out, int n, cudaStream_t stream) {
+    void* buffer;
+    size_t needed = 0;
+    if (cudaError_t error = cudaGetSymbolAddress(&buffer, workspace)) return error;
+    if (cudaError_t error = cub::DeviceReduce::Sum(nullptr, needed, in, out, n, stream))
+        return error;
+    if (needed > sizeof(workspace)) return cudaErrorMemoryAllocation;
+    return cub::DeviceReduce::Sum(buffer, needed, in, out, n, stream);
 }
