@@ -107,15 +107,15 @@ def hta(folder: Path) -> Reading:
     exposed = _mean(ranks, "non_compute_time_pctg") / 100 if communicates else 0.0
     if exposed > _MAX_EXPOSED:
         notes.append(
-            f"communication-bound: in {exposed:.0%} of the time GPUs communicate or copy and do not "
-            "compute: start communication earlier (see ch04/ddp_backward_overlap), in larger "
+            f"communication-bound: in {exposed:.0%} of the time GPUs communicate or copy and do "
+            "not compute: start communication earlier (see ch04/ddp_backward_overlap), in larger "
             "messages (see ch04/bucketed_all_reduce)"
         )
     imbalance = figures.get("imbalance", (1.0, ""))[0]
     if imbalance > _MAX_IMBALANCE:
         notes.append(
-            f"imbalanced: the rank with the most work computes {imbalance:.2f} times the mean: give "
-            "all ranks the same amount of work"
+            f"imbalanced: the rank with the most work computes {imbalance:.2f} times the mean: "
+            "give all ranks the same amount of work"
         )
     return Reading(figures, list(kernels), notes)
 
