@@ -5,7 +5,10 @@ prefill   Arithmetic is the limit, so the GEMMs multiply fp8 operands. The kerne
           them is written. The GEMMs are library calls.
 decode    Reading the weights is the limit. Two matrix-vector kernels convert the weights in
           registers and do not quantize the token. The norm scales the whole token by one
-          factor, so the kernel applies it after the product.
+          factor, so the kernel applies it after the product. Weights are copied to shared memory
+          several steps ahead (a software pipeline of asynchronous copies), because a load in
+          registers would keep too few bytes in flight. On GPUs since Hopper the second kernel is
+          launched while the first one runs (programmatic dependent launch).
 
 Each row of a weight (an output) and each token has a scale of its own.
 """
@@ -13,12 +16,16 @@ Each row of a weight (an output) and each token has a scale of its own.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FP8_MAX = 448
 """The largest finite value of float8_e4m3fn."""
 
 EPSILON = tl.constexpr(1e-6)
 """Added to the mean square in RMSNorm."""
+
+TILE = 4, 1024, 3, 4
+"""Rows and columns that a decode kernel loads per step, pipeline stages, and warps."""
 
 
 @triton.jit
@@ -51,15 +58,18 @@ def _gate_quantize(gate_up, out, scales, INNER: tl.constexpr, FP8_MAX: tl.conste
 
 @triton.jit
 def _gate_up_token(  # noqa: PLR0917  a Triton launch passes arguments by position
-    x, weight, scales, out, width, inner, ROWS: tl.constexpr, STEP: tl.constexpr
+    x, weight, scales, out, width, inner,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, STEP)
     gate_rows = weight + row[:, None].to(tl.int64) * width + at[None, :]
     up_rows = gate_rows + inner.to(tl.int64) * width
     gate, up = tl.zeros((ROWS, STEP), tl.float32), tl.zeros((ROWS, STEP), tl.float32)
     squares = tl.zeros((STEP,), tl.float32)
-    for first in range(0, width, STEP):
+    for first in tl.range(0, width, STEP, num_stages=STAGES):
         token = tl.load(x + first + at).to(tl.float32)
         squares += token * token
         gate += tl.load(gate_rows + first).to(tl.float32) * token[None, :]
@@ -72,13 +82,16 @@ def _gate_up_token(  # noqa: PLR0917  a Triton launch passes arguments by positi
 
 @triton.jit
 def _down_token(  # noqa: PLR0917  a Triton launch passes arguments by position
-    hidden, weight, scales, x, out, inner, ROWS: tl.constexpr, STEP: tl.constexpr
+    hidden, weight, scales, x, out, inner,
+    ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, STEP)
     weight_rows = weight + row[:, None].to(tl.int64) * inner + at[None, :]
     partial_sums = tl.zeros((ROWS, STEP), tl.float32)
-    for first in range(0, inner, STEP):
+    if OVERLAP:
+        gdc_wait()  # hidden is the previous kernel's result
+    for first in tl.range(0, inner, STEP, num_stages=STAGES):
         token = tl.load(hidden + first + at)
         partial_sums += tl.load(weight_rows + first).to(tl.float32) * token[None, :]
     y = tl.sum(partial_sums, 1) * tl.load(scales + row) + tl.load(x + row).to(tl.float32)
@@ -114,7 +127,12 @@ def decode(x, gate_up, gate_up_scale, down, down_scale):
     width, inner = down.shape
     hidden = torch.empty(inner, device=x.device)
     out = torch.empty_like(x)
-    tile = {"ROWS": 4, "STEP": min(1024, width), "num_warps": 4}
-    _gate_up_token[(inner // 4,)](x, gate_up, gate_up_scale, hidden, width, inner, **tile)
-    _down_token[(width // 4,)](hidden, down, down_scale, x, out, inner, **tile)
+    # Triton's interpreter knows neither the launch attribute nor the instructions
+    overlaps = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] > 8
+    rows, step, stages, warps = TILE
+    tile = {"ROWS": rows, "STEP": min(step, width), "STAGES": stages, "num_warps": warps}
+    tile["OVERLAP"] = overlaps
+    _gate_up_token[(inner // rows,)](x, gate_up, gate_up_scale, hidden, width, inner, **tile)
+    tile |= {"launch_pdl": True} if overlaps else {}
+    _down_token[(width // rows,)](hidden, down, down_scale, x, out, inner, **tile)
     return out

@@ -67,7 +67,7 @@ PHASES = {
         lambda _, weights: Work(read=weights),  # one byte per weight; one token is negligible
         [
             evidence.opcode("F2FP*E4M3", kernel="_token"),
-            evidence.opcode("LDG.E.128", kernel="_token"),
+            evidence.opcode("LDGSTS*.128", kernel="_token"),
             evidence.counter("dram__bytes.sum", max=0.6, per="baseline"),
         ],
     ),
