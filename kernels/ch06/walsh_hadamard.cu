@@ -9,8 +9,8 @@
 //               threads must fit the SM, so the compiler may use 64 registers per thread. The other
 //               values spill to local memory, which is device memory behind the L1 and L2: most
 //               stages store them there and load them again.
-//   matched     __launch_bounds__(128) states the block size of the launch: each thread may have the
-//               255 registers that an instruction can address, and takes a little over 200. Two
+//   matched     __launch_bounds__(128) states the block size of the launch: each thread may have
+//               the 255 registers that an instruction can address, and takes a little over 200. Two
 //               blocks are resident. Without bounds the compiler makes the same code.
 //
 // Each thread has 128 independent loads in flight. They hide the latency that more resident threads
