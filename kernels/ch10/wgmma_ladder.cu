@@ -9,9 +9,10 @@
 //                asynchronous instruction multiplies 64 x 128 x 16. It reads through the async
 //                proxy, so data written by threads need a proxy fence. Each step waits for its
 //                product, because the next copies overwrite its tiles.
-//   tma          Two changes. One thread issues TMA loads, and an mbarrier completes when the bytes
-//                have arrived: no address arithmetic, no fence. And one product stays in flight
-//                while the block waits for the one before and refills its stage.
+//   in_flight    One product stays in flight while the block waits for the one before and refills
+//                its stage, which costs a second block barrier per step.
+//   tma          One thread issues TMA loads instead of cp.async by all, and an mbarrier completes
+//                when the bytes have arrived: no address arithmetic, no fence, one block barrier.
 //   specialised  Warp specialisation, persistent grid. One producer thread loads four stages ahead;
 //                two consumer warpgroups compute 64 x 256 each with registers that the producer's
 //                warpgroup releases (setmaxnreg). One block per SM loops over the tiles, so the
@@ -32,7 +33,7 @@ __device__ void copy_tile(const bf16* source, int k, uint32_t shared) {
     }
 }
 
-// The main loop of both cp.async rungs.
+// The main loop of all cp.async rungs.
 template <typename Mma>
 __device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
@@ -52,16 +53,20 @@ __device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, in
     for (int step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
         if (Mma::ASYNC_PROXY) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();  // this stage is full, and the previous one is free
-        copy(step + STAGES - 1);
+        __syncthreads();  // this stage is full; without products in flight, the previous is free
+        if (!Mma::IN_FLIGHT) copy(step + STAGES - 1);
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
         mma.k_tile(stage, stage + TILE_BYTES);
+        if (Mma::IN_FLIGHT) {
+            __syncthreads();  // both warpgroups have finished the previous product
+            copy(step + STAGES - 1);
+        }
     }
     mma.epilogue(out, n, origin.row, origin.column);
 }
 
 struct WarpMma {  // 2 x 4 warps of 64 x 32 each
-    static constexpr bool ASYNC_PROXY = false;
+    static constexpr bool ASYNC_PROXY = false, IN_FLIGHT = false;
     float acc[4][4][4] = {};
     const int lane = threadIdx.x % 32, row = threadIdx.x / 128 * 64;
     const int column = threadIdx.x / 32 % 4 * 32;
@@ -97,16 +102,18 @@ struct WarpMma {  // 2 x 4 warps of 64 x 32 each
     }
 };
 
-struct WarpgroupMma {  // 2 warpgroups of 64 x 128 each
-    static constexpr bool ASYNC_PROXY = true;
+template <int PENDING>  // products in flight after a step
+struct WarpgroupMma {   // 2 warpgroups of 64 x 128 each
+    static constexpr bool ASYNC_PROXY = true, IN_FLIGHT = PENDING > 0;
     float acc[64] = {};
     const int row = threadIdx.x / 128 * 64;
 
     __device__ void k_tile(uint32_t a, uint32_t b) {
         wgmma_k_tile(acc, a + row * ROW_BYTES, b, 1);
-        wgmma_wait<0>();
+        wgmma_wait<PENDING>();
     }
     __device__ void epilogue(bf16* out, int n, int top, int left) {
+        if (IN_FLIGHT) wgmma_wait<0>();
         store_fragments(acc, out, n, top + row + threadIdx.x / 32 % 4 * 16, left);
     }
 };
@@ -118,7 +125,12 @@ gemm_mma_sync(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
 
 __global__ void __launch_bounds__(THREADS, 2)
 gemm_wgmma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
-    cp_async_gemm<WarpgroupMma>(a, b, out, m, n, k);
+    cp_async_gemm<WarpgroupMma<0>>(a, b, out, m, n, k);
+}
+
+__global__ void __launch_bounds__(THREADS, 2)
+gemm_in_flight(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
+    cp_async_gemm<WarpgroupMma<1>>(a, b, out, m, n, k);
 }
 
 __global__ void __launch_bounds__(THREADS, 2)
@@ -233,6 +245,11 @@ extern "C" cudaError_t mma_sync(const bf16* a, const bf16* b, bf16* out, int m, 
 extern "C" cudaError_t wgmma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                              cudaStream_t stream) {
     return launch(gemm_wgmma, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
+}
+
+extern "C" cudaError_t in_flight(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                                 cudaStream_t stream) {
+    return launch(gemm_in_flight, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
 }
 
 template <typename Kernel>

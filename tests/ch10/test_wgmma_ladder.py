@@ -3,10 +3,11 @@
 With mma.sync, warps load all fragments into registers, which alone takes 1.5 times as long as the
 products. With wgmma, four warps pass descriptors of tiles in shared memory, and one instruction
 multiplies 64 x 128 x 16; each step still waits for its product, and all threads issue copies.
-"tma" changes two things: TMA loads the tiles, so that no thread computes addresses and an mbarrier
-signals that the bytes have arrived; and one product stays in flight while the block waits for the
-one before. "specialised" adds warp specialisation: a producer thread loads ahead, two consumer
-warpgroups multiply tiles of 128 x 256, and the next tile's loads overlap this tile's epilogue.
+"in_flight" issues a product before it waits for the one before, so that the tensor cores have work
+while threads copy. "tma" loads the tiles with TMA: no thread computes addresses, and an mbarrier
+signals that the bytes have arrived. "specialised" is the warp-specialised, persistent kernel: a
+producer thread loads ahead, two consumer warpgroups multiply larger tiles of 128 x 256, and the
+next tile's loads overlap this tile's epilogue.
 
 Each rung is compared with the one before, on the same operands (b transposed, as in a linear
 layer); cuBLAS is the library arm. All rungs need whole tiles. The limit is power: at n = 8192 an
@@ -19,11 +20,15 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-LADDER = ["mma_sync", "wgmma", "tma", "specialised"]
+LADDER = ["mma_sync", "wgmma", "in_flight", "tma", "specialised"]
 OPCODES = {
     "wgmma": ["HGMMA.64x128x16", "LDGSTS"],
+    "in_flight": ["HGMMA.64x128x16", "LDGSTS"],
     "tma": ["HGMMA.64x128x16", "UTMALDG.2D"],
     "specialised": ["HGMMA.64x256x16", "UTMALDG.2D", "USETMAXREG"],
+}
+WAITS = {  # for the product before, and after the loop for the last
+    "in_flight": [evidence.opcode("WARPGROUP.DEPBAR", kernel="gemm_in_flight", min=2)]
 }
 
 
@@ -50,5 +55,6 @@ def test_wgmma_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         evidence=[
             *(evidence.opcode(name, kernel=f"gemm_{rung}") for name in OPCODES[rung]),
             evidence.spills(kernel=f"gemm_{rung}"),
+            *WAITS.get(rung, []),
         ],
     )

@@ -1,0 +1,67 @@
+"""Fused attention, which never writes its score matrix, beats two matrix products and a softmax.
+
+The scores of one head are tokens x tokens. With 16 heads and 8,192 tokens, they take 2 GiB in bf16,
+and q, k, v and the output 32 MiB each. The explicit version writes and reads the scores several
+times: first product, scaling, softmax, second product. A fused kernel (FlashAttention, arXiv
+2205.14135) computes one tile of scores at a time, keeps it on chip, and rescales the output so far
+whenever the running maximum of a row grows (online softmax, test_online_softmax.py). Scores never
+reach device memory, so bytes and peak memory grow with the number of tokens, not its square.
+
+`scaled_dot_product_attention` is PyTorch's fused attention; test_sdpa_backend_choice.py compares
+its implementations. torch.compile of the explicit version is the library arm. The products are the
+same, so the gain is the time that memory traffic takes beside them. It vanishes for short
+sequences, whose scores stay in the L2 cache, and for a single query, whose scores are one row.
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pytest_aiperf import Bench, Compare, Work, evidence
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def heads(bench: Bench) -> Heads:
+    shape = 3, 1, bench.size(16, check=2), bench.size(8192, check=64), 128
+    q, k, v = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
+    return q, k, v
+
+
+def explicit(q, k, v):
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def fused(q, k, v):
+    return scaled_dot_product_attention(q, k, v)
+
+
+def in_fp64(*inputs):
+    """Go head by head: the scores of all heads would take 8 GiB."""
+    outputs = []
+    for q, k, v in zip(*(x.double().split(1, 1) for x in inputs), strict=True):
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+        weights = torch.exp(scores - scores.logsumexp(-1, keepdim=True))
+        outputs.append(torch.einsum("bhqk,bhkd->bhqd", weights, v))
+    return torch.cat(outputs, 1)
+
+
+def test_fused_attention_bytes(compare: Compare) -> None:
+    compare(
+        baseline=explicit,
+        optimized=fused,
+        library=torch.compile(explicit, dynamic=False),
+        against="idiomatic",
+        inputs=heads,
+        work=lambda q, k, v: Work(
+            read=q.nbytes + k.nbytes + v.nbytes,
+            written=q.nbytes,
+            flops=4 * q.numel() * q.shape[2],
+            dtype="bf16",
+        ),
+        reference=in_fp64,
+        evidence=[
+            evidence.kernels(max=2),
+            evidence.counter("dram__bytes.sum", max=0.1, per="baseline"),
+            evidence.peak_memory(max=0.1, per="baseline"),
+        ],
+    )

@@ -1,0 +1,77 @@
+"""Adding a bias and GELU in the epilogue of a GEMM saves two passes over its result.
+
+A GEMM holds its result in registers before it stores it. What is computed there, in the epilogue,
+costs neither a kernel nor a byte: the library has variants that add a bias per column and apply an
+activation function. With an inner dimension of 1024, the three kernels of "eager" move the result
+five times (one write, then two reads and two writes), and at hundreds of TFLOP/s the two passes
+take about half as long as the GEMM. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies
+GELU as well: one kernel, one write. Each is measured against the rung before.
+
+torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
+has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is
+the tanh approximation, which all arms use. torch.compile is the library arm: it makes one kernel of
+bias and GELU, behind the GEMM. A larger inner dimension makes the GEMM longer and the passes no
+longer, so the gain falls. Training needs the input of GELU for the backward pass, so the epilogue
+has to store it, too.
+"""
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+from pytest_aiperf import Bench, Compare, Work, evidence
+
+
+def layer(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, width = bench.size(16384, check=40), bench.size(1024, check=64)
+    options = {"device": bench.device, "dtype": torch.bfloat16}
+    weight = torch.randn(width, 4 * width, **options) * width**-0.5
+    return torch.randn(tokens, width, **options), weight, torch.randn(4 * width, **options)
+
+
+def eager(x, weight, bias):
+    return gelu(x @ weight + bias, approximate="tanh")
+
+
+def addmm(x, weight, bias):
+    return gelu(torch.addmm(bias, x, weight), approximate="tanh")
+
+
+def gelu_epilogue(x, weight, bias):
+    return torch._addmm_activation(bias, x, weight, use_gelu=True)
+
+
+RUNGS = {
+    # baseline, optimized, kernels, and the result's reads and writes: 3 of 5, then 1 of 3
+    "addmm": (eager, addmm, 2, 0.75),
+    "gelu_epilogue": (addmm, gelu_epilogue, 1, 0.5),
+}
+compiled = torch.compile(eager, dynamic=False)
+
+
+def in_fp64(x, weight, bias):
+    y = x.double() @ weight.double() + bias.double()
+    return y * torch.sigmoid((8 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_gemm_epilogue_fusion(compare: Compare, rung: str) -> None:
+    baseline, optimized, kernels, share = RUNGS[rung]
+    compare(
+        baseline=baseline,
+        optimized=optimized,
+        library=compiled,
+        against="idiomatic" if rung == "addmm" else "previous rung",
+        inputs=layer,
+        work=lambda x, weight, bias: Work(
+            read=x.nbytes + weight.nbytes + bias.nbytes,
+            written=len(x) * bias.nbytes,
+            flops=2 * len(x) * weight.numel(),
+            dtype="bf16",
+        ),
+        reference=in_fp64,
+        evidence=[
+            evidence.kernels(max=kernels),
+            evidence.counter("dram__bytes.sum", max=share, per="baseline"),
+        ],
+    )
