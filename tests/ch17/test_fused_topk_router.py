@@ -6,13 +6,12 @@ each row several times because it serves any k; a sum; and a division. Most of t
 chain is the price of torch.topk. The fair comparison for fusion is the library arm: 4 argmax passes
 in torch.compile, whose generated code keeps the row in registers between passes where it can.
 
-Of the 560 bytes moved per token, 512 are the logits, so the limit is memory bandwidth, and a kernel
-reaches it only if a row takes few instructions. Here 8 lanes share a row. From the maxima of groups
-of logits they find a threshold that the 4 largest reach, and few others: 4.4 logits on average in
-random order. Only these candidates are ranked. The softmax over all experts is unnecessary, as
-renormalization cancels its denominator. With a larger k there are more candidates than lanes. The
-gain ends where there are so few tokens that only launches count. The logits of a token are distinct
-by construction, so that exactly one choice is right.
+Of the 560 bytes moved per token, 512 are the logits, so the limit is memory bandwidth. In this
+kernel 8 lanes share a row. They merge sorted lists of 4 values and look for the indices only at the
+end, in a second look at the logits, which takes part of the time. The softmax over all experts is
+unnecessary, as renormalization cancels its denominator. With a larger k the lists outgrow the
+registers. The gain ends where there are so few tokens that only launches count. The logits of a
+token are distinct by construction, so that exactly one choice is right.
 """
 
 import pytest
