@@ -21,8 +21,10 @@ import pytest
 import torch
 
 from examples.kernel_search import default_device, fastest, judge, load, search
-from kernels.ch20.row_tasks import TASKS
+from kernels.ch20 import row_tasks
 from pytest_aiperf import Compare, Work, evidence
+
+TASKS = row_tasks.TASKS  # through the module: its file is a part of the code that is hashed
 
 # A profiler runs this test again in a child process, which cannot time candidates: it inherits the
 # result of the search.

@@ -87,6 +87,9 @@ in succession cost 5 to 6 % in fp8, as gradients do. In bf16 a product costs 0.2
 room for a dozen of them; fp16 has an eighth of bf16's error. Tensor cores truncate tf32 operands
 instead of rounding them, which shrinks all results by about 0.07 %. In fp32 and fp64 the errors of
 long sums are alike in all elements: the limit is that of one element."""
+MAX_SINGLE_CHECKS = 8
+"""Tensors of one argument that are checked one by one for being written only, unless all are. More
+count as read: a training step changes each of hundreds of parameters, and each check is a call."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
@@ -199,17 +202,24 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     if not expected:
         raise UsageError("the baseline returns nothing and changes none of its arguments")
 
-    def is_write_only(path: str) -> bool:
+    def are_write_only(*paths: str) -> bool:
         inputs = _make_filled(make)
         try:
-            returned, _ = _run(prepare, inputs, replace(effects, write_only=(path,)))
+            returned, _ = _run(prepare, inputs, replace(effects, write_only=paths))
             result = outputs_of(returned, inputs.args, effects)
             judge({"baseline": compare(result, expected)}, expected)
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
             return False
         return True
 
-    write_only = tuple(p for p in mutated if p in candidates and is_write_only(p))
+    poisonable = [p for p in mutated if p in candidates]
+    write_only: tuple[str, ...] = ()
+    for _, group in itertools.groupby(poisonable, key=lambda p: p.partition("]")[0]):
+        paths = tuple(group)
+        if are_write_only(*paths):
+            write_only += paths
+        elif 1 < len(paths) <= MAX_SINGLE_CHECKS:
+            write_only += tuple(p for p in paths if are_write_only(p))
     unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
     if unseeded_names:
         raise UsageError(
