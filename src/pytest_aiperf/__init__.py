@@ -91,6 +91,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
-        return metadata.version("pytest-aiperf")
+        try:
+            return metadata.version("pytest-aiperf")
+        except metadata.PackageNotFoundError:  # run from its sources, without installation
+            return "0+unknown"
     module = import_module(f".{_MODULES.get(name, 'model')}", __name__)
     return getattr(module, name, module)  # `evidence` and `scores` are modules

@@ -85,6 +85,28 @@ def test_a_destination_is_write_only_and_an_update_is_not():
     assert effects == ArgumentEffects(("args[1]", "args[2]"), ("args[2]",), ("a", "total", "out"))
 
 
+def test_many_tensors_of_one_argument_are_checked_together():
+    def make():
+        torch.manual_seed(0)
+        many = [torch.randn(4) for _ in range(20)]
+        return many, [torch.empty(4) for _ in many], [torch.randn(4), torch.empty(4)]
+
+    def call(parameters, doubled, mixed):
+        calls.append(1)
+        for parameter, out in zip(parameters, doubled, strict=True):
+            torch.mul(parameter, 2, out=out)
+            parameter += 1
+        mixed[0] += 1
+        torch.neg(mixed[0], out=mixed[1])
+
+    calls = []
+    effects = infer_effects(call, make)
+    assert len(effects.mutated) == 42
+    assert set(effects.write_only) == {f"args[1][{i}]" for i in range(20)} | {"args[2][1]"}
+    # one finds what is changed, one is for each argument, and two are for the short mixed one
+    assert len(calls) == 1 + 3 + 2
+
+
 def test_integers_that_inputs_set_are_not_poisoned():
     def make():
         return torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.empty(4, dtype=torch.int64)

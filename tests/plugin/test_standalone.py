@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,11 @@ def test_everything_exported_exists():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = pytest_aiperf.nothing
     assert np.isfinite(float(pytest_aiperf.__version__.split(".")[0]))
+
+
+def test_the_package_has_a_version_without_an_installation(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert pytest_aiperf.__version__ == "0+unknown"
