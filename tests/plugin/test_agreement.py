@@ -95,7 +95,7 @@ def test_many_tensors_of_one_argument_are_checked_together():
         calls.append(1)
         for parameter, out in zip(parameters, doubled, strict=True):
             torch.mul(parameter, 2, out=out)
-            parameter += 1
+            parameter.add_(1)
         mixed[0] += 1
         torch.neg(mixed[0], out=mixed[1])
 
