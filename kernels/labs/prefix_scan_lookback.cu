@@ -7,7 +7,7 @@
 //                  predecessors, WINDOWS x 32 at a time, until it reaches one that has published
 //                  its inclusive prefix (PREFIX); then it publishes its own prefix.
 //
-// On fast memory the look-back is what limits the rate: more than a hundred tiles start per
+// On fast memory the look-back is what limits the rate: about forty tiles start per
 // microsecond, and a tile that reads the state of others waits most of a microsecond for the
 // L2 cache. So tiles are large, and several windows are read at once.
 //

@@ -9,7 +9,8 @@ warps that do not fit (test_occupancy_block_size.py adds warps instead).
 The grid is built to be small, as for a kernel that needs an SM's registers or shared memory for one
 block, so the baseline is naive. All rungs are measured against it. The limit is memory bandwidth.
 Each 16-byte load in flight takes four registers per thread. At full occupancy there is little to
-gain. The library arm, torch.mul, chooses its own grid.
+gain. No rung reaches torch.mul, the library arm, which chooses its own grid: eight loads come to
+0.9 of its rate (89 % of a copy). Twice the bytes in flight give 1.5x, not 2x.
 """
 
 import pytest

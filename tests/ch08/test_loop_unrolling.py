@@ -10,7 +10,8 @@ Only the unroll factor differs, and each rung is measured against the one before
 such a loop by itself; the first baseline is naive because `#pragma unroll 1` forbids that. On an
 H200 the matrix has four blocks of 256 threads per SM. With more threads, or wider loads, fewer
 loads per thread suffice. Loads cannot move above a store that may alias them, so a loop with such
-stores gains little. The limit is one read of the matrix; the library arm is torch.sum.
+stores gains little. The limit is one read of the matrix. torch.sum, the library arm, remains faster
+than both rungs, by 3 % than the last.
 """
 
 import pytest

@@ -3,7 +3,7 @@
 The tensor cores multiply fp8 at twice the rate of bf16. Weights are cast once, when the model is
 loaded; activations are new in each call, so their cast belongs to the cost. Each row has a scale,
 which follows from its largest magnitude. In eager PyTorch ("eager_cast"), finding the scale and
-applying it takes one kernel per operation, each of which reads and writes whole matrices; with
+applying it takes one kernel per operation, five of which pass over a whole matrix; with
 torch.compile ("fused_cast"), the cast reads 2 bytes per element and writes 1. GEMM and scales are
 the same in both rungs, and each is compared with the one before; the first baseline is cuBLAS in
 bf16.

@@ -31,10 +31,14 @@ def recorded():
 
 
 def a_record():
-    """An accepted record with limits, all arms, evidence and, copied, a second metric."""
+    """An accepted record with limits, all arms, evidence and, copied, a second metric.
+
+    Its first piece of evidence has a lower bound, which an edit of its value can break.
+    """
     names = ("limits", "library", "first", "evidence", "expectation")
     whole = [r for r in recorded().values() if all(r[name] for name in names)]
-    found = next(r for r in whole if r["expectation"]["recorded"])
+    bounded = [r for r in whole if r["evidence"][0]["evidence"]["min"] is not None]
+    found = next(r for r in bounded if r["expectation"]["recorded"])
     record = copy.deepcopy(found)
     record["also"] = [copy.deepcopy(record["timing"])]
     return record
