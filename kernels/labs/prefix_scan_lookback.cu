@@ -8,8 +8,8 @@
 //                  its inclusive prefix (PREFIX); then it publishes its own prefix.
 //
 // On fast memory the look-back is what limits the rate: about forty tiles start per
-// microsecond, and a tile that reads the state of others waits most of a microsecond for the
-// L2 cache. So tiles are large, and several windows are read at once.
+// microsecond, and each reads the states of others from the L2 cache. So tiles are large, and
+// several windows are read at once.
 //
 // Two points make look_back safe. Tiles are numbered in the order in which blocks start (a ticket),
 // so a tile waits only for tiles that are running or done. State and sum share one 64-bit word, so
