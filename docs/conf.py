@@ -46,6 +46,8 @@ course_unmeasured = [
     "ch03/launch_consolidation",
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
+    "ch14/compile_large_model_decode",
+    "ch14/compile_large_model_training",
     "ch18/sdpa_backend_choice",
     "ch20/kernel_search",
 ]
