@@ -48,7 +48,9 @@ course_unmeasured = [
     "ch04/symm_mem_all_reduce",
     "ch14/compile_large_model_decode",
     "ch14/compile_large_model_training",
+    "ch16/piecewise_graphs",
     "ch18/sdpa_backend_choice",
+    "ch20/inference_stack_ladder",
     "ch20/kernel_search",
 ]
 

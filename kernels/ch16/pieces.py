@@ -10,16 +10,24 @@ piecewise   one graph per bucket and piece, where a piece is what lies between t
 
 Padding follows the prompt, and the attention is causal: it does not change the prompt's results.
 Each of the four writes the last hidden state of each prompt.
+
+Attention is forced to FlashAttention 2, which takes any length at once. cuDNN, the default on
+Hopper, builds an execution plan for each length that it has not seen; the ways that launch
+attention for exactly the prompt's tokens would wait for that.
 """
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.ch15.decoder import HEAD_DIM, captured, causal, forward, norm, output_and_mlp
 
 BUCKETS = 256, 512, 1024, 2048
 """Token counts for which graphs are captured."""
 
+with_flash_attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
+
+@with_flash_attention
 def eager(model, prompts, lengths, out):
     for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
         answer.copy_(forward(model, prompt[None, :length])[0, -1])
@@ -89,10 +97,12 @@ def piecewise(model, _prompts, _lengths, _out):
     return _by_bucket(Pieces, model, BUCKETS)
 
 
+@with_flash_attention
 def _by_bucket(graphs, model, buckets):
     """Capture graphs for each bucket, and return an arm that runs each prompt in the smallest."""
     graphs_of = {bucket: graphs(model, bucket) for bucket in buckets}
 
+    @with_flash_attention
     def run(_model, prompts, lengths, out):
         for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
             bucket = next(bucket for bucket in buckets if bucket >= length)
