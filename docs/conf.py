@@ -46,6 +46,7 @@ course_unmeasured = [
     "ch03/launch_consolidation",
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
+    "ch13/regional_compile",
     "ch14/compile_large_model_decode",
     "ch14/compile_large_model_training",
     "ch16/piecewise_graphs",

@@ -26,8 +26,8 @@ from pytest_aiperf import Bench, Compare, Work, evidence, prepared, static
 
 def model(bench: Bench) -> llama.Weights:
     """Draw 1.06 billion weights: 51 million in each of 18 layers, and the vocabulary's."""
-    layers, width = bench.size(18, check=2), bench.size(2048, check=256)
-    hidden, vocabulary = bench.size(5632, check=384), bench.size(32000, check=1000)
+    layers, width = bench.size(18, check=2), bench.size(2048, check=128)
+    hidden, vocabulary = bench.size(5632, check=192), bench.size(32000, check=300)
     options = {"device": bench.device, "dtype": torch.bfloat16}
     return llama.random_weights(layers, width, hidden, vocabulary, **options)
 
