@@ -336,12 +336,19 @@ def _graph_breaks(call: Callable[[], object]) -> dict[str, float]:
     if torch is None:
         return {}
     import torch._dynamo as dynamo
-    from torch._dynamo.utils import counters
+    from torch._dynamo import utils
 
     dynamo.reset()
-    counters.clear()
+    utils.counters.clear()
+    utils.clear_compilation_metrics()
     with torch.compiler.set_stance("default", force_backend="eager"):  # generate no code
         call()
-    if not counters["frames"]["total"]:
+    if not utils.counters["frames"]["total"]:
         return {}
-    return {EvidenceKind.GRAPH_BREAKS: sum(counters["graph_break"].values())}
+    breaks = sum(utils.counters["graph_break"].values())
+    # a branch on the value of a tensor is not in that counter; the code after it is a function
+    resumed = sum(
+        str(each.co_name).startswith("torch_dynamo_resume_in")
+        for each in utils.get_compilation_metrics()
+    )
+    return {EvidenceKind.GRAPH_BREAKS: max(breaks, resumed)}
