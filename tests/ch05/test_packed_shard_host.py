@@ -55,7 +55,7 @@ def read_all(file, records):
 
 
 @pytest.mark.host
-def test_packed_shard(compare: Compare) -> None:
+def test_packed_shard_host(compare: Compare) -> None:
     compare(
         baseline=read_each,
         optimized=gather,
