@@ -1,0 +1,54 @@
+"""Up to the ridge of the roofline, more FMAs per element in one pass take no more time.
+
+x -> a x + b is applied k times. With a kernel per step, as eager PyTorch runs it, each step reads
+and writes the array: k times the bytes, 0.25 operations per byte whatever k is. The fused kernel
+reads each element once, keeps it in a register for all k steps, and writes it once. Its arithmetic
+intensity is k / 4 operations per byte. As long as that is below the ridge, the ratio of the GPU's
+FMA rate to its bandwidth (15 operations per byte for an H200 in fp32, k = 61), memory sets the
+time, and k steps take as long as one: the gain is k. Beyond the ridge the FMAs set the time, which
+then grows with k. The share of the limit is that of the roofline, the lower of the two.
+
+The sweep has two points below the ridge, one at it, where both limits are close and neither hides
+the other entirely, and one beyond. torch.compile, the library arm, fuses the loop as well. Fusing
+needs steps that follow each other element by element; a step that needs other elements starts a
+new pass.
+"""
+
+import pytest
+import torch
+
+from kernels.ch01 import fma_passes
+from pytest_aiperf import Bench, Compare, Work, evidence
+
+
+def elements(k):
+    def inputs(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x = torch.randn(bench.size(2**26 + 1000, check=5000), device=bench.device)
+        return x, torch.empty_like(x), k
+
+    return inputs
+
+
+def in_fp64(x, out, k):
+    """Use the sum of the geometric series."""
+    factor = fma_passes.A**k
+    return x.double() * factor + fma_passes.B * (1 - factor) / (1 - fma_passes.A)
+
+
+@pytest.mark.parametrize("k", [8, 32, 64, 256])
+def test_roofline_fma_sweep(compare: Compare, k: int) -> None:
+    compare(
+        baseline=fma_passes.passes,
+        optimized=fma_passes.fused,
+        library=torch.compile(fma_passes.passes, dynamic=False),
+        inputs=elements(k),
+        work=lambda x, out, k: Work(
+            read=x.nbytes, written=out.nbytes, flops=2 * k * x.numel(), dtype="fp32"
+        ),
+        reference=in_fp64,
+        evidence=[
+            evidence.kernels(max=1),
+            evidence.counter("dram__bytes.sum", max=1.05, per="work"),
+            evidence.spills(),
+        ],
+    )
