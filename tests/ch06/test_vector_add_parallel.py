@@ -7,9 +7,10 @@ all SMs.
 
 Each rung changes only the launch and the index of an element, and is measured against the one
 before. "grid" has blocks of 256 threads, not 1024: several of them share an SM. The first two are
-naive: nobody would run them, but they show what a block and a grid are for. The limit of the grid
-is memory bandwidth, which takes longer vectors and wider accesses (test_vector_add_wide.py). These
-vectors are short, so that the single thread finishes.
+naive: nobody would run them, but they show what a block and a grid are for. torch.add, the library
+arm, is faster than the grid too. The limit is memory bandwidth, which takes longer vectors and
+wider accesses (test_vector_add_wide.py). These vectors are short, so that the single thread
+finishes.
 """
 
 import pytest

@@ -5,8 +5,9 @@ Memory transfers whole sectors of 32 bytes, and a lone sector costs a DRAM acces
 each 4-byte field costs as much as the whole particle. In a structure of arrays (SoA), or an array
 of structures of arrays of 32 ("aosoa"), the lanes of a warp read neighbouring floats: whole
 sectors. Both are measured against AoS, and only the layout differs. With one array per field,
-16-byte accesses become possible as well ("soa_vector", measured against soa). The library arm is
-torch.mul on the array of the field.
+16-byte accesses become possible as well ("soa_vector", measured against soa). The library arm,
+torch.mul on the array of the field, uses them too: it is as fast as soa_vector, and faster than the
+rungs with 4-byte loads.
 
 The gain is limited by the bytes: 64 read and 4 written against 4 and 4. It shrinks with every
 further field that is used, and a kernel that uses all fields of each particle gains nothing in

@@ -6,10 +6,10 @@ memory and leave one barrier, but each thread still reads one element and takes 
 for it. In a grid-stride loop, only as many blocks as are resident loop over the array, with four
 16-byte loads in flight per thread, and the threads combine their sums once at the end.
 
-Each rung is measured against the one before it; the library arm is CUB. The limit is one read
-of the array at memory bandwidth. Below a few megabytes, launches and the final combination cost
-more than the bytes. The summands are positive, so a different order of additions changes only the
-last bits.
+Each rung is measured against the one before it; the library arm is CUB, which only the last rung
+beats. The limit is one read of the array at memory bandwidth. Below a few megabytes, launches and
+the final combination cost more than the bytes. The summands are positive, so a different order of
+additions changes only the last bits.
 """
 
 import pytest

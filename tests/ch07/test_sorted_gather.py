@@ -8,7 +8,8 @@ kernel is the same in both arms.
 The optimized arm sorts in each call, and uses the sorted indices for all of the tables, as a fixed
 set of rows that is read in many steps would be. The sort is a radix sort of the indices (CUB,
 through torch.sort, which returns a permutation as well). So the gain depends on the number of uses.
-The library arm counts each index and multiplies the tables by the counts, which only a sum allows.
+The library arm counts each index and multiplies the tables by the counts, which only a sum allows;
+it is slightly faster. On an H200 the sort takes two fifths of the optimized arm's time.
 The limit is one read of the indices and of the tables' sectors that they touch; the kernel reads
 the indices again for each table, a third of its bytes.
 """
