@@ -52,13 +52,21 @@ course_unmeasured = [
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
+    "ch12/atomic_work_queue",
+    "ch13/fused_linear_cross_entropy",
+    "ch13/fused_linear_cross_entropy_time",
+    "ch13/optimizer_in_backward",
     "ch13/regional_compile",
     "ch14/compile_large_model_decode",
     "ch14/compile_large_model_training",
+    "ch16/fp8_inference",
     "ch16/piecewise_graphs",
     "ch18/sdpa_backend_choice",
+    "ch18/sliding_window_block_mask",
+    "ch19/token_precision_switching",
     "ch20/inference_stack_ladder",
     "ch20/kernel_search",
+    "labs/moe_ladder",
 ]
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.

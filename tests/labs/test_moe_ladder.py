@@ -48,7 +48,8 @@ def in_fp64(x, router, up, down):
     gates.scatter_(1, experts, weights)
     out = torch.zeros_like(x, dtype=torch.float64)
     for expert, gate in enumerate(gates.unbind(1)):
-        hidden = moe.gated(x.double() @ up[expert].double())
+        gate_x, up_x = (x.double() @ up[expert].double()).tensor_split(2, 1)
+        hidden = gate_x / (1 + (-gate_x).exp()) * up_x
         out += gate[:, None] * (hidden @ down[expert].double())
     return out
 
