@@ -1,11 +1,10 @@
 // Jacobi steps on a grid of 512 x 512 cells: next = (up + down + left + right + source) / 4, where
 // cells outside of the grid are 0.
 //
-//   launch_per_step  The end of each kernel is the barrier between two steps. A thread computes a
-//                    cell.
-//   grid_sync        One cooperative kernel runs all steps, with grid.sync() after each. As many
-//                    blocks as there are SMs are resident; each thread computes every so many-th
-//                    cell.
+//   launch_per_step  The end of each kernel is the barrier between two steps. Each thread computes
+//                    one cell.
+//   grid_sync        One cooperative kernel runs all steps, with grid.sync() after each. One block
+//                    per SM is resident; its threads go through the cells in a grid-stride loop.
 //
 // States are not read through `const __restrict__` pointers: those loads may take the read-only
 // path, which does not see what other blocks write while the kernel runs.

@@ -9,7 +9,7 @@ not wait and launches ahead. "graph" captures these launches: its events become 
 graph, which replaces 100 launches by one. Code that synchronises with the host cannot be captured.
 
 The claim is judged on wall time, and both arms run the same 100 kernels. The gain ends where
-kernels run much longer than the delay of a synchronisation. It remains necessary where the host
+kernels run much longer than the delay of a synchronisation. The host still has to wait where it
 needs a result to decide what comes next; even there, waiting for one event (cudaEventSynchronize)
 does not wait for the other streams.
 """

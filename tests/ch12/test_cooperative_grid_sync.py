@@ -5,8 +5,8 @@ finished a step before any block starts the next. The end of a kernel is such a 
 launch per step is the usual way to get it. For a grid of 1 MiB, which stays in the L2 cache, a step
 takes about as long as its launch. "graph" removes the host's part: the GPU starts one kernel after
 the other. The last block must still leave, and new blocks start and compute their indices, for each
-step. "grid_sync" launches one cooperative kernel with as many blocks as fit on the GPU at once, and
-calls grid.sync() (cooperative groups) after each step.
+step. "grid_sync" launches one cooperative kernel, with one block per SM, and calls grid.sync()
+(cooperative groups) after each step.
 
 The claim is judged on wall time; "grid_sync" is judged against the graph. The gain ends where a
 step takes much longer than a barrier. A cooperative grid must be resident as a whole, so its size

@@ -66,6 +66,10 @@ RUNGS = {
     "chunked": (linear_cross_entropy.eager, linear_cross_entropy.chunked, "idiomatic"),
     "fused": (linear_cross_entropy.chunked, linear_cross_entropy.fused, "previous rung"),
 }
+EVIDENCE = {
+    "chunked": evidence.kernels(min=2, per="baseline"),  # those of one chunk, eight times
+    "fused": evidence.kernel_name("_loss_and_gradient", min=8),  # one per chunk
+}
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -82,6 +86,7 @@ def test_fused_linear_cross_entropy(compare: Compare, rung: str) -> None:
         metric=("memory", "device"),
         cache="warm",  # makes no difference: the logits are many times the L2 capacity
         precision="bf16",
+        evidence=[EVIDENCE[rung]],
     )
 
 
