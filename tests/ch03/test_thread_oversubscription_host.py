@@ -12,7 +12,8 @@ single products run nearly undisturbed and some are delayed badly; eight in a ro
 The thread count is read when the library is loaded, hence the environment variables. In both arms
 OpenBLAS's idle threads sleep at once; otherwise those of one arm would spin while the other is
 timed. Large products suffer less, since their threads synchronise less often. A single worker
-should use all cores.
+should use all cores. No evidence is declared: the delays show in the context switches of the
+workers, and only those of the calling process are counted.
 """
 
 from functools import partial
