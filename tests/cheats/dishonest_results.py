@@ -7,11 +7,13 @@ import mmap
 import os
 import tempfile
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from pytest_aiperf import Score
 from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import DOUBLE, LONG, SHORT, WRONG, returning, tensors
 from tests.plugin.claims import vectors
@@ -365,6 +367,167 @@ def module_of(x):
 @cheat(WRONG)
 def a_module_with_methods_of_its_own():
     return pair(module_of, LazyModule, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+class LazyAttributes(torch.nn.Module):
+    """A module that is computed when its attributes are read."""
+
+    def __getattribute__(self, name):
+        own = object.__getattribute__(self, "__dict__")
+        if name == "__dict__" and "source" in own:
+            own["_parameters"]["result"].copy_(own["source"]() * 2)
+        return own if name == "__dict__" else super().__getattribute__(name)
+
+
+@cheat(WRONG)
+def a_module_whose_attributes_are_computed():
+    def arm(x):
+        module = module_of(x * 0)
+        module.source, module.__class__ = weakref.ref(x), LazyAttributes
+        return module
+
+    return pair(module_of, arm, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+def computing(x):
+    """Return an array, and a function that writes the result into it."""
+    result = np.zeros_like(x)
+    return result, lambda: np.multiply(x, 2, out=result)
+
+
+class LazyClass:
+    """An object that is computed when its class is read, and that claims to be no result."""
+
+    def __init__(self, work):
+        self.work = work
+
+    @property
+    def __class__(self):
+        self.work()
+        return Score
+
+
+@cheat("a result of type LazyClass cannot be compared")
+def a_class_that_is_computed():
+    def arm(x):
+        result, work = computing(x)
+        return LazyClass(work), result
+
+    return pair(lambda x: x * 2, arm)
+
+
+class LazyKind(type):
+    """A type of lists that are computed when it is compared with another type."""
+
+    def __eq__(cls, other):
+        cls.work()
+        return cls is other
+
+    __hash__ = type.__hash__
+
+
+@cheat(WRONG)
+def a_type_that_computes():
+    def arm(x):
+        result, work = computing(x)
+        return LazyKind("LazyKindOfList", (list,), {"work": work})([result])
+
+    return pair(lambda x: [x * 2], arm)
+
+
+class LazyKey(str):  # noqa: SLOT000  it has attributes
+    """A key that computes the item when it is written out."""
+
+    def __repr__(self):
+        self.work()
+        return str.__repr__(self)
+
+
+@cheat(WRONG)
+def a_key_that_computes():
+    def arm(x):
+        key = LazyKey("y")
+        result, key.work = computing(x)
+        return {key: result}
+
+    return pair(lambda x: {"y": x * 2}, arm)
+
+
+class Field:
+    """A descriptor that computes the field of a dataclass."""
+
+    def __get__(self, instance, kind):
+        if instance is not None:
+            vars(instance)["work"]()
+            return vars(instance)["y"]
+        return None
+
+    def __set__(self, instance, value):
+        vars(instance)["y"] = value
+
+
+@dataclass
+class Fields:
+    y: object
+
+
+@dataclass
+class LazyField(Fields):
+    pass
+
+
+LazyField.y = Field()
+
+
+@cheat(WRONG)
+def a_field_that_is_computed():
+    def arm(x):
+        result, work = computing(x)
+        fields = LazyField(result)
+        fields.work = work
+        return fields
+
+    return pair(lambda x: Fields(x * 2), arm)
+
+
+class LazyDictOfFields(Fields):
+    """A dataclass that is computed when its attributes are read."""
+
+    @property
+    def __dict__(self):
+        own = Fields.__dict__["__dict__"].__get__(self)
+        own["work"]()
+        return own
+
+
+@cheat(WRONG)
+def a_dataclass_whose_attributes_are_computed():
+    def arm(x):
+        result, work = computing(x)
+        fields = LazyDictOfFields(result)
+        fields.work = work
+        return fields
+
+    return pair(lambda x: Fields(x * 2), arm)
+
+
+def shared_memory(x):
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        return np.memmap(file.name, x.dtype, "w+", shape=x.shape)
+
+
+@cheat(WRONG)
+def a_memory_map_with_a_copy_of_its_own():
+    def baseline(x):
+        result = shared_memory(x)
+        return np.multiply(x, 2, out=result)
+
+    def arm(x):
+        result = shared_memory(x)
+        result.copy = lambda *_: np.multiply(x, 2, out=result)
+        return result
+
+    return pair(baseline, arm)
 
 
 class LazyList(list):

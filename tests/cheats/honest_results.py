@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import mmap
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from tests.cheats.dishonest_results import (
     data_file,
     module_of,
     numbers,
+    shared_memory,
     sort_in_place,
     with_outliers,
 )
@@ -267,6 +271,81 @@ def a_part_of_a_larger_result():
 @honest()
 def modules_as_results():
     return arms(module_of, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+@honest()
+def keys_that_are_members_of_an_enumeration():
+    side = enum.Enum("Side", "LEFT RIGHT")
+    words = {"reference": lambda x: {side.LEFT: x + x, side.RIGHT: x + 1}}
+    return arms(lambda x: {side.LEFT: x * 2, side.RIGHT: x + 1}, **words)
+
+
+@honest()
+def keys_in_another_order():
+    words = {"reference": lambda x: (x + x, x + 1)}
+    return arms(lambda x: {"y": x * 2, "z": x + 1}, lambda x: {"z": x + 1, "y": x * 2}, **words)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A dataclass with a method, a default, and properties beside its fields."""
+
+    y: object
+    scale: object = None
+
+    @property
+    def halved(self):
+        return self.y / 2
+
+    @functools.cached_property
+    def total(self):
+        return self.y.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Quadrupled(Doubled):
+    z: object = None
+
+
+@honest()
+def dataclasses_with_properties():
+    def arm(x):
+        result = Doubled(x * 2)
+        assert result.total is not None
+        return result, Quadrupled(x * 2, z=x * 4)
+
+    return arms(arm, reference=lambda x: (x + x, x + x, x * 4))
+
+
+class Doubler(torch.nn.Module):
+    """A module with a property beside its parameter."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.y = torch.nn.Parameter(x * 2, requires_grad=False)
+
+    @property
+    def halved(self):
+        return self.y / 2
+
+
+@honest()
+def modules_with_properties():
+    return arms(Doubler, inputs=tensors, reference=lambda x: x.double() * 2)
+
+
+@honest()
+def results_in_shared_memory_by_both_arms():
+    return arms(lambda x: np.multiply(x, 2, out=shared_memory(x)))
+
+
+@honest()
+def numbers_of_many_types():
+    def arm(x):
+        total = x.sum()
+        return float(total), total, np.int64(total * 1e6), [total * i for i in range(1, 21)]
+
+    return arms(arm, reference=arm)
 
 
 @honest()

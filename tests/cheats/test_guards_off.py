@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import math
@@ -18,7 +19,7 @@ import torch
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim import bound_claim, explanation, ladder, sampler
 from pytest_aiperf.claim.bound_claim import BoundClaim
-from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness import agreement, stored, tensors
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
@@ -155,6 +156,22 @@ def unbound_now():
     return device.time.perf_counter_ns()
 
 
+def labelled_by_repr(value):
+    return sorted((repr(key), key, item) for key, item in value.items())
+
+
+def fields_by_getattr(value):
+    if not dataclasses.is_dataclass(type(value)):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def own_copies(name):
+    backend = tensors.BACKENDS[name](sys.modules[name])
+    return dataclasses.replace(backend, copy=lambda x: getattr(x, "data", x).clone()
+                               if name == "torch" else x.copy())  # fmt: skip
+
+
 def any_subclass(name):
     backend = tensors.BACKENDS[name](sys.modules[name])
     kind = torch.Tensor if name == "torch" else np.ndarray
@@ -178,7 +195,28 @@ GUARDS = {
     ),
     "arrays are plain": Guard({(tensors, "_backend"): any_subclass}, caught("a_lazy_array")),
     "fields are stored values": Guard(
-        {(tensors, "_is_plain_dataclass"): dataclasses.is_dataclass}, caught("a_lazy_dataclass")
+        {(stored, "fields"): fields_by_getattr}, caught("a_field_that_is_computed")
+    ),
+    "fields are not computed": Guard(
+        {(stored, "fields"): fields_by_getattr}, caught("a_lazy_dataclass")
+    ),
+    "attributes are read where they are stored": Guard(
+        {(stored, "attributes"): vars}, caught("a_module_whose_attributes_are_computed")
+    ),
+    "attributes of dataclasses are read where they are stored": Guard(
+        {(stored, "attributes"): vars}, caught("a_dataclass_whose_attributes_are_computed")
+    ),
+    "classes are not asked for": Guard(
+        {(tensors, "type"): lambda value: value.__class__}, caught("a_class_that_is_computed")
+    ),
+    "types are compared by identity": Guard(
+        {(stored, "is_one_of"): lambda kind, kinds: kind in kinds}, caught("a_type_that_computes")
+    ),
+    "keys are not written out": Guard(
+        {(stored, "items"): labelled_by_repr}, caught("a_key_that_computes")
+    ),
+    "arrays are copied by their library": Guard(
+        {(tensors, "_backend"): own_copies}, caught("a_memory_map_with_a_copy_of_its_own")
     ),
     "the same seed gives the same inputs": Guard(
         {(agreement, "infer_effects"): always(agreement.ArgumentEffects())},
@@ -408,7 +446,7 @@ def test_without_the_guard_its_test_fails(name, tmp_path, monkeypatch):
         guard.test(folders[0], patch)
     with monkeypatch.context() as patch:
         for (owner, attribute), replacement in guard.off.items():
-            patch.setattr(owner, attribute, replacement, raising=attribute != "reversed")
+            patch.setattr(owner, attribute, replacement, raising=attribute not in vars(builtins))
         with pytest.raises(FAILURES):
             guard.test(folders[1], patch)
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import sys
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Score
 from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.rules.validity import watched
+
+from . import stored
 
 Args = tuple[Any, ...]
 NamedTensor = tuple[str, Any]  #: A leaf's path and value, which need not be an array.
@@ -27,7 +28,6 @@ MANY = 16
 """A longer list of numbers is compared as one array: its scale is that of all its elements. A
 shorter one may hold unlike figures, which are compared one by one."""
 _NUMBER_TYPES = {bool, int, float, complex}
-_SCALARS = {"numpy", "ml_dtypes"}  # modules of scalar types
 _PLAIN_TYPES = {*_NUMBER_TYPES, list, tuple, str, bytes, bytearray, set, frozenset, range}
 """Types whose values are equal if their texts are."""
 ALIGNMENT = 16  #: Bytes; every allocator aligns arrays to at least as many.
@@ -87,8 +87,8 @@ def walk(value: Any, name: str) -> list[NamedTensor]:
 
     None is not a leaf, and neither is a Score, which is the judged figure and no part of the
     result. A tensor's ``.grad`` is one, because backward() writes it, and so is a long list of
-    numbers. Containers are read without their own methods, which an arm could override to compute
-    the items after the timed call. A container that contains itself raises UsageError.
+    numbers. No code of the values' own classes runs: an arm could compute the items there, after
+    the timed call. A container that contains itself raises UsageError.
     """
     leaves: list[NamedTensor] = []
     try:
@@ -114,73 +114,62 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor]) -> None:
 
 def _grad(value: Any) -> Any:
     torch = sys.modules.get("torch")
-    return value.grad if torch and isinstance(value, torch.Tensor) and value.is_leaf else None
+    is_tensor = torch and stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter))
+    return value.grad if is_tensor and value.is_leaf else None
 
 
 def _children(value: Any) -> dict[str, Any] | None:
     """Return the items of a container by the suffix of their path; None if it is a leaf."""
-    torch = sys.modules.get("torch")
+    torch, kind = sys.modules.get("torch"), type(value)
     children: dict[str, Any] | None = None
-    if value is None or isinstance(value, Score):
+    if value is None or issubclass(kind, Score):
         children = {}
-    elif isinstance(value, (tuple, list)) and not is_number_list(value):
-        kind: Any = tuple if isinstance(value, tuple) else list
-        children = {f"[{i}]": item for i, item in enumerate(kind.__iter__(value))}
-    elif isinstance(value, dict):
-        keys = sorted(dict.keys(value), key=repr)
-        children = {f"[{key!r}]": dict.__getitem__(value, key) for key in keys}
-    elif torch and isinstance(value, torch.nn.Module):
-        stored = [vars(value).get(key) for key in ("_parameters", "_buffers", "_modules")]
+    elif issubclass(kind, (tuple, list)) and not is_number_list(value):
+        base: Any = tuple if issubclass(kind, tuple) else list
+        children = {f"[{i}]": item for i, item in enumerate(base.__iter__(value))}
+    elif issubclass(kind, dict):
+        children = {f"[{label}]": item for label, _, item in stored.items(value)}
+    elif torch and issubclass(kind, torch.nn.Module):
         # a compiled TorchScript module stores none of them in Python
-        items = [item for part in stored if isinstance(part, dict) for item in dict.items(part)]
-        children = {f".{key}": item for key, item in items}
-    elif _is_plain_dataclass(value):
-        children = {f".{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+        own = stored.attributes(value)
+        parts: list[Any] = [own.get(key) for key in ("_parameters", "_buffers", "_modules")]
+        items = [dict.items(part) for part in parts if issubclass(type(part), dict)]
+        children = {f".{key}": item for part in items for key, item in part if type(key) is str}
+    elif (fields := stored.fields(value)) is not None:
+        children = {f".{name}": item for name, item in fields.items()}
     return children
 
 
 def hidden_values(value: Any, name: str) -> str | None:
     """Return the path of a container that has attributes beside its items or fields, if any."""
-    stored = vars(value) if isinstance(value, (list, tuple, dict)) and _has_dict(value) else {}
-    if _is_plain_dataclass(value) and _has_dict(value):
-        stored = vars(value).keys() - {f.name for f in dataclasses.fields(value)}
-    if stored:
+    fields = stored.fields(value)
+    is_container = fields is not None or issubclass(type(value), (list, tuple, dict))
+    if is_container and stored.attributes(value).keys() - (fields or {}).keys():
         return name
     children = _children(value) or {}
     found = (hidden_values(item, name + suffix) for suffix, item in children.items())
     return next(filter(None, found), None)
 
 
-def _has_dict(value: Any) -> bool:
-    return hasattr(value, "__dict__")
-
-
 def is_number_list(value: Any) -> bool:
     """Whether this is a plain list or tuple of so many numbers that it is one leaf, not many."""
-    if type(value) not in (list, tuple) or len(value) <= MANY:
+    if not stored.is_one_of(type(value), (list, tuple)) or len(value) <= MANY:
         return False
-    return all(map(_is_number_type, {*map(type, value)}))
+    return {*map(id, map(type, value))} <= _number_types("ml_dtypes" in sys.modules)
 
 
-def _is_number_type(kind: type) -> bool:
-    """Whether this is a type of numbers that a class of an arm cannot have overridden."""
+def _is_number(value: Any) -> bool:
+    return id(type(value)) in _number_types("ml_dtypes" in sys.modules)
+
+
+@functools.cache
+def _number_types(has_ml_dtypes: bool) -> frozenset[int]:
+    """Return the ids of the types of numbers: a class of an arm may claim to be equal to one."""
     import numpy as np
 
-    return kind in _NUMBER_TYPES or (issubclass(kind, np.generic) and kind.__module__ in _SCALARS)
-
-
-def _is_plain_dataclass(value: Any) -> bool:
-    """Whether this is a dataclass that stores all fields and computes none when it is read."""
-    kind = type(value)
-    if not dataclasses.is_dataclass(kind) or kind.__getattribute__ is not object.__getattribute__:
-        return False
-    stored = vars(value) if hasattr(value, "__dict__") else {}
-    attributes = {f.name: getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
-    return all(
-        isinstance(attribute, types.MemberDescriptorType)
-        or (name in stored and not isinstance(attribute, property))
-        for name, attribute in attributes.items()
-    )
+    modules = [np, sys.modules["ml_dtypes"]] if has_ml_dtypes else [np]
+    kinds = [kind for module in modules for kind in vars(module).values() if type(kind) is type]
+    return frozenset(map(id, (*_NUMBER_TYPES, *(k for k in kinds if issubclass(k, np.generic)))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +189,9 @@ class ArrayBackend:
 
 def _torch(torch: Any) -> ArrayBackend:
     def is_array(x: Any) -> bool:
-        is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
-        return is_dense and not (x.is_quantized or x.is_nested or x.is_meta)
+        if not stored.is_one_of(type(x), (torch.Tensor, torch.nn.Parameter)):
+            return False
+        return x.layout is torch.strided and not (x.is_quantized or x.is_nested or x.is_meta)
 
     # .data has none of the attributes of its tensor: an arm could have overridden a method there
 
@@ -226,12 +216,12 @@ def _numpy(numpy: Any) -> ArrayBackend:
         numpy,
         # longdouble has no integer of its size, in which its bits could be compared
         lambda x: (
-            type(x) in types_
+            stored.is_one_of(type(x), types_)
             and x.dtype.kind in "biufc"
             and x.dtype.itemsize <= (16 if x.dtype.kind == "c" else 8)
         ),
         lambda x: x[..., None].view(x.real.dtype) if x.dtype.kind == "c" else x,
-        lambda x: x.copy(),
+        lambda x: numpy.array(x, order="C"),  # a memmap may have a method copy of its own
         lambda x, kind, _: numpy.asarray(x, dtype=kind),
         lambda x: (getattr(x.data, "ptr", None) or x.ctypes.data, x.strides),
     )
@@ -457,7 +447,7 @@ def as_array(leaf: Any) -> tuple[Any, ...]:
     """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
     import numpy as np
 
-    if is_number_list(leaf) or _is_number_type(type(leaf)):
+    if is_number_list(leaf) or _is_number(leaf):
         leaf = np.asarray(leaf)
     return (leaf,) if backend_of(leaf) else ()
 
@@ -618,7 +608,7 @@ def _refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
     if isinstance(live, list):
         list.__setitem__(live, slice(None), items)
     elif isinstance(live, dict):
-        by_key = dict(zip(sorted(dict.keys(fresh), key=repr), items, strict=True))
+        by_key = dict(zip((key for _, key, _ in stored.items(fresh)), items, strict=True))
         dict.clear(live)
         dict.update(live, {key: by_key[key] for key in dict.keys(fresh)})
     else:

@@ -1,0 +1,69 @@
+"""Reads what objects store, and runs no code of their classes.
+
+An arm could otherwise return objects that compute the result when they are read, after the clock
+has stopped: in a property ``__class__`` or ``__dict__``, a descriptor, or the repr of a key. So
+types are compared by identity, and attributes are read where objects and classes store them.
+"""
+
+import dataclasses
+import operator
+import types
+from abc import ABCMeta
+from collections.abc import Iterable
+from typing import Any
+
+_MRO = type.__dict__["__mro__"].__get__
+_VARS = type.__dict__["__dict__"].__get__
+_KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is Python's own
+
+
+def is_one_of(kind: type, kinds: Iterable[type]) -> bool:
+    return any(kind is each for each in kinds)
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """Return the attributes that an object stores itself, not in its class or in slots."""
+    for base in _MRO(type(value)):
+        getter = _VARS(base).get("__dict__")
+        if type(getter) is types.GetSetDescriptorType:
+            return {k: v for k, v in dict.items(getter.__get__(value)) if type(k) is str}
+    return {}
+
+
+def fields(value: object) -> dict[str, Any] | None:
+    """Return the fields of a dataclass, if it stores all and computes none; None otherwise."""
+    kind = type(value)
+    declared = _in_class(kind, "__dataclass_fields__")
+    if type(declared) is not dict or not is_one_of(type(kind), (type, ABCMeta)):
+        return None
+    if not all(type(field) is dataclasses.Field for field in declared.values()):
+        return None
+    if _in_class(kind, "__getattribute__") is not object.__getattribute__:
+        return None
+    own, found = attributes(value), {}
+    for name in (field.name for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
+        in_class = _in_class(kind, name)
+        if name in own and type(in_class) is not property:
+            found[name] = own[name]
+        elif type(in_class) is types.MemberDescriptorType:  # a slot
+            found[name] = in_class.__get__(value)
+        else:
+            return None
+    return found
+
+
+def items(value: dict[Any, Any]) -> list[tuple[str, Any, Any]]:
+    """Return label, key and value of each item of a dict, in the order of the labels."""
+    labelled = [(_label(key, i), key, item) for i, (key, item) in enumerate(dict.items(value))]
+    return sorted(labelled, key=operator.itemgetter(0))
+
+
+def _label(key: Any, number: int) -> str:
+    parts = key if type(key) is tuple else (key,)
+    is_plain = all(is_one_of(type(part), _KEYS) for part in parts)
+    return repr(key) if is_plain else f"key {number}"
+
+
+def _in_class(kind: type, name: str) -> Any:
+    """Return what a class, or else its first base that has it, stores under a name, or None."""
+    return next((_VARS(base)[name] for base in _MRO(kind) if name in _VARS(base)), None)
