@@ -59,6 +59,8 @@ course_unmeasured = [
     "ch13/regional_compile",
     "ch14/compile_large_model_decode",
     "ch14/compile_large_model_training",
+    "ch14/dynamic_shape_recompiles",
+    "ch14/dynamic_shape_steady_state",
     "ch16/fp8_inference",
     "ch16/piecewise_graphs",
     "ch18/sdpa_backend_choice",
