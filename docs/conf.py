@@ -52,6 +52,7 @@ course_unmeasured = [
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
+    "ch07/tma_tensor_2d",
     "ch12/atomic_work_queue",
     "ch13/fused_linear_cross_entropy",
     "ch13/fused_linear_cross_entropy_time",
