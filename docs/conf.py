@@ -58,6 +58,7 @@ course_unmeasured = [
     "ch13/fused_linear_cross_entropy_time",
     "ch13/optimizer_in_backward",
     "ch13/regional_compile",
+    "ch13/shared_graph_mempool",
     "ch14/compile_large_model_decode",
     "ch14/compile_large_model_training",
     "ch14/dynamic_shape_recompiles",

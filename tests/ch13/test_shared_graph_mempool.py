@@ -1,0 +1,87 @@
+"""CUDA graphs that share a memory pool reserve less memory than graphs with pools of their own.
+
+A server that replays CUDA graphs captures one per batch size. A capture allocates from a private
+pool, which keeps its memory for as long as the graph lives, because replays use its addresses. But
+graphs that never run at the same time can use the same memory for their intermediate values. Here
+graphs of eight batch sizes are captured with one pool, the largest batch first, so that all others
+fit into its blocks.
+
+The score is the memory that PyTorch has reserved for the graphs while all of them exist. The device
+time of replaying all eight is shown beside it: both arms run the same kernels. The price is that a
+graph may overwrite what another has left in the pool, so results must be copied out before the next
+replay or, as here, be written to tensors that were allocated outside. The limit is the sum of the
+batch sizes over the largest one, 4.5. If the smallest batch were captured first, each larger one
+would find the blocks too small and reserve new ones.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from pytest_aiperf import Bench, Compare, Score, Work, prepared, static
+
+SIZES = tuple(1024 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
+"""Tokens per batch."""
+Batches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batches(bench: Bench) -> Batches:
+    """Draw the tokens of the largest batch, of which others are a part, and a gated MLP."""
+    width, hidden = 2048, 5632
+    options = {"device": bench.device, "dtype": torch.bfloat16}
+    gate_up = torch.randn(width, 2 * hidden, **options) * width**-0.5
+    down = torch.randn(hidden, width, **options) * hidden**-0.5
+    return torch.randn(SIZES[0], width, **options), static(gate_up), static(down)
+
+
+def mlp(x, gate_up, down, out):
+    gate, up = (x @ gate_up).chunk(2, -1)
+    torch.matmul(silu(gate) * up, down, out=out)
+
+
+def graphs(is_shared, x, *weights):
+    """Capture a graph per batch size; return an arm that replays all of them."""
+    results = [torch.empty_like(x[:size]) for size in SIZES]
+    for result in results:  # loads the kernels, which is not allowed in a capture
+        mlp(x[: len(result)], *weights, result)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    pool = torch.cuda.graph_pool_handle() if is_shared else None
+    captured = [torch.cuda.CUDAGraph() for _ in SIZES]
+    for graph, result in zip(captured, results, strict=True):
+        with torch.cuda.graph(graph, pool=pool):
+            mlp(x[: len(result)], *weights, result)
+    torch.cuda.empty_cache()
+    reserved = (torch.cuda.memory_reserved() - before) / 2**20
+
+    def replay(*_):
+        for graph in captured:
+            graph.replay()
+        return results, Score(reserved, "MiB reserved", "lower")
+
+    return replay
+
+
+def in_fp64(x, gate_up, down):
+    """Compute the largest batch; rows do not depend on each other."""
+    hidden, up = (x.double() @ gate_up.double()).chunk(2, -1)
+    result = hidden * torch.sigmoid(hidden) * up @ down.double()
+    return [result[:size] for size in SIZES]
+
+
+@pytest.mark.gpu
+def test_shared_graph_mempool(compare: Compare) -> None:
+    compare(
+        baseline=prepared(partial(graphs, False)),
+        optimized=prepared(partial(graphs, True)),
+        inputs=batches,
+        work=lambda x, gate_up, down: Work(
+            flops=2 * sum(SIZES) * (gate_up.numel() + down.numel()), dtype="bf16"
+        ),
+        reference=in_fp64,
+        metric=("score", "device"),
+        cache="warm",  # makes no difference: the batches are several times the L2 capacity
+    )
