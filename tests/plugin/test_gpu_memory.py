@@ -110,9 +110,21 @@ def test_a_killed_process_that_waits_blocks_nobody(claim):
     assert claim(40).holds.is_set()
 
 
-def test_a_large_claim_is_not_overtaken_by_small_ones(claim):
+def test_a_large_claim_lets_small_ones_pass_for_a_while(claim):
     first, large = claim(60), claim(90)
-    small = claim(10)  # fits beside the first one, but the large one came earlier
+    small = claim(20)
+    assert small.holds.is_set(), "it fits beside the first one"
+    first.release()
+    assert not large.holds.is_set()
+    small.release()
+    assert large.holds.wait(PATIENCE_S)
+
+
+def test_a_large_claim_is_not_overtaken_by_small_ones_forever(claim, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
+    first, large = claim(60), claim(90)
+    time.sleep(0.1)  # its patience is over, and it has seen that it does not fit
+    small = claim(10)
     assert not small.holds.is_set()
     first.release()
     assert large.holds.wait(PATIENCE_S)

@@ -152,10 +152,11 @@ class OnCpu:
         self.log.append("call")
 
 
-def test_calls_are_traced_after_a_warm_up_each_in_the_state_of_the_timing():
+@pytest.mark.parametrize(("call_s", "calls"), [(0.0, CALLS), (1.0, 1)])
+def test_calls_are_traced_after_a_warm_up_each_in_the_state_of_the_timing(call_s, calls):
     device = OnCpu()
-    assert trace(device.call, device, lambda: device.log.append("before")) is None
-    assert device.log == ["warm up", "call", *["before", "call", "synchronize"] * CALLS]
+    assert trace(device.call, device, lambda: device.log.append("before"), call_s) is None
+    assert device.log == ["warm up", "call", *["before", "call", "synchronize"] * calls]
 
 
 @pytest.mark.parametrize("kernels", [1, 3])

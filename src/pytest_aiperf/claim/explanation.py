@@ -5,9 +5,10 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -48,8 +49,21 @@ _HOST: Final = {
     EvidenceKind.BUSY_CORES: ("ru_utime", "ru_stime"),  # divided by the call's seconds
 }
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
-Seen = dict[Hashable, tuple[Trace, dict[str, float]]]
-"""Traces and further figures of arms, by what identifies the arm and what was read."""
+
+
+@dataclass(slots=True)
+class Inspected:
+    """What was seen of one arm while it ran alone."""
+
+    trace: Trace | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    reasons: dict[EvidenceKind, str] = field(default_factory=dict)
+    """Why figures of a kind could not be read."""
+    errors: list[str] = field(default_factory=list)  #: What went wrong; the timing is valid.
+    invalid: InvalidMeasurement | None = None  #: Why the arm's timing is not valid.
+
+
+Step = Callable[[Call, Inspected], None]
 
 
 def check(
@@ -94,6 +108,69 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
     ]
 
 
+def inspect(
+    claims: Sequence[tuple[BoundClaim, Result]], lock: GpuLock, step: Callable[[], object]
+) -> list[dict[str, Inspected]]:
+    """Inspect the arms of timed claims, and return each claim's arms by name.
+
+    Time nothing later: CUPTI slows launches down. All arms are prepared first, under the shared
+    lock, and then traced and counted under the exclusive one, which is taken only once: other
+    claims would lengthen their kernels. The caller does not hold ``lock``. An arm that several
+    rungs of a ladder use is inspected once. ``step`` is called before each arm.
+    """
+    found: dict[Hashable, Inspected] = {}
+    planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
+    results = []
+    for bound, record in claims:
+        inspection = _Inspection(bound, record)
+        arms = {}
+        for name in bound.claim.arms:
+            key = inspection.identity(name)
+            if key not in found:
+                found[key] = Inspected()
+                planned.append((bound, name, inspection.steps(name), found[key]))
+            arms[name] = found[key]
+        results.append(arms)
+    planned = [plan for plan in planned if plan[2]]
+    calls: list[tuple[Call, Sequence[Step], Inspected]] = []
+    with lock.shared() if planned else nullcontext():
+        for bound, name, steps, inspected in planned:
+            step()
+            with _noted(inspected):
+                calls.append((_prepared(bound, name), steps, inspected))
+    uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in planned)
+    with (lock.exclusive_host if uses_host else lock.exclusive_gpu)() if calls else nullcontext():
+        for call, steps, inspected in calls:
+            for each in steps:
+                step()
+                with _noted(inspected):
+                    each(call, inspected)
+        calls.clear()
+        for bound, *_ in planned[:1]:
+            bound.device.release()  # freeing memory later would disturb another claim
+    return results
+
+
+@contextmanager
+def _noted(inspected: Inspected) -> Iterator[None]:
+    """Keep an error: the other arms are inspected all the same."""
+    try:
+        yield
+    except InvalidMeasurement as why:
+        inspected.invalid = inspected.invalid or why
+    except Exception as why:  # noqa: BLE001  becomes a note
+        message = str(why).strip().partition("\n")[0]
+        inspected.errors.append(f"{type(why).__name__}: {message}")
+
+
+def _prepared(bound: BoundClaim, name: str) -> Call:
+    """Return a call of an arm on new inputs."""
+    inputs = bound.make_inputs(bound.seed)
+    call = partial(bound.prepare(name, inputs), *inputs.args)
+    bound.device.synchronize()
+    return call
+
+
 def explain(
     bound: BoundClaim,
     record: Result,
@@ -101,14 +178,15 @@ def explain(
     ceilings: Mapping[str, float],
     lock: GpuLock,
     *,
-    seen: Seen,
+    inspected: Mapping[str, Inspected],
 ) -> Result:
-    """Inspect the arms after they are timed. Time nothing later: CUPTI slows launches down.
+    """Add limits, diagnosis and evidence to the record of a timed claim.
 
-    Arms are prepared under the shared lock, and traced and counted under the exclusive one: other
-    claims would lengthen their kernels. The caller does not hold ``lock``. An arm that is in
-    ``seen``, because another rung of the ladder uses it as well, is not traced again.
+    ``inspected`` is what :func:`inspect` returned for it. The caller does not hold ``lock``.
     """
+    for arm in inspected.values():
+        if arm.invalid is not None:
+            raise arm.invalid
     claim, device, work = bound.claim, bound.device, record.work
     timing = _first_in_seconds((record.timing, *record.also))
     seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
@@ -118,23 +196,23 @@ def explain(
         if work and timing and device.gpu
         if (limit := roofline.limit_of(call_s, work, timing.cache, ceilings))
     }
-    inspection = _Inspection(bound, record, lock, seen)
-    inspection.run_alone(timing)
-    inspection.measure()
+    further = _further_figures(bound, lock)
+    figures = {a: {**inspected[a].figures, **further[a].figures} for a in claim.arms}
+    traces = {name: arm.trace for name, arm in inspected.items() if arm.trace}
     code: list[Compiled] = []
     baseline_code: list[Compiled] = []
     if _has(claim.evidence, *STATIC):
         built = compiled_code(claim.evidence, builds)
-        code = [*built, *inspection.triton_kernels("optimized")]
-        baseline_code = [*built, *inspection.triton_kernels("baseline")]
+        code = [*built, *_triton_kernels(bound, "optimized", lock, further)]
+        baseline_code = [*built, *_triton_kernels(bound, "baseline", lock, further)]
     facts = Facts(
         code=code,
         baseline_code=baseline_code,
         # on a GPU all kernels are built by now: evidence that names any other kernel is an error
         complete=bool(code) or device.torch_device != "cpu",
-        traces=inspection.traces,
-        figures=inspection.figures,
-        reasons=inspection.reasons,
+        traces=traces,
+        figures=figures,
+        reasons={kind: why for arm in inspected.values() for kind, why in arm.reasons.items()},
         work=work,
     )
     diagnosis = {
@@ -143,7 +221,7 @@ def explain(
         if (
             text := roofline.diagnose(
                 limits.get(arm),
-                inspection.traces.get(arm),
+                traces.get(arm),
                 call_s,
                 ceilings=ceilings,
                 sms=device.gpu.sms if device.gpu else 0,
@@ -153,11 +231,20 @@ def explain(
     return replace(
         record,
         limits=limits,
-        traces=inspection.traces,
+        traces=traces,
         diagnosis=diagnosis,
         evidence=evidence.hold(claim.evidence, facts),
-        notes=tuple(dict.fromkeys((*record.notes, *inspection.notes))),
+        notes=tuple(dict.fromkeys((*record.notes, *_notes(inspected), *_notes(further)))),
     )
+
+
+def _notes(inspected: Mapping[str, Inspected]) -> Iterator[str]:
+    """Say what could not be seen."""
+    for name, arm in inspected.items():
+        if EvidenceKind.COUNTER in arm.reasons:
+            yield f"counters were not read: {arm.reasons[EvidenceKind.COUNTER]}"
+        for why in arm.errors:
+            yield f"{name} was not inspected: {why}"
 
 
 def _first_in_seconds(timings: Iterable[Timing | None]) -> Timing | None:
@@ -184,60 +271,49 @@ def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> 
 
 
 class _Inspection:
-    """Inspects calls that are not timed; each inspection builds new inputs."""
+    """What to look at in the arms of one claim while they run alone."""
 
-    def __init__(self, bound: BoundClaim, record: Result, lock: GpuLock, seen: Seen) -> None:
+    def __init__(self, bound: BoundClaim, record: Result) -> None:
         self.bound = bound
         self.record = record
-        self.lock = lock
-        self.seen = seen
-        self.traces: dict[str, Trace] = {}
-        self.figures: dict[str, dict[str, float]] = {name: {} for name in bound.claim.arms}
-        self.reasons: dict[EvidenceKind, str] = {}
-        self.notes: list[str] = []
+        self.timing = _first_in_seconds((record.timing, *record.also))
+        pieces = bound.claim.evidence
+        self.metrics = sorted({p.of for p in pieces if p.kind is EvidenceKind.COUNTER})
 
-    def run_alone(self, timing: Timing | None) -> None:
-        """Trace each arm, and read the counters and the host's figures that evidence is about."""
+    def identity(self, name: str) -> Hashable:
+        """Return what tells an arm, and what is read of it, from others."""
+        claim, read = self.bound.claim, None
+        if name != "library":
+            read = (*self.metrics, _has(claim.evidence, *_HOST))
+        mode = self.timing and self.timing.mode
+        return identity(claim.arms[name]), identity(claim.inputs), mode, read
+
+    def steps(self, name: str) -> list[Step]:
+        """Return what traces an arm, and reads the counters and figures that evidence is about."""
         device, pieces = self.bound.device, self.bound.claim.evidence
-        needs_trace = timing or _has(pieces, *TRACED, *STATIC, EvidenceKind.COUNTER)
-        metrics = sorted({piece.of for piece in pieces if piece.kind is EvidenceKind.COUNTER})
-        if device.ranks.count > 1:
-            metrics = []
-            self.reasons[EvidenceKind.COUNTER] = "counters are read in claims on a single GPU only"
-        for name, arm in self.bound.claim.arms.items():
-            read = () if name == "library" else (*metrics, _has(pieces, *_HOST))
-            key = identity(arm), identity(self.bound.claim.inputs), timing and timing.mode, read
-            if key in self.seen:
-                self.traces[name], figures = self.seen[key]
-                self.figures[name] = dict(figures)
-                continue
-            steps: list[Callable[[Call], None]] = []
-            if name != "library" and _has(pieces, *_HOST):
-                steps.append(partial(self._use_host, name))  # first: CUPTI adds to the figures
-            if device.gpu and needs_trace:
-                mode = timing.mode if timing else Mode.PLAIN
-                steps.append(partial(self._trace, name, mode))
-                if self.record.timing and self.record.timing.metric is Metric.DEVICE:
-                    steps.append(partial(self._refuse_unordered, name))
-            if name != "library" and metrics and not self._cached(name, metrics):
-                steps.append(partial(self._count, name, metrics))
-            if steps:
-                self._call(name, *steps, alone=True)
-            if name in self.traces and not self.reasons:
-                self.seen[key] = self.traces[name], dict(self.figures[name])
+        steps: list[Step] = []
+        if name != "library" and _has(pieces, *_HOST):
+            steps.append(self._use_host)  # first: CUPTI adds to the figures
+        if device.gpu and (self.timing or _has(pieces, *TRACED, *STATIC, EvidenceKind.COUNTER)):
+            steps.append(self._trace)
+            if self.record.timing and self.record.timing.metric is Metric.DEVICE:
+                steps.append(partial(self._refuse_unordered, name))
+        if name != "library" and self.metrics:
+            steps.append(partial(self._count, name))
+        return steps
 
-    def _trace(self, name: str, mode: Mode, call: Call) -> None:
+    def _trace(self, call: Call, inspected: Inspected) -> None:
+        mode = self.timing.mode if self.timing else Mode.PLAIN
         cold = self.bound.claim.cache == "cold"
-        if (trace := self.bound.device.trace(call, mode, cold=cold)) is not None:
-            self.traces[name] = trace
+        inspected.trace = self.bound.device.trace(call, mode, cold=cold)
 
-    def _refuse_unordered(self, name: str, call: Call) -> None:
+    def _refuse_unordered(self, name: str, call: Call, _: Inspected) -> None:
         try:
             self.bound.device.refuse_unordered(call)
         except InvalidMeasurement as why:
             raise InvalidMeasurement(f"{name}: {why}") from None
 
-    def _use_host(self, name: str, call: Call) -> None:
+    def _use_host(self, call: Call, inspected: Inspected) -> None:
         call()  # the first call also loads code
         start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         call()
@@ -248,82 +324,69 @@ class _Inspection:
             for kind, fields in _HOST.items()
         }
         figures[EvidenceKind.BUSY_CORES] /= call_s
-        self.figures[name] |= figures
+        inspected.figures |= figures
 
-    def _cached(self, name: str, metrics: Sequence[str]) -> bool:
-        """Use the counters that an earlier run of the same code read, if there are any."""
-        key = self._key(name, metrics)
-        values = counters.cached(key) if key else None
-        self.figures[name] |= values or {}
-        return values is not None
-
-    def _key(self, name: str, metrics: Sequence[str]) -> str:
-        record = self.record
-        if not record.gpu or not record.code:
-            return ""
-        return counters.key(record.claim, name, record.code, metrics, record.gpu)
-
-    def _count(self, name: str, metrics: Sequence[str], call: Call) -> None:
-        cold = self.bound.claim.cache == "cold"
-        try:
-            values = self.bound.device.counters(call, metrics, cold=cold)
-        except (ToolMissing, CaptureFailed) as why:
-            self.reasons[EvidenceKind.COUNTER] = str(why)
-            self.notes.append(f"counters were not read: {why}")
+    def _count(self, name: str, call: Call, inspected: Inspected) -> None:
+        """Read counters, unless an earlier run of the same code has read them."""
+        bound = self.bound
+        if bound.device.ranks.count > 1:
+            why = "counters are read in claims on a single GPU only"
+            inspected.reasons[EvidenceKind.COUNTER] = why
             return
-        self.figures[name] |= values
-        if values and (key := self._key(name, metrics)):
+        record, key = self.record, ""
+        if record.gpu and record.code:
+            key = counters.key(record.claim, name, record.code, self.metrics, record.gpu)
+        if key and (known := counters.cached(key)) is not None:
+            inspected.figures |= known
+            return
+        cold = bound.claim.cache == "cold"
+        try:
+            values = bound.device.counters(call, self.metrics, cold=cold)
+        except (ToolMissing, CaptureFailed) as error:
+            inspected.reasons[EvidenceKind.COUNTER] = str(error)
+            return
+        inspected.figures |= values
+        if values and key:
             counters.keep(key, values)
 
-    def measure(self) -> None:
-        """Measure peak memory and count graph breaks if evidence is about them."""
-        pieces = self.bound.claim.evidence
-        for kind, inspect in (
-            (EvidenceKind.PEAK_MEMORY, self._measure_peak),
-            (EvidenceKind.GRAPH_BREAKS, self._count_breaks),  # last: it discards compiled code
-        ):
-            for name in ("baseline", "optimized") if _has(pieces, kind) else ():
-                self._call(name, partial(inspect, name))
 
-    def _measure_peak(self, name: str, call: Call) -> None:
-        self.figures[name][EvidenceKind.PEAK_MEMORY], _ = self.bound.device.peak_bytes(call, call)
+def _further_figures(bound: BoundClaim, lock: GpuLock) -> dict[str, Inspected]:
+    """Measure peak memory and count graph breaks if evidence is about them.
 
-    def _count_breaks(self, name: str, call: Call) -> None:
-        self.figures[name] |= _graph_breaks(call)
+    Other claims do not change these figures, so the shared lock suffices.
+    """
+    pieces = bound.claim.evidence
+    further = {name: Inspected() for name in bound.claim.arms}
+    for kind, step in (
+        (EvidenceKind.PEAK_MEMORY, partial(_measure_peak, bound)),
+        (EvidenceKind.GRAPH_BREAKS, _count_breaks),  # last: it discards compiled code
+    ):
+        for name in ("baseline", "optimized") if _has(pieces, kind) else ():
+            with lock.shared(), _noted(further[name]):
+                step(_prepared(bound, name), further[name])
+    return further
 
-    def triton_kernels(self, name: str) -> list[Compiled]:
-        """Return the Triton kernels that an arm launches, alone or in a CUDA graph."""
-        if self.bound.device.torch_device == "cpu":
-            return []
-        return triton_build.launched_kernels(lambda: self._call(name, lambda call: call()))
 
-    def _call(self, name: str, *inspections: Callable[[Call], object], alone: bool = False) -> None:
-        """Pass a call of an arm to functions; errors become notes: the timing is still valid."""
-        bound = self.bound
-        try:
-            with self.lock.shared():
-                inputs = bound.make_inputs(bound.seed)
-                call = partial(bound.prepare(name, inputs), *inputs.args)
-                bound.device.synchronize()
-        except Exception as why:  # noqa: BLE001  becomes a note
-            self._note(name, why)
-            return
-        lock = self.lock
-        exclusive = (
-            lock.exclusive_host if _has(bound.claim.evidence, *_HOST) else lock.exclusive_gpu
-        )
-        with exclusive() if alone else lock.shared():
-            for inspect in inspections:
-                try:
-                    inspect(call)
-                except InvalidMeasurement:
-                    raise  # the timing is not valid
-                except Exception as why:  # noqa: BLE001  becomes a note
-                    self._note(name, why)
+def _measure_peak(bound: BoundClaim, call: Call, inspected: Inspected) -> None:
+    inspected.figures[EvidenceKind.PEAK_MEMORY], _ = bound.device.peak_bytes(call, call)
 
-    def _note(self, name: str, why: Exception) -> None:
-        message = str(why).strip().partition("\n")[0]
-        self.notes.append(f"{name} was not inspected: {type(why).__name__}: {message}")
+
+def _count_breaks(call: Call, inspected: Inspected) -> None:
+    inspected.figures |= _graph_breaks(call)
+
+
+def _triton_kernels(
+    bound: BoundClaim, name: str, lock: GpuLock, further: Mapping[str, Inspected]
+) -> list[Compiled]:
+    """Return the Triton kernels that an arm launches, alone or in a CUDA graph."""
+    if bound.device.torch_device == "cpu":
+        return []
+
+    def launch() -> None:
+        with lock.shared(), _noted(further[name]):
+            _prepared(bound, name)()
+
+    return triton_build.launched_kernels(launch)
 
 
 def _has(pieces: Sequence[Evidence], *kinds: EvidenceKind) -> bool:

@@ -137,9 +137,7 @@ def measure_ladder(
             trial.run(partial(_agree, trial, effects))
         for group in _groups(trials):
             _time(group)
-        seen: explanation.Seen = {}
-        for trial in trials:
-            trial.run(partial(_explain, trial, seen))
+        _explain([trial for trial in trials if trial.error is None], lock)
     seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
     return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
 
@@ -326,12 +324,28 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     return timings, notes, unchecked
 
 
-def _explain(trial: _Trial, seen: explanation.Seen) -> None:
-    """Explain a timed claim's speedup and judge the claim."""
-    context, bound = trial.context, trial.bound
+def _explain(trials: Sequence[_Trial], lock: GpuLock) -> None:
+    """Explain the speedups of timed claims and judge each."""
+    if not trials:
+        return
+    context = trials[0].context
     context.progress("explaining")
+    timed = [(trial.bound, trial.record) for trial in trials]
+    for trial, inspected in zip(
+        trials, explanation.inspect(timed, lock, context.step), strict=True
+    ):
+        trial.run(partial(_explain_one, trial, inspected))
+
+
+def _explain_one(trial: _Trial, inspected: Mapping[str, explanation.Inspected]) -> None:
+    context = trial.context
     trial.record = explanation.explain(
-        bound, trial.record, context.builds, context.ceilings, context.lock, seen=seen
+        trial.bound,
+        trial.record,
+        context.builds,
+        context.ceilings,
+        context.lock,
+        inspected=inspected,
     )
     explanation.refuse_impossible_times(trial.record)
     trial.record = _judge(trial.record, context)

@@ -213,6 +213,7 @@ class CudaDevice:
             call()
         blocking_s = _MIN_BLOCKING_S + 3 * (now() - begun) * 1e-9  # CUPTI lengthens launches
         self.synchronize()
+        call_s = (now() - begun) * 1e-9
 
         def before() -> None:
             if flush:
@@ -222,7 +223,7 @@ class CudaDevice:
             self.ranks.stream_barrier()
 
         with gc_disabled():
-            return trace(call, self, before)
+            return trace(call, self, before, call_s)
 
     def counters(self, call: Call, metrics: Sequence[str], *, cold: bool) -> Mapping[str, float]:
         flush = counters.flusher(self) if cold else None

@@ -20,6 +20,9 @@ MAX_NAMES: Final = 64
 CALLS: Final = 3
 """Traced calls, of which the one with the median span is returned: a single one may be disturbed by
 the pause in which the profiler starts to record."""
+LONG_CALL_S: Final = 0.2
+"""Only one call that takes longer is traced: the pause hardly matters then, and traces of many
+thousand kernels take long to write and to read."""
 RANGE: Final = "aiperf"  #: Name of the event that marks a traced call.
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
@@ -31,13 +34,17 @@ _HOST_MEMORY: Final = {"Pageable": " (pageable)", "Pinned": " (pinned)"}
 
 
 def trace(
-    call: Callable[[], object], device: Any, before: Callable[[], object] = lambda: None
+    call: Callable[[], object],
+    device: Any,
+    before: Callable[[], object] = lambda: None,
+    call_s: float = 0.0,
 ) -> Trace | None:
     """Trace warmed-up calls on the device's stream; None if the call uses no GPU.
 
     ``before`` runs untraced before each traced call: it puts caches and the queue of the stream
-    into the state in which the claim is timed. CUPTI traces the launches of all libraries in the
-    process. It stays loaded and slows later launches down: time nothing after a trace.
+    into the state in which the claim is timed. A call takes about ``call_s`` seconds. CUPTI traces
+    the launches of all libraries in the process. It stays loaded and slows later launches down:
+    time nothing after a trace.
     """
     import torch
 
@@ -51,7 +58,7 @@ def trace(
             # in this step, because starting CUPTI lets the GPU idle, and its clocks drop
             device.stabilize_clocks(call)
             profiler.step()
-            for _ in range(CALLS):
+            for _ in range(CALLS if call_s < LONG_CALL_S else 1):
                 before()
                 with torch.profiler.record_function(RANGE):
                     call()

@@ -28,7 +28,9 @@ the temporaries of a comparison, which is made by parts."""
 REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
-POLL_S: Final = 0.1  #: Polling interval of the one process that waits for memory to become free.
+PATIENCE_S: Final = 45.0
+"""How long a claim that waits for memory lets later ones pass that fit beside those that run."""
+POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
 def footprint(input_bytes: int, arms: int, sets: int) -> int:
@@ -58,8 +60,8 @@ def reservation(
     """Reserve ``nbytes`` of a GPU's memory; yield the seconds that this waited.
 
     It waits until all reservations together are at most ``limit`` bytes. One that is larger waits
-    until there is no other. Whoever waits for memory lets nobody else pass, so that a large
-    reservation is not overtaken by small ones forever.
+    until there is no other. Whoever has waited for ``PATIENCE_S`` lets nobody else pass, so that a
+    large reservation is not overtaken by small ones forever.
 
     Args:
         gpu: UUID of the GPU.
@@ -83,15 +85,25 @@ def reservation(
             since = time.monotonic()
             on_wait(f"waiting for {nbytes / 2**30:.1f} GiB of GPU {gpu}, which other claims use")
 
+    def fits() -> bool:
+        reserved = _reserved(folder, name)
+        return not reserved or reserved + nbytes <= limit
+
+    passable_until = time.monotonic() + PATIENCE_S
     with ExitStack() as scope:
-        with locked(folder / f"{name}.gate", wait=wait):
-            while (reserved := _reserved(folder, name)) and reserved + nbytes > limit:
-                wait()
-                time.sleep(POLL_S)
-            entry = folder / f"{name}-{uuid.uuid4().hex}"
-            scope.enter_context(locked(entry, shared=True))
-            scope.callback(entry.unlink, missing_ok=True)
-            entry.write_text(str(nbytes), encoding="ascii")
+        while True:
+            with locked(folder / f"{name}.gate", wait=wait):
+                while not (free := fits()) and time.monotonic() > passable_until:
+                    wait()
+                    time.sleep(POLL_S)
+                if free:
+                    entry = folder / f"{name}-{uuid.uuid4().hex}"
+                    scope.enter_context(locked(entry, shared=True))
+                    scope.callback(entry.unlink, missing_ok=True)
+                    entry.write_text(str(nbytes), encoding="ascii")
+                    break
+            wait()
+            time.sleep(POLL_S)
         waited_s = 0.0
         if since is not None:
             waited_s = time.monotonic() - since
