@@ -64,7 +64,7 @@ def test_persistent_worker_pool_host(compare: Compare, rung: str) -> None:
     compare(
         baseline=LADDER[number],
         optimized=LADDER[number + 1],
-        against="previous rung",
+        against="idiomatic" if number == 0 else "previous rung",
         inputs=log,
         reference=by_pattern,
         metric="wall",

@@ -60,7 +60,6 @@ def test_packed_shard_host(compare: Compare) -> None:
     compare(
         baseline=read_each,
         optimized=gather,
-        against="previous rung",
         inputs=shard,
         work=lambda file, records: Work(
             read=4 * TOKENS * len(records), written=4 * TOKENS * len(records)

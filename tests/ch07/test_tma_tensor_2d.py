@@ -7,8 +7,9 @@ memory idle. cp.async bypasses the registers: two points per copy ("async_words"
 box that is widened to whole units of 16 bytes ("async_vectors"). With a tensor map, one thread
 requests that same box by its corner ("tensor_map"). The tensor memory accelerator (TMA) computes
 the addresses, fills in zeros outside the array, and counts the bytes on an mbarrier. All other
-threads compute. As a request takes no thread's time, it can be made early: resident blocks loop
-over the tiles and request the next one before they wait for the current one ("pipelined").
+threads compute. A request costs one thread a few instructions and no registers, so it can be made
+early: resident blocks loop over the tiles, and request the next one before they wait for the
+current one ("pipelined").
 
 Each rung is measured against the one before it. 16-byte copies leave a thread at most three
 addresses to compute, and only those remain for TMA to save: a few percent. All gains shrink with
