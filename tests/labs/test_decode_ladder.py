@@ -19,8 +19,9 @@ The model has the width and heads of a 7B model, but 8 layers. Each rung is judg
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph is the library arm of
 "fused" and "overlapped". Only "overlapped" is faster than it: in "fused", attention takes longer
 than cuDNN's. The share falls with the bytes: the time to start and to drain kernels stays, the
-cache stays in bf16, and each packed weight takes instructions to unpack. Batches share one read of
-the weights and turn the matrix-vector products into GEMMs.
+cache stays in bf16, and each packed weight takes instructions to unpack. Other libraries' kernels
+for packed weights (torchao, Marlin) are not compared. Batches share one read of the weights and
+turn the matrix-vector products into GEMMs.
 """
 
 from functools import partial
