@@ -53,6 +53,7 @@ course_unmeasured = [
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
     "ch07/tma_tensor_2d",
+    "ch11/stream_priority",
     "ch12/atomic_work_queue",
     "ch13/fused_linear_cross_entropy",
     "ch13/fused_linear_cross_entropy_time",

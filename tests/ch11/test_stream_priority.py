@@ -1,0 +1,84 @@
+"""On a high-priority stream, small requests wait far less for a GPU that a background job fills.
+
+A background job keeps the GPU busy with kernels of thousands of blocks. A request of three small
+kernels arrives on a second stream. If both streams have the same priority, its blocks wait until
+all blocks of the running background kernel have started. With a higher priority, they take the next
+slots that become free. Blocks that already run are not interrupted, so the wait is as long as one
+block takes instead of one kernel.
+
+The score is the 99th percentile of the latency of 100 requests, from the first launch until the
+host knows the result; the background job is the same in both arms, and so is its result. What
+priority cannot do follows from the mechanism: it does not shorten the wait for a persistent kernel,
+whose blocks run from the start to the end of the kernel, and it does not reserve anything. It costs
+the background job what the requests take. For kernels that are already short, or where the GPU has
+free slots, it changes little.
+"""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, scores
+
+REQUESTS, KERNELS = 100, 3
+BACKGROUND_STEPS, REQUEST_STEPS = 100, 20
+BACKGROUND_PER_REQUEST = 2
+"""Kernels of the job that are launched before each request: they take longer than the request has
+to wait, so the job never runs out of kernels."""
+LOW, HIGH = 0, -1
+"""Lower numbers are higher priorities; 0 is the lowest and the default."""
+
+Job = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def job_and_requests(bench: Bench) -> Job:
+    """Draw the angles of the job, make room for its result, and draw those of the requests."""
+    job = torch.randn(bench.size(2**24, check=1000), device=bench.device)
+    return job, torch.empty_like(job), torch.randn(REQUESTS, 8192, device=bench.device)
+
+
+def serve(priority, swing, job, job_result, requests):
+    results = torch.empty_like(requests)
+    background, foreground = (torch.cuda.Stream(priority=p) for p in (LOW, priority))
+    background.wait_stream(torch.cuda.current_stream())
+    foreground.wait_stream(torch.cuda.current_stream())
+    latencies, done = [], torch.cuda.Event()
+    for request, result in zip(requests, results, strict=True):
+        with torch.cuda.stream(background):
+            for _ in range(BACKGROUND_PER_REQUEST):
+                swing(job, job_result, len(job), BACKGROUND_STEPS)
+        begin = time.perf_counter()
+        with torch.cuda.stream(foreground):
+            swing(request, result, len(request), REQUEST_STEPS)
+            for _ in range(KERNELS - 1):
+                swing(result, result, len(result), REQUEST_STEPS)
+        done.record(foreground)
+        done.synchronize()
+        latencies.append(time.perf_counter() - begin)
+    torch.cuda.current_stream().wait_stream(background)
+    return results, scores.latency(latencies)
+
+
+def in_fp64(job, job_result, requests):
+    return swung(requests, KERNELS * REQUEST_STEPS), swung(job, BACKGROUND_STEPS)
+
+
+def swung(angles, steps):
+    angles = angles.double()
+    for _ in range(steps):
+        angles.sub_(torch.sin(angles), alpha=5e-4)
+    return angles
+
+
+@pytest.mark.gpu
+def test_stream_priority(compare: Compare, nvcc: Nvcc) -> None:
+    swing = nvcc("ch11/swing.cu")["swing"]
+    compare(
+        baseline=partial(serve, LOW, swing),
+        optimized=partial(serve, HIGH, swing),
+        inputs=job_and_requests,
+        reference=in_fp64,
+        metric="score",
+    )
