@@ -269,6 +269,12 @@ GUARDS = {
     "values change under the timed arms": Guard(
         {(sampler.Sampler, "_renew"): nothing}, caught("by_address_of_a_tensor")
     ),
+    "calls are estimated on new values": Guard(
+        {(sampler.Sampler, "_renew"): nothing},
+        lambda _p, patch: test_sampler.test_an_arm_that_remembers_values_gets_no_longer_blocks(
+            sampler.Metric.WALL, patch
+        ),
+    ),
     "calls are timed alone as well": Guard(
         {(sampler.Sampler, "compare_lone_calls"): nothing},
         caught("one_launch_for_all_calls_of_a_block"),

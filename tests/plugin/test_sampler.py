@@ -181,7 +181,8 @@ def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
     sets = len(timing.replicates) * timing.sets
     blocks = sum(len(r.rounds) * 2 for r in timing.replicates)
     alone = 2 * len(timing.replicates)
-    renewed = blocks * sum(timing.calls.values()) + alone
+    estimates = 3 * len(timing.calls)
+    renewed = estimates + blocks * sum(timing.calls.values()) + alone
     # 1 call finds the size of a set
     assert len(calls) == 1 + sets * (1 + calls_per_set) + renewed
     calls.clear()
@@ -897,10 +898,25 @@ def test_sets_that_return_within_a_block_are_told(few_sets):
     assert [text.partition(":")[0] for text in timed.unchecked()] == ["results cached by value"]
 
 
-def a_sampler_of(**words):
+@pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
+def test_an_arm_that_remembers_values_gets_no_longer_blocks(metric, monkeypatch):
+    """It is short on values that it has met, and would gain from blocks in which values return."""
+    monkeypatch.setattr(sampler, "PREBUILT_SHARE", 0)  # few sets
+    met = set()
+
+    def arm(x):
+        spend(1e-6 if float(x[0]) in met else 100e-6)
+        met.add(float(x[0]))
+        return x * 2
+
+    timed = a_sampler_of(metric, baseline=doubling(100), optimized=arm)
+    assert max(timed.calls.values()) <= timed.sets
+
+
+def a_sampler_of(metric=Metric.DEVICE, /, **words):
     bound = a_bound_claim(**words)
     bound.check_agreement()
-    return a_sampler(bound)
+    return a_sampler(bound, metric)
 
 
 def test_an_arm_that_turns_wrong_on_large_inputs_is_found_after_timing():
