@@ -5,11 +5,12 @@ start it, the synchronisation of the ranks, and the steps of the algorithm. A te
 a fraction of a microsecond on NVLink, far less than the fixed cost. In one flat buffer the same
 bytes pay that cost once.
 
-The optimized arm includes both copies, into the bucket and back. Frameworks save the second copy by
-making gradients views of the bucket. Much of the remaining time is host time again: both copies
-take lists of a thousand tensors. The limit is the link: bytes * 2 (ranks - 1) / ranks. The gain
-ends where the bytes of one tensor take longer than a call, from some tens of megabytes on; there a
-bucket only delays the first byte.
+The optimized arm includes both copies, into the bucket and back. Frameworks save both by making
+gradients views of the bucket. NCCL can also launch a group of calls as one, without a bucket
+(torch's coalescing manager). Neither is measured here. Much of the remaining time is host time
+again: both copies take lists of a thousand tensors. The limit is the link: bytes * 2 (ranks - 1) /
+ranks. The gain ends where the bytes of one tensor take longer than a call, from some tens of
+megabytes on; there a bucket only delays the first byte.
 """
 
 import pytest
