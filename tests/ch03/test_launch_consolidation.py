@@ -1,12 +1,12 @@
 """One GEMM over concatenated weights beats 64 small layers, even in parallel branches of a graph.
 
 64 layers that read the same input (heads, experts that are all active, the q, k and v projections
-of attention) are 64 products of 128 rows with 64 columns each. One such product has 16 tiles of 64
-x 8, which occupy about 16 SMs, and takes as long as one tile's loop over k = 1024. A CUDA graph
+of attention) are 64 products of 128 rows with 64 columns each. One such product has 16 tiles of
+64x8, which occupy about 16 SMs, and takes as long as one tile's loop over k = 1024. A CUDA graph
 removes the host's launches but not that latency: captured on one stream, its nodes run one after
-the other. Captured on 16 streams ("branches"), up to 16 nodes can run at the same time; how many do
-varies from one capture to the next. Their 256 blocks would fill the GPU, and the GPU's own cost of
-starting 64 nodes remains. With the weights concatenated along the output dimension
+the other. Captured on 16 streams ("branches"), up to 16 nodes can run at the same time: enough, as
+their 256 blocks fill the GPU. But the GPU's own cost of starting 64 nodes remains, and the time of
+the graph varies from one capture to the next. With the weights concatenated along the output dimension
 ("concatenated"), all columns are one product whose tiles run side by side: one kernel, one start.
 torch.bmm on the stacked weights, the library arm, is one launch as well.
 
