@@ -41,7 +41,7 @@ def copied(rows, labels, indices):
 
 
 @pytest.mark.host
-def test_vectorized_collate(compare: Compare) -> None:
+def test_vectorized_collate_host(compare: Compare) -> None:
     compare(
         baseline=stacked,
         optimized=gathered,
