@@ -46,6 +46,7 @@ course_unmeasured = [
     "ch01/batch_size_scaling",
     "ch01/roofline_fma_sweep",
     "ch02/l2_resident_blocking",
+    "ch02/mapped_zero_copy",
     "ch02/pinned_h2d",
     "ch03/launch_consolidation",
     "ch03/pinned_prefetch_stream",
