@@ -5,6 +5,7 @@ Each has an honest look-alike in honest_timing.py. Arms of the host clock do rea
 
 from __future__ import annotations
 
+import _thread
 import gc
 import logging
 import multiprocessing
@@ -494,6 +495,53 @@ def a_process_that_spins():
     return leaving(
         lambda: os.kill(process.pid, signal.SIGCONT), lambda: os.kill(process.pid, signal.SIGSTOP)
     )
+
+
+@cheat(BUSY, clock="host")
+def a_thread_that_threading_does_not_list():
+    state = State(stop=True)
+
+    def spin():
+        until = time.monotonic() + BUSY_S
+        while not state.stop and time.monotonic() < until:
+            pass
+
+    def leave():
+        state.stop = False
+        _thread.start_new_thread(spin, ())
+
+    return leaving(leave, lambda: setattr(state, "stop", True))
+
+
+@cheat(BUSY, clock="host")
+def a_process_of_another_thread():
+    """It spins all the time: stopping and waking it would be the work of the optimized arm."""
+    ready = threading.Event()
+
+    def start():
+        process = multiprocessing.get_context("fork").Process(
+            target=spin_for, args=(10 * BUSY_S,), daemon=True
+        )
+        process.start()
+        ready.set()
+        process.join(10 * BUSY_S)
+
+    threading.Thread(target=start, daemon=True).start()
+    ready.wait()
+    return SORT | {"optimized": np.sort}
+
+
+@cheat(BUSY, clock="host")
+def a_process_of_a_process_that_waits():
+    context = multiprocessing.get_context("fork")
+    context.Process(target=start_and_wait, args=(10 * BUSY_S,)).start()
+    return SORT | {"optimized": np.sort}
+
+
+def start_and_wait(seconds):
+    process = multiprocessing.get_context("fork").Process(target=spin_for, args=(seconds,))
+    process.start()
+    process.join()
 
 
 def spin_for(seconds):

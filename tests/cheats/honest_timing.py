@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import multiprocessing
 import os
@@ -314,6 +315,30 @@ def a_process_that_works_in_each_call():
         ours.recv_bytes()
 
     return SORT_INTO | {"optimized": arm}
+
+
+@honest(clock="host")
+def processes_of_another_thread_that_wait():
+    """Its process waits for one of its own."""
+
+    def wait(depth):
+        if depth:
+            start(depth - 1)
+        time.sleep(5)
+
+    def start(depth):
+        multiprocessing.get_context("fork").Process(target=wait, args=(depth,)).start()
+
+    starter = threading.Thread(target=start, args=(1,))
+    starter.start()
+    starter.join()
+    return sorting(np.sort)
+
+
+@honest(clock="host")
+def a_thread_that_threading_does_not_list_and_that_sleeps():
+    _thread.start_new_thread(time.sleep, (5,))
+    return sorting(np.sort)
 
 
 @honest(clock="host")

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -156,6 +157,10 @@ def unbound_now():
     return device.time.perf_counter_ns()
 
 
+def children_of_this_thread(_process):
+    return set(Path("/proc/thread-self/children").read_text().split())
+
+
 def labelled_by_repr(value):
     return sorted((repr(key), key, item) for key, item in value.items())
 
@@ -285,6 +290,17 @@ GUARDS = {
     ),
     "no work goes on between calls": Guard(
         {(validity.IdleTime, "refuse_work"): nothing}, caught("a_process_that_spins")
+    ),
+    "all threads of Python count": Guard(
+        {(sys, "_current_frames"): lambda: [thread.ident for thread in threading.enumerate()]},
+        caught("a_thread_that_threading_does_not_list"),
+    ),
+    "processes of all threads count": Guard(
+        {(validity, "_children"): children_of_this_thread}, caught("a_process_of_another_thread")
+    ),
+    "processes of processes count": Guard(
+        {(validity, "_children"): children_of_this_thread},
+        caught("a_process_of_a_process_that_waits"),
     ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},

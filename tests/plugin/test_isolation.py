@@ -22,6 +22,7 @@ from hypothesis import settings
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import isolation
 from pytest_aiperf.machine.isolation import Channel, ProcessExit, describe, supervise
+from pytest_aiperf.rules import validity
 
 SIGNALS = ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGKILL", "SIGTERM"]
 
@@ -53,11 +54,11 @@ def sleeper() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
 
 
-def daemon() -> int:
+def daemon(leave=os.setsid) -> int:
     """Start a process that leaves the claim's group and session, and whose parent ends."""
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.setsid()
+        leave()
         if (pid := os.fork()) == 0:
             time.sleep(300)
         os.write(writer, str(pid).encode())
@@ -101,6 +102,15 @@ def test_tracers_are_off_in_a_claim_and_stay_on_outside():
         threading.setprofile(before[3])
     assert ended.messages[0]["tracers"] == [False] * 4
     assert outside is traced
+
+
+def test_processes_that_a_claim_has_started_are_known():
+    def work(channel):
+        pids = [sleeper(), daemon(leave=lambda: None)]
+        known = validity._started()
+        channel.send("result", known=[str(pid) in known for pid in pids], all=len(known))
+
+    assert run(work).messages[0] == {"kind": "result", "known": [True, True], "all": 2}
 
 
 def test_tools_of_sys_monitoring_are_freed(monkeypatch):

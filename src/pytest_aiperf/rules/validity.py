@@ -293,22 +293,59 @@ class IdleTime:
 
 
 def _background() -> tuple[dict[str, float], set[str]]:
-    """Return the CPU seconds of Python's other threads, and the child processes that run.
+    """Return the CPU seconds of Python's other threads, and the started processes that run.
 
     The CPU time of a running process may be known only as of the last tick of its core.
     """
     seconds: dict[str, float] = {}
     running: set[str] = set()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.ident and thread.is_alive():
+    for ident in sys._current_frames():  # noqa: SLF001  threading does not know all threads
+        if ident != threading.get_ident():
             with contextlib.suppress(OSError):  # it has just ended
-                clock = time.pthread_getcpuclockid(thread.ident)
-                seconds[str(thread.ident)] = time.clock_gettime(clock)
-    with contextlib.suppress(OSError):  # another system, or a child that has just ended
-        for child in Path("/proc/thread-self/children").read_text().split():
-            status = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            running.update([child] * (status[0] == "R"))
+                seconds[str(ident)] = time.clock_gettime(time.pthread_getcpuclockid(ident))
+    for process in _started():
+        with contextlib.suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            running.update([process] * (status[0] == "R"))
     return seconds, running
+
+
+def _started() -> set[str]:
+    """Return the processes that this one and its descendants have started, if there are any."""
+    own, found = str(os.getpid()), set()
+    todo = {own} if _has_children() else set()
+    if os.getsid(0) == os.getpid():  # orphans of a claim's process go to the parent of that
+        todo |= {p for p in _children(str(os.getppid())) - {own} if _session(p) == own}
+        found |= todo - {own}
+    while todo:
+        children = _children(todo.pop())
+        todo |= children - found
+        found |= children
+    return found
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children(process: str) -> set[str]:
+    """Return the children of all threads of a process."""
+    found: set[str] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # another system, or a thread that has just ended
+            found.update(file.read_text().split())
+    return found
+
+
+def _session(process: str) -> str:
+    try:
+        return str(os.getsid(int(process)))
+    except OSError:  # it has just ended
+        return ""
 
 
 def extras() -> dict[str, int]:
