@@ -2,7 +2,7 @@
 
 sessions keeps the kv of each conversation by itself, and finds the one that begins most like the
          prompt.
-blocks   keeps every full block of 16 tokens under a hash of its own and all earlier tokens.
+blocks   keeps every full block of 16 (or 64) tokens under a hash of its own and all earlier tokens.
 radix    keeps a radix tree whose nodes hold consecutive tokens. A prompt that diverges within a
          node splits it; eviction drops leaves.
 
@@ -14,9 +14,6 @@ tokens before it.
 from collections import OrderedDict
 
 import numpy as np
-
-BLOCK = 16
-"""Tokens per block of the hashed cache."""
 
 MODULUS = 2**31 - 1
 """Modulus of the recurrence for kv: a prime, so that different prefixes rarely collide."""
@@ -82,21 +79,24 @@ class Sessions:
 
 
 class Blocks:
+    block = 16
+    """Tokens per block."""
+
     def __init__(self, capacity):
         self.capacity = capacity
         self.blocks = OrderedDict()
 
     @property
     def size(self):
-        return BLOCK * len(self.blocks)
+        return self.block * len(self.blocks)
 
     def stored(self):
         return self.blocks.values()
 
     def _hashes(self, prompt):
         prefix_hash = 0
-        for at in range(0, len(prompt) - BLOCK + 1, BLOCK):
-            prefix_hash = hash((prefix_hash, prompt[at : at + BLOCK]))
+        for at in range(0, len(prompt) - self.block + 1, self.block):
+            prefix_hash = hash((prefix_hash, prompt[at : at + self.block]))
             yield at, prefix_hash
 
     def match(self, prompt):
@@ -110,10 +110,14 @@ class Blocks:
     def insert(self, prompt, kv):
         # a block is useless without the earlier ones: insert the last first, to evict it first
         for at, prefix_hash in reversed(list(self._hashes(prompt))):
-            self.blocks[prefix_hash] = kv[at : at + BLOCK]
+            self.blocks[prefix_hash] = kv[at : at + self.block]
             self.blocks.move_to_end(prefix_hash)
         while self.size > self.capacity:
             self.blocks.popitem(last=False)
+
+
+class LargeBlocks(Blocks):
+    block = 64
 
 
 class Node:
