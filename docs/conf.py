@@ -53,6 +53,7 @@ course_unmeasured = [
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
+    "ch07/l2_persisting_window",
     "ch07/tma_tensor_2d",
     "ch11/stream_priority",
     "ch12/atomic_work_queue",
