@@ -302,6 +302,10 @@ GUARDS = {
         {(validity, "_children"): children_of_this_thread},
         caught("a_process_of_a_process_that_waits"),
     ),
+    "baselines are timed before another arm has run": Guard(
+        {(sampler.Sampler, "_find_slowed_baselines"): nothing},
+        calls(test_sampler.test_a_baseline_that_is_slower_since_another_arm_has_run_is_told, 5),
+    ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},
         calls(test_sampler.test_peak_memory_includes_what_an_arm_holds_after_its_calls, 0),

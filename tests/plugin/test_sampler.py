@@ -887,6 +887,29 @@ def test_what_cannot_be_checked_is_told(words, memory, unchecked):
     ] == unchecked
 
 
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_baseline_that_is_slower_since_another_arm_has_run_is_told(times):
+    """Both use a table, which the optimized arm makes longer when it has used it."""
+    table = SimpleNamespace(length=1)
+
+    def baseline(x):
+        spend(200e-6 * table.length)
+        return x * 2
+
+    def optimized(x):
+        spend(100e-6)
+        table.length = times
+        return x * 2
+
+    bound = a_bound_claim(baseline=baseline, optimized=optimized, metric="wall")
+    bound.check_agreement()
+    measurement = replicates.Measurement(Ladder([bound]), Metric.WALL, STANDARD)
+    measurement.prepare()
+    measurement.measure()
+    told = [text.partition(":")[0] for text in measurement.sampler.unchecked()]
+    assert told == ["whether another arm slows the baseline down"] * (times > 1)
+
+
 def by(x, n):
     spend(100e-6)
     return x * 2

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import math
 import random
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
-from pytest_aiperf.model import Bench, Error, Metric, PrecisionName, Prepared, Static, Work
+from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
 from .claim import Arm, Claim, Progress, no_progress
@@ -58,6 +59,8 @@ class BoundClaim:
         self.full = full
         self.progress = progress
         self.effects = agreement.ArgumentEffects()
+        self.baseline_alone_s = math.inf
+        """Seconds per call of the baseline on the host's clock before another arm has run."""
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self._settings = validity.flags()
         self._entropy = random.SystemRandom().getrandbits(64)
@@ -306,6 +309,12 @@ class BoundClaim:
                 agreement.parameter_names(self.claim.reference),
             )
             self._refuse_constant_inputs()
+            if self.full and Metric.WALL in self.claim.metrics:
+                inputs = self.make_inputs(self.seed)
+                block = self.device.block(
+                    [bind(self.prepare("baseline", inputs), inputs.args)], Mode.WALL
+                )
+                self.baseline_alone_s = min(block.run(), block.run())
 
     def check_seed(
         self, seed: int, shortcuts: agreement.Shortcuts | None = None

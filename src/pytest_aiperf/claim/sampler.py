@@ -53,6 +53,9 @@ MIN_PASS_S = 50e-6
 GPU's events. Shorter blocks go round the sets again."""
 MAX_ROUNDS = 4
 """Most rounds in place of one, where blocks are short because the sets are few."""
+SLOWED_BASELINE = 2.0
+"""A baseline is reported as not checked if its timed calls take this many times as long as before
+another arm has run, and WAKING_S: another arm may have left something behind that slows it down."""
 LONE_CALL_SHARE = 0.5
 """How much longer a call that is timed alone may take than one in a block, as a fraction of the
 baseline's time and beyond three times what the baseline's takes longer."""
@@ -142,6 +145,7 @@ class Sampler:
         """Seconds in which new values were drawn. They are no part of the time budget: it decides
         how narrow the interval becomes."""
         self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
+        self._slowed_baselines: dict[str, str] = {}  # how much, by name
         self._idle = validity.IdleTime()
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
         self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
@@ -606,6 +610,7 @@ class Sampler:
         Such an arm does the work of several calls at once, or that of later ones in the first.
         """
         self._call_again()
+        self._find_slowed_baselines(replicates)
         blocks = {n: statistics.median(_seconds(replicates, n)) for n in self._alone_s}
         extra = {n: min(alone) - blocks[n] for n, alone in self._alone_s.items()}
         waiting_s = 0.0  # a graph, or a kernel in front of the call, hides the launch
@@ -622,6 +627,14 @@ class Sampler:
                     "so with the baseline: a call must do its own work only, and all of it"
                 )
 
+    def _find_slowed_baselines(self, replicates: Sequence[Replicate]) -> None:
+        for rung in self.ladder.rungs if self.metric is Metric.WALL else ():
+            name = rung.arms["baseline"]
+            alone_s, timed_s = rung.bound.baseline_alone_s, min(_seconds(replicates, name))
+            if timed_s > SLOWED_BASELINE * alone_s + WAKING_S:
+                was, is_ = (si(seconds, "s") for seconds in (alone_s, timed_s))
+                self._slowed_baselines[name] = f"{is_}, but {was} before another arm had run"
+
     def finish(self) -> None:
         """Free the buffers, and check what no block could."""
         self._prebuilt.clear()  # buffers of replicates that were not run
@@ -631,6 +644,8 @@ class Sampler:
 
     def unchecked(self) -> Iterator[str]:
         """Describe what could not be checked."""
+        for name, times in self._slowed_baselines.items():
+            yield f"whether another arm slows the baseline down: {name} took {times}"
         if self.large:
             yield "results of timed calls: they are too large to keep, another seed was checked"
         elif self._stuck:
