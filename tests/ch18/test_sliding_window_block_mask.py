@@ -6,8 +6,8 @@ FlexAttention the mask is a function. A block mask records once per tile of 128 
 some or none of it is visible; the kernel skips empty tiles, and evaluates the function only in
 partly visible ones, at the two edges of the window.
 
-FlashAttention 2, the library arm, takes the window as an argument (`varlen_attn`). It skips tiles
-as well, but a mask of any other form is not among its arguments.
+Not compared is FlashAttention with the window as an argument: it skips tiles as well, but knows
+masks of this form only.
 
 Both masks are built outside the timed region, once for all layers, as models do; the baseline's is
 additive, because PyTorch would otherwise convert it in each call. The kernel visits 9 of 128 tiles
@@ -18,7 +18,6 @@ approaches the length of the text. Edge tiles are computed whole, so windows bel
 import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pytest_aiperf import Bench, Compare, Work, evidence, prepared
@@ -58,20 +57,6 @@ def block_mask(q, _k, _v, window):
     return lambda q, k, v, _: COMPILED(q, k, v, block_mask=mask)
 
 
-def flash_window(q, k, v, window):
-    if not q.is_cuda:  # PyTorch has no such kernel on the CPU
-        return dense_mask(q, k, v, window)
-    length = q.shape[2]
-    offsets = torch.tensor([0, length], dtype=torch.int32, device=q.device)
-
-    def run(q, k, v, _):
-        rows = (x[0].transpose(0, 1) for x in (q, k, v))
-        limits = offsets, offsets, length, length
-        return varlen_attn(*rows, *limits, window_size=(window - 1, 0)).transpose(0, 1)[None]
-
-    return run
-
-
 def in_fp64(q, k, v, window):
     """Take 1024 queries at a time, and only the keys within their windows."""
     parts = []
@@ -91,7 +76,6 @@ def test_sliding_window_block_mask(compare: Compare, monkeypatch: pytest.MonkeyP
     compare(
         baseline=prepared(dense_mask),
         optimized=prepared(block_mask),
-        library=prepared(flash_window),
         against="library",
         inputs=heads,
         work=lambda q, k, v, window: Work(flops=4 * q.numel() * window, dtype="bf16"),
