@@ -71,7 +71,9 @@ def training(bench: Bench) -> Batches | State:
     for _ in range(layers):
         parameters.append(torch.randn(width, width, device=device) * width**-0.5)
         parameters.append(torch.randn(width, device=device) * 0.1)
-    means = [0.1 * torch.randn_like(p) for p in parameters]
+    means = [
+        0.5 * torch.randn_like(p) for p in parameters
+    ]  # else the rounding of bf16 gradients would exceed the tolerance
     squares = [0.1 + torch.rand_like(p) for p in parameters]
     return batches.cpu(), pinned, parameters, means, squares
 

@@ -87,7 +87,7 @@ in succession cost 5 to 6 % in fp8, as gradients do. In bf16 a product costs 0.2
 room for a dozen of them; fp16 has an eighth of bf16's error. Tensor cores truncate tf32 operands
 instead of rounding them, which shrinks all results by about 0.07 %. In fp32 and fp64 the errors of
 long sums are alike in all elements: the limit is that of one element."""
-MAX_SINGLE_CHECKS = 8
+MAX_SINGLE_CHECKS = 4
 """Tensors of one argument that are checked one by one for being written only, unless all are. More
 count as read: a training step changes each of hundreds of parameters, and each check is a call."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
