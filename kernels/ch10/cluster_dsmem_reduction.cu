@@ -9,20 +9,21 @@
 //                 the row: 132 rows of 256 KiB on an H200 are 33 of its 60 MiB. 2 to 3 passes.
 //   cluster_4/8   The blocks of a cluster run at the same time and can read each other's shared
 //                 memory (distributed shared memory, DSMEM). Each block keeps its part of the row
-//                 in shared memory and publishes its sum of squares. After a cluster barrier it
-//                 reads the sums of its peers and scales its part. 2 passes.
+//                 in registers and publishes its sum of squares in shared memory. After a cluster
+//                 barrier it reads the sums of its peers and scales its part. 2 passes.
 //
-// In a cluster of 4, a part of a row of 64 Ki floats takes 64 KiB, so blocks of several rows share
-// an SM. In a cluster of 2 it would take 128 KiB: a single block would fit on an SM, and the SM
-// would idle at the barrier.
+// A row of 64 Ki floats takes 256 KiB, as much as all registers of an SM. In a cluster of 4, a part
+// takes 64 KiB, so blocks of two rows share an SM, and one loads while the other waits at its
+// barrier; in a cluster of 8, blocks of four. In a cluster of 2, a single block would fit.
 
 #include <cooperative_groups.h>
-#include <cstdint>
 #include <cuda_runtime.h>
 
 namespace cg = cooperative_groups;
 
 constexpr float EPSILON = 1e-5f;
+constexpr int VECTORS = 4;            // of 4 floats, per thread of a cluster
+constexpr int THREADS_PER_SM = 2048;  // of clusters: blocks of several rows share an SM
 
 __device__ float squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
@@ -76,36 +77,41 @@ norm_one_block(const float4* x, float4* out, float* rstd, int vectors) {
         __stcs(out + start + i, scaled(__ldcs(x + start + i), scale));
 }
 
+// Each block keeps its part of the row in registers: VECTORS per thread, all loaded before the first
+// is used.
 template <int BLOCKS, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, THREADS_PER_SM / THREADS)
 norm_cluster(const float4* x, float4* out, float* rstd, int vectors) {
-    extern __shared__ float4 row_part[];
     __shared__ float part_sum;
     const cg::cluster_group cluster = cg::this_cluster();
     const int rank = cluster.block_rank(), row = blockIdx.x / BLOCKS;
     const int part_vectors = vectors / BLOCKS;
     const size_t start = size_t(row) * vectors + rank * part_vectors;
 
-    // asynchronous copies of 16 bytes to shared memory: the whole part is in flight at once
-    const uint32_t shared = __cvta_generic_to_shared(row_part);
-    for (int i = threadIdx.x; i < part_vectors; i += THREADS)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :: "r"(shared + i * 16), "l"(x + start + i) : "memory");
-    asm volatile("cp.async.wait_all;" ::: "memory");
-
-    float sum = 0;  // each thread reads what it copied itself, so no barrier is needed yet
-    for (int i = threadIdx.x; i < part_vectors; i += THREADS) sum += squares(row_part[i]);
+    float4 part[VECTORS];
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        const int i = threadIdx.x + k * THREADS;
+        part[k] = i < part_vectors ? __ldcs(x + start + i) : make_float4(0, 0, 0, 0);
+    }
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) sum += squares(part[k]);
     sum = block_sum<THREADS>(sum);
     if (threadIdx.x == 0) part_sum = sum;
     cluster.sync();  // all partial sums of this row are visible
 
     sum = 0;
     for (int peer = 0; peer < BLOCKS; ++peer) sum += *cluster.map_shared_rank(&part_sum, peer);
+    cluster.barrier_arrive();  // this thread has read its peers' sums
     const float scale = rsqrtf(sum / (4.0f * vectors) + EPSILON);
-    for (int i = threadIdx.x; i < part_vectors; i += THREADS)
-        out[start + i] = scaled(row_part[i], scale);
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        const int i = threadIdx.x + k * THREADS;
+        if (i < part_vectors) out[start + i] = scaled(part[k], scale);
+    }
     if (rank == 0 && threadIdx.x == 0) rstd[row] = scale;
-    cluster.sync();  // a block must not exit before its peers have read its sum
+    cluster.barrier_wait();  // a block must not exit before its peers have read its sum
 }
 
 extern "C" cudaError_t two_kernels(const float* x, float* out, float* rstd, int rows, int columns,
@@ -136,36 +142,32 @@ extern "C" cudaError_t one_block(const float* x, float* out, float* rstd, int ro
     return cudaGetLastError();
 }
 
-// Launch one cluster of BLOCKS blocks per row; each block keeps its part in dynamic shared memory.
+// Launch one cluster of BLOCKS blocks per row.
 template <int BLOCKS, int THREADS>
 cudaError_t cluster_per_row(const float* x, float* out, float* rstd, int rows, int columns,
                             cudaStream_t stream) {
-    if (columns % (4 * BLOCKS)) return cudaErrorInvalidValue;
-    const auto kernel = norm_cluster<BLOCKS, THREADS>;
-    const int bytes = columns / BLOCKS * 4;
-    if (cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-        return error;
+    if (columns % (4 * BLOCKS) || columns > 4 * BLOCKS * THREADS * VECTORS)
+        return cudaErrorInvalidValue;
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {unsigned(BLOCKS), 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(rows * BLOCKS);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = bytes;
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, reinterpret_cast<const float4*>(x),
-                              reinterpret_cast<float4*>(out), rstd, columns / 4);
+    return cudaLaunchKernelEx(&config, norm_cluster<BLOCKS, THREADS>,
+                              reinterpret_cast<const float4*>(x), reinterpret_cast<float4*>(out),
+                              rstd, columns / 4);
 }
 
 extern "C" cudaError_t cluster_4(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
-    return cluster_per_row<4, 512>(x, out, rstd, rows, columns, stream);
+    return cluster_per_row<4, 1024>(x, out, rstd, rows, columns, stream);
 }
 
 extern "C" cudaError_t cluster_8(const float* x, float* out, float* rstd, int rows, int columns,
                                  cudaStream_t stream) {
-    return cluster_per_row<8, 256>(x, out, rstd, rows, columns, stream);
+    return cluster_per_row<8, 512>(x, out, rstd, rows, columns, stream);
 }

@@ -1,18 +1,19 @@
-"""A cluster that keeps a long row in distributed shared memory beats kernels that read it twice.
+"""A cluster that keeps a long row in its registers beats kernels that read the row twice.
 
-RMSNorm needs the whole row before it can scale the first element, and a row of 65536 floats does
-not fit in the shared memory of one SM. Two kernels, one for the sums and one for the scaling, read
-device memory twice and write it once. One block per row ("one_block") replaces those 3 passes by 2
-at best, 1.5x, as far as its second read hits the L2 cache: it has one row per SM in flight, 33 MiB,
-and reads it backwards the second time. The blocks of a cluster run at the same time and read each
-other's shared memory (DSMEM): each keeps a part of the row, a cluster barrier exchanges the sums,
-and each block scales and writes its part without reading it again.
+RMSNorm needs the whole row before it can scale the first element, and a row of 65536 floats, 256
+KiB, takes as much as all registers of one SM. Two kernels, one for the sums and one for the
+scaling, read device memory twice and write it once. One block per row ("one_block") replaces those
+3 passes by 2 at best, 1.5x, as far as its second read hits the L2 cache: it has one row per SM in
+flight, 33 MiB, and reads it backwards the second time. The blocks of a cluster run at the same time
+and read each other's shared memory (distributed shared memory, DSMEM): each loads a part of the row
+into registers, a cluster barrier exchanges the sums, and each block scales and writes its part
+without reading it again.
 
-"cluster_4" and "cluster_8" are compared with "one_block". Their blocks load, wait, sum, meet at a
-barrier and write, one step after the other; only blocks of other rows on the same SM fill the gaps.
-Persistent clusters with bulk copies that load later rows ahead were tried on an H200 and were
-slower. There is no rung with clusters of 2: a block would fill its SM and idle at the barrier. Rows
-that fit in one block need no cluster, and a cluster holds at most the shared memory of 16 blocks.
+"cluster_4" and "cluster_8" are compared with "one_block". Their blocks load, sum, meet at a barrier
+and write, one step after the other; blocks of other rows on the same SM fill the gaps. Keeping the
+part in shared memory instead is slower, and so were persistent clusters that load later rows ahead.
+There is no rung with clusters of 2: one block would fill its SM, which idles at the barrier. Rows
+that fit in one block need no cluster, and a cluster holds at most the registers of 16 SMs.
 """
 
 import pytest
