@@ -57,6 +57,7 @@ course_unmeasured = [
     "ch07/tma_tensor_2d",
     "ch11/stream_priority",
     "ch10/cluster_dsmem_reduction",
+    "ch10/single_pass_reduction",
     "ch11/copy_compute_overlap",
     "ch12/atomic_work_queue",
     "ch12/graph_param_update",
