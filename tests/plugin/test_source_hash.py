@@ -76,13 +76,15 @@ def test_imports_of_imported_modules_are_followed(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(tmp_path)
     ring = write("ring_of_code", "import link_of_code\n")
-    link = write("link_of_code", "def arm(): pass\nimport ring_of_code\n")
+    link = write("link_of_code", "from table_of_code import SIZE\nimport ring_of_code\n")
+    table = write("table_of_code", "SIZE = 4\n")
     test = write("test_of_code", "import json, pytest_aiperf, ring_of_code\n")
     spec = importlib.util.spec_from_file_location("test_of_code", test)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("ring_of_code", "link_of_code"):  # monkeypatch removes them after this test
+    # monkeypatch removes them after this test
+    for name in ("ring_of_code", "link_of_code", "table_of_code"):
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
-    assert set(source_hash.files(module, tmp_path)) == {test, ring, link}
+    assert set(source_hash.files(module, tmp_path)) == {test, ring, link, table}
     assert source_hash.files(module, tmp_path / "elsewhere") == []
     assert source_hash.files(None, tmp_path) == []

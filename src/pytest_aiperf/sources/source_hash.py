@@ -2,10 +2,11 @@
 
 import ast
 import hashlib
+import importlib.util
 import io
 import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,19 @@ def files(module: ModuleType | None, root: Path) -> list[Path]:
         for value in list(vars(current).values()):
             module = value if isinstance(value, ModuleType) else None
             queue.append(module or sys.modules.get(str(getattr(value, "__module__", ""))))
+        queue += _named_in_imports(current)  # a number or a table does not know its module
     return list(paths.values())
+
+
+def _named_in_imports(module: ModuleType) -> Iterator[ModuleType]:
+    """Yield the loaded modules that a module's import statements name."""
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            name = importlib.util.resolve_name(relative, module.__package__)
+            names = [name, *(f"{name}.{alias.name}" for alias in node.names)]
+        yield from (sys.modules[name] for name in names if name in sys.modules)
 
 
 def identity(paths: Iterable[Path]) -> str:
