@@ -45,7 +45,6 @@ nitpick_ignore_regex = [
 course_unmeasured = [
     "ch01/batch_size_scaling",
     "ch01/roofline_fma_sweep",
-    "ch02/l2_resident_blocking",
     "ch02/mapped_zero_copy",
     "ch02/pinned_h2d",
     "ch03/launch_consolidation",
@@ -53,7 +52,6 @@ course_unmeasured = [
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
-    "ch07/l2_persisting_window",
     "ch07/tma_tensor_2d",
     "ch11/stream_priority",
     "ch10/cluster_dsmem_reduction",
