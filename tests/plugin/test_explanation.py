@@ -279,6 +279,19 @@ def test_busy_cores_are_the_cpu_seconds_per_second_of_a_call():
     assert record.evidence[1].baseline_held
 
 
+@pytest.mark.parametrize(
+    ("piece", "undecided"),
+    [(evidence.busy_cores(min=1_000), True), (evidence.launches(min=1_000), False)],
+)
+def test_noise_may_explain_busy_cores_as_well(piece, undecided):
+    device = FakeDevice(FAKE_GPU, replace(Noise.none(), white=0.3))
+    record, _ = explained(device=device, baseline=doubling(101), evidence=[piece])
+    assert record.outcome is Outcome.FAILED
+    assert record.message.startswith("undecided: ") == undecided
+    assert "undecided: " in record.message
+    assert f"at least {piece.min}" in record.message
+
+
 def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():
     class Named(FakeDevice):
         def trace(self, call, mode, *, cold):

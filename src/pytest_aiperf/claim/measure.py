@@ -368,12 +368,15 @@ def _judge(record: Result, context: ClaimContext) -> Result:
         ),
     )
     broken = evidence.broken(record.evidence)
+    reasons = [broken, judgement.why]
+    if judgement.why.startswith(verdict.UNDECIDED) and evidence.depends_on_load(record.evidence):
+        reasons.reverse()  # a busy host explains both, so the claim stays undecided
     return replace(
         record,
         expectation=context.expectation,
         verdict=verdict.verdict(record.speedup, record.floor),
         outcome=Outcome.PASSED if judgement.holds and not broken else Outcome.FAILED,
-        message="; ".join(filter(None, (broken, judgement.why, *judgement.notes))),
+        message="; ".join(filter(None, (*reasons, *judgement.notes))),
     )
 
 

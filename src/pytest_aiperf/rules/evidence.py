@@ -21,6 +21,8 @@ Per = Literal["", "baseline", "work"]
 Direction = Literal["host to device", "device to host", "device to device", "peer to peer"]
 HostMemory = Literal["", "pageable", "pinned"]
 DIRECTIONS: Final = get_args(Direction)
+LOAD_DEPENDENT: Final = (EvidenceKind.BUSY_CORES, EvidenceKind.CONTEXT_SWITCHES)
+"""Kinds of evidence whose figures change with what else the host runs."""
 
 
 def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
@@ -273,6 +275,11 @@ def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
 def broken(findings: Sequence[Finding]) -> str:
     """Describe each finding that does not hold in one sentence; return "" if there is none."""
     return "; ".join(_sentence(finding) for finding in findings if finding.held is False)
+
+
+def depends_on_load(findings: Sequence[Finding]) -> bool:
+    """Whether other programs on the host could be why each finding that does not hold does not."""
+    return all(f.evidence.kind in LOAD_DEPENDENT for f in findings if f.held is False)
 
 
 def not_looked_at(findings: Sequence[Finding]) -> str:
