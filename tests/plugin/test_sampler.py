@@ -1097,3 +1097,37 @@ def test_successive_calls_find_skipped_work_on_a_gpu(n):
     }
     with pytest.raises(WrongResult, match="optimized disagrees"):
         measured(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1), **words))
+
+
+def known_values(work_s):
+    """Return an arm that skips its work on the values of its last call with the same inputs."""
+    last = {}
+
+    def arm(x):
+        key = x.ctypes.data
+        spend(1e-6 if last.get(key) == x[0] else work_s)
+        last[key] = x[0]
+        return x * 2
+
+    return arm
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.2])
+def test_an_arm_that_skips_values_that_return_in_a_block_is_refused(share):
+    """Also one that is faster than the baseline if it works."""
+    device = RepeatingDevice(noise=WHITE, seed=1)
+    arms = {"baseline": doubling(200), "optimized": known_values(share * 200e-6)}
+    with pytest.raises(InvalidMeasurement, match=r"per call in a block, but \d.* alone"):
+        measured(a_bound_claim(device, **arms))
+
+
+def test_a_much_faster_arm_may_start_slowly():
+    """Its calls take longer alone, as those of the baseline do, and as much as a launch takes."""
+
+    class Launching(RepeatingDevice):
+        def run(self, calls, *about):
+            seconds, kept = super().run(calls, *about)
+            return seconds + 15e-6 * (len(calls) == 1), kept
+
+    bound = a_bound_claim(Launching(noise=WHITE, seed=1), optimized=doubling(2))
+    assert speedup(measured(bound)).value > 50

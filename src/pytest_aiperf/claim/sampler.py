@@ -56,9 +56,11 @@ MAX_ROUNDS = 4
 SLOWED_BASELINE = 2.0
 """A baseline is reported as not checked if its timed calls take this many times as long as before
 another arm has run, and WAKING_S: another arm may have left something behind that slows it down."""
-LONE_CALL_SHARE = 0.5
-"""How much longer a call that is timed alone may take than one in a block, as a fraction of the
-baseline's time and beyond three times what the baseline's takes longer."""
+LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
+"""How much longer a call that is timed alone may take than one in a block, beyond three times what
+the baseline's takes longer: this fraction of the baseline's time, and no more than so many times
+its own and a few microseconds. The fraction alone would let an arm that is twice as fast as the
+baseline skip its work in blocks."""
 WAKING_S, LAUNCHING_S = 50e-6, 200e-6
 """What a lone call may take longer, in addition: on the host, whose threads wake up, and on a GPU,
 where the time includes that of the first launch."""
@@ -618,8 +620,9 @@ class Sampler:
             waiting_s = LAUNCHING_S if self.device.gpu else WAKING_S
         for rung in self.ladder.rungs if extra else ():
             name, base = rung.arms["optimized"], rung.arms["baseline"]
-            allowed = LONE_CALL_SHARE * blocks[base] + 3 * max(0.0, extra[base])
-            allowed += waiting_s
+            own_s = LONE_CALL_TIMES * blocks[name] + LONE_CALL_S
+            allowed = min(LONE_CALL_SHARE * blocks[base], own_s)
+            allowed += waiting_s + 3 * max(0.0, extra[base])
             if blocks[name] < blocks[base] and extra[name] > allowed:
                 alone, many = (si(s, "s") for s in (min(self._alone_s[name]), blocks[name]))
                 rung.suspicion = InvalidMeasurement(
