@@ -8,7 +8,7 @@ ends is found out, not known: a request ends when the model emits the end token,
 how many have ended, two steps late. Both arms replay the same captured decoding step. The limit is
 the mean of a batch's longest answer divided by the mean of all answers.
 
-2,048 requests arrive at once. Their answers have the quantiles of the Azure LLM inference trace of
+1,024 requests arrive at once. Their answers have the quantiles of the Azure LLM inference trace of
 2023 (conversations; its median is 129 tokens), divided by four. For 64 slots the limit is 2.95x.
 What keeps continuous batching below it: the tail, when no requests are left to refill slots (the
 more requests, the less it matters), and prefill, which both arms need. Continuous batching prefills
@@ -59,7 +59,7 @@ def answer_lengths(count: int, divisor: int) -> torch.Tensor:
 
 def requests(bench: Bench) -> Requests:
     """Draw prompts whose last token determines the length of the answer."""
-    count, divisor = bench.size(2048, check=80), bench.size(4, check=64)
+    count, divisor = bench.size(1024, check=80), bench.size(4, check=64)
     longest_prompt, vocabulary = bench.size(32, check=6), bench.size(4096, check=64)
     layers, width = 2, bench.size(2048, check=128)  # layers change the time of a step, not the gain
     dtype = torch.bfloat16

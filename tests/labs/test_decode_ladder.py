@@ -18,10 +18,12 @@ declares their error.
 The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph is the library arm of
 "fused" and "overlapped". Only "overlapped" is faster than it: in "fused", attention takes longer
-than cuDNN's. The share falls with the bytes: the time to start and to drain kernels stays, the
-cache stays in bf16, and each packed weight takes instructions to unpack. Other libraries' kernels
-for packed weights (torchao, Marlin) are not compared. Batches share one read of the weights and
-turn the matrix-vector products into GEMMs.
+than cuDNN's. The share falls with the bytes, and "int8" and "int4" gain less than their bytes
+promise. The cache stays in bf16, and attention reads it at a lower rate than the products read
+weights, for as long as before. The time to start and to drain kernels stays as well. Each packed
+weight takes instructions to unpack; how many cycles they cost was not counted. Other libraries'
+kernels for packed weights (torchao, Marlin) are not compared. Batches share one read of the weights
+and turn the matrix-vector products into GEMMs.
 """
 
 from functools import partial
