@@ -12,6 +12,9 @@ A, B = 0.999, 0.01
 """Factor and summand; 256 steps shrink the difference of two inputs by a quarter only."""
 BLOCK = 2048
 """Elements per block: each of 128 threads has 16 independent chains of FMAs."""
+UNROLL = 8
+"""Steps per iteration; k is a multiple. 128 FMAs per thread outweigh the loop's own instructions,
+and unlike a loop that is unrolled entirely, they fit the instruction cache."""
 
 
 def passes(x, out, k):
@@ -22,15 +25,23 @@ def passes(x, out, k):
 
 @triton.jit
 def _steps(  # noqa: PLR0917  a Triton launch passes arguments by position
-    x, out, n, k: tl.constexpr, a: tl.constexpr, b: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    out,
+    n,
+    k: tl.constexpr,
+    a: tl.constexpr,
+    b: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < n)
-    for _ in tl.static_range(k):
-        value = value * a + b
+    for _ in range(k // UNROLL):
+        for _ in tl.static_range(UNROLL):
+            value = value * a + b
     tl.store(out + at, value, mask=at < n)
 
 
 def fused(x, out, k):
     n = x.numel()
-    _steps[(triton.cdiv(n, BLOCK),)](x, out, n, k, A, B, BLOCK)
+    _steps[(triton.cdiv(n, BLOCK),)](x, out, n, k, A, B, BLOCK, UNROLL)

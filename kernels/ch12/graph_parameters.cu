@@ -1,11 +1,9 @@
 // One CUDA graph, run for many rows: only the addresses of its input and its output change.
 //
-// The graph is a chain of 32 small kernels, Euler steps of angle' = -sin(angle). The first reads a
+// The graph is a chain of 16 small kernels, Euler steps of angle' = -sin(angle). The first reads a
 // row, the last writes its result, and those between work on an array of fixed address.
 //
 //   recapture       Captures and instantiates a graph per row, launches it and destroys it.
-//   exec_update     Captures a graph per row as well, but takes over its parameters into the graph
-//                   that was instantiated before: no instantiation.
 //   set_parameters  Sets the parameters of the two kernels that refer to the row: no capture.
 //   static_buffers  Changes nothing in the graph. Copies the row to the address that the graph
 //                   reads, and the result from the address that it writes.
@@ -13,7 +11,7 @@
 #include <cuda_runtime.h>
 
 constexpr int N = 4096;  // elements per row
-constexpr int STEPS = 32;
+constexpr int STEPS = 16;
 constexpr int THREADS = 256;
 constexpr float TIME_STEP = 0.01f;
 
@@ -112,18 +110,6 @@ extern "C" cudaError_t recapture(const float* in, float* out, int rows, cudaStre
         const cudaGraphExec_t exec = instantiated(graph);
         cudaGraphLaunch(exec, stream);
         cudaGraphExecDestroy(exec);  // of a running graph: when it has ended
-        cudaGraphDestroy(graph);
-    }
-    return cudaGetLastError();
-}
-
-extern "C" cudaError_t exec_update(const float* in, float* out, int rows, cudaStream_t stream) {
-    static const cudaGraphExec_t exec = instantiated(captured(in, out));
-    for (int row = 0; row < rows; ++row) {
-        const cudaGraph_t graph = captured(in + row * N, out + row * N);
-        cudaGraphExecUpdateResultInfo info;
-        if (cudaError_t error = cudaGraphExecUpdate(exec, graph, &info)) return error;
-        cudaGraphLaunch(exec, stream);
         cudaGraphDestroy(graph);
     }
     return cudaGetLastError();

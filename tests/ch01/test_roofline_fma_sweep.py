@@ -10,8 +10,8 @@ then grows with k. The share of the limit is that of the roofline, the lower of 
 
 The sweep has two points below the ridge, one at it, where both limits are close and neither hides
 the other entirely, and one beyond. torch.compile, the library arm, fuses the loop as well. Fusing
-needs steps that follow each other element by element; a step that needs other elements starts a
-new pass.
+needs steps that follow each other element by element; a step that needs other elements starts a new
+pass.
 """
 
 import pytest

@@ -8,10 +8,11 @@ itself (mapped memory, zero-copy): the loads of thousands of warps are in flight
 bytes cross PCIe, and neither the CPU nor a buffer takes part.
 
 The claim is judged on wall time until the rows are in the GPU's memory. Both arms have the row
-numbers where they need them. The limit is PCIe's bandwidth for reads of 128 bytes. Rows must be
-that long: a request for 4 bytes costs the link hardly less than one for 128. Each row should be
-read once, because mapped memory is not cached for later kernels; whoever needs most of the table
-copies it instead, which a copy engine does at full speed.
+numbers where they need them. The gain depends on how many cores of which speed the CPU has; the
+limit is PCIe's bandwidth for reads of 128 bytes. Rows must be that long: a request for 4 bytes
+costs the link hardly less than one for 128. Each row should be read once, because mapped memory is
+not cached for later kernels; whoever needs most of the table copies it instead, which a copy engine
+does at full speed.
 """
 
 from functools import partial
