@@ -1,4 +1,4 @@
-// Hopper's mbarriers, TMA loads and wgmma: short functions named after the PTX instructions.
+// Hopper's mbarriers, TMA copies and wgmma: short functions named after the PTX instructions.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,23 @@ __device__ void store_fragments(const float (&acc)[COUNT], bf16* out, int n, int
     }
 }
 
+__device__ inline uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Write accumulator fragments of 16 x 64, of all warps of a warpgroup, into a swizzled tile of 64 x
+// 64 bf16. A warp's 16 rows begin at row `row`.
+__device__ inline void stage_fragments(const float* acc, uint32_t tile, int row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i, acc += 8)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     :: "r"(tile + swizzled_offset(row + lane % 16, 2 * i + lane / 16)),
+                        "r"(pack(acc[0], acc[1])), "r"(pack(acc[2], acc[3])),
+                        "r"(pack(acc[4], acc[5])), "r"(pack(acc[6], acc[7])) : "memory");
+}
+
 // --- mbarriers ---------------------------------------------------------------------------------
 //
 // A phase completes when all arrivals and all expected bytes have arrived.
@@ -92,7 +109,7 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
         "}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// --- TMA: bulk tensor copies from global to shared memory ---------------------------------------
+// --- TMA: bulk tensor copies between global and shared memory -----------------------------------
 
 __device__ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, int column, int row,
                                   uint64_t* barrier) {
@@ -100,6 +117,28 @@ __device__ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, int colu
                  "[%0], [%1, {%2, %3}], [%4];"
                  :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
                  : "memory");
+}
+
+// Start to store a tile as one bulk group of this thread. Threads that wrote the tile must have
+// passed fence_async_proxy and a barrier.
+__device__ inline void tma_store_2d(const CUtensorMap* map, uint32_t from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                 "cp.async.bulk.commit_group;"
+                 :: "l"(map), "r"(column), "r"(row), "r"(from) : "memory");
+}
+template <int PENDING>
+__device__ inline void tma_store_wait_read() {  // until at most PENDING groups still read
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
+}
+
+// Make this thread's writes to shared memory visible to TMA and wgmma.
+__device__ inline void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A barrier of the 128 threads of one warpgroup: named barriers 1 and up, as 0 is __syncthreads.
+__device__ inline void warpgroup_sync(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
 }
 
 inline int sm_count() {
@@ -160,6 +199,15 @@ constexpr bool layouts_agree(uint32_t tile, int rows) {
     return true;
 }
 
+// Matrix descriptor of an MN-major tile with 128-byte swizzle: rows run along k, and each holds 64
+// elements along n. Groups of 8 rows are 1024 bytes apart. An operand with N > 64 lies in several
+// such tiles, `tile_stride` bytes apart.
+constexpr __host__ __device__ uint64_t transposed_descriptor(uint32_t address,
+                                                             uint32_t tile_stride) {
+    return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(tile_stride >> 4) << 16 |
+           uint64_t(1024 >> 4) << 32 | 1ull << 62;
+}
+
 static_assert(layouts_agree(3 * SWIZZLE_ALIGN, 128), "TMA and wgmma use different layouts");
 static_assert(wgmma_descriptor(0x12400) == 0x4000004000011240ull);
 
@@ -198,6 +246,21 @@ __device__ inline void wgmma(float (&d)[128], uint64_t a, uint64_t b, int add) {
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" R0_63 ", " R64_127 "}, "
                  "%128, %129, add, 1, 1, 0, 0;\n}"
                  : D64(d, 0), D64(d, 64) : "l"(a), "l"(b), "r"(add));
+}
+
+// d += a * b with a in registers, in the layout of mma.sync's fragments, and b MN-major.
+__device__ inline void wgmma_transposed(float (&d)[64], const uint32_t* a, uint64_t b) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R0_63 "}, "
+                 "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+                 : D64(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// Keep the compiler from moving reads of an accumulator above the wait for its product.
+template <int N>
+__device__ inline void pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // Issue one k tile as a wgmma group: four k slices of 16, 32 bytes apart. The swizzle is a function

@@ -13,10 +13,16 @@
 //                its stage, which costs a second block barrier per step.
 //   tma          One thread issues TMA loads instead of cp.async by all, and an mbarrier completes
 //                when the bytes have arrived: no address arithmetic, no fence, one block barrier.
-//   specialised  Warp specialisation, persistent grid. One producer thread loads four stages ahead;
-//                two consumer warpgroups compute 64 x 256 each with registers that the producer's
-//                warpgroup releases (setmaxnreg). One block per SM loops over the tiles, so the
-//                loads of the next tile overlap the epilogue of this one.
+//   wide         Tiles of 128 x 256, one block per SM. One instruction multiplies 64 x 256 x 16, so
+//                that each element of a that it reads serves twice as many products.
+//   specialised  Warp specialisation. A producer thread loads four stages ahead, and mbarriers per
+//                stage replace the block barrier. Two consumer warpgroups get registers that the
+//                producer's warpgroup releases (setmaxnreg).
+//   persistent   One block per SM loops over the tiles, so that the producer loads the next tile
+//                during the epilogue of this one.
+//   tma_store    The epilogue stages the result in shared memory with stmatrix, and TMA writes it.
+//                Stores by threads write 16 bytes per row; TMA writes lines of 128 bytes, and
+//                consumers go on with the next tile while it does.
 
 #include "hopper.cuh"
 
@@ -52,7 +58,7 @@ __device__ void cp_async_gemm(const bf16* a, const bf16* b, bf16* out, int m, in
     for (int step = 0; step < STAGES - 1; ++step) copy(step);
     for (int step = 0; step < steps; ++step) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-        if (Mma::ASYNC_PROXY) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        if (Mma::ASYNC_PROXY) fence_async_proxy();
         __syncthreads();  // this stage is full; without products in flight, the previous is free
         if (!Mma::IN_FLIGHT) copy(step + STAGES - 1);
         const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
@@ -133,20 +139,21 @@ gemm_in_flight(const bf16* a, const bf16* b, bf16* out, int m, int n, int k) {
     cp_async_gemm<WarpgroupMma<1>>(a, b, out, m, n, k);
 }
 
-__global__ void __launch_bounds__(THREADS, 2)
-gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, bf16* out,
-         int m, int n, int k) {
+template <int COLUMNS, int STAGES>
+__device__ void tma_gemm(const CUtensorMap* a, const CUtensorMap* b, bf16* out, int m, int n,
+                         int k) {
     extern __shared__ unsigned char memory[];
     __shared__ uint64_t full[STAGES];
+    constexpr int STAGE_BYTES = (TILE_MN + COLUMNS) * ROW_BYTES;
     const uint32_t tiles = swizzle_aligned(memory);
-    const TileOrigin origin = grouped_tile_origin<TILE_MN, TILE_MN>(blockIdx.x, m, n);
+    const TileOrigin origin = grouped_tile_origin<TILE_MN, COLUMNS>(blockIdx.x, m, n);
     const int steps = k / TILE_K, row = threadIdx.x / 128 * 64;  // row: the warpgroup's first
     auto load = [&](int step) {
-        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
+        const uint32_t stage = tiles + step % STAGES * STAGE_BYTES;
         uint64_t* barrier = &full[step % STAGES];
-        arrive_expect_tx(barrier, 2 * TILE_BYTES);
-        tma_load_2d(stage, &a, step * TILE_K, origin.row, barrier);
-        tma_load_2d(stage + TILE_BYTES, &b, step * TILE_K, origin.column, barrier);
+        arrive_expect_tx(barrier, STAGE_BYTES);
+        tma_load_2d(stage, a, step * TILE_K, origin.row, barrier);
+        tma_load_2d(stage + TILE_BYTES, b, step * TILE_K, origin.column, barrier);
     };
     if (threadIdx.x == 0) {
         for (auto& barrier : full) mbarrier_init(&barrier, 1);
@@ -154,10 +161,10 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
         for (int step = 0; step < min(STAGES, steps); ++step) load(step);
     }
     __syncthreads();
-    float acc[64] = {};
+    float acc[COLUMNS / 2] = {};
     for (int step = 0; step < steps; ++step) {
         wait(&full[step % STAGES], step / STAGES % 2);
-        const uint32_t stage = tiles + step % STAGES * 2 * TILE_BYTES;
+        const uint32_t stage = tiles + step % STAGES * STAGE_BYTES;
         wgmma_k_tile(acc, stage + row * ROW_BYTES, stage + TILE_BYTES, 1);
         wgmma_wait<1>();  // this warpgroup's previous product is complete
         __syncthreads();  // the other warpgroup's too: the stage may be overwritten
@@ -168,18 +175,48 @@ gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensor
     store_fragments(acc, out, n, origin.row + row + threadIdx.x / 32 % 4 * 16, origin.column);
 }
 
-// --- Warp-specialised (WS): tiles of 128 x 256, four stages, one block per SM --------------------
-constexpr int WS_TILE_N = 256, WS_STAGES = 4;
-constexpr int WS_STAGE_BYTES = (TILE_MN + WS_TILE_N) * ROW_BYTES;
-constexpr int WS_SMEM_BYTES = WS_STAGES * WS_STAGE_BYTES + SWIZZLE_ALIGN;
+__global__ void __launch_bounds__(THREADS, 2)
+gemm_tma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, bf16* out,
+         int m, int n, int k) {
+    tma_gemm<TILE_MN, STAGES>(&a, &b, out, m, n, k);
+}
 
-__global__ void __launch_bounds__(384, 1)
-gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                 bf16* out, int m, int n, int k) {
+// --- Tiles of 128 x 256, four stages, one block per SM -------------------------------------------
+constexpr int WIDE_N = 256, WIDE_STAGES = 4;
+constexpr int WIDE_STAGE_BYTES = (TILE_MN + WIDE_N) * ROW_BYTES;
+constexpr int WIDE_SMEM_BYTES = WIDE_STAGES * WIDE_STAGE_BYTES + SWIZZLE_ALIGN;
+constexpr int PART_BYTES = 64 * ROW_BYTES;  // a staged part of the result: 64 x 64
+constexpr int STORE_SMEM_BYTES = WIDE_SMEM_BYTES + 4 * PART_BYTES;  // two parts per warpgroup
+
+__global__ void __launch_bounds__(THREADS, 1)
+gemm_wide(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, bf16* out,
+          int m, int n, int k) {
+    tma_gemm<WIDE_N, WIDE_STAGES>(&a, &b, out, m, n, k);
+}
+
+// Stage the 64 x 256 results of a warpgroup in parts of 64 x 64, in two buffers by turns.
+__device__ void store_parts(const float (&acc)[128], uint32_t buffers, const CUtensorMap* out,
+                            int row, int column, int warpgroup) {
+    const bool issuer = threadIdx.x % 128 == 0;
+#pragma unroll
+    for (int part = 0; part < WIDE_N / 64; ++part) {
+        const uint32_t buffer = buffers + part % 2 * PART_BYTES;
+        if (issuer) tma_store_wait_read<1>();  // the last but one store has read this buffer
+        warpgroup_sync(warpgroup);
+        stage_fragments(acc + part * 32, buffer, threadIdx.x / 32 % 4 * 16);
+        fence_async_proxy();
+        warpgroup_sync(warpgroup);
+        if (issuer) tma_store_2d(out, buffer, column + part * 64, row);
+    }
+}
+
+template <bool TMA_STORE>
+__device__ void specialised_gemm(const CUtensorMap* a, const CUtensorMap* b,
+                                 const CUtensorMap* out_map, bf16* out, int m, int n, int k) {
     extern __shared__ unsigned char memory[];
-    __shared__ uint64_t full[WS_STAGES], empty[WS_STAGES];
+    __shared__ uint64_t full[WIDE_STAGES], empty[WIDE_STAGES];
     const uint32_t tiles = swizzle_aligned(memory);
-    const int steps = k / TILE_K, tile_count = m / TILE_MN * (n / WS_TILE_N);
+    const int steps = k / TILE_K, tile_count = m / TILE_MN * (n / WIDE_N);
     const int warpgroup = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         for (auto& barrier : full) mbarrier_init(&barrier, 1);
@@ -188,48 +225,66 @@ gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ 
     }
     __syncthreads();
     int stage = 0, parity = 0;
-    auto advance = [&] { parity ^= (stage = (stage + 1) % WS_STAGES) == 0; };
+    auto advance = [&] { parity ^= (stage = (stage + 1) % WIDE_STAGES) == 0; };
     if (warpgroup == 0) {  // producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 0) return;
         for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
-            const TileOrigin origin = grouped_tile_origin<TILE_MN, WS_TILE_N>(tile, m, n);
+            const TileOrigin origin = grouped_tile_origin<TILE_MN, WIDE_N>(tile, m, n);
             for (int step = 0; step < steps; ++step, advance()) {
-                const uint32_t a_tile = tiles + stage * WS_STAGE_BYTES;
+                const uint32_t a_tile = tiles + stage * WIDE_STAGE_BYTES;
                 wait(&empty[stage], parity ^ 1);
-                arrive_expect_tx(&full[stage], WS_STAGE_BYTES);
-                tma_load_2d(a_tile, &a, step * TILE_K, origin.row, &full[stage]);
-                tma_load_2d(a_tile + TILE_BYTES, &b, step * TILE_K, origin.column, &full[stage]);
+                arrive_expect_tx(&full[stage], WIDE_STAGE_BYTES);
+                tma_load_2d(a_tile, a, step * TILE_K, origin.row, &full[stage]);
+                tma_load_2d(a_tile + TILE_BYTES, b, step * TILE_K, origin.column, &full[stage]);
             }
         }
     } else {  // consumer
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int row = (warpgroup - 1) * 64;
+        const uint32_t buffers =
+            tiles + WIDE_STAGES * WIDE_STAGE_BYTES + (warpgroup - 1) * 2 * PART_BYTES;
         for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
             float acc[128];
             for (int step = 0; step < steps; ++step, advance()) {
                 wait(&full[stage], parity);
-                const uint32_t a_tile = tiles + stage * WS_STAGE_BYTES;
+                const uint32_t a_tile = tiles + stage * WIDE_STAGE_BYTES;
                 wgmma_k_tile(acc, a_tile + row * ROW_BYTES, a_tile + TILE_BYTES, step);
                 wgmma_wait<1>();
                 if (step > 0 && threadIdx.x % 32 == 0)
-                    arrive(&empty[(stage + WS_STAGES - 1) % WS_STAGES]);
+                    arrive(&empty[(stage + WIDE_STAGES - 1) % WIDE_STAGES]);
             }
             wgmma_wait<0>();
-            if (threadIdx.x % 32 == 0) arrive(&empty[(stage + WS_STAGES - 1) % WS_STAGES]);
-            const TileOrigin origin = grouped_tile_origin<TILE_MN, WS_TILE_N>(tile, m, n);
-            store_fragments(acc, out, n, origin.row + row + threadIdx.x / 32 % 4 * 16,
-                            origin.column);
+            if (threadIdx.x % 32 == 0) arrive(&empty[(stage + WIDE_STAGES - 1) % WIDE_STAGES]);
+            const TileOrigin origin = grouped_tile_origin<TILE_MN, WIDE_N>(tile, m, n);
+            if (TMA_STORE)
+                store_parts(acc, buffers, out_map, origin.row + row, origin.column, warpgroup);
+            else
+                store_fragments(acc, out, n, origin.row + row + threadIdx.x / 32 % 4 * 16,
+                                origin.column);
         }
+        if (TMA_STORE && threadIdx.x % 128 == 0) tma_store_wait_read<0>();
     }
 }
 
-int blocks_of(int m, int n) { return m / TILE_MN * (n / TILE_MN); }
+__global__ void __launch_bounds__(384, 1)
+gemm_specialised(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                 bf16* out, int m, int n, int k) {
+    specialised_gemm<false>(&a, &b, nullptr, out, m, n, k);
+}
 
-template <typename Kernel, typename Operand>
-cudaError_t launch(Kernel kernel, Operand a, Operand b, bf16* out, int m, int n, int k, int blocks,
+__global__ void __launch_bounds__(384, 1)
+gemm_tma_store(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+               const __grid_constant__ CUtensorMap out, int m, int n, int k) {
+    specialised_gemm<true>(&a, &b, &out, nullptr, m, n, k);
+}
+
+int tile_count(int m, int n, int columns = TILE_MN) { return m / TILE_MN * (n / columns); }
+
+template <typename Kernel, typename Operand, typename Result>
+cudaError_t launch(Kernel kernel, Operand a, Operand b, Result out, int m, int n, int k, int blocks,
                    int threads, int shared, cudaStream_t stream) {
-    if (m % TILE_MN || n % WS_TILE_N || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles
+    if (m % TILE_MN || n % WIDE_N || k % TILE_K) return cudaErrorInvalidValue;  // whole tiles
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
         return error;
@@ -239,17 +294,20 @@ cudaError_t launch(Kernel kernel, Operand a, Operand b, bf16* out, int m, int n,
 
 extern "C" cudaError_t mma_sync(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                 cudaStream_t stream) {
-    return launch(gemm_mma_sync, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
+    return launch(gemm_mma_sync, a, b, out, m, n, k, tile_count(m, n), THREADS, SMEM_BYTES,
+                  stream);
 }
 
 extern "C" cudaError_t wgmma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                              cudaStream_t stream) {
-    return launch(gemm_wgmma, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
+    return launch(gemm_wgmma, a, b, out, m, n, k, tile_count(m, n), THREADS, SMEM_BYTES,
+                  stream);
 }
 
 extern "C" cudaError_t in_flight(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                  cudaStream_t stream) {
-    return launch(gemm_in_flight, a, b, out, m, n, k, blocks_of(m, n), THREADS, SMEM_BYTES, stream);
+    return launch(gemm_in_flight, a, b, out, m, n, k, tile_count(m, n), THREADS, SMEM_BYTES,
+                  stream);
 }
 
 template <typename Kernel>
@@ -263,12 +321,34 @@ cudaError_t launch_tma(Kernel kernel, const bf16* a, const bf16* b, bf16* out, i
 
 extern "C" cudaError_t tma(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                            cudaStream_t stream) {
-    return launch_tma(gemm_tma, a, b, out, m, n, k, TILE_MN, blocks_of(m, n), THREADS, SMEM_BYTES,
+    return launch_tma(gemm_tma, a, b, out, m, n, k, TILE_MN, tile_count(m, n), THREADS, SMEM_BYTES,
                       stream);
+}
+
+extern "C" cudaError_t wide(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                            cudaStream_t stream) {
+    return launch_tma(gemm_wide, a, b, out, m, n, k, WIDE_N, tile_count(m, n, WIDE_N), THREADS,
+                      WIDE_SMEM_BYTES, stream);
 }
 
 extern "C" cudaError_t specialised(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
                                    cudaStream_t stream) {
-    return launch_tma(gemm_specialised, a, b, out, m, n, k, WS_TILE_N, sm_count(), 384,
-                      WS_SMEM_BYTES, stream);
+    return launch_tma(gemm_specialised, a, b, out, m, n, k, WIDE_N, tile_count(m, n, WIDE_N), 384,
+                      WIDE_SMEM_BYTES, stream);
+}
+
+extern "C" cudaError_t persistent(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                                  cudaStream_t stream) {
+    return launch_tma(gemm_specialised, a, b, out, m, n, k, WIDE_N, sm_count(), 384,
+                      WIDE_SMEM_BYTES, stream);
+}
+
+extern "C" cudaError_t tma_store(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                                 cudaStream_t stream) {
+    CUtensorMap maps[3];
+    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, TILE_MN)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, WIDE_N)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[2], out, m, n, 64)) return error;
+    return launch(gemm_tma_store, maps[0], maps[1], maps[2], m, n, k, sm_count(), 384,
+                  STORE_SMEM_BYTES, stream);
 }

@@ -1,13 +1,15 @@
-"""Each step from mma.sync to wgmma, TMA and warp specialisation makes a bf16 GEMM faster.
+"""Steps from mma.sync to wgmma, TMA, larger tiles and TMA stores bring a bf16 GEMM up to cuBLAS.
 
 With mma.sync, warps load all fragments into registers, which alone takes 1.5 times as long as the
 products. With wgmma, four warps pass descriptors of tiles in shared memory, and one instruction
 multiplies 64 x 128 x 16; each step still waits for its product, and all threads issue copies.
 "in_flight" issues a product before it waits for the one before, so that the tensor cores have work
 while threads copy. "tma" loads the tiles with TMA: no thread computes addresses, and an mbarrier
-signals that the bytes have arrived. "specialised" is the warp-specialised, persistent kernel: a
-producer thread loads ahead, two consumer warpgroups multiply larger tiles of 128 x 256, and the
-next tile's loads overlap this tile's epilogue.
+signals that the bytes have arrived. "wide" multiplies tiles of 128 x 256. "specialised" gives the
+loads to a producer warp, and "persistent" lets one block per SM loop over the tiles, so that loads
+of the next tile overlap the epilogue of this one. Alone, these two gain little: the block of "wide"
+already keeps a product in flight, and the consumers still issue all stores. They pay with
+"tma_store", where TMA writes the results while the consumers go on.
 
 Each rung is compared with the one before, on the same operands (b transposed, as in a linear
 layer); cuBLAS is the library arm. All rungs need whole tiles. The limit is power: at n = 8192 an
@@ -20,15 +22,23 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-LADDER = ["mma_sync", "wgmma", "in_flight", "tma", "specialised"]
+LADDER = [
+    "mma_sync", "wgmma", "in_flight", "tma", "wide", "specialised", "persistent", "tma_store"
+]  # fmt: skip
 OPCODES = {
     "wgmma": ["HGMMA.64x128x16", "LDGSTS"],
     "in_flight": ["HGMMA.64x128x16", "LDGSTS"],
     "tma": ["HGMMA.64x128x16", "UTMALDG.2D"],
+    "wide": ["HGMMA.64x256x16", "UTMALDG.2D"],
     "specialised": ["HGMMA.64x256x16", "UTMALDG.2D", "USETMAXREG"],
+    "persistent": ["HGMMA.64x256x16", "UTMALDG.2D", "USETMAXREG"],
+    "tma_store": ["STSM", "UTMASTG.2D"],
 }
-WAITS = {  # for the product before, and after the loop for the last
-    "in_flight": [evidence.opcode("WARPGROUP.DEPBAR", kernel="gemm_in_flight", min=2)]
+KERNELS = {"persistent": "gemm_specialised("}  # the same kernel with fewer blocks
+PROOF = {
+    # two waits: for the product before, and after the loop for the last
+    "in_flight": [evidence.opcode("WARPGROUP.DEPBAR", kernel="gemm_in_flight(", min=2)],
+    "persistent": [evidence.grid_size(max=512)],  # one block per SM, not one for each of 2048 tiles
 }
 
 
@@ -41,7 +51,7 @@ def matrices(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, in
 @pytest.mark.sm90
 @pytest.mark.parametrize("rung", OPCODES)
 def test_wgmma_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
-    gemm = nvcc("ch10/wgmma_ladder.cu")
+    gemm, kernel = nvcc("ch10/wgmma_ladder.cu"), KERNELS.get(rung, f"gemm_{rung}(")
     compare(
         baseline=gemm[LADDER[LADDER.index(rung) - 1]],
         optimized=gemm[rung],
@@ -53,8 +63,8 @@ def test_wgmma_ladder(compare: Compare, nvcc: Nvcc, rung: str) -> None:
         ),
         reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
         evidence=[
-            *(evidence.opcode(name, kernel=f"gemm_{rung}") for name in OPCODES[rung]),
-            evidence.spills(kernel=f"gemm_{rung}"),
-            *WAITS.get(rung, []),
+            *(evidence.opcode(name, kernel) for name in OPCODES[rung]),
+            evidence.spills(kernel=kernel),
+            *PROOF.get(rung, []),
         ],
     )

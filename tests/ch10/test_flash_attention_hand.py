@@ -1,0 +1,90 @@
+"""Each step from CUDA cores to warpgroups that take turns brings attention closer to cuDNN.
+
+All rungs are FlashAttention: a block computes the scores of its queries tile by tile, keeps them on
+chip and rescales its output when the running maximum grows (test_online_softmax.py). "mma_sync"
+moves both products to the tensor cores, as FlashAttention 2 does. "wgmma" multiplies whole tiles in
+shared memory; with mma.sync, each warp loads all keys and values into registers, which takes longer
+than the products. "specialised" gives the copies to a producer warp, so that the two consumer
+warpgroups need not meet at a barrier. "pingpong" lets them take turns: one issues products, the
+other computes its softmax meanwhile. "overlapped" computes the softmax of the next tile while the
+weights of this tile are still multiplied with its values. The last two rungs are the schedule of
+FlashAttention 3 (arXiv 2407.08608).
+
+Each rung is compared with the one before, with and without a causal mask; the library arm is cuDNN.
+With the mask, tiles above the diagonal are left out, and blocks with the most keys start first. All
+rungs need whole tiles of 128. The limit is the rate of the tensor cores. Exponentials come next: an
+SM computes 16 per clock, so with 128 elements per head they take half as long as the products, and
+with fewer elements a larger share. For short sequences there are too few blocks for all SMs.
+"""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+LADDER = ["cuda_cores", "mma_sync", "wgmma", "specialised", "pingpong", "overlapped"]
+OPCODES = {
+    "mma_sync": [("HMMA.16816.F32.BF16", 1)],
+    "wgmma": [("HGMMA.64x128x16", 1)],
+    "specialised": [("USETMAXREG", 2)],
+    "pingpong": [("BAR.ARV", 1), ("HGMMA.64x128x16", 32)],  # before, in and after the loop
+    "overlapped": [("WARPGROUP.DEPBAR", 4)],  # two waits in the loop: for scores, and for outputs
+}
+
+
+def inputs(causal: bool):
+    def heads(bench: Bench):
+        shape = bench.size(16, check=2), bench.size(8192, check=256), 128
+        q, k, v = torch.randn(3, *shape, device=bench.device).bfloat16()
+        return q, k, v, torch.empty_like(q), *shape[:2], int(causal)
+
+    return heads
+
+
+INPUTS = {causal: inputs(causal) for causal in (False, True)}  # shared: one measurement per ladder
+
+
+def cudnn(q, k, v, *rest):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=bool(rest[-1]))[0]
+
+
+def in_fp64(q, k, v, *rest):
+    """Go head by head: the scores of all heads would take 8 GiB."""
+    masked = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    outputs = []
+    for queries, keys, values in zip(q.double(), k.double(), v.double(), strict=True):
+        scores = queries @ keys.T / queries.shape[1] ** 0.5
+        if rest[-1]:
+            scores.masked_fill_(masked, -torch.inf)
+        outputs.append(torch.exp(scores - scores.logsumexp(1, keepdim=True)) @ values)
+    return torch.stack(outputs)
+
+
+def work(q, k, v, *rest):
+    length = q.shape[1]
+    keys = (length + 1) / 2 if rest[-1] else length  # per query, on average
+    read = q.nbytes + k.nbytes + v.nbytes
+    return Work(read=read, written=q.nbytes, flops=int(4 * q.numel() * keys), dtype="bf16")
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rung", OPCODES)
+def test_flash_attention_hand(compare: Compare, nvcc: Nvcc, rung: str, causal: bool) -> None:
+    attention = nvcc("ch10/flash_attention.cu")
+    compare(
+        baseline=attention[LADDER[LADDER.index(rung) - 1]],
+        optimized=attention[rung],
+        library=cudnn,
+        against="naive" if rung == "mma_sync" else "previous rung",
+        inputs=INPUTS[causal],
+        work=work,
+        reference=in_fp64,
+        evidence=[
+            *(evidence.opcode(name, f"attention_{rung}<", min=n) for name, n in OPCODES[rung]),
+            evidence.spills(kernel=f"attention_{rung}<", max=8 if rung == "mma_sync" else 0),
+        ],
+    )
