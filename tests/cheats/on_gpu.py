@@ -165,6 +165,18 @@ def values_that_are_known(nvcc):
     return launched(nvcc, "by_content", rounds=SLOWLY)
 
 
+@cheat(f"{ALONE}|{WRONG}", clock="gpu")
+def values_that_are_known_to_a_faster_arm(nvcc):
+    """It would be four times as fast as the baseline if it worked in each call."""
+    doubled = nvcc("dishonest.cu")["doubled"]
+
+    def baseline(*args):
+        for _ in range(4):
+            doubled(*args)
+
+    return {**launched(nvcc, "by_content", rounds=SLOWLY), "baseline": baseline}
+
+
 @cheat(f"{ALONE}|{WRONG}|is nan", clock="gpu")
 def destinations_without_poison(nvcc):
     return launched(nvcc, "by_poison", rounds=SLOWLY)
