@@ -72,6 +72,7 @@ course_unmeasured = [
     "ch14/dynamic_shape_steady_state",
     "ch16/fp8_inference",
     "ch16/piecewise_graphs",
+    "ch17/early_exit_compaction",
     "ch18/sdpa_backend_choice",
     "ch19/token_precision_switching",
     "ch20/inference_stack_ladder",
