@@ -17,6 +17,8 @@ SM computes 16 per clock, so with 128 elements per head they take half as long a
 with fewer elements a larger share. For short sequences there are too few blocks for all SMs.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,9 +38,9 @@ OPCODES = {
 
 def inputs(causal: bool):
     def heads(bench: Bench):
-        shape = bench.size(16, check=2), bench.size(8192, check=256), 128
-        q, k, v = torch.randn(3, *shape, device=bench.device).bfloat16()
-        return q, k, v, torch.empty_like(q), *shape[:2], int(causal)
+        shape = 3, bench.size(16, check=2), bench.size(8192, check=256), 128
+        q, k, v = torch.randn(shape, device=bench.device).bfloat16()
+        return q, k, v, int(causal)
 
     return heads
 
@@ -46,26 +48,32 @@ def inputs(causal: bool):
 INPUTS = {causal: inputs(causal) for causal in (False, True)}  # shared: one measurement per ladder
 
 
-def cudnn(q, k, v, *rest):
+def attend(kernel, q, k, v, causal):
+    out = torch.empty_like(q)
+    kernel(q, k, v, out, *q.shape[:2], causal)
+    return out
+
+
+def cudnn(q, k, v, causal):
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=bool(rest[-1]))[0]
+        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=bool(causal))[0]
 
 
-def in_fp64(q, k, v, *rest):
+def in_fp64(q, k, v, causal):
     """Go head by head: the scores of all heads would take 8 GiB."""
     masked = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
     outputs = []
     for queries, keys, values in zip(q.double(), k.double(), v.double(), strict=True):
         scores = queries @ keys.T / queries.shape[1] ** 0.5
-        if rest[-1]:
+        if causal:
             scores.masked_fill_(masked, -torch.inf)
         outputs.append(torch.exp(scores - scores.logsumexp(1, keepdim=True)) @ values)
     return torch.stack(outputs)
 
 
-def work(q, k, v, *rest):
+def work(q, k, v, causal):
     length = q.shape[1]
-    keys = (length + 1) / 2 if rest[-1] else length  # per query, on average
+    keys = (length + 1) / 2 if causal else length  # per query, on average
     read = q.nbytes + k.nbytes + v.nbytes
     return Work(read=read, written=q.nbytes, flops=int(4 * q.numel() * keys), dtype="bf16")
 
@@ -76,8 +84,8 @@ def work(q, k, v, *rest):
 def test_flash_attention_hand(compare: Compare, nvcc: Nvcc, rung: str, causal: bool) -> None:
     attention = nvcc("ch10/flash_attention.cu")
     compare(
-        baseline=attention[LADDER[LADDER.index(rung) - 1]],
-        optimized=attention[rung],
+        baseline=partial(attend, attention[LADDER[LADDER.index(rung) - 1]]),
+        optimized=partial(attend, attention[rung]),
         library=cudnn,
         against="naive" if rung == "mma_sync" else "previous rung",
         inputs=INPUTS[causal],
