@@ -42,6 +42,8 @@ float* output_of(int k, float* out) { return k == STEPS - 1 ? out : state_addres
 // The caller's stream may be the default stream, which cannot be captured.
 cudaStream_t capture_stream() {
     static const cudaStream_t stream = [] {
+        cudaFuncAttributes attributes;
+        cudaFuncGetAttributes(&attributes, step);  // loads the kernel, which a capture forbids
         cudaStream_t created;
         cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking);
         return created;
@@ -52,7 +54,7 @@ cudaStream_t capture_stream() {
 cudaGraph_t captured(const float* in, float* out) {
     cudaGraph_t graph;
     const cudaStream_t stream = capture_stream();
-    state_address();  // loads the module, which is not allowed in a capture
+    state_address();
     cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
     for (int k = 0; k < STEPS; ++k)
         step<<<N / THREADS, THREADS, 0, stream>>>(input_of(k, in), output_of(k, out));

@@ -13,6 +13,7 @@ longer than their launches. For one token it is not: there, the whole model in a
 faster (ch14/compile_large_model_decode).
 """
 
+import pytest
 import torch
 
 from kernels.ch14 import llama
@@ -33,6 +34,7 @@ def in_fp64(weights, tokens):
     return llama.in_fp64(weights, tokens)
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # by llama.FirstCall
 def test_regional_compile(compare: Compare) -> None:
     compare(
         baseline=prepared(llama.inference()),

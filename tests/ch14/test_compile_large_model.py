@@ -65,6 +65,7 @@ def step_in_fp64(weights, token, caches, position):
         return llama.in_fp64(weights, token, caches, position), caches
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # by llama.FirstCall
 def test_compile_large_model_training(compare: Compare) -> None:
     compare(
         baseline=prepared(llama.training()),
@@ -90,6 +91,7 @@ RUNGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # by llama.FirstCall
 @pytest.mark.parametrize("rung", RUNGS)
 def test_compile_large_model_decode(compare: Compare, rung: str) -> None:
     baseline, optimized, against, proof = RUNGS[rung]
