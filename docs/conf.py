@@ -50,7 +50,6 @@ course_unmeasured = [
     "ch04/symm_mem_all_reduce",
     "ch05/pinned_ring_reader",
     "ch07/tma_tensor_2d",
-    "ch10/flash_attention_hand",
     "ch10/wgmma_ladder",
     "ch10/cluster_dsmem_reduction",
     "ch10/single_pass_reduction",
