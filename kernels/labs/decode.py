@@ -37,11 +37,12 @@ HEAD_DIM = 128
 EPSILON = 1e-6
 """Added to the mean square in the RMS norm, so that a zero vector causes no division by zero."""
 
-KEYS, PARTS = 32, 16
+KEYS, PARTS = 16, 16
 """Cached tokens that a block loads at a time, and the most parts of a head's cache.
 
-32 keys and values of 128 channels, and those of the next step, fit into the registers of 4 warps.
-16 parts of 32 heads are 512 blocks, which run on 132 SMs at once.
+With 16 keys and values of 128 channels, and those of the next step, 4 warps need about 100
+registers per thread, so that 4 blocks run on an SM at once. 16 parts of 32 heads are 512 blocks,
+fewer than 132 SMs hold. With 32 keys fewer blocks fit, and the last would run in a second wave.
 """
 
 GROUP_WORDS = tl.constexpr(16)
@@ -217,8 +218,10 @@ def _attend_part(  # noqa: PLR0917  a launch passes arguments by position
     q = tl.load(qkv + head * D + column).to(tl.float32) * (scale * 1.44269504)
     new_k = tl.load(qkv + (heads + head) * D + column)
     new_v = tl.load(qkv + (2 * heads + head) * D + column)
-    maximum, total = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    sums = tl.zeros((D,), tl.float32)
+    # One online softmax per row of the tile: a common one would need barriers in each step. The
+    # maximum begins at a finite value, because the difference of two infinite ones is not a number.
+    maximum, total = tl.full((KEYS,), -1e30, tl.float32), tl.zeros((KEYS,), tl.float32)
+    sums = tl.zeros((KEYS, D), tl.float32)
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
         is_new = (token == length)[:, None]
@@ -230,17 +233,19 @@ def _attend_part(  # noqa: PLR0917  a launch passes arguments by position
         )
         # q contains log2(e): exp2 is a single instruction, exp is not
         scores = tl.where(token < end, tl.sum(k * q[None, :], 1), -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        new_maximum = tl.maximum(maximum, scores)
         weights, rescale = tl.exp2(scores - new_maximum), tl.exp2(maximum - new_maximum)
-        sums = sums * rescale + tl.sum(v * weights[:, None], 0)
-        total = total * rescale + tl.sum(weights, 0)
+        sums = sums * rescale[:, None] + v * weights[:, None]
+        total = total * rescale + weights
         maximum = new_maximum
     if (begin <= length) & (length < begin + part_length):  # a part per head has the new token
         tl.store(keys + (head * capacity + length) * D + column, new_k)
         tl.store(values + (head * capacity + length) * D + column, new_v)
-    tl.store(part_max + slot, maximum)  # of a part behind the new token: -inf
-    tl.store(part_sum + slot, total)
-    tl.store(part_out + slot * D + column, sums)
+    part_maximum = tl.max(maximum, 0)
+    rescale = tl.exp2(maximum - part_maximum)
+    tl.store(part_max + slot, part_maximum)
+    tl.store(part_sum + slot, tl.sum(total * rescale, 0))  # of a part behind the new token: 0
+    tl.store(part_out + slot * D + column, tl.sum(sums * rescale[:, None], 0))
 
 
 @triton.jit

@@ -16,14 +16,13 @@ quantize the weights, in groups with a common scale, and convert them in registe
 declares their error.
 
 The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
-before, on wall time for 8 tokens. torch.compile of a layer in the same graph is the library arm of
-"fused" and "overlapped". Only "overlapped" is faster than it: in "fused", attention takes longer
-than cuDNN's. The share falls with the bytes, and "int8" and "int4" gain less than their bytes
-promise. The cache stays in bf16, and attention reads it at a lower rate than the products read
-weights, for as long as before. The time to start and to drain kernels stays as well. Each packed
-weight takes instructions to unpack; how many cycles they cost was not counted. Other libraries'
-kernels for packed weights (torchao, Marlin) are not compared. Batches share one read of the weights
-and turn the matrix-vector products into GEMMs.
+before, on wall time for 8 tokens. torch.compile of a layer in the same graph, with cuDNN's
+attention, is the library arm of "fused" and "overlapped": "fused" is about as fast as it,
+"overlapped" faster. The share of the read rate falls with the bytes, and "int8" and "int4" gain
+less than their bytes promise. The cache stays in bf16, so attention takes as long as before, and so
+does starting and draining the kernels. Each packed weight takes instructions to unpack; how many
+cycles they cost was not counted. Other libraries' kernels for packed weights (torchao, Marlin) are
+not compared. Batches share one read of the weights and turn the matrix-vector products into GEMMs.
 """
 
 from functools import partial
