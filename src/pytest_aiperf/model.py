@@ -344,10 +344,18 @@ class Source:
         """Return a record of these lines; ``content`` holds all lines of the file."""
         return cls(file, first, last, _digest(content[first - 1 : last]))
 
-    def text(self, content: Sequence[str]) -> str | None:
-        """Return the lines as text, or None if they have changed; ``content`` as in :meth:`of`."""
-        lines = content[self.first - 1 : self.last]
-        return "\n".join(lines) if _digest(lines) == self.digest else None
+    def found(self, content: Sequence[str]) -> tuple[int, Sequence[str]] | None:
+        """Return the lines with the number of the first, or None if they have changed.
+
+        ``content`` is as in :meth:`of`. Lines added or removed above them do not matter.
+        """
+        count = self.last - self.first + 1
+        starts = range(1, len(content) - count + 2)
+        for first in sorted(starts, key=lambda start: abs(start - self.first)):
+            lines = content[first - 1 : first - 1 + count]
+            if _digest(lines) == self.digest:
+                return first, lines
+        return None
 
 
 def _digest(lines: Sequence[str]) -> str:

@@ -258,7 +258,7 @@ def test_a_ladder_is_one_picture_with_its_library_and_its_limit():
     rungs = list(limited(ladder(two=4e-3, four=1e-3, library=2e-3)))
     picture = charts.ladder(rungs)
     assert [step.name for step in picture.steps] == [
-        "baseline", "two", "four", "library", "limit: copy",
+        "first arm", "two", "four", "library", "limit: copy",
     ]  # fmt: skip
     heights = [step.height for step in picture.steps]
     assert heights == pytest.approx([1, 2, 8, 4, 16 * 1.1**0.5])

@@ -146,11 +146,11 @@ def test_a_busy_gpu_is_not_overhead_bound(limit, busy):
         (memory(0.99), "memory-bound: 99 % of the copy rate; only fewer bytes help"),
         # beside a copy at 99 % of the rate, it is wrong that only fewer bytes help this one
         (memory(0.94), "memory-bound: 94 % of the copy rate; up to 6 % faster with the same bytes"),
-        (memory(0.55), "memory-bound: 55 % of the copy rate; more bytes in flight"),
+        (memory(0.55), "below its memory limit: 55 % of the copy rate; too few bytes in flight"),
         (compute(0.98), "compute-bound: 98 % of the bf16 rate; only fewer operations or a narrow"),
         (compute(0.97, "fp32"), "compute-bound: 97 % of the fp32 rate; only fewer operations or t"),
         (compute(0.8), "compute-bound: 80 % of the bf16 rate; up to 25 % faster with the same ope"),
-        (compute(0.5), "compute-bound: 50 % of the bf16 rate; feed the units better"),
+        (compute(0.5), "below its compute limit: 50 % of the bf16 rate; operands that arrive to"),
         (memory(0.12), "moves or computes more than it must, or waits: 12 % of the copy rate"),
     ],
 )
@@ -178,10 +178,17 @@ def test_the_share_of_the_ceiling_decides_the_advice(limit, advice):
 def test_only_kernels_that_leave_the_gpu_idle_are_latency_bound(
     limit, kernels, grid, seconds, advice
 ):
-    each = {"counts": (kernels,), "seconds": (seconds,)}
+    each = {"counts": (1,) * kernels, "seconds": (seconds / kernels,) * kernels}
     traced = replace(trace(seconds, kernels, kernels), grids=(grid,), **each)
     line = diagnose(limit, traced, seconds, ceilings=CEILINGS, sms=132)
     assert line.startswith(advice)
+
+
+def test_launches_of_one_kernel_may_be_unequal_and_are_not_called_unfused():
+    # a reduction in three passes: the first takes almost all of the time
+    passes = replace(trace(7e-4, 3, 3), counts=(3,), seconds=(7e-4,))
+    line = diagnose(memory(0.18, "read"), passes, 7e-4, sms=132)
+    assert line.startswith("moves or computes more than it must, or waits: 18 % of the read rate")
 
 
 def test_small_kernels_beside_a_long_one_do_not_make_an_arm_unfused():

@@ -292,6 +292,17 @@ def test_lines_that_changed_since_are_not_shown(root, module):
     assert {line.file for line in arms["library"]} == {"provenance_of_a_test/other.py"}
 
 
+def test_lines_that_moved_are_found(root, module):
+    sources = provenance.locate({"optimized": module.base}, root)
+    before = source_code.arms(result(sources=sources), root)["optimized"]
+    file = root / HERE
+    file.write_text(f"# a comment\n{file.read_text()}")
+    after = source_code.arms(result(sources=sources), root)["optimized"]
+    assert [(line.number, line.text) for line in after] == [
+        (line.number + 1, line.text) for line in before
+    ]
+
+
 def test_the_explanation_is_the_docstring_after_its_title(root):
     paragraphs = source_code.explanation(f"{HERE}::test_claim[wide]", root)
     assert paragraphs == ("First, why it works.", "Then where not.")

@@ -158,7 +158,7 @@ class Ladder:
     remark: str  #: What to know about rungs that were not measured together; or empty.
 
 
-def ladder(rungs: Sequence[Result]) -> Ladder | None:
+def ladder(rungs: Sequence[Result], first_name: str = "first arm") -> Ladder | None:
     """Lay out a ladder's measured rungs on one axis; None if fewer than two were measured.
 
     If a rung was measured apart from the rung before, which it is compared with, its height is the
@@ -199,7 +199,7 @@ def ladder(rungs: Sequence[Result]) -> Ladder | None:
     ends = [end for i in intervals for end in (i.low, i.high) if 0 < end < math.inf]
     ends += [1.0, *(step.height for step in (*steps, *marks.values()))]
     axis = Axis(min(ends) * 0.97, max(ends) * 1.03)
-    rows = (Step("baseline", first, 1.0), *steps, *marks.values())
+    rows = (Step(first_name, first, 1.0), *steps, *marks.values())
     remarks = [APART] * apart + [CHAINED] * (len(intervals) < len(steps))
     return Ladder(axis, rows, tuple(marks.values()), unit, " ".join(remarks))
 

@@ -73,11 +73,12 @@ def _lines(sources: Sequence[Source], root: Path) -> Iterator[Line]:
             content = _read(root, file).splitlines()
         except (OSError, ValueError):
             continue
-        texts = [(s.first, s.text(content)) for s in sources if s.file == file]
-        if any(text is None for _, text in texts):
+        parts = [s.found(content) for s in sources if s.file == file]
+        if None in parts:
             continue
-        for first, text in texts:
-            for number, line in enumerate(textwrap.dedent(text or "").split("\n"), first):
+        for first, lines in filter(None, parts):
+            text = textwrap.dedent("\n".join(lines))
+            for number, line in enumerate(text.split("\n"), first):
                 yield Line(file, number, line)
 
 

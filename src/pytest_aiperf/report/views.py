@@ -157,13 +157,15 @@ def speedups(results: Sequence[Result], link: Link = nowhere) -> "Markup":
     return _view("speedups", rows, axis) if rows else _nothing()
 
 
-def ladder(rungs: Sequence[Result], link: Link = nowhere) -> "Markup":
+def ladder(
+    rungs: Sequence[Result], link: Link = nowhere, first_name: str = "first arm"
+) -> "Markup":
     """Draw the rungs of one ladder, with its library arm and limits, over its first arm.
 
     ``rungs`` are the results of one ladder on one kind of GPU, as :func:`aggregate.ladders` groups
-    them. At least two rungs must have been measured.
+    them. At least two rungs must have been measured. ``first_name`` is the name of the first arm.
     """
-    picture = charts.ladder(rungs)
+    picture = charts.ladder(rungs, first_name)
     if picture is None:
         return _nothing()
     hrefs = [link(step.result) if step.result else "" for step in picture.steps]

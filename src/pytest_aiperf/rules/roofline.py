@@ -2,7 +2,9 @@
 
 An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
 from all three limits does more than ``work`` counts, because it is unfused or computes in a wider
-dtype, or it is latency-bound: its own instructions wait for each other.
+dtype, or it is latency-bound: its own instructions wait for each other. A rate and a trace do not
+show bank conflicts or full issue slots, so for an arm that comes only half as close to its ceiling,
+the advice lists possible causes.
 """
 
 import math
@@ -16,7 +18,7 @@ from . import advice, stats
 
 MEMORY: Final = ("copy", "read", "l2")
 
-_NEAR = 0.8  #: Above this share of its ceiling, little but less work makes an arm faster.
+_NEAR = 0.8  #: From this share of its ceiling on, an arm is limited by it.
 _AT = 0.97  #: Below this share of its ceiling, an arm can still gain without less work.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
 _NARROW = ("tf32", "fp16", "bf16", "fp8")  #: Dtypes of the tensor cores, faster than fp32.
@@ -212,6 +214,7 @@ def _known(
             known |= {"blocks": blocks, "SMs": sms, "blocks per SM": blocks / sms}
     elif trace.kernels:
         known |= {"kernels": trace.kernels, "seconds per kernel": trace.busy / trace.kernels}
+        known["kinds of kernels"] = len(trace.counts)
     return known
 
 
@@ -241,21 +244,17 @@ def _wasted(
 def _bound(limit: Limit | None) -> tuple[str, str] | None:
     if limit is None or limit.share < advice.FAR:
         return None
-    near = limit.share >= _NEAR
+    kind, work, remedy = "compute", "operations", "only fewer operations or a narrower dtype help"
+    causes = "operands that arrive too late, or other instructions"
     if limit.ceiling in MEMORY:
-        kind, remedy = "memory", "only fewer bytes help"
-        if not near:
-            remedy = "more bytes in flight (16-byte accesses, several before the first use)"
-    else:
-        kind, remedy = "compute", "only fewer operations or a narrower dtype help"
-        if not near:
-            remedy = "feed the units better (larger tiles, a deeper pipeline)"
-        elif limit.ceiling in ("fp32", "fp64"):
-            remedy = "only fewer operations or tensor cores (a narrower dtype) help"
-    if _NEAR <= limit.share < _AT:
-        work = "bytes" if kind == "memory" else "operations"
-        gain = percent(1 / limit.share - 1)
-        remedy = f"up to {gain} faster with the same {work}, then {remedy}"
+        kind, work, remedy = "memory", "bytes", "only fewer bytes help"
+        causes = "too few bytes in flight (narrow accesses), bank conflicts or instructions"
+    elif limit.ceiling in ("fp32", "fp64"):
+        remedy = "only fewer operations or tensor cores (a narrower dtype) help"
+    if limit.share < _NEAR:
+        return f"below its {kind} limit: {_rate(limit)}", f"{causes}: --profile=ncu shows which"
+    if limit.share < _AT:
+        remedy = f"up to {percent(1 / limit.share - 1)} faster with the same {work}"
     return f"{kind}-bound: {_rate(limit)}", remedy
 
 
