@@ -7,6 +7,7 @@ measured. A record whose claim's code has changed since is a warning, unless
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from pytest_aiperf.model import ARMS, Against, Gpu, Result
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.report import aggregate, markdown, source_code, terminal, views
 from pytest_aiperf.report.formatting import escape
+from pytest_aiperf.rules import roofline, stats
 from pytest_aiperf.sources import source_hash
+from pytest_aiperf.text import si
 
 PLACE: Final = re.compile(r"^<!-- (claim|syllabus|gpus|results|proof) ?(\S*) -->$", re.MULTILINE)
 GPUS: Final = [
@@ -40,6 +43,12 @@ GPUS: Final = [
 """Columns of the table of GPUs: one per architecture, with memory enough for every claim."""
 WORDS: Final = "../glossary.md#words-of-the-project"
 """Where the glossary explains rungs, evidence and kinds of baselines."""
+MEASURED: Final = "../glossary.md#words-of-the-measurement"
+"""Where the glossary explains replicates and rounds."""
+LIMIT: Final = "../reading.md#the-limit"
+"""Where the guide explains what limits an arm."""
+FIRST_ARM: Final = "first arm"
+"""Name of a ladder's first arm if its test does not name it in a constant."""
 logger = logging.getLogger(__name__)
 
 
@@ -87,6 +96,46 @@ class Claim:
                 kernels = self.root / "kernels"
                 found |= read_sources(kernels / source, [kernels / "include"]).keys()
         return found
+
+    @cached_property
+    def module(self) -> ast.Module:
+        return ast.parse((self.root / self.path).read_text("utf-8"))
+
+    @property
+    def kernels(self) -> list[Path]:
+        """The CUDA files that the test builds."""
+        text = (self.root / self.path).read_text("utf-8")
+        names = dict.fromkeys(re.findall(r'nvcc\("([^"]+)"', text))
+        return [self.root / "kernels" / name for name in names]
+
+    def argument(self, name: str) -> ast.expr | None:
+        """Return an argument of the call of ``compare``."""
+        for node in ast.walk(self.function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "compare":
+                return next((k.value for k in node.keywords if k.arg == name), None)
+        return None
+
+    @property
+    def first_arm(self) -> str:
+        """Name of the first arm of the ladder, if a constant of the test has it."""
+        for node in self.module.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LADDER":
+                first = node.value.elts[0] if isinstance(node.value, ast.List) else None
+                if isinstance(first, ast.Constant):
+                    return str(first.value)
+        baseline = self.argument("baseline")
+        key = baseline.slice if isinstance(baseline, ast.Subscript) else None
+        return str(key.value) if isinstance(key, ast.Constant) else FIRST_ARM
+
+    @property
+    def inputs(self) -> str:
+        """Source of the function that makes the inputs; "" if it has no name."""
+        name = ast.unparse(self.argument("inputs") or ast.Constant(""))
+        text = (self.root / self.path).read_text("utf-8")
+        for node in self.module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return ast.get_source_segment(text, node) or ""
+        return ""
 
     @property
     def without_gpu(self) -> str:
@@ -166,7 +215,7 @@ class Course:
     def claim(self, name: str) -> str:
         """Return a claim's section: what was measured and why, where it stops, how to repeat it."""
         claim = self.claims[name]
-        doc = ast.get_docstring(ast.parse((self.root / claim.path).read_text("utf-8"))) or name
+        doc = ast.get_docstring(claim.module) or name
         title = self.prose(doc.partition("\n")[0].rstrip("."))
         mechanism, *limits = map(self.prose, source_code.explanation(claim.path, self.root))
         together = [each.name for each in self.claims.values() if each.path == claim.path]
@@ -187,45 +236,97 @@ class Course:
             parts += [side_by_side(records), "\n".join(["::::{tab-set}", *tabs, "::::"])]
         else:
             parts += sections.values() or ["No result is recorded; the command below measures it."]
-        for result in next(iter(records.values()), []):
-            if code := views.code(result, self.root, self.address):
-                head = f"Code: baseline and {escape(aggregate.rung_name(result) or 'optimized')}"
-                parts.append(f":::{{dropdown}} {head}\n{raw(code)}\n:::")
+        parts += self.kernels(claim)
+        panes = [
+            dropdown(f"baseline and {aggregate.rung_name(result) or 'optimized'}", raw(code))
+            for result in next(iter(records.values()), [])
+            if (code := views.code(result, self.root, self.address))
+        ]
+        if panes and claim.inputs:
+            panes.append(dropdown("inputs", listing(claim.inputs, "python")))
+        parts += panes or self.whole_files(claim)
         if limits:
             parts += [f"**Conditions and limits.** {limits[0]}", *limits[1:]]
         source = f" ([test]({self.address}{claim.path}))" if self.address else ""
         return "\n\n".join([*parts, f"**Repeat it**{source}: {claim.run()}"])
 
+    def kernels(self, claim: Claim) -> Iterator[str]:
+        """Yield the comment at the top of each CUDA file of a claim, which explains its kernels."""
+        for path in claim.kernels:
+            file = path.relative_to(self.root).as_posix()
+            link = f"[`{file}`]({self.address}{file})" if self.address else f"`{file}`"
+            yield f"**The kernels**: {link}"
+            for block in header(path.read_text("utf-8")):
+                if block.startswith("  "):
+                    yield f"```{{code-block}} text\n:class: narration\n\n{block}\n```"
+                else:
+                    yield self.prose(" ".join(block.split()))
+
+    def whole_files(self, claim: Claim) -> Iterator[str]:
+        """Yield the files of a claim that has no record of its arms' lines."""
+        test = (self.root / claim.path).read_text("utf-8")
+        doc = claim.module.body[0]
+        body = "\n".join(test.split("\n")[doc.end_lineno or 0 :]).strip("\n")
+        yield dropdown(claim.path, listing(body, "python"))
+        for path in claim.kernels:
+            code = re.sub(r"\A(//.*\n)+", "", path.read_text("utf-8")).strip("\n")
+            yield dropdown(path.relative_to(self.root).as_posix(), listing(code, "cuda"))
+
+    def diagnoses(self, result: Result) -> dict[str, str]:
+        """Return what limits each arm by the present rules; a record keeps those of its day."""
+        file = self.root / f"results/ceilings-{result.key}.json"
+        ceilings = json.loads(file.read_text("utf-8"))["ceilings"] if file.is_file() else {}
+        timings = (result.timing, *result.also)
+        timing = next((t for t in timings if t and t.unit == "s"), None)
+        return {
+            arm: roofline.diagnose(
+                result.limits.get(arm),
+                result.traces.get(arm),
+                stats.mean_call_s(timing.replicates, arm),
+                ceilings=ceilings,
+                sms=result.gpu.sms if result.gpu else 0,
+            )
+            for arm in ARMS
+            if timing and arm in result.diagnosis
+        }
+
     def measured(self, rungs: Sequence[Result]) -> Iterator[str]:
         """Yield what one kind of GPU showed: speedups, evidence, limits and conditions."""
+        first_arm = self.claims[rungs[0].claim.partition("[")[0]].first_arm
         if len(rungs) > 1:
-            yield raw(views.ladder(rungs) or views.speedups(rungs))
+            yield raw(views.ladder(rungs, first_name=first_arm) or views.speedups(rungs))
         else:
-            yield "The speedup in each replicate, and its 99 % interval:"
+            yield (
+                f"Large dots are the speedups of the [replicates]({MEASURED}), small dots those of "
+                "their rounds; the band is the 99 % interval:"
+            )
             yield raw(views.replicates(rungs[0]))
         grid = terminal.grid(
             rungs, lambda r: aggregate.rung_name(r) or short_name(r), ("rate", "expected")
         )
+        grid = grid.replace("| library |", "| over library |", 1)
         yield grid.replace("| claim |", f"| [rung]({WORDS}) |", 1) if rungs[0].ladder else grid
         if any(r.against is Against.NAIVE for r in rungs):
             yield rf"\* [naive baseline]({WORDS}): left out of geometric means"
         if evidence := views.evidence(rungs):
             yield f"**Why it is faster: the [evidence]({WORDS})**\n\n{raw(evidence)}"
         stops = [
-            f"- {label(r, arm)}: {self.prose(r.diagnosis[arm])}"
+            f"- {label(r, arm, first_arm)}: {self.prose(text)}"
             for arm in ARMS
             for r in rungs
             # a ladder's further rungs have the rung before, or the same, as their baseline
-            if arm in r.diagnosis and (arm == "optimized" or not r.ladder or r is rungs[0])
+            if (arm == "optimized" or not r.ladder or r is rungs[0])
+            and (text := self.diagnoses(r).get(arm))
         ]
         if stops:
-            yield "\n".join(["**Where it stops**\n", *stops])
+            heading = f"**Where it stops** ([a rule of thumb]({LIMIT}))\n"
+            yield "\n".join([heading, *stops])
         first = rungs[0]
         metric = first.timing.metric.value if first.timing else "no figure"
         judged = {"device": "device time", "wall": "wall time", "memory": "peak memory"}
         stack = ", ".join(f"{name} {version}" for name, version in first.stack.items())
         yield (
-            f"Judged on {judged.get(metric, metric)}; [baseline]({WORDS}): "
+            f"{amount(rungs)}Judged on {judged.get(metric, metric)}; [baseline]({WORDS}): "
             f"{', '.join(dict.fromkeys(r.against for r in rungs))}. Recorded on "
             f"{first.started[:10]} on {first.gpu.name if first.gpu else 'a host'} in "
             f"{sum(r.seconds for r in rungs):.0f} s ({escape(stack)})."
@@ -261,10 +362,10 @@ def short_name(result: Result) -> str:
     return result.claim.rpartition("/")[2]
 
 
-def label(result: Result, arm: str) -> str:
+def label(result: Result, arm: str, first_arm: str) -> str:
     rung = aggregate.rung_name(result)
     if result.ladder:
-        return f"`{rung}`" if arm == "optimized" else arm
+        return {"optimized": f"`{rung}`", "baseline": f"`{first_arm}`"}.get(arm, arm)
     return f"`{rung}`, {arm}" if rung else arm
 
 
@@ -272,6 +373,32 @@ def page_of(result: Result) -> str:
     """Return the address of a claim's section, relative to the root of the site."""
     name = result.claim.partition("[")[0]
     return f"course/{aggregate.folder(result)}.html#{make_id(name)}"
+
+
+def amount(rungs: Sequence[Result]) -> str:
+    """Return the least that a call must do, if that is the same for all rungs."""
+    work = rungs[0].work
+    if work is None or any(r.work != work for r in rungs):
+        return ""
+    parts = [f"read {si(work.read, 'B')}"] * (work.read > 0)
+    parts += [f"write {si(work.written, 'B')}"] * (work.written > 0)
+    parts += [f"compute {work.flops:.3g} operations in {work.dtype}"] * (work.flops > 0)
+    *others, last = parts or [""]
+    return f"A call must {', '.join(others)}{' and ' * bool(others)}{last}. " if last else ""
+
+
+def header(code: str) -> list[str]:
+    """Return the blocks of the comment at the top of a CUDA file; listings keep their spaces."""
+    lines = [line[3:] for line in (re.match(r"(//.*\n)*", code) or [""])[0].splitlines()]
+    return [block.strip("\n") for block in re.split(r"\n\n+", "\n".join(lines)) if block.strip()]
+
+
+def dropdown(title: str, content: str) -> str:
+    return f":::{{dropdown}} Code: {escape(title)}\n{content}\n:::"
+
+
+def listing(code: str, language: str) -> str:
+    return f"``````{language}\n{code}\n``````"
 
 
 def raw(html: str) -> str:

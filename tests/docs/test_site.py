@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import urllib.parse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -218,7 +218,9 @@ def site(tmp_path):
         "extensions = ['myst_parser', 'sphinx_design', 'course']\nsmartquotes = False\n"
         "myst_heading_anchors = 3\n"
     )
-    (docs.parent / "index.md").write_text("# Index\n\n```{toctree}\nglossary\ncourse/ch07\n```\n")
+    pages = "glossary\nreading\ncourse/ch07"
+    (docs.parent / "index.md").write_text(f"# Index\n\n```{{toctree}}\n{pages}\n```\n")
+    (docs.parent / "reading.md").write_text("# Reading\n\n## The limit\n\nA share.\n")
     (docs.parent / "glossary.md").write_text("# Glossary\n\n## Words of the project\n\nRung.\n")
     (docs / "ch07.md").write_text(f"# 7. Memory\n\nLearn.\n\n<!-- claim {CLAIM} -->\n")
 
@@ -239,6 +241,7 @@ def test_a_page_shows_ladder_evidence_code_limit_and_command(site):
         "A copy with 16-byte accesses beats one with 4-byte accesses",
         "By Little's law", "Why it is faster", "LDG.E.128", "Where it stops", "memory-bound",
         "1.549x [1.546, 1.553]", "Conditions and limits", "Recorded on 2026-", "NVIDIA H200",
+        "vector_unrolled    Four 16-byte loads", "def floats(", "read 512.0 MiB and write 512.0",
         "kernels/ch07/copy.cu", "<svg", "pytest --gpu tests/ch07/test_vectorized_copy.py",
     ):  # fmt: skip
         assert text in page
@@ -273,6 +276,8 @@ def test_a_record_without_a_claim_fails_the_build(site):
     errors, page = site()
     assert f"there is a record of {CLAIM}, which is not a claim" in errors
     assert "No result is recorded" in page  # of ch07/wide_copy, which no comment places
+    assert "def test_wide_copy(" in page  # the whole files, because no record names their lines
+    assert "__global__ void copy_coalesced(" in page
 
 
 def test_a_comment_that_names_no_claim_fails_the_build(site):
@@ -306,6 +311,22 @@ def test_words_of_a_docstring_become_links_and_code(course):
     assert course.prose(text) == (
         "`a_b` and `--gpu`: see [vectorized_copy](#ch07/vectorized_copy), "
         r"[bank_conflicts](#ch06/bank_conflicts), x\_y and 2 \* 3."
+    )
+
+
+def test_the_first_bar_of_a_ladder_has_the_name_of_its_arm(course):
+    names = {name: course.claims[f"ch07/{name}"].first_arm for name in (
+        "reduction_ladder", "transpose_ladder", "aos_to_soa"
+    )}  # fmt: skip
+    assert [*names.values()] == ["tree", "conflicted", "first arm"]
+
+
+def test_a_diagnosis_follows_the_present_rules(course):
+    [result] = [r for r in course.results if r.claim == "ch07/transpose_ladder[padded]"]
+    old = replace(result, diagnosis={"optimized": "what an older rule said"})
+    line = course.diagnoses(old)["optimized"]
+    assert re.fullmatch(
+        r"memory-bound: 8\d % of the copy rate; up to \d+ % faster with the same bytes", line
     )
 
 
