@@ -181,3 +181,5 @@ def test_the_footprint_covers_the_check_and_the_timing():
     assert footprint(gib, 2, 1) == CONTEXT_BYTES + 8 * gib
     # nine sets, two to check outputs, and results of two calls
     assert footprint(gib, 3, 3) == CONTEXT_BYTES + 17 * gib
+    # two copies of results at a time
+    assert footprint(gib, 3, 3, kept_bytes=2 * gib) == CONTEXT_BYTES + 13 * gib

@@ -40,6 +40,9 @@ T = TypeVar("T")
 QUIET_FLOOR = 0.1
 """A noise floor above this is measured again: one stalled block would otherwise raise it for all
 claims of the session."""
+LONG_CALL_BYTES = 3 << 30
+"""Size of one set of inputs from which a call is expected to take as long as a block of calls: then
+one set is enough, because a block holds one call."""
 FLOOR_REPEATS = 3
 """How often a floor above QUIET_FLOOR is measured. The median counts: a single stall does not raise
 it, but permanent noise does."""
@@ -227,9 +230,11 @@ def _reserved_memory(trials: Sequence[_Trial]) -> Iterator[None]:
 def _footprint(bound: BoundClaim, gpu: Gpu, arms: int) -> int:
     """Return the bytes of GPU memory that a claim needs at most, with replicates built ahead."""
     size = bound.set_bytes
-    sets = input_sets(gpu, bound.claim.cache, size)
-    ahead = 2 * min(PREBUILT_SHARE * gpu.memory_bytes, STANDARD.min_replicates * size * arms * sets)
-    return gpu_memory.footprint(size, arms, sets) + int(ahead)
+    sets = 1 if size > LONG_CALL_BYTES else input_sets(gpu, bound.claim.cache, size)
+    needed = gpu_memory.footprint(size, arms, sets, bound.kept_bytes)
+    replicate = max(1, arms * sets * size)
+    replicates = min(STANDARD.min_replicates, int(PREBUILT_SHARE * gpu.memory_bytes / replicate))
+    return needed + 2 * max(0, replicates - 1) * replicate
 
 
 def _agree(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:

@@ -9,6 +9,7 @@ never waits for one while it holds a GpuLock: then no two claims wait for each o
 """
 
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,32 +20,36 @@ from typing import Final
 from .file_lock import is_shared, locked
 from .gpu_lock import default_folder, private_folder
 
-USABLE_SHARE: Final = 0.9
-"""Fraction of a GPU's memory that claims may reserve together; other programs and the allocators'
-fragmentation take a part of the rest."""
+USABLE_SHARE: Final = 0.8
+"""Fraction of a GPU's memory that claims may reserve together; the temporaries of arms, other
+programs and the allocators' fragmentation take a part of the rest."""
 CONTEXT_BYTES: Final = 1 << 30
 """Memory of a process besides its arrays: the CUDA context, loaded kernels, library workspaces and
 the temporaries of a comparison, which is made by parts."""
 REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
-PATIENCE_S: Final = 45.0
+PATIENCE_S: Final = 120.0
 """How long a claim that waits for memory lets later ones pass that fit beside those that run."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
-def footprint(input_bytes: int, arms: int, sets: int) -> int:
+def footprint(input_bytes: int, arms: int, sets: int, kept_bytes: float = math.inf) -> int:
     """Return an estimate of the most device memory that a claim needs at a time, in bytes.
 
     ``input_bytes`` is the size of one set of inputs and of the result, ``arms`` the number of arms
     in one measurement and ``sets`` the number of input sets that each arm rotates through. While
     agreement is checked, there are one set, a copy of each arm's result, and the reference. While
     the arms are timed, each has its own sets; two more sets and copies of each arm's results from
-    two calls are made to check the outputs.
+    two calls are made to check the outputs. Copies of results take at most ``kept_bytes``.
     """
-    checked = 1 + arms + REFERENCE_SETS
-    timed = arms * sets + 2 + 2 * arms
-    return CONTEXT_BYTES + input_bytes * max(checked, timed)
+    checked = 1 + REFERENCE_SETS
+    timed = arms * sets + 2
+    copies = max(
+        checked * input_bytes + min(arms * input_bytes, kept_bytes),
+        timed * input_bytes + min(2 * arms * input_bytes, kept_bytes),
+    )
+    return CONTEXT_BYTES + int(copies)
 
 
 @contextmanager
