@@ -225,9 +225,10 @@ struct FmaMath {
             for (int j = 0; j < 4; ++j) {
                 const float weight = exp2_approximate((scores[i][j] - largest) * EXP2_SCALE);
                 sum += weight;
+                // rounded to bf16, as the tensor cores need it: all rungs compute the same
                 asm volatile("st.shared.f32 [%0], %1;"
                              :: "r"(weights + ((row + i) * WEIGHTS_PITCH + x + 16 * j) * 4),
-                                "f"(weight) : "memory");
+                                "f"(__bfloat162float(__float2bfloat16(weight))) : "memory");
             }
             denominator[i] = denominator[i] * rescale + sum;
 #pragma unroll
