@@ -6,12 +6,12 @@ faults, the driver on the CPU migrates these pages and some of their neighbours,
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
 faults. The kernel is the same.
 
-The score is the time from the launch until the result is there; the writing on the CPU before it
-is not part of it. The library arm uses no managed memory, but copies the same data from pinned
-memory, which stays the fastest way if the data can be there. Faults are fine where a kernel touches
-few of the pages, and nobody knows in advance which ones. For data beyond the GPU's memory, pages
-must also move back, which is slower still. Where the hardware keeps the memory of CPU and GPU
-coherent (GH200, GB200), a kernel can read host memory without a fault.
+The score is the time from the launch until the result is there; the writing on the CPU before it is
+not part of it. The library arm uses no managed memory, but copies the same data from pinned memory,
+as a program would whose data can be there. Faults are fine where a kernel touches few of the pages,
+and nobody knows in advance which ones. For data beyond the GPU's memory, pages must also move back,
+which is slower still. Where the hardware keeps the memory of CPU and GPU coherent (GH200, GB200), a
+kernel can read host memory without a fault.
 """
 
 import time

@@ -9,9 +9,9 @@ longer to launch its kernels than the GPU to run them. "compiled" has fewer of t
 
 The claims are judged on wall time after compilation. The price is in the record as well: the CPU
 time of the first call in this process, without results of earlier runs. It has no interval, because
-each process compiles once. A step that runs a few hundred times pays for it; a script that ends
-before does not, and each new shape compiles again (test_dynamic_shape_recompiles.py). Compiling one
-block for all layers costs a fraction (ch13/regional_compile).
+each process compiles once. It pays in a program that runs many steps, and each new shape compiles
+again (test_dynamic_shape_recompiles.py). Compiling one block for all layers costs a fraction
+(ch13/regional_compile).
 
 The weights are random: a trained model of this form takes the same time. What stops the gain is
 arithmetic (a larger batch) or, in decoding, the bandwidth at which weights are read.
