@@ -86,7 +86,7 @@ def into(write):
     return INTO | {"optimized": lambda x, out: writing(SHORT, write(x, out))}
 
 
-def remembering(key, size=None):
+def remembering(key, size=None, work_s=LONG):
     """Return an arm that computes one result per key and caches up to ``size`` of them."""
     cache = {}
 
@@ -95,7 +95,7 @@ def remembering(key, size=None):
         if cache_key not in cache:
             if size is not None and len(cache) >= size:
                 cache.clear()
-            cache[cache_key] = returning(LONG, x * 2)
+            cache[cache_key] = returning(work_s, x * 2)
         return returning(SHORT, cache[cache_key])
 
     return arm
@@ -111,8 +111,10 @@ def by_address():
 
 @cheat(STALE)
 def by_address_of_a_tensor():
+    """Calls so short are captured: their inputs stay in place, and only there it gains anything."""
     alive = []  # keeps every input, so that no address is used twice
-    return DOUBLE | {"optimized": remembering(lambda x: alive.append(x) or x.data_ptr())}
+    arm = remembering(lambda x: alive.append(x) or x.data_ptr(), work_s=20e-6)
+    return DOUBLE | {"baseline": doubling(20), "optimized": arm}
 
 
 @cheat(f"{STALE}|{WRONG}")
