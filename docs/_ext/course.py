@@ -204,7 +204,7 @@ class Course:
         """Escape text for Markdown; options and words in backquotes are code, claims are links."""
         targets = {Path(claim.path).name: name for name, claim in self.claims.items()}
         targets |= {name: name for name in self.claims}
-        words = re.split(r"(`[^`]+`|--\w[\w=-]*|[\w/]+(?:\.py)?)", text)
+        words = re.split(r"(`[^`]+`|--\w[\w=-]*|[\w/]+(?:::\w+|\.py)*)", text)
         return "".join(
             f"[{targets[word].rpartition('/')[2]}](#{targets[word]})"
             if word in targets

@@ -5,7 +5,8 @@
 // per block add up the sums. What differs between the arms is the order of the indices:
 //
 //   random  The 32 lanes of a warp read from 32 places of the table: 32 sectors of 32 bytes, each
-//           for 4 bytes, and a table beyond the L2 cache makes most of them DRAM accesses.
+//           for 4 bytes. If the table exceeds the L2 cache, most of them are DRAM accesses of 64
+//           bytes.
 //   sorted  Neighbouring lanes have neighbouring indices. They share sectors, and the warps walk
 //           through the table from its start to its end, so each sector is loaded about once.
 //

@@ -10,7 +10,8 @@
 //   vector    16 bytes per load: 16 times the bytes in flight, and the same additions.
 //   per_lane  Shared memory has 32 banks, and the counters of a warp's 32 bytes lie in random ones:
 //             the fullest bank decides how long an addition takes. Here each lane has its own copy
-//             of the counters, all in its own bank: 32 copies, 32 KiB per block, and no conflicts.
+//             of the counters, all in its own bank: 32 copies, 32 KiB per block, and almost no
+//             conflicts.
 //
 // For an atomicAdd of 1 to shared memory whose result is not used, nvcc emits ATOMS.POPC.INC.32, in
 // all rungs but the first.

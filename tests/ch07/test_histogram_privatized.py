@@ -3,15 +3,18 @@
 All additions of a GPU to 256 counters in device memory meet at a few slices of the L2 cache. With
 counters per block in shared memory ("shared"), each SM adds on its own, and blocks add up their
 counts once at the end. Then 16-byte loads keep enough bytes in flight ("vector"), and what is left
-is the additions: the counters of a warp's 32 bytes lie in random banks of shared memory, which
-conflict. With one copy of the counters per lane, each in a bank of its own, there are no conflicts
-("per_lane").
+is the additions. The 32 lanes of a warp add at the same time, each to the counter of its own byte.
+These counters lie in random banks of shared memory, and lanes that meet in a bank wait for each
+other. With one copy of all counters per lane, each copy in a bank of its own, almost no conflicts
+are left ("per_lane").
 
-Each rung is measured against the one before it; the first baseline is naive. The library arm, CUB,
-is faster than "shared" and slower than the other two. The limit is one read of the bytes. They are
-uniformly distributed; skewed bytes, which meet at fewer counters, are not measured here. The copies
-take 32 KiB per block for 256 counters, so there is no room for copies of thousands of counters. On
-short inputs, clearing and adding up the copies costs more than the conflicts.
+Each rung is measured against the one before it; the first baseline is naive. Its time is the same
+in all rounds of a replicate, but twice as long in some replicates as in others, which have other
+allocations: hence the wide interval of "shared". The library arm, CUB, is faster than "shared" and
+slower than the other two. The limit is one read of the bytes. They are uniformly distributed;
+skewed bytes, which meet at fewer counters, are not measured here. The copies take 32 KiB per block
+for 256 counters, so there is no room for copies of thousands of counters. On short inputs, clearing
+and adding up the copies costs more than the conflicts.
 """
 
 import pytest

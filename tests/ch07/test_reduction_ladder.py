@@ -1,15 +1,18 @@
 """A grid-stride sum with wide loads and register accumulation beats a shared-memory tree.
 
 The textbook tree needs nine barriers for 512 elements, with half of the threads idle after the
-first step and 4 bytes in flight per thread. Shuffles exchange values between lanes without shared
-memory and leave one barrier, but each thread still reads one element and takes part in a reduction
-for it. In a grid-stride loop, only as many blocks as are resident loop over the array, with four
-16-byte loads in flight per thread, and the threads combine their sums once at the end.
+first step and 4 bytes in flight per thread. With shuffles, lanes exchange values without shared
+memory and one barrier is left ("shuffle"), but each thread still reads one element and takes part
+in a reduction for it. "grid_stride" starts only as many blocks as the SMs hold at once. Their
+threads walk through the whole array in steps of the size of the grid (a grid-stride loop), with
+four 16-byte loads in flight each, add into registers, and combine their sums once at the end.
 
-Each rung is measured against the one before it; the library arm is CUB, which only the last rung
-beats. The limit is one read of the array at memory bandwidth. Below a few megabytes, launches and
-the final combination cost more than the bytes. The summands are positive, so a different order of
-additions changes only the last bits.
+So "grid_stride" changes several things together: the loop, the width of the loads, the loads in
+flight, and one atomicAdd per block instead of further passes. Their shares are not measured. Each
+rung is measured against the one before it; the library arm is CUB, which only the last rung beats.
+The limit is one read of the array at memory bandwidth. On short arrays, launches and the final
+combination cost more than the bytes. The summands are positive, so a different order of additions
+changes only the last bits.
 """
 
 import pytest

@@ -5,15 +5,16 @@ loads per lane has 4 KiB, and each load takes registers. cp.async ("async") writ
 so a ring of stages can hold 64 KiB in flight without registers; but the warp still issues three
 instructions per 16 bytes and lane: copy, load and store. A bulk copy ("bulk") moves 16 KiB with one
 instruction of one thread. The tensor memory accelerator (TMA) computes the addresses and counts the
-bytes on an mbarrier, and a second bulk copy writes them back.
+bytes on an mbarrier, a barrier in shared memory: the thread announces how many bytes will come, and
+waits there until they have. A second bulk copy writes them back.
 
 The grid is the same in all rungs: one block of 32 threads per SM. It is built to be small, as for
 the producer warp of a warp-specialized kernel, so the first baseline is naive; each rung is
-measured against the one before it. The bytes in flight decide the time, so nearly all of the gain
-is that of "async"; "bulk" saves most of its instructions, which the other warps of such a kernel
-can issue. The limit is a copy, and cudaMemcpyAsync, the library arm, which fills all SMs, is faster
-than both. For a kernel that only copies, bulk copies gain nothing over a full grid. Addresses and
-sizes must be multiples of 16 bytes.
+measured against the one before it. Bytes in flight should decide the time: "async" is expected to
+bring nearly all of the gain, and "bulk" to save most of its instructions, which the other warps of
+such a kernel can issue. The limit is a copy, and cudaMemcpyAsync, the library arm, which fills all
+SMs, is expected to be faster than both: a kernel that only copies needs no bulk copies. Addresses
+and sizes must be multiples of 16 bytes.
 """
 
 import pytest

@@ -1,15 +1,16 @@
-"""Loading a tile and its halo with one TMA copy frees the threads for the stencil itself.
+"""Wide asynchronous copies of a tile and its halo beat loads by element; TMA saves a little more.
 
-A stencil's tile needs its neighbours' edges too, and zeros beyond the array. Loaded by hand, each
-thread computes the row and column of its points, tests four edges, loads and stores: a dozen
-instructions for 2 bytes. In half precision that costs more issue slots than the stencil and leaves
-memory idle. cp.async bypasses the registers: two points per copy ("async_words"), or eight, in a
-box that is widened to whole units of 16 bytes ("async_vectors"). With a tensor map, one thread
-requests that same box by its corner ("tensor_map"). The tensor memory accelerator (TMA) computes
-the addresses, fills in zeros outside the array, and counts the bytes on an mbarrier. All other
-threads compute. A request costs one thread a few instructions and no registers, so it can be made
-early: resident blocks loop over the tiles, and request the next one before they wait for the
-current one ("pipelined").
+A stencil computes each point of an array from its neighbours, here two on each side. A block that
+computes a tile also loads its halo, the points around the tile that the stencil reads, and zeros
+beyond the edges of the array. Loaded by hand, each thread computes the row and column of its
+points, tests four edges, loads and stores: a dozen instructions for 2 bytes. In half precision that
+costs more issue slots than the stencil and leaves memory idle. cp.async copies from device to
+shared memory without registers: two points per copy ("async_words"), or eight, in a box that is
+widened to whole units of 16 bytes ("async_vectors"). With a tensor map, one thread requests that
+same box by its corner ("tensor_map"). The tensor memory accelerator (TMA) computes the addresses,
+fills in zeros outside the array, and counts the bytes on an mbarrier. A request costs one thread a
+few instructions and no registers, so it can be made early: resident blocks loop over the tiles, and
+request the next one before they wait for the current one ("pipelined").
 
 Each rung is measured against the one before it. 16-byte copies leave a thread at most three
 addresses to compute, and only those remain for TMA to save: a few percent. All gains shrink with

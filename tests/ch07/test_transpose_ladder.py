@@ -1,14 +1,19 @@
 """A transpose whose shared-memory tile has no bank conflicts beats one whose columns share a bank.
 
 Transposing tiles in shared memory makes both sides coalesced: rows in, rows out. But in a tile with
-32 words per row, each column lies in one bank. Reading a column then takes 32 clocks instead of
-one, and shared memory becomes slower than device memory. One unused word per row ("padded") spreads
-a column over all banks. "swizzled" needs no unused words and uses tiles of 64 x 64 with 16-byte
-accesses: a quarter of the instructions, and 256 contiguous bytes per row.
+32 words per row, each column lies in one of the 32 banks. Reading a column then takes 32 clocks
+instead of one, and shared memory becomes slower than device memory (ch06/bank_conflicts has the
+conflicts alone). One unused word per row ("padded") spreads a column over all banks. A swizzle
+("swizzled") needs no unused words: it stores the four floats with number v of row r at place v XOR
+(r / 4). So the order changes every four rows, and lanes that access memory together use different
+banks, both when they write and when they read.
 
-The limit is the time of a copy. Where the matrix stays in the L2 cache, or the kernel that needs
-the transpose can do it itself, there is less or nothing to gain. The library arm is torch's own
-transposing copy.
+"swizzled" changes more than that: its tiles are 64 x 64, and all accesses have 16 bytes, which
+takes a quarter of the instructions and makes 256 contiguous bytes per row of a tile. Both rungs
+have almost no conflicts left, so its gain over "padded" comes from these changes, and not from the
+swizzle. The limit is the time of a copy. Where the matrix stays in the L2 cache, or the kernel that
+needs the transpose can do it itself, there is less or nothing to gain. The library arm is torch's
+own transposing copy.
 """
 
 import pytest

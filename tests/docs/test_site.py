@@ -307,10 +307,10 @@ def course(monkeypatch):
 
 
 def test_words_of_a_docstring_become_links_and_code(course):
-    text = "`a_b` and --gpu: see ch07/vectorized_copy, test_bank_conflicts.py, x_y and 2 * 3."
+    text = "`a_b` and --gpu: see ch07/vectorized_copy, test_bank_conflicts.py, x_y, a::b and 2 * 3."
     assert course.prose(text) == (
         "`a_b` and `--gpu`: see [vectorized_copy](#ch07/vectorized_copy), "
-        r"[bank_conflicts](#ch06/bank_conflicts), x\_y and 2 \* 3."
+        r"[bank_conflicts](#ch06/bank_conflicts), x\_y, a::b and 2 \* 3."
     )
 
 
