@@ -9,6 +9,7 @@ measured. A record whose claim's code has changed since is a warning, unless
 import ast
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -258,7 +259,8 @@ class Course:
             yield f"**The kernels**: {link}"
             for block in header(path.read_text("utf-8")):
                 if block.startswith("  "):
-                    yield f"```{{code-block}} text\n:class: narration\n\n{block}\n```"
+                    text = textwrap.dedent(block)
+                    yield f"```{{code-block}} text\n:class: narration\n\n{text}\n```"
                 else:
                     yield self.prose(" ".join(block.split()))
 
