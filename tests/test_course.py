@@ -13,13 +13,13 @@ FILES = sorted(
     file for folder in ("ch??", "labs") for file in ROOT.glob(f"tests/{folder}/test_*.py")
 )
 UNCOUNTABLE = {
-    "ch01/test_batched_matmul_host.py": "calls of NumPy; a tracer that counts them slows them down",
+    "ch01/test_batched_matmul_host.py": "calls of NumPy: a tracer that counts them slows them",
     "ch02/test_cache_loop_order_host.py": "cache misses need the CPU's hardware counters",
     "ch03/test_thread_oversubscription_host.py": "the waits are in worker processes that stay",
     "ch06/test_branchless_host.py": "mispredicted branches need the CPU's hardware counters",
     "ch07/test_contiguous_access_host.py": "cache misses need the CPU's hardware counters",
     "ch08/test_ilp_accumulators_host.py": "instructions per clock need the CPU's counters",
-    "ch13/test_vectorized_collate_host.py": "calls of NumPy; a tracer that counts them slows them down",
+    "ch13/test_vectorized_collate_host.py": "calls of NumPy: a tracer that counts them slows them",
     "ch16/test_prefix_cache_host.py": "tokens that are not computed leave nothing to count",
     "ch20/test_kernel_search_host.py": "loads and stores need the CPU's hardware counters",
 }

@@ -2,8 +2,8 @@
 
 Each block normalizes (RMSNorm with weights), attends with rotary position embeddings, and has a
 SwiGLU MLP. The weights are one tensor per kind for all layers; the modules share their memory. The
-arms run a forward and backward pass, or one decode step with a KV cache, and also return the CPU
-time of their first call in this process, which compiles them.
+arms run whole sequences, or one decode step with a KV cache, and also return the CPU time of their
+first call in this process, which compiles them.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from pytest_aiperf import Score
 
@@ -160,33 +160,6 @@ def load_compiler(device):
     """Compile another function, so that no arm's first call imports the parts of the compiler."""
     weight = torch.ones(64, 64, device=device)
     torch.compile(lambda x: rms_norm(silu(x @ weight), weight.shape[1:]))(weight)
-
-
-def training(compile_model=None, **options):
-    """Make an arm that runs a forward and backward pass and returns losses and gradients."""
-    first_call = FirstCall()
-
-    def make(weights, tokens, targets):
-        model = Llama(weights)
-        parameters = list(model.parameters())
-        if compile_model:
-            compile_model(model, **options)
-
-        def passes(tokens, targets):
-            logits = model(tokens).flatten(0, 1).float()
-            losses = cross_entropy(logits, targets.flatten(), reduction="none")
-            of_embedding, of_head, *grads = torch.autograd.grad(losses.sum(), parameters)
-            # those of tokens that do not occur are zero or nearly so
-            return losses.detach(), (of_embedding[tokens], of_head[:, targets], *grads)
-
-        first_call(passes, tokens, targets)
-
-        def step(_weights, tokens, targets):
-            return *passes(tokens, targets), first_call.score()
-
-        return step
-
-    return make
 
 
 def inference(compile_model=None, **options):

@@ -7,12 +7,10 @@ bucket, and work for the padding. "dynamic" makes sizes symbols in guards and ke
 or torch._dynamo.mark_dynamic for a single dimension). The library arm is the default: the first
 length is compiled as a constant, and the second makes what has changed a symbol.
 
-The first claim counts compilations, which is exact: the graphs of a gated MLP that Dynamo hands to
-its backend for six lengths. The second judges the wall time of a whole layer, and of the
-vocabulary, for six prompts when everything is compiled: there, symbolic sizes must beat eager
-PyTorch, and the library arm is a graph per length. Kernels for one length know where their last
-tile ends, and others must check it; here attention and GEMMs outweigh that. CUDA graphs need fixed
-shapes, so decoding prefers buckets.
+The claim counts compilations, which is exact: the graphs of a gated MLP that Dynamo hands to its
+backend for six lengths. It says nothing about the time of the compiled code. Kernels for one length
+know where their last tile ends, and others must check it. CUDA graphs need fixed shapes, so
+decoding prefers buckets.
 """
 
 from functools import partial
@@ -21,8 +19,7 @@ import pytest
 import torch
 from torch.nn.functional import pad, rms_norm, silu
 
-from kernels.ch14 import llama
-from pytest_aiperf import Bench, Compare, Score, evidence, prepared, static
+from pytest_aiperf import Bench, Compare, Score
 
 LENGTHS = 1187, 389, 1531, 902, 283, 611
 """Tokens per sequence: two in each of three buckets."""
@@ -92,44 +89,4 @@ def test_dynamic_shape_recompiles(compare: Compare, rung: str) -> None:
         inputs=sequences,
         reference=mlp_in_fp64,
         metric="score",
-    )
-
-
-def prompts(bench: Bench) -> tuple[llama.Weights, list[torch.Tensor]]:
-    """Draw a model of one layer, and prompts of different lengths."""
-    width, hidden = bench.size(2048, check=128), bench.size(5632, check=192)
-    options = {"device": bench.device, "dtype": torch.bfloat16}
-    weights = llama.random_weights(1, width, hidden, 1000, **options)
-    shapes = [(1, length // bench.size(1, check=32)) for length in LENGTHS]
-    return static(weights), [torch.randint(1000, shape, device=bench.device) for shape in shapes]
-
-
-def last_logits(options, weights, tokens):
-    """Make an arm that runs the model, compiled with options unless they are None."""
-    model = llama.Llama(weights).requires_grad_(requires_grad=False)
-    if options is not None:
-        model.compile(**options)
-
-    def run(_weights, tokens):
-        return [model(prompt)[:, -1] for prompt in tokens]
-
-    run(weights, tokens)  # compiles
-    return run
-
-
-@torch.no_grad()
-def last_logits_in_fp64(weights, tokens):
-    return [llama.in_fp64(weights, prompt)[:, -1] for prompt in tokens]
-
-
-def test_dynamic_shape_steady_state(compare: Compare) -> None:
-    compare(
-        baseline=prepared(partial(last_logits, None)),
-        optimized=prepared(partial(last_logits, {"dynamic": True})),
-        library=prepared(partial(last_logits, {"dynamic": False})),
-        inputs=prompts,
-        reference=last_logits_in_fp64,
-        metric="wall",
-        cache="warm",
-        evidence=[evidence.kernels(max=0.8, per="baseline")],
     )

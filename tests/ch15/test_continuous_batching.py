@@ -97,7 +97,7 @@ def in_fp64(*args):
         logits, request.prompts[sampled], request.prompt_lengths[sampled], answers[sampled],
         strict=True,
     ):  # fmt: skip
-        count = int((answer != slots.END).sum()) + 1
+        count = min(int((answer != slots.END).sum()) + 1, len(answer))  # the longest has no end
         text = torch.cat([prompt[:length], answer[: count - 1]])
         hidden = norm(forward(model, text[None])[0, length - 1 :])
         row[:count] = hidden @ model.lm_head[slots.END]
@@ -107,7 +107,7 @@ def in_fp64(*args):
 def reading_weights(*args) -> Work:
     """Each step reads the weights, and no schedule needs fewer steps than all slots at work."""
     answers = answers_of(Requests(*args))
-    tokens = (answers != slots.END).sum() + len(answers)
+    tokens = ((answers != slots.END).sum(1) + 1).clamp(max=answers.shape[1]).sum()
     weights = sum(weight.nbytes for weight in args[0][1:])
     return Work(read=weights * float(tokens) / SLOTS)
 
