@@ -236,6 +236,33 @@ def test_a_suspended_lock_keeps_the_host(claim, tmp_path, host):
     assert writer.acquires if host else late.acquires
 
 
+def test_a_compiler_keeps_others_from_timing_on_the_host_and_from_nothing_else(claim, tmp_path):
+    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # fail instead of waiting forever
+    with lock.shared():
+        lock.suspend(lambda: None)
+        host = claim("exclusive_host")
+        assert host.waits
+        for kind in ("shared", "exclusive_gpu", "shared"):
+            other = claim(kind)
+            assert other.enters, "a claim that waits for the compiler does not block others"
+            other.release()
+            assert other.next_event() == "-"
+        lock.resume()
+    assert host.acquires
+
+
+def test_a_claim_does_not_wait_for_compilers_forever(claim, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_lock, "COMPILER_GRACE_S", 0.0)
+    lock = GpuLock([A], tmp_path / "locks")
+    with lock.shared():
+        lock.suspend(lambda: None)
+        host = claim("exclusive_host")
+        assert host.waits
+        assert claim("shared").waits, "the host's gate is closed"
+        lock.resume()
+    assert host.acquires
+
+
 def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
     lock = GpuLock([A], tmp_path / "locks")
     lock.suspend(pytest.fail)

@@ -22,6 +22,8 @@ from .file_lock import is_shared, locked
 
 WRITER_GRACE_S: Final = 4.0
 """How long a waiting writer lets more readers enter before it takes the gate."""
+COMPILER_GRACE_S: Final = 60.0
+"""How long a claim that needs the host alone lets others prepare, while one of them compiles."""
 POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
 
@@ -70,19 +72,25 @@ class GpuLock:
     def suspend(self, before: Callable[[], object]) -> None:
         """Release the shared locks of the GPUs until :meth:`resume`, but not that of the host.
 
-        ``before`` is called first: it must end all work of this process on the GPUs.
+        This process then only compiles. A claim that needs the host alone waits for compilers
+        before it waits for the host, so that others can prepare meanwhile. ``before`` is called
+        first: it must end all work of this process on the GPUs.
         """
-        if self._shared_gpus is not None and not self._suspended:
-            before()
-            self._shared_gpus.close()
-            self._suspended = True
+        if self._shared_gpus is None or self._suspended:
+            return
+        before()
+        self._shared_gpus.close()
+        self._suspended = True
+        self._shared_gpus.enter_context(locked(self._compilers, shared=True))
 
     def resume(self) -> None:
         """Take the shared locks of the GPUs again; does nothing unless they are suspended."""
-        if self._shared_gpus is not None and self._suspended:
-            self._suspended = False
-            with self._waiting() as wait:
-                self._lock_gpus(self._shared_gpus, wait, exclusive=False)
+        if self._shared_gpus is None or not self._suspended:
+            return
+        self._shared_gpus.close()
+        self._suspended = False
+        with self._waiting() as wait:
+            self._lock_gpus(self._shared_gpus, wait, exclusive=False)
 
     @contextmanager
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
@@ -93,8 +101,7 @@ class GpuLock:
             with ExitStack() as scope:
                 # all processes lock in the same order, so that no two claims wait for each other
                 with self._waiting() as wait:
-                    host = self.folder / "host"
-                    _lock(scope, host, partial(wait, "the host"), exclusive=exclusive_host)
+                    self._lock_host(scope, wait, exclusive=exclusive_host)
                     gpus = scope.enter_context(ExitStack())
                     self._lock_gpus(gpus, wait, exclusive=exclusive_gpus)
                 self._shared_gpus = None if exclusive_gpus else gpus
@@ -103,6 +110,16 @@ class GpuLock:
                 yield
         finally:
             self._held, self._shared_gpus, self._suspended = False, None, False
+
+    @property
+    def _compilers(self) -> Path:
+        return self.folder / "compilers.lock"  # shared by all processes that compile
+
+    def _lock_host(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
+        named = partial(wait, "the host")
+        if exclusive:
+            _wait_for_readers(self._compilers, named, COMPILER_GRACE_S)
+        _lock(scope, self.folder / "host", named, exclusive=exclusive)
 
     def _lock_gpus(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
         for uuid in self._gpus:
@@ -143,15 +160,20 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
     lock = partial(locked, path, wait=wait)
     gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
     if exclusive:
-        end_of_grace = time.monotonic() + WRITER_GRACE_S
-        while time.monotonic() < end_of_grace and is_shared(path):
-            wait()
-            time.sleep(POLL_S)
+        _wait_for_readers(path, wait, WRITER_GRACE_S)
         scope.enter_context(gate(shared=True))
         scope.enter_context(lock(shared=False))
     else:
         with gate(shared=False):
             scope.enter_context(lock(shared=True))
+
+
+def _wait_for_readers(path: Path, wait: Callable[[], None], most_s: float) -> None:
+    """Wait until nobody holds a lock in shared mode, but not longer than ``most_s`` seconds."""
+    end = time.monotonic() + most_s
+    while time.monotonic() < end and is_shared(path):
+        wait()
+        time.sleep(POLL_S)
 
 
 def private_folder(folder: Path) -> Path:
