@@ -115,6 +115,14 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
     assert re.search(entry.caught, result.message), summary
 
 
+def assert_marked(entry: Entry) -> None:
+    """Assert that the record names what was not checked: ``accept`` refuses such records."""
+    result, problem = measure_entry(entry)
+    summary = f"{entry.name}: {result.outcome} {result.unchecked} {result.message}"
+    assert problem is None, summary
+    assert any(re.match(entry.caught, text) for text in result.unchecked), summary
+
+
 def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> None:
     """Assert that no guard refuses the entry. On a real device, the arm need not be faster."""
     result, problem = measure_entry(entry, clock, **fixtures)

@@ -47,6 +47,7 @@ SETTERS = (  # functions that dishonest arms call, with the usual arguments
 )
 SUMMARY = {  # part of a test id -> text of the summary line that counts the tests with it
     "test_dishonest.py::test_it_is_caught[": "wrong or dishonest arms caught",
+    "test_dishonest.py::test_it_is_marked_as_not_checked[": "arms named as not checked",
     "test_dishonest_on_gpu.py::test_it_is_caught[": "wrong or dishonest arms caught on the GPU",
     "test_honest.py::test_it_passes[": "honest arms that look like cheats passed",
     "test_honest_on_gpu.py::test_it_passes[": "honest arms that look like cheats passed on the GPU",

@@ -2,15 +2,26 @@
 
 import pytest
 
-from tests.cheats import dishonest, dishonest_results, dishonest_timing
-from tests.cheats.case import assert_caught
+from tests.cheats import dishonest, dishonest_contents, dishonest_results, dishonest_timing
+from tests.cheats.case import assert_caught, assert_marked
 
-CHEATS = {**dishonest.CHEATS, **dishonest_results.CHEATS, **dishonest_timing.CHEATS}
+CHEATS = {
+    **dishonest.CHEATS,
+    **dishonest_contents.CHEATS,
+    **dishonest_results.CHEATS,
+    **dishonest_timing.CHEATS,
+}
+MARKED = dishonest_contents.MARKED
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_it_is_caught(name):
     assert_caught(CHEATS[name])
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_it_is_marked_as_not_checked(name):
+    assert_marked(MARKED[name])
 
 
 def test_there_are_enough():

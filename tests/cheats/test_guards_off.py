@@ -29,8 +29,8 @@ from pytest_aiperf.profilers import capture
 from pytest_aiperf.records import expectations, results, yaml_file
 from pytest_aiperf.report import formatting
 from pytest_aiperf.rules import validity
-from tests.cheats.case import Entry, assert_caught
-from tests.cheats.test_dishonest import CHEATS
+from tests.cheats.case import Entry, assert_caught, assert_marked
+from tests.cheats.test_dishonest import CHEATS, MARKED
 from tests.plugin import (
     test_capture,
     test_cuda,
@@ -68,6 +68,10 @@ def from_two_lines(calls, keep):
 
 def caught(name):
     return lambda _p, _m: assert_caught(CHEATS[name])
+
+
+def marked(name):
+    return lambda _p, _m: assert_marked(MARKED[name])
 
 
 def calls(test, *args):
@@ -247,6 +251,27 @@ GUARDS = {
         {(agreement.Shortcuts, "_refuse_constant_part"): nothing},
         caught("a_part_that_no_seed_changes"),
     ),
+    "integers depend on the seed as well": Guard(
+        {(agreement.Shortcuts, "_refuse_constant_part"): nothing},
+        caught("integers_that_no_seed_changes"),
+    ),
+    "contents beside arrays are compared": Guard(
+        {(agreement, "compare_contents"): always(())}, caught("a_set_that_is_not_filled")
+    ),
+    "contents that timed calls leave are compared": Guard(
+        {(ladder.Ladder, "_verify_left"): nothing},
+        caught("bytes_that_are_written_until_it_is_timed"),
+    ),
+    "attributes that the baseline changes are named": Guard(
+        {(BoundClaim, "not_compared"): always(())}, marked("an_attribute_that_is_not_written")
+    ),
+    "attributes of results are named": Guard(
+        {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")
+    ),
+    "keys are results": Guard({(tensors, "_table"): always({})}, caught("keys_that_are_wrong")),
+    "None is counted": Guard(
+        {(tensors, "MANY"): 10**6}, caught("a_list_of_none_that_the_reference_has")
+    ),
     "no element hides the others": Guard(
         {(agreement, "SMALLER_HALF"): math.inf}, caught("zeros_beside_one_large_element")
     ),
@@ -309,6 +334,13 @@ GUARDS = {
     "baselines are timed before another arm has run": Guard(
         {(sampler.Sampler, "_find_slowed_baselines"): nothing},
         calls(test_sampler.test_a_baseline_that_is_slower_since_another_arm_has_run_is_told, 5),
+    ),
+    "baselines are not much slower than before another arm has run": Guard(
+        {(sampler, "SLOWED_BASELINE"): 2.0}, marked("a_table_that_becomes_longer")
+    ),
+    "baselines are timed with garbage collection as well": Guard(
+        {(bound_claim, "gc"): SimpleNamespace(isenabled=always(value=False), freeze=nothing)},
+        marked("a_baseline_that_is_slow_without_garbage_collection"),
     ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},

@@ -2,15 +2,27 @@
 
 import pytest
 
-from tests.cheats import honest, honest_results, honest_timing
-from tests.cheats.case import assert_honest
+from tests.cheats import honest, honest_contents, honest_results, honest_timing
+from tests.cheats.case import assert_honest, measure_entry
 
-HONEST = {**honest.HONEST, **honest_results.HONEST, **honest_timing.HONEST}
+HONEST = {
+    **honest.HONEST,
+    **honest_contents.HONEST,
+    **honest_results.HONEST,
+    **honest_timing.HONEST,
+}
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_it_passes(name):
     assert_honest(HONEST[name])
+
+
+@pytest.mark.parametrize("name", honest_contents.HONEST)
+def test_nothing_is_left_unchecked(name):
+    result, problem = measure_entry(HONEST[name])
+    assert problem is None, result.message
+    assert result.unchecked == ()
 
 
 def test_there_are_enough():

@@ -18,6 +18,7 @@ ROWS = [
 ]
 ENTRIES = {
     "cheat": test_dishonest.CHEATS,
+    "marked": test_dishonest.MARKED,
     "honest": test_honest.HONEST,
     "gpu cheat": on_gpu.CHEATS,
     "gpu honest": on_gpu.HONEST,

@@ -13,8 +13,9 @@ from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
 from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
-from pytest_aiperf.device.device import Device, gc_disabled
+from pytest_aiperf.device.device import Device, gc_disabled, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
@@ -62,6 +63,7 @@ class BoundClaim:
         self.baseline_alone_s = math.inf
         """Seconds per call of the baseline on the host's clock before another arm has run."""
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
+        self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
         self._settings = validity.flags()
         self._entropy = random.SystemRandom().getrandbits(64)
         self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
@@ -310,13 +312,23 @@ class BoundClaim:
             )
             self._refuse_constant_inputs()
             if self.full and Metric.WALL in self.claim.metrics:
-                self.baseline_alone_s = min(self._time_baseline(), self._time_baseline())
+                self.baseline_alone_s = min(self._time_baseline())
 
-    def _time_baseline(self) -> float:
-        """Time a call of the baseline on inputs of its own, as it may change them."""
+    def _baseline_call(self) -> Callable[[], object]:
+        """Return a call of the baseline on inputs of its own, as it may change them."""
         inputs = self.make_inputs(self.seed)
-        call = bind(self.prepare("baseline", inputs), inputs.args)
-        return self.device.block([call], Mode.WALL).run()
+        return bind(self.prepare("baseline", inputs), inputs.args)
+
+    def _time_baseline(self) -> list[float]:
+        """Time calls of the baseline in blocks, and with garbage collection as the user has it.
+
+        A baseline could see that the harness has switched it off, and be slow only then.
+        """
+        as_it_is = gc.enable if gc.isenabled() else nothing
+        return [
+            self.device.block([self._baseline_call()], Mode.WALL).run(before)
+            for before in (nothing, nothing, as_it_is, as_it_is)
+        ]
 
     def check_seed(
         self, seed: int, shortcuts: agreement.Shortcuts | None = None
@@ -332,6 +344,7 @@ class BoundClaim:
                 self.claim.precision,
                 kept_bytes=self.kept_bytes,
                 shortcuts=shortcuts,
+                unchecked=self.unchecked,
             )
         if seed == self.seed + AGREEMENT_SEEDS:
             self.device.release()  # only once: this delays other processes' driver calls
@@ -343,6 +356,19 @@ class BoundClaim:
         returned = self.prepare(name, inputs)(*inputs.args)
         self.device.synchronize()
         return self.output_copies(returned, inputs)
+
+    def contents_of(self, name: str, inputs: Inputs) -> list[Contents]:
+        """Call an arm, and read what it has left in arguments beside arrays and numbers."""
+        self.prepare(name, inputs)(*inputs.args)
+        self.device.synchronize()
+        return agreement.contents_of(inputs.args, self.effects)
+
+    def not_compared(self) -> Iterator[str]:
+        """Describe results and arguments that could not be compared."""
+        yield from sorted(self.unchecked)
+        for i in self.effects.objects:
+            name = self.effects.label(f"args[{i}]")
+            yield f"what calls change in {name}: attributes of objects are not compared"
 
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -10,9 +10,10 @@ from types import MethodType
 
 from pytest_aiperf.correctness import agreement
 from pytest_aiperf.correctness.agreement import Deviation
+from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
-from pytest_aiperf.errors import AiperfError
-from pytest_aiperf.model import Prepared, Replicate, Round, Timing
+from pytest_aiperf.errors import AiperfError, WrongResult
+from pytest_aiperf.model import Metric, Prepared, Replicate, Round, Timing
 
 from .bound_claim import BoundClaim
 
@@ -35,6 +36,7 @@ class _Pending:
     seed: int  #: Seed of the inputs.
     values_seed: int | None  #: Seed of the values that overwrote the dynamic inputs, if any.
     when: str  #: Which call wrote these outputs, for the error message.
+    left: Sequence[Contents] = ()  #: What the call left in arguments, beside arrays and numbers.
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +127,8 @@ class Ladder:
         seed: int,
         when: str,
         values_seed: int | None = None,
+        *,
+        left: Sequence[Contents] = (),
     ) -> None:
         """Queue copies of an arm's outputs for verification after the exclusive lock is released.
 
@@ -133,7 +137,7 @@ class Ladder:
         bytes that may be kept, copies are dropped that the arm with most of them has left.
         """
         pending = self._pending
-        pending.append(_Pending(arm, outputs, seed, values_seed, when))
+        pending.append(_Pending(arm, outputs, seed, values_seed, when, left))
         while len(pending) > len(self._arms) and (
             sum(p.nbytes for p in pending) > self.bound.kept_bytes
         ):
@@ -169,6 +173,8 @@ class Ladder:
                 if self.bound.device.ranks.max(elapsed) > share and rank:
                     break
                 self._verify(p)
+                if p.left:
+                    self._verify_left(p)
         for rung in self.rungs:
             rung.error = rung.error or rung.suspicion
 
@@ -208,6 +214,27 @@ class Ladder:
             else:
                 if name == base:
                     self._baselines[base] = list(map(_larger, known, deviations))
+
+    def _verify_left(self, pending: _Pending) -> None:
+        """Compare what a call left in arguments with what the baselines leave on its inputs."""
+        for rung in self.rungs:
+            if pending.arm not in rung.arms.values():
+                continue
+            expected = rung.bound.contents_of("baseline", self._inputs_of(pending))
+            effects = rung.bound.effects
+            try:
+                rung.bound.unchecked.update(
+                    agreement.compare_contents(
+                        pending.arm, pending.left, expected, effects, pending.when
+                    )
+                )
+            except WrongResult as why:
+                rung.error = rung.error or why
+
+    def not_compared(self, metric: Metric) -> Iterator[str]:
+        """Describe results and arguments that could not be compared, once for all metrics."""
+        bounds = [rung.bound for rung in self.rungs if rung.bound.claim.metrics[0] is metric]
+        yield from dict.fromkeys(text for bound in bounds for text in bound.not_compared())
 
     def _inputs_of(self, pending: _Pending) -> Inputs:
         inputs = self.bound.make_inputs(pending.seed)

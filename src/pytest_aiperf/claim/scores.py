@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_aiperf.correctness import tensors
+from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import NamedTensor
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
@@ -30,7 +31,7 @@ class ScoreSampler:
     def finish(self) -> None: ...
     def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None: ...
     def unchecked(self) -> Iterable[str]:
-        return ()
+        return self.ladder.not_compared(self.metric)
 
     def replicate(self, seed: int) -> Replicate:
         """Score each arm on its own inputs, and queue the outputs for verification."""
@@ -43,15 +44,18 @@ class ScoreSampler:
             owner, role = self.ladder.owner(name)
             held = owner.held_bytes(role)  # by earlier calls
             with owner.counting(role) as results:
-                score, outputs, last_seed = self._sample(name, seed)
+                score, outputs, left, last_seed = self._sample(name, seed)
                 results.append(tensors.nbytes(tuple(array for _, array in outputs)))
-            self.ladder.verify_later(name, outputs, last_seed, "after measuring")
+            self.ladder.verify_later(name, outputs, last_seed, "after measuring", left=left)
             figures[name] = (float(score.value + held),)
         order = "".join(map(self.ladder.letter, names))
         return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
 
-    def _sample(self, name: str, seed: int) -> tuple[Score, list[NamedTensor], int]:
-        """Return the score of an arm's call, copies of its outputs and the seed of its inputs."""
+    def _sample(self, name: str, seed: int) -> tuple[Score, list[NamedTensor], list[Contents], int]:
+        """Return the score of an arm's call, copies of its outputs and the seed of its inputs.
+
+        Beside the outputs, what the call left in arguments that hold no arrays.
+        """
         bound = self.bound
         # a call before the one whose memory is measured makes handles and workspaces
         count = 2 if self.metric is Metric.MEMORY else 1
@@ -59,6 +63,7 @@ class ScoreSampler:
         score, returned = self._call(*[bind(self.ladder.prepare(name, i), i.args) for i in inputs])
         bound.refuse_changed_settings()
         outputs = bound.output_copies(returned, inputs[-1])
+        left = agreement.contents_of(inputs[-1].args, bound.effects)
         if not score.value > 0 or math.isinf(score.value):
             raise UsageError(f"{name} gives {score.value} {score.unit}: a ratio needs more than 0")
         first = self.score = self.score or score
@@ -69,7 +74,7 @@ class ScoreSampler:
                 f"{first.unit!r}, {first.better} is better: all calls need one unit and "
                 "'higher' or 'lower'"
             )
-        return score, outputs, inputs[-1].seed
+        return score, outputs, left, inputs[-1].seed
 
     def _call(self, *calls: Callable[[], object]) -> tuple[Score, object]:
         """Return the score of the last call, and its return value."""

@@ -31,7 +31,8 @@ from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
-from . import tensors
+from . import contents, tensors
+from .contents import Contents
 from .tensors import (
     Args,
     Inputs,
@@ -103,6 +104,7 @@ SAMPLE = 4096  #: Elements of a large array that :func:`_scale` reads: 50 of the
 NEGLIGIBLE = 1e-12
 """Values this small, and this many times smaller than the RMS, have no scale of their own: those of
 exponentials of large arguments are inexact, and underflow."""
+NAMED_PATHS = 8  #: Outputs that a message names; a dict may have thousands.
 FEW = 64  #: Values of fewer elements are allowed to differ more in size.
 SMALLER_HALF = 8
 """The RMS of a result counts as no more than this many times that of the smaller half of its
@@ -121,11 +123,15 @@ class ArgumentEffects:
     """How many values the baseline returns that are none of the changed arguments."""
     nbytes: int = field(default=0, compare=False)
     """Bytes of one set of inputs and of the baseline's result; shared memory counts once."""
+    exact: tuple[int, ...] = ()
+    """Positions of arguments in which the baseline changes bytes, texts, sets or queues."""
+    objects: tuple[int, ...] = ()
+    """Positions of arguments in which it changes attributes of objects."""
 
     @property
     def updates(self) -> bool:
         """Whether a call reads an argument that it changes: a second call has another result."""
-        return bool(set(self.mutated) - set(self.write_only))
+        return bool(self.exact or set(self.mutated) - set(self.write_only))
 
     def label(self, path: str) -> str:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
@@ -189,8 +195,15 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     unseeded = [p for p in tensors.changed(before, inputs.args) if p in values]
     candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
     del before, arrays, leaves
+    held = [contents.read(arg) for arg in inputs.args]
     returned, mutated = _run(prepare, inputs, ArgumentEffects())
-    effects = ArgumentEffects(mutated, (), tuple(names))
+    pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
+    effects = ArgumentEffects(
+        mutated,
+        names=tuple(names),
+        exact=tuple(i for i, (old, new) in enumerate(pairs) if old.exact != new.exact),
+        objects=tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects),
+    )
     result = outputs_of(returned, inputs.args, effects)
     effects = replace(
         effects,
@@ -200,7 +213,10 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     expected = expect([x for _, x in copies(result)], exact=True)
     del returned, inputs, result
     if not expected:
-        raise UsageError("the baseline returns nothing and changes none of its arguments")
+        raise UsageError(
+            "the baseline returns nothing and changes none of its arguments' arrays and numbers: "
+            "return a result as well"
+        )
 
     def are_write_only(*paths: str) -> bool:
         inputs = _make_filled(make)
@@ -282,7 +298,7 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     leaves = tensors.leaves(args)
     mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
     views = [tensors.view(x) for _, x in mutated if backend_of(x)]
-    outputs = tensors.walk(returned, "result")
+    outputs = tensors.walk(returned, "result", is_result=True)
     distinct = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
     if len(distinct) != effects.returned == len(outputs):
         distinct = outputs
@@ -304,6 +320,7 @@ def agree(
     *,
     kept_bytes: float = math.inf,
     shortcuts: "Shortcuts | None" = None,
+    unchecked: set[str] | None = None,
 ) -> list[Error]:
     """Check all arms against the reference on one seed.
 
@@ -311,6 +328,7 @@ def agree(
     cannot find a correct result in freed memory. A prepared arm prepares before its arguments are
     poisoned. If ``effects.nbytes`` exceeds ``kept_bytes``, the arms' results are not kept until
     then: the reference runs first, and each result is compared and freed before the next arm runs.
+    What cannot be compared is added to ``unchecked``.
     """
 
     def expected_outputs() -> list[Expected]:
@@ -322,6 +340,9 @@ def agree(
     results: dict[str, Outputs] = {}
     deferred: dict[str, list[bool]] = {}
     deviations: dict[str, list[Deviation]] = {}
+    unchecked = set() if unchecked is None else unchecked
+    left: dict[str, Sequence[Contents]] = {}
+    beside = ""
     for arm in sorted(arms, key=("optimized", "library", "baseline").index):
         inputs = make()
         returned, changed = _run(arms[arm], inputs, effects)
@@ -332,6 +353,8 @@ def agree(
                 "not change its inputs"
             )
         outputs = outputs_of(returned, inputs.args, effects)
+        left[arm] = contents_of(inputs.args, effects)
+        beside = contents.read(returned).objects  # at last the baseline's
         deferred[arm] = [
             bool(backend_of(x)) and tensors.is_deferred(x, inputs.args, effects.mutated)
             for _, x in outputs
@@ -346,6 +369,10 @@ def agree(
         deviations = {arm: compare(outputs, expected) for arm, outputs in results.items()}
     errors = judge(deviations, expected, precision)
     _refuse_views(deviations, deferred)
+    for arm, held in left.items():
+        unchecked.update(compare_contents(arm, held, left["baseline"], effects))
+    if shortcuts:
+        unchecked.update(shortcuts.changes_beside(beside))
     if shortcuts and results:
         arrays = tensors.arrays(make().args) if shortcuts.stale else {}
         named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
@@ -355,6 +382,29 @@ def agree(
             rows = deviations["baseline"]
             shortcuts.refuse(results["baseline"], named, expected, rows, updates)
     return errors
+
+
+def contents_of(args: Args, effects: ArgumentEffects) -> list[Contents]:
+    """Read what a call has left in the arguments in which the baseline leaves something."""
+    return [contents.read(args[i]) for i in effects.exact]
+
+
+def compare_contents(
+    arm: str,
+    left: Sequence[Contents],
+    baseline: Sequence[Contents],
+    effects: ArgumentEffects,
+    when: str = "",
+) -> Iterator[str]:
+    """Refuse other contents than the baseline's; yield what could differ by rounding."""
+    for i, mine, other in zip(effects.exact, left, baseline, strict=True):
+        if mine.exact != other.exact:
+            name = effects.label(f"args[{i}]")
+            if not (mine.has_floats or other.has_floats):
+                raise WrongResult(
+                    f"{arm} leaves other contents in {name} than the baseline{when and ' ' + when}"
+                )
+            yield f"what calls leave in {name}: {arm} leaves other contents than the baseline"
 
 
 def _refuse_views(
@@ -382,6 +432,7 @@ class Shortcuts:
 
     precision: PrecisionName | None = None
     stale: Outputs = ()  #: The baseline's result on another seed.
+    beside: str = ""  #: Fingerprint of what that result holds beside arrays and numbers.
 
     def refuse(
         self,
@@ -393,8 +444,8 @@ class Shortcuts:
     ) -> None:
         """Raise UsageError if an output of the baseline could have been found without work.
 
-        An integer output may be the same for all inputs if another output is not, and so may parts
-        of ``updates``, the arguments that a call reads and changes.
+        A short integer output may be the same for all inputs if another output is not, and so may
+        parts of ``updates``, the arguments that a call reads and changes.
         """
         rows = zip(self.stale, expected, base, strict=False)
         found = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
@@ -406,8 +457,14 @@ class Shortcuts:
                     "inputs for which the results differ by more than the tolerance"
                 )
         for path, array in result:
-            if path in stale and path not in updates and not is_exact(array):
+            if path in stale and path not in updates:
                 self._refuse_constant_part(path, stale[path], array)
+
+    def changes_beside(self, fingerprint: str) -> Iterator[str]:
+        """Tell if attributes of a result differ between seeds: nothing compares them."""
+        if self.beside not in ("", fingerprint):
+            yield "attributes of results, beside their arrays and numbers"
+        self.beside = fingerprint
 
     def _refuse_constant_part(self, path: str, old: Any, new: Any) -> None:
         """Refuse an output of which an arm could keep most elements for later calls.
@@ -419,6 +476,8 @@ class Shortcuts:
         entropy = random.SystemRandom().getrandbits(64)
         pairs = list(zip(tensors.sample(old, entropy), tensors.sample(new, entropy), strict=True))
         limit = min(ERROR_BUDGETS[self.precision or "fp32"], MAX_CONSTANT_CHANGE)
+        if is_exact(new):
+            limit = 0.0
         constant = [b for a, b in pairs if abs(a - b) <= limit * abs(b)]
         distinct = sum(constant.count(value) == 1 for value in constant)
         others = len(pairs) - len(constant)
@@ -483,9 +542,13 @@ def expect(reference: object, *, exact: bool = False) -> list[Expected]:
     ``exact`` states that they are correct whatever their dtype. Without it, :func:`judge` requires
     fp64, or exactly the baseline's result.
     """
-    outputs = [(path, _numbers(value)) for path, value in tensors.walk(reference, "reference")]
+    outputs = [(path, _numbers(value)) for path, value in _results(reference)]
     scales = ((rms, _scale(array, rms)) for _, array in outputs for rms in [_rms(array)])
     return [Expected(*o, *s, exact) for o, s in zip(outputs, scales, strict=True)]
+
+
+def _results(reference: object) -> list[NamedTensor]:
+    return tensors.walk(reference, "reference", is_result=True)
 
 
 @watched
@@ -549,7 +612,9 @@ def judge(
 
 
 def _paths(outputs: Sequence[Expected | Deviation]) -> str:
-    return f"({', '.join(output.path for output in outputs)})"
+    paths = [output.path for output in outputs]
+    more = f", and {len(paths) - NAMED_PATHS} more" if len(paths) > NAMED_PATHS else ""
+    return f"({', '.join(paths[:NAMED_PATHS])}{more})"
 
 
 def _judge_output(

@@ -5,6 +5,7 @@ has stopped: in a property ``__class__`` or ``__dict__``, a descriptor, or the r
 types are compared by identity, and attributes are read where objects and classes store them.
 """
 
+import contextlib
 import dataclasses
 import operator
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 _MRO = type.__dict__["__mro__"].__get__
 _VARS = type.__dict__["__dict__"].__get__
+_HEAP_TYPE = 1 << 9  # flag of types that are not part of Python itself
 _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is Python's own
 
 
@@ -28,6 +30,17 @@ def attributes(value: object) -> dict[str, Any]:
         if type(getter) is types.GetSetDescriptorType:
             return {k: v for k, v in dict.items(getter.__get__(value)) if type(k) is str}
     return {}
+
+
+def slots(value: object) -> dict[str, Any]:
+    """Return the attributes that an object stores in slots."""
+    found: dict[str, Any] = {}
+    for base in _MRO(type(value)):
+        for name, member in _VARS(base).items():
+            if type(member) is types.MemberDescriptorType and base.__flags__ & _HEAP_TYPE:
+                with contextlib.suppress(AttributeError):  # not set
+                    found.setdefault(name, member.__get__(value))
+    return found
 
 
 def fields(value: object) -> dict[str, Any] | None:

@@ -82,17 +82,20 @@ class Inputs:
         return {f"args[{i}]": self.args[i] for i in positions}
 
 
-def walk(value: Any, name: str) -> list[NamedTensor]:
+def walk(value: Any, name: str, *, is_result: bool = False) -> list[NamedTensor]:
     """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
     None is not a leaf, and neither is a Score, which is the judged figure and no part of the
     result. A tensor's ``.grad`` is one, because backward() writes it, and so is a long list of
     numbers. No code of the values' own classes runs: an arm could compute the items there, after
     the timed call. A container that contains itself raises UsageError.
+
+    In a result, two leaves are the keys and the values of a long dict of numbers by numbers, and
+    the number of None in a long container is one more: filling them may be the work.
     """
     leaves: list[NamedTensor] = []
     try:
-        _walk(value, name, leaves)
+        _walk(value, name, leaves, is_result=is_result)
     except RecursionError:
         raise UsageError(
             f"{name} is nested too deep, or contains itself: return numbers and arrays in tuples, "
@@ -101,15 +104,29 @@ def walk(value: Any, name: str) -> list[NamedTensor]:
     return leaves
 
 
-def _walk(value: Any, name: str, leaves: list[NamedTensor]) -> None:
-    children = _children(value)
-    if children is None:
+def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) -> None:
+    items = children(value)
+    if items is None:
         leaves.append((name, value))
         if (grad := _grad(value)) is not None:
-            _walk(grad, name + ".grad", leaves)
+            _walk(grad, name + ".grad", leaves, is_result=is_result)
+    elif is_result and (table := _table(value)):
+        leaves.extend((f"{name}, {what}", numbers) for what, numbers in table.items())
     else:
-        for path_suffix, item in children.items():
-            _walk(item, name + path_suffix, leaves)
+        for path_suffix, item in items.items():
+            _walk(item, name + path_suffix, leaves, is_result=is_result)
+        nones = sum(item is None for item in items.values())
+        if is_result and nones and len(items) > MANY:
+            leaves.append((f"{name}, None", nones))
+
+
+def _table(value: Any) -> dict[str, list[Any]]:
+    """Return the keys and the values of a dict of many numbers by numbers; {} for others."""
+    if not issubclass(type(value), dict):
+        return {}
+    items = stored.items(value)
+    columns = {"keys": [key for _, key, _ in items], "values": [item for _, _, item in items]}
+    return columns if all(map(is_number_list, columns.values())) else {}
 
 
 def _grad(value: Any) -> Any:
@@ -118,26 +135,26 @@ def _grad(value: Any) -> Any:
     return value.grad if is_tensor and value.is_leaf else None
 
 
-def _children(value: Any) -> dict[str, Any] | None:
+def children(value: Any) -> dict[str, Any] | None:
     """Return the items of a container by the suffix of their path; None if it is a leaf."""
     torch, kind = sys.modules.get("torch"), type(value)
-    children: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
     if value is None or issubclass(kind, Score):
-        children = {}
+        found = {}
     elif issubclass(kind, (tuple, list)) and not is_number_list(value):
         base: Any = tuple if issubclass(kind, tuple) else list
-        children = {f"[{i}]": item for i, item in enumerate(base.__iter__(value))}
+        found = {f"[{i}]": item for i, item in enumerate(base.__iter__(value))}
     elif issubclass(kind, dict):
-        children = {f"[{label}]": item for label, _, item in stored.items(value)}
+        found = {f"[{label}]": item for label, _, item in stored.items(value)}
     elif torch and issubclass(kind, torch.nn.Module):
         # a compiled TorchScript module stores none of them in Python
         own = stored.attributes(value)
         parts: list[Any] = [own.get(key) for key in ("_parameters", "_buffers", "_modules")]
         items = [dict.items(part) for part in parts if issubclass(type(part), dict)]
-        children = {f".{key}": item for part in items for key, item in part if type(key) is str}
+        found = {f".{key}": item for part in items for key, item in part if type(key) is str}
     elif (fields := stored.fields(value)) is not None:
-        children = {f".{name}": item for name, item in fields.items()}
-    return children
+        found = {f".{name}": item for name, item in fields.items()}
+    return found
 
 
 def hidden_values(value: Any, name: str) -> str | None:
@@ -146,8 +163,8 @@ def hidden_values(value: Any, name: str) -> str | None:
     is_container = fields is not None or issubclass(type(value), (list, tuple, dict))
     if is_container and stored.attributes(value).keys() - (fields or {}).keys():
         return name
-    children = _children(value) or {}
-    found = (hidden_values(item, name + suffix) for suffix, item in children.items())
+    items = children(value) or {}
+    found = (hidden_values(item, name + suffix) for suffix, item in items.items())
     return next(filter(None, found), None)
 
 
@@ -541,7 +558,7 @@ class Overwriting:
         return {path: self._value(path, value, fresh[path]) for path, value in live.items()}
 
     def _value(self, path: str, live: Any, fresh: Any) -> Any:
-        olds, news = _children(live), _children(fresh)
+        olds, news = children(live), children(fresh)
         if live is fresh:
             right = live
         elif backend_of(live):
@@ -604,7 +621,7 @@ class Overwriting:
 
 
 def _refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
-    """Store the items of a list, dict or dataclass, in the order of :func:`_children`."""
+    """Store the items of a list, dict or dataclass, in the order of :func:`children`."""
     if isinstance(live, list):
         list.__setitem__(live, slice(None), items)
     elif isinstance(live, dict):

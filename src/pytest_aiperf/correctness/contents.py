@@ -1,0 +1,152 @@
+"""Fingerprints what values hold beside arrays and numbers, which are compared element by element.
+
+A call may write into a bytearray, a set or an attribute of an object. Such contents are compared
+exactly: an arm must leave there what the baseline leaves.
+"""
+
+import array
+import collections
+import ctypes
+import datetime as dt
+import decimal
+import fractions
+import hashlib
+import io
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_aiperf.model import Score
+
+from . import stored, tensors
+
+MAX_OBJECTS = 100_000  #: Objects that are read of one argument; what is beyond is left out.
+_BUFFERS = (bytearray, memoryview, array.array)
+_SEQUENCES = (list, tuple, collections.deque)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_SETS = (set, frozenset)
+_TEXTS = (
+    *(str, bytes, int, bool, float, complex, range, slice, type(None)),
+    *(decimal.Decimal, fractions.Fraction, dt.date, dt.datetime, dt.timedelta),
+)
+"""Types whose values are equal if their texts are."""
+_FLOATS = (float, complex)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Fingerprints of what one value holds beside arrays and numbers."""
+
+    exact: str = ""  #: Of bytes, texts, sets, queues and other values of built-in types.
+    objects: str = ""  #: Of the attributes of objects.
+    has_floats: bool = False  #: Whether there are floats among the former.
+
+
+def read(value: object) -> Contents:
+    """Return the fingerprints of a value; no code of its classes runs."""
+    reader = _Reader()
+    try:
+        reader.read(value, reader.exact, is_compared=True)
+    except RecursionError:  # walk() refuses what contains itself
+        return Contents()
+    return Contents(reader.exact.hexdigest(), reader.objects.hexdigest(), reader.has_floats)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.exact, self.objects = hashlib.blake2b(), hashlib.blake2b()
+        self.has_floats = False
+        self.seen: dict[int, object] = {}
+
+    def read(self, value: Any, into: Any, *, is_compared: bool) -> None:
+        """Add a value to a fingerprint; its arrays and numbers only unless they are compared."""
+        kind = type(value)
+        if stored.is_one_of(kind, _BUFFERS) or _is_ctypes_array(kind):
+            self._bytes(memoryview(value), into)
+        elif tensors.as_array(value):
+            if not is_compared:
+                self._array(value, into)
+            self._attributes(stored.attributes(value))
+        elif stored.is_one_of(kind, _TEXTS):
+            self._text(value, into)
+        elif stored.is_one_of(kind, (*_SEQUENCES, *_DICTS, *_SETS)):
+            self._container(value, into, is_compared=is_compared)
+        elif stored.is_one_of(kind, (io.BytesIO, io.StringIO)):
+            self._text(value.getvalue(), into)
+        elif _is_numpy_array(kind):
+            items = [value.tolist()] if value.dtype.hasobject else [value.tobytes()]
+            self.read(items, into, is_compared=False)
+        elif not issubclass(kind, (*_CODE, Score)):  # a score is the judged figure
+            self._object(value, into, is_compared=is_compared)
+
+    def _container(self, value: Any, into: Any, *, is_compared: bool) -> None:
+        kind = type(value)
+        if stored.is_one_of(kind, _SEQUENCES):
+            self._text(len(value), into)
+            for item in value:
+                # walk() does not look into queues
+                self.read(item, into, is_compared=is_compared and kind is not collections.deque)
+        elif stored.is_one_of(kind, _DICTS):
+            for label, _, item in stored.items(value):
+                self._text(label, into)
+                self.read(item, into, is_compared=is_compared)
+        else:
+            self._text(sorted(map(self._item, value)), into)
+
+    def _object(self, value: Any, into: Any, *, is_compared: bool) -> None:
+        """Add what an object stores. An object that is reached twice counts once."""
+        if id(value) in self.seen or len(self.seen) >= MAX_OBJECTS:
+            return
+        self.seen[id(value)] = value
+        walked = (tensors.children(value) or {}) if is_compared else {}
+        for item in walked.values():
+            self.read(item, into, is_compared=True)
+        torch = sys.modules.get("torch")
+        is_module = torch and issubclass(type(value), torch.nn.Module)
+        own = stored.attributes(value) | stored.slots(value)
+        self._attributes(
+            {
+                name: item
+                for name, item in own.items()
+                if f".{name}" not in walked and not (is_module and name.startswith("_"))
+            }
+        )
+
+    def _attributes(self, attributes: Mapping[str, object]) -> None:
+        for name, item in sorted(attributes.items()):
+            self._text(name, self.objects)
+            self.read(item, self.objects, is_compared=False)
+
+    def _item(self, item: object) -> str:
+        """Return the fingerprint of an item of a set, which has no order."""
+        one = _Reader()
+        one.read(item, one.exact, is_compared=False)
+        self.has_floats = self.has_floats or one.has_floats
+        return one.exact.hexdigest()
+
+    def _text(self, value: object, into: Any) -> None:
+        self.has_floats = self.has_floats or (into is self.exact and type(value) in _FLOATS)
+        into.update(f"{type(value).__name__} {value!r};".encode("utf-8", "surrogatepass"))
+
+    def _bytes(self, data: memoryview, into: Any) -> None:
+        is_float = data.format.lstrip("<>=@!") in tuple("efdgFD")
+        self.has_floats = self.has_floats or (into is self.exact and is_float)
+        into.update(f"{data.format} {data.shape};".encode() + data.tobytes())
+
+    def _array(self, value: Any, into: Any) -> None:
+        kind, sums = tensors.identify(value)
+        is_float = not tensors.is_exact(tensors.as_array(value)[0])
+        self.has_floats = self.has_floats or (into is self.exact and is_float)
+        into.update(f"{kind} {sums if sums is None else sums.tolist()};".encode())
+
+
+def _is_ctypes_array(kind: type) -> bool:
+    return type(kind) is type(ctypes.c_char * 1)
+
+
+def _is_numpy_array(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and kind is numpy.ndarray

@@ -1,0 +1,236 @@
+"""Arms that leave out what is neither an array nor a number, or slow the baseline down a little."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import decimal
+import gc
+import io
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.cheats.case import Corpus, State
+from tests.cheats.dishonest import LONG, SHORT, returning
+from tests.cheats.dishonest_results import pair
+from tests.plugin.claims import vectors
+
+cheat = Corpus()
+CHEATS = cheat.entries
+marked = Corpus()
+MARKED = marked.entries
+"""Cheats that are not refused, and the text of ``unchecked`` that each must cause."""
+
+LEFT = "optimized leaves other contents in d than the baseline"
+
+
+def leaving(destination, fill):
+    """Return a claim whose baseline also fills a destination, which its arms get."""
+
+    def baseline(x, d):
+        fill(d, x)
+        return x * 2
+
+    words = {
+        "inputs": lambda bench: (*vectors(bench), destination()),
+        "reference": lambda x, d: x + x,
+    }
+    return pair(baseline, lambda x, d: x * 2, **words)
+
+
+def bits(x):
+    return x.view(np.uint8)
+
+
+@cheat(LEFT)
+def bytes_that_are_not_written():
+    return leaving(lambda: bytearray(512), lambda d, x: d.__setitem__(slice(8), x[0].tobytes()))
+
+
+@cheat(LEFT)
+def memory_that_is_not_written():
+    return leaving(
+        lambda: memoryview(bytearray(8)), lambda d, x: d.__setitem__(slice(8), x[0].tobytes())
+    )
+
+
+@cheat(LEFT)
+def a_c_array_that_is_not_written():
+    return leaving(ctypes.c_uint8 * 8, lambda d, x: ctypes.memmove(d, x[0].tobytes(), 8))
+
+
+@cheat(LEFT)
+def an_array_of_integers_that_is_not_written():
+    return leaving(
+        lambda: array.array("q", [0]),
+        lambda d, x: d.__setitem__(0, int.from_bytes(x[0].tobytes()[:7])),
+    )
+
+
+@cheat(LEFT)
+def a_set_that_is_not_filled():
+    return leaving(set, lambda d, x: d.update(bits(x).tolist()))
+
+
+@cheat(LEFT)
+def a_queue_that_is_not_filled():
+    return leaving(lambda: collections.deque(maxlen=4), lambda d, x: d.extend(bits(x).tolist()))
+
+
+@cheat(LEFT)
+def a_file_in_memory_that_is_not_written():
+    return leaving(io.BytesIO, lambda d, x: d.write(x.tobytes()))
+
+
+@cheat(LEFT)
+def texts_that_are_not_written():
+    return leaving(lambda: [""], lambda d, x: d.__setitem__(0, str(x[0])))
+
+
+@cheat(LEFT)
+def decimals_that_are_not_written():
+    return leaving(
+        lambda: [decimal.Decimal(0)], lambda d, x: d.__setitem__(0, decimal.Decimal(float(x[0])))
+    )
+
+
+@cheat(LEFT)
+def byte_strings_that_are_not_written():
+    return leaving(lambda: np.zeros(1, "S8"), lambda d, x: d.__setitem__(0, str(x[0])[:8].encode()))
+
+
+@cheat(f"{LEFT} (in|on new values in) a timed block")
+def bytes_that_are_written_until_it_is_timed():
+    claim = leaving(lambda: bytearray(8), lambda d, x: d.__setitem__(slice(8), x[0].tobytes()))
+    calls = iter(range(1000))
+
+    def arm(x, d):
+        return claim["baseline"](x, d) if next(calls) < 20 else claim["optimized"](x, d)
+
+    return claim | {"optimized": arm}
+
+
+@marked("what calls change in d: attributes of objects are not compared")
+def an_attribute_that_is_not_written():
+    class Box:
+        pass
+
+    return leaving(Box, lambda d, x: setattr(d, "value", np.sort(x).tolist()))
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def an_array_of_floats_that_is_not_written():
+    return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+class Total(torch.nn.Module):
+    def __init__(self, total, rest):
+        super().__init__()
+        self.register_buffer("total", torch.as_tensor(total))
+        self.rest = rest
+
+
+@marked("attributes of results, beside their arrays and numbers")
+def an_attribute_of_a_module():
+    return pair(
+        lambda x: Total(x * 2, np.sort(x).tolist()),
+        lambda x: Total(x * 2, None),
+        reference=lambda x: x + x,
+    )
+
+
+@dataclass
+class Sums:
+    total: np.ndarray
+
+
+@marked("attributes of results, beside their arrays and numbers")
+def an_attribute_beside_fields():
+    def baseline(x):
+        result = Sums(x * 2)
+        result.sorted = np.sort(x).tolist()
+        return result
+
+    return pair(baseline, lambda x: Sums(x * 2), reference=lambda x: x + x)
+
+
+@cheat(r"the reference returns .*None")
+def a_list_of_none():
+    return pair(
+        lambda x: (x * 2, [None for _ in x]),
+        lambda x: (x * 2, None),
+        reference=lambda x: (x + x, None),
+    )
+
+
+@cheat(r"optimized's result is .*None")
+def a_list_of_none_that_the_reference_has():
+    return pair(
+        lambda x: (x * 2, [None for _ in x]),
+        lambda x: (x * 2, None),
+        reference=lambda x: (x + x, [None for _ in x]),
+    )
+
+
+@cheat("drawn elements of result.*, keys are the same for other seeds")
+def keys_that_no_seed_changes():
+    """The work is to sort; all values are 1."""
+    return pair(
+        lambda x: (x * 2, dict.fromkeys(np.argsort(np.argsort(x)).tolist(), 1)),
+        lambda x: (x * 2, dict.fromkeys(range(len(x)), 1)),
+        reference=lambda x: (x + x, dict.fromkeys(range(len(x)), 1)),
+    )
+
+
+@cheat("optimized disagrees with the reference")
+def keys_that_are_wrong():
+    keys = lambda x: np.floor(x * 1e6).astype(int)
+    return pair(
+        lambda x: dict.fromkeys(keys(x).tolist(), 1),
+        lambda x: dict.fromkeys(range(len(x)), 1),
+        reference=lambda x: dict.fromkeys(keys(x).tolist(), 1),
+    )
+
+
+@cheat("drawn elements of result.* are the same for other seeds")
+def integers_that_no_seed_changes():
+    """The costly output is a sorted permutation; only the cheap one depends on the inputs."""
+
+    def inputs(bench):
+        return np.random.default_rng(bench.seed).permutation(200), *vectors(bench)
+
+    return pair(
+        lambda p, x: (x * 2, np.sort(p)),
+        lambda p, x: (x * 2, np.arange(len(p))),
+        inputs=inputs,
+        reference=lambda p, x: (x + x, np.arange(len(p))),
+    )
+
+
+@marked("whether another arm slows the baseline down")
+def a_table_that_becomes_longer():
+    table = State(length=1)
+
+    def optimized(x):
+        table.length = 2.0
+        return returning(SHORT, x * 2)
+
+    baseline = lambda x: returning(LONG * table.length, x * 2)
+    return {"baseline": baseline, "optimized": optimized, "metric": "wall"}
+
+
+@marked("whether another arm slows the baseline down.* or with garbage collection on", clock="host")
+def a_baseline_that_is_slow_without_garbage_collection():
+    def baseline(x):
+        time.sleep(1e-3 if gc.isenabled() else 6e-3)
+        return x * 2
+
+    def optimized(x):
+        time.sleep(2e-3)
+        return x * 2
+
+    return {"baseline": baseline, "optimized": optimized, "metric": "wall"}

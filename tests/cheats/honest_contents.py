@@ -1,0 +1,180 @@
+"""Honest arms that write into bytes, sets, queues and objects, or return None and keys."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import decimal
+import io
+
+import numpy as np
+import torch
+
+from tests.cheats.case import Corpus
+from tests.cheats.dishonest_contents import Total, bits
+from tests.cheats.honest import arms
+from tests.plugin.claims import vectors
+
+honest = Corpus()
+HONEST = honest.entries
+
+
+def leaving(destination, fill, other=None):
+    """Return a claim whose arms fill a destination, in two ways if there is another one."""
+
+    def arm(how):
+        return lambda x, d: (how(d, x), x * 2)[1]
+
+    words = {
+        "inputs": lambda bench: (*vectors(bench), destination()),
+        "reference": lambda x, d: x + x,
+    }
+    return arms(arm(other or fill), arm(fill), **words)
+
+
+@honest()
+def bytes_that_are_written():
+    def one_by_one(d, x):
+        for i, byte in enumerate(x.tobytes()):
+            d[i] = byte
+
+    return leaving(
+        lambda: bytearray(512),
+        one_by_one,
+        lambda d, x: d.__setitem__(slice(len(x) * 8), x.tobytes()),
+    )
+
+
+@honest()
+def memory_that_is_written():
+    return leaving(
+        lambda: memoryview(bytearray(8)), lambda d, x: d.__setitem__(slice(8), x[0].tobytes())
+    )
+
+
+@honest()
+def a_c_array_that_is_written():
+    return leaving(ctypes.c_uint8 * 8, lambda d, x: ctypes.memmove(d, x[0].tobytes(), 8))
+
+
+@honest()
+def an_array_of_floats_that_is_written():
+    return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+@honest()
+def a_set_that_is_filled_in_another_order():
+    return leaving(
+        set,
+        lambda d, x: d.update(bits(x).tolist()),
+        lambda d, x: d.update(bits(x)[::-1].tolist()),
+    )
+
+
+@honest()
+def a_queue_that_is_filled():
+    return leaving(lambda: collections.deque(maxlen=4), lambda d, x: d.extend(bits(x).tolist()))
+
+
+@honest()
+def a_file_in_memory_that_is_written_in_parts():
+    def in_parts(d, x):
+        d.write(x[:3].tobytes())
+        d.write(x[3:].tobytes())
+
+    return leaving(io.BytesIO, in_parts, lambda d, x: d.write(x.tobytes()))
+
+
+@honest()
+def texts_that_are_written():
+    return leaving(lambda: [""], lambda d, x: d.__setitem__(0, str(x[0])))
+
+
+@honest()
+def decimals_that_are_written():
+    return leaving(
+        lambda: [decimal.Decimal(0)], lambda d, x: d.__setitem__(0, decimal.Decimal(float(x[0])))
+    )
+
+
+@honest()
+def byte_strings_that_are_written():
+    return leaving(lambda: np.zeros(1, "S8"), lambda d, x: d.__setitem__(0, str(x[0])[:8].encode()))
+
+
+@honest()
+def an_object_that_only_the_optimized_arm_changes():
+    """A cache that lives in an argument, as that of a tokenizer."""
+
+    class Cache:
+        pass
+
+    return leaving(Cache, lambda d, x: None, lambda d, x: setattr(d, "kept", len(x)))
+
+
+@honest()
+def an_object_that_is_read_only():
+    class Scale:
+        def __init__(self):
+            self.by, self.names = 2, ["a", "b"]
+
+    words = {
+        "inputs": lambda bench: (*vectors(bench), Scale()),
+        "reference": lambda x, scale: x + x,
+    }
+    return arms(lambda x, scale: x * scale.by, **words)
+
+
+@honest()
+def a_module_with_settings():
+    return arms(
+        lambda x: Total(x * 2, "float64"),
+        lambda x: Total(x * 2, ["another"]),
+        reference=lambda x: x + x,
+    )
+
+
+@honest()
+def none_beside_a_result():
+    """Attention returns no weights."""
+    return arms(lambda x: (x * 2, None), lambda x: x * 2, reference=lambda x: x + x)
+
+
+@honest()
+def a_list_with_none():
+    found = lambda x: [float(a) * 2 if i % 2 else None for i, a in enumerate(x)]
+    return arms(found, reference=found)
+
+
+@honest()
+def counts_by_key():
+    def counted(x):
+        return collections.Counter(np.floor(x * 50).astype(int).tolist())
+
+    def in_arrays(x):
+        keys, counts = np.unique(np.floor(x * 50).astype(int), return_counts=True)
+        return dict(zip(keys.tolist(), counts.tolist(), strict=True))
+
+    return arms(in_arrays, counted, reference=counted)
+
+
+@honest()
+def layers_by_number():
+    by_layer = lambda x: {i: x[i % len(x)] * 2 for i in range(40)}
+    words = {"inputs": lambda bench: (torch.randn(40, 8),)}
+    return arms(by_layer, reference=lambda x: by_layer(x.double()), **words)
+
+
+@honest()
+def a_few_counters_beside_the_result():
+    return arms(
+        lambda x: (x * 2, np.arange(4), len(x)), reference=lambda x: (x + x, np.arange(4), len(x))
+    )
+
+
+@honest()
+def a_mask_of_few_values():
+    """A causal mask needs no work: its values are 0 and 1."""
+    mask = np.tri(32, dtype=np.int64)
+    return arms(lambda x: (x * 2, mask.copy()), reference=lambda x: (x + x, mask))
