@@ -17,13 +17,15 @@ declares their error.
 
 The model has the width and heads of a 7B model, but 8 layers. Each rung is judged against the one
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph, with cuDNN's
-attention, is the library arm of "fused" and "overlapped": "fused" is about as fast as it,
-"overlapped" faster. The share of the read rate falls with the bytes, and "int8" and "int4" gain
-less than their bytes promise. The cache stays in bf16, so attention takes as long as before, and so
-does starting and draining the kernels. And each packed weight takes instructions to unpack: counted
-in the compiled loops, "int4" has more of them than an SM can issue while the memory delivers its
-bytes, "int8" two thirds of that. Other libraries' kernels for packed weights (torchao, Marlin) are
-not compared. Batches share one read of the weights and turn the matrix-vector products into GEMMs.
+attention, is the library arm of "fused" and "overlapped", and slower than both. In "fused", the
+products read weights at three quarters of the read rate, attention the cache at half of it. The
+share falls with the bytes, and "int8" and "int4" gain less than their bytes promise. The cache
+stays in bf16, so attention takes as long as before, and so does starting and draining the kernels.
+And each packed weight takes instructions to unpack: counted in the compiled loops, "int4" has more
+of them than an SM can issue while the memory delivers its bytes, "int8" two thirds of that. This
+explains only a part: what else the packed products wait for was not measured. Other libraries'
+kernels for packed weights (torchao, Marlin) are not compared. Batches share one read of the weights
+and turn the matrix-vector products into GEMMs.
 """
 
 from functools import partial
