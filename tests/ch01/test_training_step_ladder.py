@@ -1,28 +1,31 @@
-"""A training step gets faster as waits, pageable copies, fp32 and launches are removed one by one.
+"""Fewer waits, pageable copies and launches speed up a small training step; bf16 alone does not.
 
-The naive loop is correct, and every line of it is common. Each rung changes one thing, and is
-judged against the rung before it, in wall time for four steps:
+The naive loop is correct, and every line of it is common. Each arm changes one thing, and each rung
+is judged against the arm before it, in wall time for four steps:
 
 "no_sync" keeps loss and gradient norm on the GPU. `.item()` makes the CPU wait until the GPU has
 computed the value. Meanwhile nothing is launched, so the GPU then waits for the CPU: here before
 the backward pass and before the optimizer, whose many short kernels cannot hide their launches.
 "pinned" copies batches from pinned memory. A copy from pageable memory waits for all earlier work,
-goes through the driver's staging buffer, and returns when it is done. "bf16" multiplies on tensor
-cores: a context manager, and the parameters stay in fp32. "fused" updates all parameters with one
-kernel instead of eight per tensor; PyTorch's default (foreach) lies between the two
-(ch13/fused_optimizer). "captured" launches the step as one CUDA graph (ch12/graph_replay), which is
-possible only because nothing in it waits for the CPU any more.
+goes through the driver's staging buffer, and returns when it is done. The next arm is no rung:
+"bf16" multiplies on tensor cores (a context manager; the parameters stay in fp32). On an H200 the
+GPU's work takes 60 % less time, but the step a fifth more: autocast adds a fifth more launches, for
+casts, and launches set the pace until they are gone. "fused" updates all parameters with one kernel
+instead of eight per tensor; PyTorch's default (foreach) lies between (ch13/fused_optimizer).
+"captured" launches the step as one CUDA graph (ch12/graph_replay), which is possible only because
+nothing in it waits for the CPU any more.
 
 Two figures show how well the GPU is used. The share of the bf16 limit is the model FLOPs
 utilization (MFU): 6 operations per weight and row, over the time and the rate of the tensor cores,
 for all rungs, so that their figures compare. The busy share, often called goodput, is the part of
 the time in which the GPU runs anything. They are not the same: fp32 products keep the GPU busy at a
-low MFU, and "bf16" shortens the kernels, so that launches become the larger part.
+low MFU, and "captured" keeps it busy at an MFU of 11 %, with many short kernels.
 
-The model is small, 13 million weights in 24 tensors and 2,048 rows per step, so that a step takes
-the GPU about as long as the CPU needs to launch it. In a large model the kernels hide launches, and
-bf16 gains most. The library arm of the last rung compiles the forward and backward pass of "fused":
-it runs fewer kernels, but launches each from the CPU. ch20/training_stack_ladder combines both.
+The model is small, 13 million weights in 24 tensors and 2,048 rows per step: with "captured", the
+GPU needs a quarter of the time that the CPU takes to launch "fused". In a large model the kernels
+hide launches, and bf16 gains most. The library arm of the last rung compiles the forward and
+backward pass of "fused": it runs fewer kernels, but launches each from the CPU.
+ch20/training_stack_ladder combines both.
 """
 
 import pytest
@@ -34,7 +37,6 @@ from pytest_aiperf import Bench, Compare, Work, evidence, prepared
 Batches = tuple[torch.Tensor, torch.Tensor]
 State = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
-FFMA = "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum"  # multiply-adds of the fp32 units
 STEPS = 4
 NORM_EPSILON = torch.finfo(torch.float32).eps  # rms_norm adds it to the mean square
 ARMS = {
@@ -49,7 +51,6 @@ LADDER = list(ARMS)
 PROOF = {
     "no_sync": [evidence.copied_bytes("device to host", max=0)],  # `.item()` is such a copy
     "pinned": [evidence.copied_bytes("host to device", memory="pageable", max=0)],
-    "bf16": [evidence.counter(FFMA, max=0.1, per="baseline")],
     "fused": [
         evidence.kernel_name("FusedOptimizerTensorListMetadata", min=STEPS),
         evidence.launches(max=0.8, per="baseline"),
@@ -134,7 +135,7 @@ def adamw(w, m, v, gradient, number):
     return w - training_loop.RATE * update, m, v
 
 
-@pytest.mark.parametrize("rung", LADDER[1:])
+@pytest.mark.parametrize("rung", PROOF)
 def test_training_step_ladder(compare: Compare, rung: str) -> None:
     before = LADDER[LADDER.index(rung) - 1]
     compare(
