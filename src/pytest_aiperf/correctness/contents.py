@@ -66,7 +66,7 @@ class _Reader:
         kind = type(value)
         if stored.is_one_of(kind, _BUFFERS) or _is_ctypes_array(kind):
             self._bytes(memoryview(value), into)
-        elif tensors.as_array(value):
+        elif tensors.is_compared(value):
             if not is_compared:
                 self._array(value, into)
             self._attributes(stored.attributes(value))
@@ -137,6 +137,8 @@ class _Reader:
         into.update(f"{data.format} {data.shape};".encode() + data.tobytes())
 
     def _array(self, value: Any, into: Any) -> None:
+        if not tensors.as_array(value):
+            return  # longdouble, whose bits no integer of its size holds
         kind, sums = tensors.identify(value)
         is_float = not tensors.is_exact(tensors.as_array(value)[0])
         self.has_floats = self.has_floats or (into is self.exact and is_float)

@@ -460,6 +460,11 @@ def identify(leaf: Any) -> tuple[str, Any]:
     return type(leaf).__name__, repr(leaf) if type(leaf) in _PLAIN_TYPES else None
 
 
+def is_compared(leaf: Any) -> bool:
+    """Whether a leaf is an array or numbers, which are compared element by element."""
+    return bool(backend_of(leaf)) or is_number_list(leaf) or _is_number(leaf)
+
+
 def as_array(leaf: Any) -> tuple[Any, ...]:
     """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
     import numpy as np
