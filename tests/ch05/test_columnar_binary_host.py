@@ -9,11 +9,10 @@ into an array that is ready to use.
 Both files are in the page cache and memory is reused, so the gain is that of copying a sixteenth of
 the bytes and of summing contiguous numbers. Most of what remains in the column arm is the summary
 itself: reading alone gains more. Mapping the column file, the library arm, takes about as long as
-reading the column. Mapping the row file instead of reading it saves the copy and about half of the
-baseline's time, but not the fetch of every cache line. From a disk or over a
-network, where bandwidth is scarcer, the ratio comes closer to the 16x of the bytes. Queries that
-need all columns gain nothing, and appending one row to a column file touches 16 places: column
-formats therefore write groups of rows at a time.
+reading the column. Mapping the row file instead of reading it saves the copy, but not the fetch of
+every cache line. From a disk or over a network, where bandwidth is scarcer, the ratio comes closer
+to the 16x of the bytes. Queries that need all columns gain nothing, and appending one row to a
+column file touches 16 places: column formats therefore write groups of rows at a time.
 """
 
 import tempfile

@@ -4,8 +4,8 @@ The 32 lanes of a warp have consecutive threadIdx.x. If x counts columns, they a
 floats: 4 sectors of 32 bytes. If x counts rows, they access 32 sectors for the same 128 bytes, and
 the load/store units process them one after the other. Only two indices are exchanged ("x_fast").
 Then each thread takes four neighbouring columns with 16-byte accesses ("x_fast_vec4"), which is
-measured against x_fast. torch.addcmul, the library arm, is faster than x_fast and slower than
-x_fast_vec4.
+measured against x_fast; it changes the width of the accesses and the elements per thread together.
+torch.addcmul, the library arm, is faster than x_fast and slower than x_fast_vec4.
 
 The first baseline is naive, because the mistake is the subject: (row, column) is the order of
 mathematics, (x, y) that of CUDA. The other warps of the block use the rest of the sectors while

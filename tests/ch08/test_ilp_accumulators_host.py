@@ -9,7 +9,8 @@ several at once. A short chain multiplies the 512 accumulators at the end.
 Rows of 128 also give enough accumulators, but NumPy's overhead per row weighs more. The compiler
 must not reorder the chain itself, because the order changes the rounding (np.sum reorders by
 design). The 512 KiB array stays in the L2 cache; from main memory both arms would wait for the
-same bytes and the gain would be smaller.
+same bytes and the gain would be smaller. The ratio is the only evidence, and it does not separate
+the overlap from SIMD: hosts offer no counter of either here.
 """
 
 import numpy as np
