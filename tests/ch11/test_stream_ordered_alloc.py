@@ -7,9 +7,11 @@ before freed, without mapping and without waiting. "pool" returns its memory to 
 synchronisation and maps it again once per call; "retained" keeps it.
 
 Both arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
-time, including a synchronisation per call. Where sizes are known in advance, allocating once
-outside the loop is as good; the caching allocator of a framework does what the pool does. The gain
-shrinks as the kernels between allocations grow, and other processes cannot use retained memory.
+time, including a synchronisation per call. The kernels take 26 us of each allocation's share of a
+call; the rest is 139 us in the baseline and 8 us in "retained". Where sizes are known in advance,
+allocating once outside the loop is as good; the caching allocator of a framework does what the pool
+does. The gain shrinks as the kernels between allocations grow, and other processes cannot use
+retained memory.
 """
 
 import pytest
