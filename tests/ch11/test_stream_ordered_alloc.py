@@ -8,7 +8,7 @@ synchronisation and maps it again once per call; "retained" keeps it.
 
 Both arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
 time, including a synchronisation per call. The kernels take 26 us of each allocation's share of a
-call; the rest is 139 us in the baseline and 8 us in "retained". Where sizes are known in advance,
+call; the rest is 138 us in the baseline and 7 us in "retained". Where sizes are known in advance,
 allocating once outside the loop is as good; the caching allocator of a framework does what the pool
 does. The gain shrinks as the kernels between allocations grow, and other processes cannot use
 retained memory.
