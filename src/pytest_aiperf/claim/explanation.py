@@ -116,7 +116,7 @@ def inspect(
     Time nothing later: CUPTI slows launches down. All arms are prepared first, under the shared
     lock, and then traced and counted under the exclusive one, which is taken only once: other
     claims would lengthen their kernels. The caller does not hold ``lock``. An arm that several
-    rungs of a ladder use is inspected once. ``step`` is called before each arm.
+    rungs of a ladder use is inspected once. ``step`` is called before each part.
     """
     found: dict[Hashable, Inspected] = {}
     planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
