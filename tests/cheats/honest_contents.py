@@ -178,3 +178,15 @@ def a_mask_of_few_values():
     """A causal mask needs no work: its values are 0 and 1."""
     mask = np.tri(32, dtype=np.int64)
     return arms(lambda x: (x * 2, mask.copy()), reference=lambda x: (x + x, mask))
+
+
+@honest()
+def small_integers_that_are_sorted():
+    """At most positions, the value is the same for all seeds."""
+
+    def inputs(bench):
+        return np.random.default_rng(bench.seed).integers(0, 50, 20_000), *vectors(bench)
+
+    return arms(
+        lambda n, x: (np.sort(n), x * 2), inputs=inputs, reference=lambda n, x: (np.sort(n), x + x)
+    )
