@@ -190,3 +190,17 @@ def small_integers_that_are_sorted():
     return arms(
         lambda n, x: (np.sort(n), x * 2), inputs=inputs, reference=lambda n, x: (np.sort(n), x + x)
     )
+
+
+@honest()
+def a_histogram_with_the_same_keys_for_all_seeds():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).integers(0, 50, 20_000),)
+
+    def in_arrays(n):
+        return dict(enumerate(np.bincount(n, minlength=50).tolist()))
+
+    def counted(n):
+        return dict(sorted(collections.Counter(n.tolist()).items()))
+
+    return arms(in_arrays, counted, inputs=inputs, reference=counted)
