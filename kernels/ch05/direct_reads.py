@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -27,11 +28,7 @@ class DirectFile:
             file.flush()
             os.fsync(file.fileno())
             self._fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)  # outlives the file's name
-
-    def __del__(self):
-        """Close the file, and so delete it."""
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
+        weakref.finalize(self, os.close, self._fd)  # deletes the file
 
     def fileno(self):
         """Return the file descriptor."""
