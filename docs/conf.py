@@ -46,17 +46,9 @@ course_unmeasured = [
     "ch01/training_step_ladder",
     "ch02/pinned_h2d",
     "ch03/launch_consolidation",
-    "ch03/pinned_prefetch_stream",
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
-    "ch05/pinned_ring_reader",
-    "ch07/tma_tensor_2d",
     "ch10/cluster_dsmem_reduction",
-    "ch10/single_pass_reduction",
-    "ch12/atomic_work_queue",
-    "ch14/compile_large_model_decode",
-    "ch14/dynamic_shape_recompiles",
-    "ch16/fp8_inference",
     "ch20/kernel_search",
 ]
 
