@@ -213,54 +213,107 @@ def test_queued_writers_run_back_to_back(claim, monkeypatch, grace_s):
     assert reader.acquires
 
 
-@pytest.mark.parametrize("host", [False, True])
-def test_a_suspended_lock_keeps_the_host(claim, tmp_path, host):
+def test_a_suspended_lock_of_a_process_that_cannot_be_paused_keeps_the_host(claim, tmp_path):
     calls = []
     lock = GpuLock(
         [A], tmp_path / "locks", on_wait=calls.append, on_acquired=lambda: calls.append("on")
     )
     with lock.shared():
-        writer = claim("exclusive_host" if host else "exclusive_gpu")
-        assert writer.waits
+        gpu = claim("exclusive_gpu")
+        assert gpu.waits
         lock.suspend(lambda: calls.append("first"))
-        if host:
-            assert writer.next_event(0.1) == ""
-        else:
-            assert writer.acquires
-            writer.release()
-            assert writer.next_event() == "-"
+        assert gpu.acquires
+        gpu.release()
+        assert gpu.next_event() == "-"
+        host = claim("exclusive_host")
+        assert host.waits
         lock.resume()
         assert calls == ["first"]
-        late = claim("exclusive_gpu")
-        assert late.waits
-    assert writer.acquires if host else late.acquires
-
-
-def test_a_compiler_keeps_others_from_timing_on_the_host_and_from_nothing_else(claim, tmp_path):
-    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # fail instead of waiting forever
-    with lock.shared():
-        lock.suspend(lambda: None)
-        host = claim("exclusive_host")
-        assert host.waits
-        for kind in ("shared", "exclusive_gpu", "shared"):
-            other = claim(kind)
-            assert other.enters, "a claim that waits for the compiler does not block others"
-            other.release()
-            assert other.next_event() == "-"
-        lock.resume()
     assert host.acquires
 
 
-def test_a_claim_does_not_wait_for_compilers_forever(claim, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_lock, "COMPILER_GRACE_S", 0.0)
-    lock = GpuLock([A], tmp_path / "locks")
-    with lock.shared():
-        lock.suspend(lambda: None)
-        host = claim("exclusive_host")
-        assert host.waits
-        assert claim("shared").waits, "the host's gate is closed"
-        lock.resume()
-    assert host.acquires
+class Compiler:
+    """A claim that compiles: it leads a session, suspends its lock, and starts a process."""
+
+    def __init__(self, folder):
+        self.events, events = os.pipe()
+        commands, self.commands = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            lock = GpuLock([A], folder, on_wait=lambda _: os.write(events, b"w"), pausable=True)
+            with lock.shared():
+                lock.suspend(lambda: None)
+                child = os.fork()
+                if child == 0:
+                    arm_parent_death()
+                    time.sleep(300)
+                    os._exit(0)
+                os.write(events, child.to_bytes(4, "little"))
+                os.read(commands, 1)
+                lock.resume()
+                os.write(events, b"+")
+                os.read(commands, 1)
+            os._exit(0)
+        self.child = int.from_bytes(os.read(self.events, 4), "little")
+
+    def states(self):
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.child)]
+        return "".join(stat.rpartition(") ")[2][0] for stat in stats)
+
+    def runs_again(self):
+        end = time.monotonic() + 60
+        while "T" in self.states() and time.monotonic() < end:
+            time.sleep(0.01)
+        return "T" not in self.states()
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    started = Compiler(tmp_path / "locks")
+    yield started
+    os.killpg(started.pid, signal.SIGKILL)
+    os.waitpid(started.pid, 0)
+
+
+def test_a_claim_that_needs_the_host_alone_pauses_compilers(claim, compiler):
+    host = claim("exclusive_host")
+    assert host.enters
+    assert compiler.states() == "TT"
+    host.release()
+    assert host.next_event() == "-"
+    assert compiler.runs_again()
+
+
+def test_other_claims_do_not_pause_compilers(claim, compiler):
+    for kind in ("shared", "exclusive_gpu"):
+        other = claim(kind)
+        assert other.enters
+        assert "T" not in compiler.states()
+        other.release()
+        assert other.next_event() == "-"
+
+
+def test_a_compiler_that_is_done_waits_for_the_host(claim, compiler):
+    host = claim("exclusive_host")
+    assert host.enters
+    os.write(compiler.commands, b"r")
+    host.release()
+    assert os.read(compiler.events, 1) in b"w+"  # it may find the lock free by then
+    assert host.next_event() == "-"
+    assert not claim("exclusive_host").next_event(0.2).startswith("+")
+
+
+def test_compilers_go_on_after_the_claim_that_paused_them_was_killed(claim, compiler, tmp_path):
+    host = claim("exclusive_host")
+    assert host.enters
+    assert compiler.states() == "TT"
+    gpu_lock.continue_compilers(tmp_path / "locks")
+    assert compiler.states() == "TT", "a claim that still has the host keeps them paused"
+    host.kill()
+    assert compiler.states() == "TT"
+    gpu_lock.continue_compilers(tmp_path / "locks")
+    assert compiler.runs_again()
 
 
 def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):

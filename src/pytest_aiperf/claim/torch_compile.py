@@ -26,7 +26,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 @contextmanager
 def suspend_while_compiling(lock: GpuLock, device: Device, files: Iterable[Path]) -> Iterator[None]:
-    """Suspend the GPU lock while torch compiles on the host, which takes seconds.
+    """Suspend the lock while torch compiles, which takes seconds and only needs the host.
 
     The lock stays held if the compiler itself times kernels on the GPU: when torch is set to
     autotune, or when one of the claim's ``files`` mentions autotune.

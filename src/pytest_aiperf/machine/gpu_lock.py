@@ -9,21 +9,20 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from threadpoolctl import threadpool_limits
 
 from pytest_aiperf.errors import UsageError
 
+from . import compilers
 from .file_lock import is_shared, locked
 
 WRITER_GRACE_S: Final = 4.0
 """How long a waiting writer lets more readers enter before it takes the gate."""
-COMPILER_GRACE_S: Final = 60.0
-"""How long a claim that needs the host alone lets others prepare, while one of them compiles."""
 POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
 
@@ -35,7 +34,8 @@ class GpuLock:
     ``on_acquired`` when this wait is over. While the host is shared, BLAS and OpenMP use at most
     ``threads`` threads: if each of several claims started one thread per core, their threads would
     wait for one another. A shared lock cannot be upgraded: release it before you take an
-    exclusive one; others may hold the lock in between.
+    exclusive one; others may hold the lock in between. ``pausable`` is for the process of a claim,
+    which may be stopped while it compiles; one that a user started, such as a notebook, may not.
     """
 
     def __init__(
@@ -45,17 +45,21 @@ class GpuLock:
         on_wait: Callable[[str], None] = lambda _: None,
         on_acquired: Callable[[], None] = lambda: None,
         threads: int | None = None,
+        *,
+        pausable: bool = False,
     ) -> None:
         self._gpus = sorted(set(gpus))
         self.folder = private_folder(folder or default_folder())
         self.on_wait = on_wait
         self.on_acquired = on_acquired
         self._threads = threads
+        self._pausable = pausable
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
-        self._shared_gpus: ExitStack | None = None  # shared locks of the GPUs, while held
-        self._suspended = False
+        self._shared: ExitStack | None = None  # what suspend() releases
+        self._registration = ExitStack()  # as a compiler, while suspended
+        self._is_suspended = False
 
     def shared(self) -> AbstractContextManager[None]:
         """Hold shared locks on the host and the GPUs, while a claim prepares."""
@@ -70,27 +74,30 @@ class GpuLock:
         return self._lock_scope(exclusive_host=True, exclusive_gpus=True)
 
     def suspend(self, before: Callable[[], object]) -> None:
-        """Release the shared locks of the GPUs until :meth:`resume`, but not that of the host.
+        """Release the shared locks until :meth:`resume`: until then this process only compiles.
 
-        This process then only compiles. A claim that needs the host alone waits for compilers
-        before it waits for the host, so that others can prepare meanwhile. ``before`` is called
-        first: it must end all work of this process on the GPUs.
+        A claim that needs the host alone pauses it, see :mod:`.compilers`. A process that is not
+        ``pausable`` keeps the shared lock of the host. ``before`` is called first: it must end all
+        work of this process on the GPUs.
         """
-        if self._shared_gpus is None or self._suspended:
+        if self._shared is None or self._is_suspended:
             return
         before()
-        self._shared_gpus.close()
-        self._suspended = True
-        self._shared_gpus.enter_context(locked(self._compilers, shared=True))
+        if self._pausable:  # first, so that a claim that takes the host then finds this one
+            self._registration.enter_context(compilers.registered(self.folder))
+        self._shared.close()
+        self._is_suspended = True
 
     def resume(self) -> None:
-        """Take the shared locks of the GPUs again; does nothing unless they are suspended."""
-        if self._shared_gpus is None or not self._suspended:
+        """Take the shared locks again; does nothing unless they are suspended."""
+        if self._shared is None or not self._is_suspended:
             return
-        self._shared_gpus.close()
-        self._suspended = False
         with self._waiting() as wait:
-            self._lock_gpus(self._shared_gpus, wait, exclusive=False)
+            if self._pausable:
+                self._lock_host(self._shared, wait, exclusive=False)
+                self._registration.close()
+            self._lock_gpus(self._shared, wait, exclusive=False)
+        self._is_suspended = False
 
     @contextmanager
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
@@ -99,27 +106,26 @@ class GpuLock:
         self._held = True
         try:
             with ExitStack() as scope:
+                shared = scope.enter_context(ExitStack())  # what suspend() releases
                 # all processes lock in the same order, so that no two claims wait for each other
                 with self._waiting() as wait:
-                    self._lock_host(scope, wait, exclusive=exclusive_host)
-                    gpus = scope.enter_context(ExitStack())
-                    self._lock_gpus(gpus, wait, exclusive=exclusive_gpus)
-                self._shared_gpus = None if exclusive_gpus else gpus
-                if not exclusive_gpus and self._threads is not None:
-                    scope.enter_context(threadpool_limits(self._threads))
+                    releases_host = self._pausable and not exclusive_gpus
+                    host = shared if releases_host else scope
+                    self._lock_host(host, wait, exclusive=exclusive_host)
+                    self._lock_gpus(shared, wait, exclusive=exclusive_gpus)
+                if exclusive_host:
+                    scope.enter_context(compilers.paused(self.folder))
+                if not exclusive_gpus:
+                    self._shared = shared
+                    if self._threads is not None:
+                        scope.enter_context(threadpool_limits(self._threads))
                 yield
         finally:
-            self._held, self._shared_gpus, self._suspended = False, None, False
-
-    @property
-    def _compilers(self) -> Path:
-        return self.folder / "compilers.lock"  # shared by all processes that compile
+            self._registration.close()
+            self._held, self._shared, self._is_suspended = False, None, False
 
     def _lock_host(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
-        named = partial(wait, "the host")
-        if exclusive:
-            _wait_for_readers(self._compilers, named, COMPILER_GRACE_S)
-        _lock(scope, self.folder / "host", named, exclusive=exclusive)
+        _lock(scope, self.folder / "host", partial(wait, "the host"), exclusive=exclusive)
 
     def _lock_gpus(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
         for uuid in self._gpus:
@@ -160,7 +166,7 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
     lock = partial(locked, path, wait=wait)
     gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
     if exclusive:
-        _wait_for_readers(path, wait, WRITER_GRACE_S)
+        _wait_for_readers(path, wait)
         scope.enter_context(gate(shared=True))
         scope.enter_context(lock(shared=False))
     else:
@@ -168,12 +174,23 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
             scope.enter_context(lock(shared=True))
 
 
-def _wait_for_readers(path: Path, wait: Callable[[], None], most_s: float) -> None:
-    """Wait until nobody holds a lock in shared mode, but not longer than ``most_s`` seconds."""
-    end = time.monotonic() + most_s
+def _wait_for_readers(path: Path, wait: Callable[[], None]) -> None:
+    """Wait until nobody holds a lock in shared mode, but not longer than the grace period."""
+    end = time.monotonic() + WRITER_GRACE_S
     while time.monotonic() < end and is_shared(path):
         wait()
         time.sleep(POLL_S)
+
+
+def continue_compilers(folder: Path | None = None) -> None:
+    """Continue claims that were paused by one that was killed, unless another needs them paused."""
+    folder = private_folder(folder or default_folder())
+    with suppress(BlockingIOError), locked(folder / "host.lock", shared=True, wait=_refuse):
+        compilers.proceed(folder)
+
+
+def _refuse() -> NoReturn:
+    raise BlockingIOError
 
 
 def private_folder(folder: Path) -> Path:

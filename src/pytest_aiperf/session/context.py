@@ -79,6 +79,8 @@ class ItemContext:
             on_wait=self.wait_for,
             on_acquired=lambda: self.progress("its turn"),
             threads=self.settings.threads,
+            # a claim that runs in pytest's own process, or as a rank, does not lead a session
+            pausable=self.session.role is Role.CLAIM and os.getsid(0) == os.getpid(),
         )
 
     @cached_property

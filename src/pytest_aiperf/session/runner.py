@@ -24,6 +24,7 @@ from _pytest.runner import runtestprotocol
 from pytest_aiperf.errors import AiperfError
 from pytest_aiperf.machine import isolation, requirements
 from pytest_aiperf.machine.file_lock import locked
+from pytest_aiperf.machine.gpu_lock import continue_compilers
 from pytest_aiperf.model import Outcome, Result
 from pytest_aiperf.records import results
 from pytest_aiperf.records.consistency import contradiction
@@ -299,6 +300,8 @@ class Runner:
             deadline_s=self.settings.deadline_s,
             on_message=receive,
         )
+        if ended.status != "exited":
+            continue_compilers()  # the claim may have paused some when it was killed
         how = isolation.describe(ended)
         [only, *others] = items
         if not others and not measured[only.nodeid].is_complete:
@@ -315,6 +318,7 @@ class Runner:
         if on_cuda(gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in gpus)
         session = replace(self.session, role=Role.CLAIM, send=channel.send)
+        Session.current = session
         items[0].config.stash[SESSION] = session
         gc.freeze()  # keeps the collector from scanning pytest's objects, which stay anyway
 
