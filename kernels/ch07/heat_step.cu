@@ -1,4 +1,4 @@
-// One explicit step of the heat equation on n x n halves: five ways to load a tile with its halo.
+// One explicit step of the heat equation on n x n halves: four ways to load a tile with its halo.
 //
 // out = u + 0.1 * laplacian(u), fourth order: the stencil is a plus with arms of two points, and u
 // is 0 beyond the edges. A block computes a tile of 128 x 32 points and needs a halo of 2 points on
@@ -17,9 +17,6 @@
 //                 box. A tensor map, encoded on the host, describes the array. The TMA computes all
 //                 addresses, fills in 0 beyond the edges, and counts the bytes on an mbarrier. Its
 //                 boxes are multiples of 16 bytes too, hence the same box as in async_vectors.
-//   pipelined     The same copies by as many blocks as the SMs hold at once, each with two buffers.
-//                 A block requests its next tile before it waits for the current one, so that the
-//                 loads of a block overlap its own stencil, and not only that of other blocks.
 
 #include <cuda.h>
 #include <cuda_fp16.h>
@@ -39,12 +36,11 @@ constexpr int THREADS = PAIRS * GROUPS;
 
 __device__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
 
-// Apply the stencil to a tile in shared memory; (left, top) is its place in the array. Each thread
-// walks down two columns: it keeps the points above and below in registers and reads those to the
-// left and right from shared memory.
-__device__ void stencil(const __half* tile, __half* out, int n, int left, int top) {
+// Apply the stencil to a tile in shared memory. Each thread walks down two columns: it keeps the
+// points above and below in registers and reads those to the left and right from shared memory.
+__device__ void stencil(const __half* tile, __half* out, int n) {
     const int pair = threadIdx.x % PAIRS, first = threadIdx.x / PAIRS * (HEIGHT / GROUPS);
-    const int x = left + 2 * pair, y = top + first;
+    const int x = blockIdx.x * WIDTH + 2 * pair, y = blockIdx.y * HEIGHT + first;
     const auto* at = reinterpret_cast<const __half2*>(tile + first * PITCH + LEFT) + pair;
     float2 window[5];  // five points of each column; window[2] is the current one
     for (int k = 0; k < 4; ++k) window[k] = __half22float2(at[k * PITCH / 2]);
@@ -75,7 +71,7 @@ __global__ void __launch_bounds__(THREADS) heat_by_element(const __half* in, __h
         tile[row * PITCH + LEFT - HALO + column] = inside ? in[size_t(y) * n + x] : __half(0.0f);
     }
     __syncthreads();
-    stencil(tile, out, n, blockIdx.x * WIDTH, blockIdx.y * HEIGHT);
+    stencil(tile, out, n);
 }
 
 __global__ void __launch_bounds__(THREADS) heat_async_words(const __half* in, __half* out, int n) {
@@ -94,7 +90,7 @@ __global__ void __launch_bounds__(THREADS) heat_async_words(const __half* in, __
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    stencil(tile, out, n, blockIdx.x * WIDTH, blockIdx.y * HEIGHT);
+    stencil(tile, out, n);
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -114,88 +110,42 @@ __global__ void __launch_bounds__(THREADS)
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    stencil(tile, out, n, blockIdx.x * WIDTH, blockIdx.y * HEIGHT);
+    stencil(tile, out, n);
 }
 
-using Tile = __half[PITCH * ROWS];
-static_assert(sizeof(Tile) % 128 == 0, "the TMA writes to multiples of 128 bytes");
-
-__device__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ void init(uint64_t& barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
-    // make the initialised mbarrier visible to the TMA
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Request the box of the tile at (left, top); the mbarrier counts its bytes.
-__device__ void request(const CUtensorMap& in, Tile& tile, uint64_t& barrier, int left, int top) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
-                     shared_address(&barrier)),
-                 "r"(uint32_t(sizeof(Tile)))
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(tile)),
-        "l"(&in), "r"(left - LEFT), "r"(top - HALO), "r"(shared_address(&barrier))
-        : "memory");
-}
-
-// Wait for the end of a phase of the mbarrier: 0, then 1, then 0 again.
-__device__ void wait(uint64_t& barrier, uint32_t phase) {
+__global__ void __launch_bounds__(THREADS)
+    heat_tensor_map(const __grid_constant__ CUtensorMap in, __half* out, int n) {
+    __shared__ alignas(128) __half tile[PITCH * ROWS];
+    __shared__ alignas(8) uint64_t barrier;
+    const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
+    const auto mbarrier = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(mbarrier) : "memory");
+        // make the initialised mbarrier visible to the TMA
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mbarrier),
+                     "r"(uint32_t(sizeof(tile)))
+                     : "memory");
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+            "l"(&in), "r"(int(blockIdx.x) * WIDTH - LEFT), "r"(int(blockIdx.y) * HEIGHT - HALO),
+            "r"(mbarrier)
+            : "memory");
+    }
+    __syncthreads();  // the mbarrier is initialised before any thread waits on it
     uint32_t done = 0;
     while (!done)  // try_wait may time out: repeat it
         asm volatile(
             "{\n"
             ".reg .pred complete;\n"
-            "mbarrier.try_wait.parity.shared.b64 complete, [%1], %2;\n"
+            "mbarrier.try_wait.parity.shared.b64 complete, [%1], 0;\n"
             "selp.u32 %0, 1, 0, complete;\n"
             "}"
             : "=r"(done)
-            : "r"(shared_address(&barrier)), "r"(phase)
+            : "r"(mbarrier)
             : "memory");
-}
-
-__global__ void __launch_bounds__(THREADS)
-    heat_tensor_map(const __grid_constant__ CUtensorMap in, __half* out, int n) {
-    __shared__ alignas(128) Tile tile;
-    __shared__ alignas(8) uint64_t barrier;
-    const int left = blockIdx.x * WIDTH, top = blockIdx.y * HEIGHT;
-    if (threadIdx.x == 0) {
-        init(barrier);
-        request(in, tile, barrier, left, top);
-    }
-    __syncthreads();  // the mbarrier is initialised before any thread waits on it
-    wait(barrier, 0);
-    stencil(tile, out, n, left, top);
-}
-
-__global__ void __launch_bounds__(THREADS)
-    heat_pipelined(const __grid_constant__ CUtensorMap in, __half* out, int n, int columns,
-                   int tiles) {
-    __shared__ alignas(128) Tile buffers[2];
-    __shared__ alignas(8) uint64_t barriers[2];
-    if (threadIdx.x == 0) {
-        init(barriers[0]);
-        init(barriers[1]);
-        request(in, buffers[0], barriers[0], blockIdx.x % columns * WIDTH,
-                blockIdx.x / columns * HEIGHT);
-    }
-    __syncthreads();  // the mbarriers are initialised before any thread waits on them
-    uint32_t current = 0, phase = 0;
-    for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
-        const int next = i + gridDim.x;
-        if (threadIdx.x == 0 && next < tiles)
-            request(in, buffers[1 - current], barriers[1 - current], next % columns * WIDTH,
-                    next / columns * HEIGHT);
-        wait(barriers[current], phase);
-        stencil(buffers[current], out, n, i % columns * WIDTH, i / columns * HEIGHT);
-        __syncthreads();  // all threads have used the buffer before it is requested again
-        phase ^= current;  // both buffers have been used: their next phase
-        current ^= 1;
-    }
+    stencil(tile, out, n);
 }
 
 dim3 tiles(int n) { return dim3((n + WIDTH - 1) / WIDTH, (n + HEIGHT - 1) / HEIGHT); }
@@ -219,8 +169,7 @@ extern "C" cudaError_t async_vectors(const __half* in, __half* out, int n, cudaS
     return cudaGetLastError();
 }
 
-// Describe the array to the TMA.
-cudaError_t encode(CUtensorMap* map, const __half* in, int n) {
+extern "C" cudaError_t tensor_map(const __half* in, __half* out, int n, cudaStream_t stream) {
     void* encode = nullptr;
     cudaDriverEntryPointQueryResult status;
     if (cudaError_t error = cudaGetDriverEntryPointByVersion(
@@ -228,36 +177,15 @@ cudaError_t encode(CUtensorMap* map, const __half* in, int n) {
         return error;
     if (status != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
 
+    CUtensorMap map;
     const cuuint64_t size[] = {cuuint64_t(n), cuuint64_t(n)};
     const cuuint64_t strides[] = {size[0] * sizeof(__half)};  // bytes per row, a multiple of 16
     const cuuint32_t box[] = {PITCH, ROWS}, element_strides[] = {1, 1};
     const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-        map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<__half*>(in), size, strides, box,
+        &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<__half*>(in), size, strides, box,
         element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-extern "C" cudaError_t tensor_map(const __half* in, __half* out, int n, cudaStream_t stream) {
-    CUtensorMap map;
-    if (cudaError_t error = encode(&map, in, n)) return error;
+    if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
     heat_tensor_map<<<tiles(n), THREADS, 0, stream>>>(map, out, n);
-    return cudaGetLastError();
-}
-
-extern "C" cudaError_t pipelined(const __half* in, __half* out, int n, cudaStream_t stream) {
-    CUtensorMap map;
-    if (cudaError_t error = encode(&map, in, n)) return error;
-    int device, sms, blocks_per_sm;
-    const auto multiprocessors = cudaDevAttrMultiProcessorCount;
-    if (cudaError_t error = cudaGetDevice(&device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&sms, multiprocessors, device)) return error;
-    if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &blocks_per_sm, heat_pipelined, THREADS, 0))
-        return error;
-    const dim3 grid = tiles(n);
-    const int count = grid.x * grid.y, resident = sms * blocks_per_sm;
-    heat_pipelined<<<count < resident ? count : resident, THREADS, 0, stream>>>(map, out, n, grid.x,
-                                                                                count);
     return cudaGetLastError();
 }
