@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from .rules import evidence, scores
     from .session.fixtures import Capture, Compare, Stopwatch
-    from .session.standalone import measure
+    from .session.standalone import measure, measure_each
 
     __version__: str
 
@@ -68,6 +68,7 @@ __all__ = [
     "__version__",
     "evidence",
     "measure",
+    "measure_each",
     "prepared",
     "scores",
     "static",
@@ -80,6 +81,7 @@ _MODULES = {
     "Stopwatch": "session.fixtures",
     "evidence": "rules.evidence",
     "measure": "session.standalone",
+    "measure_each": "session.standalone",
     "scores": "rules.scores",
 }
 """Submodule that defines each public name; names not listed are defined in ``model``."""

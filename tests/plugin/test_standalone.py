@@ -3,6 +3,8 @@
 import functools
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
@@ -12,11 +14,15 @@ import pytest
 import pytest_aiperf
 from pytest_aiperf import Outcome, UsageError, Verdict, Work, prepared
 from pytest_aiperf.claim import measure
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.session import standalone
+from pytest_aiperf.session.figures import SharedFigures
 from pytest_aiperf.session.fixtures import refuse_identical_arms
+from pytest_aiperf.session.session import Session
 from tests.fake_gpu import FAKE_GPU, FakeMachine, Noise
 
 from .claims import doubling, vectors
+from .conftest import PATIENCE_S
 
 STEADY = Noise(white=0.001, tail_chance=0, drift=0, ramp=0, throttle_per_s=0, layout=0.001)
 USUAL = {
@@ -164,6 +170,109 @@ def test_a_machine_without_a_gpu_measures_on_the_host(machine, monkeypatch):
 def test_the_host_is_chosen_where_there_is_a_gpu():
     result = pytest_aiperf.measure(**USUAL, device="cpu", quick=True)
     assert (result.key, result.gpu) == ("cpu", None)
+
+
+def test_candidates_are_timed_in_the_same_rounds_against_one_baseline():
+    candidates = [doubling(100), doubling(50), slow]
+    baseline = {"baseline": slow, "inputs": vectors, "reference": USUAL["reference"]}
+    results = pytest_aiperf.measure_each(candidates, **baseline, quick=True, seed=7)
+    assert [r.outcome for r in results] == [Outcome.PASSED, Outcome.PASSED, Outcome.FAILED]
+    assert [round(r.speedup.value, 1) for r in results] == [2, 4, 1]
+    times = {
+        tuple(round_.seconds["baseline"] for part in r.timing.replicates for round_ in part.rounds)
+        for r in results
+    }
+    assert len(times) == 1
+    assert pytest_aiperf.measure_each([], **baseline) == []
+
+
+def test_a_candidate_that_fails_costs_only_itself():
+    def broken(x):
+        raise ZeroDivisionError("by zero")
+
+    def unlike(x, y):
+        return x
+
+    others = {name: arm for name, arm in USUAL.items() if name != "optimized"}
+    candidates = [broken, lambda x: x * 3, unlike, doubling(100)]
+    results = pytest_aiperf.measure_each(candidates, **others, quick=True)
+    errors = [Outcome.ERROR, Outcome.FAILED, Outcome.ERROR, Outcome.PASSED]
+    assert [result.outcome for result in results] == errors
+    assert results[0].message == "ZeroDivisionError: by zero"
+    assert "does not take the 1 values" in results[2].message
+    with pytest.raises(UsageError, match="one of device, wall, memory, score"):
+        pytest_aiperf.measure_each(candidates, **others, metric="speed")
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """Let this process be that of a claim; return the messages that it sends."""
+    sent = []
+
+    class Current:
+        figures = SharedFigures(None, noise_floor=0.125)
+
+        def send(self, kind, **_fields):
+            sent.append(kind)
+
+    monkeypatch.setattr(Session, "current", Current())
+    return sent
+
+
+def test_in_a_claims_process_each_wait_for_the_gpu_is_reported(current, monkeypatch, tmp_path):
+    for _ in range(2):  # the first call also opens the device
+        with ExitStack() as theirs:
+            theirs.enter_context(GpuLock([FAKE_GPU.uuid], tmp_path / "locks").exclusive_gpu())
+
+            def send(kind, theirs=theirs, **_fields):
+                current.append(kind)
+                theirs.close()
+
+            monkeypatch.setattr(Session.current, "send", send)
+            result = pytest_aiperf.measure(**USUAL, quick=True)
+        assert result.outcome is Outcome.PASSED
+        assert current[:2] == ["waiting", "working"]
+        current.clear()
+
+
+def test_in_a_claims_process_the_noise_floor_of_its_session_is_used(current):
+    assert pytest_aiperf.measure(**USUAL, quick=True).floor == 0.125
+
+
+def test_a_claim_that_measures_may_wait_longer_than_its_deadline(project):
+    """This test holds the host until the clock has jumped beyond the deadline."""
+    project.write(
+        "conftest.py",
+        "import time\n"
+        "from pathlib import Path\n"
+        "from types import SimpleNamespace\n"
+        "from pytest_aiperf.machine import isolation\n"
+        "update = isolation._Deadline.update\n"
+        "def noted(deadline, kind):\n"
+        "    update(deadline, kind)\n"
+        "    Path(kind).touch()\n"
+        "def monotonic():\n"
+        "    return time.monotonic() + 1000 * Path('late').exists()\n"
+        "isolation._Deadline.update = noted\n"
+        "isolation.time = SimpleNamespace(monotonic=monotonic)\n",
+    )
+    project.tests(
+        "@pytest.mark.host\n"
+        "def test_it(compare):\n"
+        "    import pytest_aiperf\n"
+        "    pytest_aiperf.measure(**usual, device='cpu', quick=True)\n"
+        "    compare(**usual)\n"
+    )
+    patience = time.monotonic() + PATIENCE_S
+    with GpuLock([], project.path / "locks").exclusive_host():
+        running = project.start("--cpu", "-oaiperf_deadline=500")
+        while not (project.path / "waiting").exists():
+            assert time.monotonic() < patience
+            assert running.poll() is None
+            time.sleep(0.02)
+        (project.path / "late").touch()
+    assert running.wait(PATIENCE_S) == 0, (project.path / "out").read_text()
+    assert project.results()["ch07/it"]["outcome"] == "PASSED"
 
 
 def test_a_prepared_arm_gives_the_result_its_name():

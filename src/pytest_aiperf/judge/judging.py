@@ -45,7 +45,7 @@ from pytest_aiperf.rules import stats, validity
 from pytest_aiperf.rules import verdict as rules
 from pytest_aiperf.schema import from_json, to_json
 from pytest_aiperf.session.figures import SharedFigures
-from pytest_aiperf.session.standalone import measure_claim
+from pytest_aiperf.session.standalone import measure_claims
 from pytest_aiperf.text import percent, si
 
 from . import checks, forms
@@ -396,8 +396,8 @@ class _Judging:
             cache=self._cache(case, notes),
             precision=pair.precision,
         )
-        result, error = measure_claim(
-            claim,
+        [(result, error)] = measure_claims(
+            [claim],
             quick=self.options.quick,
             device=self.device,
             seed=self.seed,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytest
 
@@ -26,7 +26,7 @@ from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
 from pytest_aiperf.records.expectations import Expectations
-from pytest_aiperf.records.results import document, machine_info, read_results
+from pytest_aiperf.records.results import document, machine_info, processor, read_results
 from pytest_aiperf.report.live import Live
 
 from .config import Role, Settings, read_settings
@@ -68,6 +68,9 @@ class Session:
     ladder: LadderRun[Any] | None = None  #: The rungs that this process measures together.
     opened: Device | None = None  #: The device of this process, once it is opened.
     lock: GpuLock | None = None  #: The lock of this process, once it is needed.
+
+    current: ClassVar[Session | None] = None
+    """The session of this process if it is the process of a claim, whose deadline is supervised."""
 
     def skip_reason(self, item: pytest.Item) -> str | None:
         """Return why an item cannot be measured or profiled here, or None if it can."""
@@ -311,7 +314,10 @@ def on_cuda(gpus: Sequence[Gpu]) -> bool:
 
 
 def stack_of(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the software versions that figures depend on, without importing the packages."""
+    """Return the software versions that figures depend on, without importing the packages.
+
+    Without a GPU, the figures depend on the processor, too.
+    """
     stack = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "triton", "cupy-cuda13x", "numpy"):
         with suppress(metadata.PackageNotFoundError):
@@ -321,4 +327,6 @@ def stack_of(gpus: Sequence[Gpu]) -> dict[str, str]:
         stack["cuda"] = torch.version.cuda
     if gpus:
         stack["driver"] = gpus[0].driver
+    else:
+        stack["processor"] = processor()
     return stack

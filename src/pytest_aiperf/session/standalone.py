@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, no_progress
+from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of
 from pytest_aiperf.claim.measure import ClaimContext
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
@@ -36,7 +36,17 @@ from pytest_aiperf.sources import source_hash
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
 from .fixtures import refuse_identical_arms
-from .session import stack_of
+from .session import Session, stack_of
+
+
+def report(phase: str, **figures: object) -> None:
+    """Report a phase to the claim's session if this process runs a claim.
+
+    The phase ``waiting`` pauses the claim's deadline until the next report.
+    """
+    if Session.current is not None:
+        kind = "waiting" if phase == "waiting" else "working"
+        Session.current.send(kind, phase=phase, **figures)
 
 
 def measure(
@@ -115,54 +125,107 @@ def measure(
         precision=precision,
         evidence=evidence,
     )
-    result, error = measure_claim(claim, quick=quick, device=device, seed=seed)
+    [(result, error)] = measure_claims([claim], quick=quick, device=device, seed=seed)
     if isinstance(error, UsageError) or not isinstance(error, AiperfError | None):
         raise error
     return result
 
 
-def measure_claim(
-    claim: Claim,
+def measure_each(
+    candidates: Sequence[Arm],
+    *,
+    quick: bool = False,
+    device: Literal["cuda", "cpu"] | None = None,
+    seed: int | None = None,
+    **arguments: Any,
+) -> list[Result]:
+    """Measure of each candidate whether it is faster than the same baseline.
+
+    The baseline and all candidates are timed in the same rounds, on the same inputs, and the GPU
+    is locked once for all of them. This suits a search, which measures many candidates.
+
+    .. code-block:: python
+
+        results = measure_each([tiled, fused], baseline=plain, inputs=rows, reference=exact)
+
+    Args:
+        candidates: The arms to compare with the baseline.
+        quick: Accept wider intervals from fewer replicates.
+        device: Where to measure, as for :func:`measure`.
+        seed: Seed of the inputs and of the order of blocks; random by default.
+        arguments: The other arguments of :func:`measure`, without ``optimized``.
+
+    Returns:
+        One record per candidate, in the same order. If a candidate raises an exception, or returns
+        a wrong result, its record has the reason as ``message``; the others are timed without it.
+
+    Raises:
+        UsageError: The arguments do not make a valid comparison, or the device does not exist.
+            An error of a candidate that breaks the CUDA context, which the others need, is raised
+            unchanged.
+
+    """
+    claims = [claim_of(optimized=candidate, **arguments) for candidate in candidates]
+    ended = measure_claims(claims, quick=quick, device=device, seed=seed)
+    return [result for result, _ in ended]
+
+
+def measure_claims(
+    claims: Sequence[Claim],
     *,
     quick: bool = False,
     device: Literal["cuda", "cpu"] | None = None,
     seed: int | None = None,
     figures: SharedFigures | None = None,
-    progress: Progress = no_progress,
-) -> tuple[Result, Exception | None]:
-    """Measure a claim in this process; return its record and the error that it ended with.
+    progress: Progress = report,
+) -> list[tuple[Result, Exception | None]]:
+    """Measure claims together in this process; return each one's record and error.
 
     ``figures`` are the noise floor and the ceilings that several processes share. Arguments are
     otherwise those of :func:`measure`.
     """
-    machine, gpu, opened = _open_device(device)
+    if not claims:
+        return []
+    machine, gpu, opened = _open_device(device, progress)
     gpus = () if gpu is None else (gpu,)
+    lock = _lock(gpus, progress)
     seed = secrets.randbelow(2**30) if seed is None else seed
-    optimized, baseline = claim.arms["optimized"], claim.arms["baseline"]
-    context = ClaimContext(
-        record=_record(optimized, gpus, seed, quick=quick),
-        device=opened,
-        lock=GpuLock(
-            [g.uuid for g in gpus],
-            on_wait=lambda _: progress("waiting"),
-            on_acquired=lambda: progress("working"),
-        ),
-        rule=QUICK if quick else STANDARD,
-        progress=progress,
-        expectation=Expectation(),
-        code=source_hash.identity(_source_files(optimized, baseline)),
+
+    def context(claim: Claim) -> ClaimContext:
+        optimized, baseline = claim.arms["optimized"], claim.arms["baseline"]
+        return ClaimContext(
+            record=_record(optimized, gpus, seed, quick=quick),
+            device=opened,
+            lock=lock,
+            rule=QUICK if quick else STANDARD,
+            progress=progress,
+            expectation=Expectation(),
+            code=source_hash.identity(_source_files(optimized, baseline)),
+        )
+
+    contexts = [(claim, context(claim)) for claim in claims]
+    return (figures or _figures(gpus)).measure_ladder(contexts, gpus, machine)
+
+
+def _lock(gpus: Sequence[Gpu], progress: Progress) -> GpuLock:
+    return GpuLock(
+        [g.uuid for g in gpus],
+        on_wait=lambda _: progress("waiting"),
+        on_acquired=lambda: progress("working"),
     )
-    [ended] = (figures or _figures()).measure_ladder([(claim, context)], gpus, machine)
-    return ended
 
 
 @functools.cache
-def _figures() -> SharedFigures:
-    return SharedFigures(None)
+def _figures(gpus: tuple[Gpu, ...]) -> SharedFigures:
+    """Return this process's figures; a claim's process may know its session's noise floor."""
+    session = Session.current
+    return SharedFigures(None, None if session is None else session.figures.noise_floor(gpus))
 
 
 @functools.cache
-def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | None, Device]:
+def _open_device(
+    kind: Literal["cuda", "cpu"] | None, progress: Progress
+) -> tuple[Machine, Gpu | None, Device]:
     """Return the device, which is opened once per process because opening it runs kernels."""
     machine = CudaMachine()
     gpus = [] if kind == "cpu" else machine.gpus()
@@ -171,7 +234,7 @@ def _open_device(kind: Literal["cuda", "cpu"] | None) -> tuple[Machine, Gpu | No
     if kind not in ("cuda", "cpu", None):
         raise UsageError(f"measure(device={kind!r}): use 'cuda' or 'cpu'")
     gpu = gpus[0] if gpus else None
-    with GpuLock([g.uuid for g in gpus[:1]]).shared():
+    with _lock(gpus[:1], progress).shared():
         return machine, gpu, machine.open_device(gpu)
 
 
