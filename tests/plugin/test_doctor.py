@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import tarfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -385,6 +386,17 @@ def test_a_bundle_holds_checks_versions_and_chosen_variables(tmp_path):
     )
     assert "OK      driver" in files["aiperf-doctor/doctor.txt"]
     assert "captured" in files["aiperf-doctor/capture-ncu.txt"]
+
+
+def test_a_bundle_can_be_packed_without_installation(monkeypatch):
+    """A clone that runs with PYTHONPATH=src has no metadata that lists its requirements."""
+
+    def requires(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    files = bundle.contents(Machine(), [], capture=False)
+    assert "pytest" in json.loads(files["versions.json"])["packages"]
 
 
 def test_a_missing_profiler_is_left_out():

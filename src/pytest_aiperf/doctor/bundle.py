@@ -48,8 +48,7 @@ def product():
 
 def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str, str]:
     """Return the text of each file of the bundle, by file name."""
-    requirements = metadata.requires("pytest-aiperf") or ()
-    names = {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
+    names = _requirements()
     packages = {d.name: d.version for d in metadata.distributions() if d.name in names}
     facts = {
         "python": platform.python_version(),
@@ -69,6 +68,15 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
         "versions.json": dumps(facts, "versions", indent=1),
     }
     return files | (_captures(host) if capture else {})
+
+
+def _requirements() -> set[str]:
+    """Return the names of the packages that this project requires, also for its extras."""
+    try:
+        requirements = metadata.requires("pytest-aiperf") or ()
+    except metadata.PackageNotFoundError:  # run from its sources, without installation
+        return {"numpy", "nvidia-ml-py", "pytest", "torch", "triton"}
+    return {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
 
 
 def private(environ: Mapping[str, str]) -> dict[str, str]:
