@@ -27,7 +27,7 @@ from pytest_aiperf.build.nvcc import read_sources
 from pytest_aiperf.machine import requirements
 from pytest_aiperf.model import ARMS, Against, Gpu, Result
 from pytest_aiperf.records.results import read_results
-from pytest_aiperf.report import aggregate, markdown, source_code, terminal, views
+from pytest_aiperf.report import aggregate, formatting, markdown, source_code, terminal, views
 from pytest_aiperf.report.formatting import escape
 from pytest_aiperf.rules import roofline, stats
 from pytest_aiperf.sources import source_hash
@@ -326,12 +326,14 @@ class Course:
         first = rungs[0]
         metric = first.timing.metric.value if first.timing else "no figure"
         judged = {"device": "device time", "wall": "wall time", "memory": "peak memory"}
-        stack = ", ".join(f"{name} {version}" for name, version in first.stack.items())
+        versions = (f"{name} {v}" for name, v in first.stack.items() if name != "processor")
+        noisy = first.host and first.floor > 0
+        noise = f" Identical arms differed by up to {first.floor:.1%}." if noisy else ""
         yield (
             f"{amount(rungs)}Judged on {judged.get(metric, metric)}; [baseline]({WORDS}): "
             f"{', '.join(dict.fromkeys(r.against for r in rungs))}. Recorded on "
-            f"{first.started[:10]} on {first.gpu.name if first.gpu else 'a host'} in "
-            f"{sum(r.seconds for r in rungs):.0f} s ({escape(stack)})."
+            f"{first.started[:10]} on {escape(formatting.measured_on(first))} in "
+            f"{sum(r.seconds for r in rungs):.0f} s ({escape(', '.join(versions))}).{noise}"
         )
 
     def gpus(self) -> str:

@@ -394,7 +394,7 @@ class Recorded:
     speedup: tuple[float, float, float]  #: Lower end, estimate and upper end.
     runs: int  #: Number of consecutive accepted runs with this code and stack.
     code: str  #: Hash of the source code.
-    stack: str  #: Versions of the software.
+    stack: str  #: Versions of the software; of a host claim, also the processor.
     recorded: str  #: Date of the last update, as YYYY-MM-DD.
     share: float | None = None  #: Ratio of the optimized arm's rate to its limit.
 
@@ -448,7 +448,8 @@ class Result:
     expectation: Expectation | None = None  #: Expectation that the claim was judged against.
     code: str = ""  #: Hash of the source code.
     gpu: Gpu | None = None  #: GPU that the claim ran on.
-    stack: Mapping[str, str] = field(default_factory=dict)  #: Versions of the software.
+    stack: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the software; without a GPU, also the "processor"."""
     seconds: float = 0.0  #: Duration, without the time spent waiting for locks.
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.

@@ -299,6 +299,23 @@ def test_another_gpu_is_shown_beside_the_first(site):
     assert "NVIDIA H200" in page
 
 
+def test_a_host_claim_is_shown_with_its_processor_and_noise(site):
+    file = site.root / "results/h200.json"
+    content = json.loads(file.read_text())
+    host = {"host": True, "key": "cpu", "gpu": None, "floor": 0.0312}
+    for record in content["benchmarks"]:
+        record["aiperf"] |= host | {
+            "stack": {"python": "3.12.3", "processor": "EPYC, 2 logical CPUs"}
+        }
+    file.with_name("cpu.json").write_text(json.dumps(content))
+    file.unlink()
+    errors, page = site()
+    assert errors == ""
+    text = " ".join(page.split())
+    assert "on EPYC, 2 logical CPUs in" in text
+    assert "s (python 3.12.3). Identical arms differed by up to 3.1%." in text
+
+
 @pytest.fixture
 def course(monkeypatch):
     pytest.importorskip("sphinx", reason="the extra docs is not installed")

@@ -25,6 +25,13 @@ from pytest_aiperf.rules.verdict import verdict
 
 H200 = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 150 << 30, "580.159")
 STACK = {"torch": "2.11.0", "cuda": "13.0", "driver": "580.159", "python": "3.12"}
+HOST = {
+    "host": True,
+    "key": "cpu",
+    "gpu": None,
+    "stack": {"python": "3.12", "torch": "2.11.0", "processor": "EPYC 9654, 16 logical CPUs"},
+}
+"""The fields in which the record of a host claim differs."""
 
 
 def timing(baseline=2e-3, optimized=1e-3, **changes):

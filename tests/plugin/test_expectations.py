@@ -36,7 +36,7 @@ from pytest_aiperf.records.expectations import (
     stack_line,
 )
 from pytest_aiperf.rules.evidence import counter, launches
-from tests.plugin.records import H200, STACK, result
+from tests.plugin.records import H200, HOST, STACK, result
 
 TODAY = date(2026, 11, 22)
 LINE = "torch 2.11.0, CUDA 13.0, driver 580.159"
@@ -127,6 +127,12 @@ def test_lookup_prefers_the_gpu_then_its_architecture(path):
     assert loaded.lookup("ch07/tile", "b200", "sm100", "a").recorded is None
     assert loaded.lookup("ch07/tile", "2xh200", "sm90", "a").recorded is None, "other machine"
     assert loaded.lookup("ch07/tile", "cpu", "sm90", "a") == Expectation(Require(speedup=1.5))
+
+
+def test_a_host_is_never_expected_to_reach_a_recorded_figure(path):
+    path.write_text(f"schema: 1\nclaims:\n  a/b:\n    require: {{speedup: 1}}\n    cpu: {ENTRY}\n")
+    assert list(load(path).claims["a/b"].recorded) == ["cpu"]
+    assert load(path).lookup("a/b", "cpu", "", "a") == Expectation(Require(speedup=1.0))
 
 
 def test_several_gpus_fall_back_to_as_many(path):
@@ -353,6 +359,8 @@ def test_stack_line():
     assert stack_line({"driver": "580", "torch": "2"}) == "torch 2, driver 580"
     assert stack_line({"python": "3.12", "numpy": "2"}) == "numpy 2, python 3.12"
     assert stack_line({}) == "unknown"
+    host = {"processor": "X, 2 logical CPUs", "triton": "3", "numpy": "2.4", "python": "3.12"}
+    assert stack_line(host) == "Python 3.12, NumPy 2.4, processor X, 2 logical CPUs"
 
 
 # which results are accepted
@@ -364,7 +372,12 @@ REFUSALS = {
     "error": ({"outcome": Outcome.ERROR}, "ERROR"),
     "skipped": ({"outcome": Outcome.SKIPPED}, "SKIPPED"),
     "not run": ({"outcome": Outcome.NOT_RUN}, "NOT_RUN"),
-    "host": ({"host": True, "key": "cpu", "gpu": None}, "host claim"),
+    "host claim on a GPU": (HOST | {"gpu": H200}, "its GPU 'h200'"),
+    "host claim with a GPU's key": (HOST | {"key": "h200"}, "its key is 'h200'"),
+    "unknown host": (HOST | {"stack": {"python": "3.12"}}, "does not name the processor"),
+    "noisy host": (HOST | {"floor": 0.21}, "differ by 21.0% (at most 20 %)"),
+    "slow host": (HOST | {"speedup": Interval(0.8, 0.81, 0.82)}, "SLOWER where"),
+    "cpu without a host claim": ({"key": "cpu", "gpu": None}, "its GPU ''"),
     "quick": ({"quick": True}, "--quick"),
     "reproducible": ({"conditions": {"reproducible": "seed 0"}}, "--reproducible"),
     "unchecked": ({"unchecked": ("a clock", "b")}, "not checked: a clock; b"),
@@ -378,7 +391,7 @@ REFUSALS = {
     "disorder": ({"speedup": Interval(2.0, 1.0, 3.0)}, "no speedup"),
     "nan": ({"speedup": Interval(2.0, float("nan"), 3.0)}, "no speedup"),
     "inconclusive": ({"speedup": Interval(0.9, 1.2, 1.5)}, "INCONCLUSIVE"),
-    "noisy": ({"floor": 0.03}, "noisy"),
+    "noisy": ({"floor": 0.03}, "differ by 3.0% (at most 2 %)"),
     "noise unknown": ({"floor": float("nan")}, "noisy"),
     "parity": ({"speedup": Interval(0.99, 1.0, 1.01), "verdict": Verdict.SAME}, "SAME where"),
     "slower": ({"speedup": Interval(0.8, 0.81, 0.82), "verdict": Verdict.SLOWER}, "SLOWER where"),
@@ -409,6 +422,21 @@ def test_each_refusal_leaves_the_file_alone(kind, outcome, path):
 def test_a_good_result_is_acceptable():
     assert acceptable(result(), Expectation()) is None
     assert acceptable(result(key="2xh200"), Expectation()) is None
+
+
+def test_a_host_claim_is_recorded_with_its_processor(path):
+    path.write_text("schema: 1\nclaims:\n  a/b:\n    require: {speedup: 1.5}\n")
+    noisy = result("a/b", **HOST, floor=0.1)
+    for runs, host in ((1, noisy), (2, noisy), (1, dataclasses.replace(noisy, stack=OTHER))):
+        propose_update(path, [host], TODAY).write(path.parent / "results")
+        entry = load(path).claims["a/b"].recorded["cpu"]
+        assert (entry.speedup, entry.runs) == ((2.0, 2.011, 2.023), runs)
+        assert entry.stack == f"Python 3.12, torch 2.11.0, processor {host.stack['processor']}"
+    assert [file.name for file in (path.parent / "results").iterdir()] == ["cpu.json"]
+    assert load(path).claims["a/b"].require == Require(speedup=1.5)
+
+
+OTHER = HOST["stack"] | {"processor": "Xeon 8480C, 16 logical CPUs"}
 
 
 def test_a_failed_result_is_judged_by_the_requirements_only():

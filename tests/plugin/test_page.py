@@ -38,7 +38,7 @@ from pytest_aiperf.records.results import document
 from pytest_aiperf.report import aggregate, charts, markdown, page, side_by_side, source_code, views
 from pytest_aiperf.rules.stats import mean_call_s
 from pytest_aiperf.schema import to_json
-from tests.plugin.records import ladder, result, timing
+from tests.plugin.records import HOST, ladder, result, timing
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "x\"'><script>alert(1)</script><img src=http://e.vil/x onerror=alert(2)>"
@@ -457,7 +457,12 @@ def test_a_noisy_host_is_a_warning_and_its_cpu_is_shown():
     machine = {"cpu": {"brand_raw": "EPYC 9654", "count": 16}}
     text = page.page([noisy], machine, "Report")
     assert '<p class="warning">Noisy host: two identical arms differ by 95%, so' in text
-    assert "EPYC 9654, 16 cores" in text
+    assert "EPYC 9654, 16 logical CPUs" in text
+    named = page.page(
+        [rich("ch05/x", **HOST | {"stack": {"processor": "Xeon"}})], machine, "Report"
+    )
+    assert "<dd>Xeon</dd>" in named
+    assert "EPYC 9654" not in named
     assert 'class="warning"' not in page.page([calm], {"cpu": "?"}, "Report")
 
 

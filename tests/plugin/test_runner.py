@@ -1,6 +1,7 @@
 """`pytest --gpu` on the fake GPU: verdicts, records, expectations."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -379,7 +380,25 @@ def test_device(compare): compare(**usual)
     project.fake(gpus=0)
     done = project.run("--cpu")
     done.assert_outcomes(passed=1, deselected=1)
-    assert project.results()["ch07/host"]["key"] == "cpu"
+    host = project.results()["ch07/host"]
+    assert host["key"] == "cpu"
+    assert host["stack"]["processor"].endswith(f"{len(os.sched_getaffinity(0))} logical CPUs")
+
+
+def test_a_host_claim_is_recorded_but_judged_by_its_requirements_only(project):
+    project.tests('@pytest.mark.host\ndef test_host(compare): compare(**usual, metric="wall")')
+    project.fake(gpus=0)
+    done = project.run("--update-expectations")
+    lines = ["accepted ch07/host on cpu: *", "+    cpu: {speedup: *logical CPUs*"]
+    done.stdout.fnmatch_lines(lines)
+    accepted = by_claim(json.loads((project.path / "results" / "cpu.json").read_text()))
+    assert accepted == project.results()
+
+    expected = project.path / "expectations.yaml"
+    text = re.sub(r"(speedup: )[^]]*", r"\1[50.0, 51.0, 52.0", expected.read_text())
+    for require, outcome in ((1.5, "passed"), (3, "failed")):
+        expected.write_text(f"{text}    require: {{speedup: {require}}}\n")
+        project.run("--cpu").assert_outcomes(**{outcome: 1})
 
 
 THREADS = """

@@ -32,7 +32,7 @@ from pytest_aiperf.records.results import read_results
 from pytest_aiperf.report import formatting, markdown, terminal, views
 from pytest_aiperf.rules.verdict import judge
 from pytest_aiperf.schema import to_json
-from tests.plugin.records import ladder, result, timing
+from tests.plugin.records import HOST, ladder, result, timing
 
 pytest_plugins = ["pytester"]
 
@@ -526,6 +526,20 @@ def test_markdown_cells_cannot_leave_their_table():
     assert r"&lt;script&gt;\`" in row
     note = next(line for line in text.split("\n") if line.startswith("- "))
     assert note.endswith(r"a\|b &lt;img src=x&gt; \[l\](u) \*b\* &amp; \`c\`")
+
+
+def test_markdown_names_the_hosts_of_host_claims():
+    host = result("ch01/c", **HOST)
+    other = result("ch01/d", **HOST | {"stack": {"processor": "Xeon, 8 logical CPUs"}})
+    old = result("ch01/e", **HOST | {"stack": {}})
+    for text in (terminal.markdown([host, other, old]), markdown.tables([host, other, old])):
+        assert "cpu: EPYC 9654, 16 logical CPUs; Xeon, 8 logical CPUs\n" in text
+    assert "cpu:" not in terminal.markdown([old])
+
+
+def test_host_claims_come_last_in_a_table():
+    text = markdown.tables([result("ch01/c", **HOST), result("ch01/d")])
+    assert text.index("| d |") < text.index("| c |")
 
 
 def test_markdown_is_the_same_table():

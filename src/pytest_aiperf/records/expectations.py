@@ -20,20 +20,24 @@ from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
 from pytest_aiperf.rules.evidence import broken, not_looked_at
-from pytest_aiperf.rules.verdict import is_parity, judge
+from pytest_aiperf.rules.verdict import NOISY_FLOOR, is_parity, judge
 from pytest_aiperf.schema import from_json
 
 from .results import atomic_write, merge_results, writing
 from .yaml_file import MAX_TEXT, ROOT, Document, is_text, last_line, parse, read
 
 MAX_NOISE: Final = 0.02  #: Results are refused if identical arms differ by more than this.
+HOST: Final = "cpu"
+"""Key of host claims. Their figures are recorded to be shown: no run is judged by them, because
+hosts differ."""
 MAX_VALUES: Final = {"speedup": 1e9, "library": 1e9, "share": 2.0, "runs": 1e9}
 """Upper bounds of figures. A share of the limit may exceed 1, since the limit is measured."""
 SCHEMA: Final = 1  #: Version of the file format; files of other versions are refused.
 STACK: Final = ("torch", "CUDA", "driver")  #: Software whose versions an entry records, in order.
+HOST_STACK: Final = ("Python", "NumPy", "torch", "processor")  #: The same for a host claim.
 NEW_FILE: Final = """\
 # What each claim must show. People write `require`; the lower end of the interval must reach it.
-# `pytest --update-expectations` and `python -m pytest_aiperf accept` write the entry of each GPU.
+# `pytest --update-expectations` and `python -m pytest_aiperf accept` write the other entries.
 schema: 1
 claims: {}
 """
@@ -43,7 +47,7 @@ _json = partial(json.dumps, ensure_ascii=False)
 _CLAIM = re.compile(r"[^\s/\[\]]+(/[^\s/\[\]]+)+(\[.+\])?")
 _KEY = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 # names that every YAML version reads as text even without quotes
-_UNQUOTED = re.compile(r"([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
+_UNQUOTED = re.compile(r"cpu|([1-9]\d*x)?[A-Za-z_]+[\d/][\w./-]*(\[[\w./-]+\])?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class ClaimEntry:
 
     require: Require = field(default_factory=Require)  #: Written by people.
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
-    """Accepted figures, by GPU (h200) or by architecture (sm90)."""
+    """Accepted figures, by GPU (h200), by architecture (sm90), or of a host (cpu)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,13 @@ class Expectations:
     claims: Mapping[str, ClaimEntry] = field(default_factory=dict)
 
     def lookup(self, claim: str, key: str, arch: str, code: str) -> Expectation:
-        """Return the expectation of a claim on a GPU.
+        """Return the expectation of a claim on a GPU; on a host, only what it requires.
 
         If the GPU has no entry, that of its architecture counts: sm90 for h200, 2xsm90 for 2xh200.
         """
         entry = self.claims.get(claim, ClaimEntry())
-        fallback = "" if key == "cpu" else re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
-        for name in (key, fallback):
+        fallback = re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
+        for name in () if key == HOST else (key, fallback):
             if recorded := entry.recorded.get(name):
                 return Expectation(entry.require, recorded, name, recorded.code != code)
         return Expectation(entry.require)
@@ -112,7 +116,8 @@ def stack_line(stack: Mapping[str, str]) -> str:
     If a new result's line differs from that of its entry, the entry's count of runs restarts.
     """
     versions = {name.lower(): version for name, version in stack.items()}
-    first = [(name, versions[name.lower()]) for name in STACK if name.lower() in versions]
+    names = HOST_STACK if "processor" in versions else STACK
+    first = [(name, versions[name.lower()]) for name in names if name.lower() in versions]
     return ", ".join(" ".join(pair) for pair in first or sorted(stack.items())) or "unknown"
 
 
@@ -187,8 +192,6 @@ def _unfit(result: Result) -> Iterator[str]:
         yield "its id is not folder/name[param]"
     if result.outcome not in (Outcome.PASSED, Outcome.FAILED):
         yield f"it ended {result.outcome}" + (f": {result.message}" if result.message else "")
-    if result.host:
-        yield "it is a host claim: hosts differ, so its figure is not recorded"
     if result.profiles:
         yield "it was captured under a profiler, not timed; measure it without --profile"
     if result.quick:
@@ -197,11 +200,21 @@ def _unfit(result: Result) -> Iterator[str]:
         yield "it was measured with --reproducible: its algorithms differ; measure it without"
     if result.unchecked:
         yield f"not checked: {'; '.join(result.unchecked)}"
-    gpu = result.gpu.key if result.gpu else ""
-    if not _KEY.fullmatch(gpu) or not re.fullmatch(rf"([1-9]\d*x)?{re.escape(gpu)}", result.key):
-        yield f"its key {result.key!r} is not that of its GPU {gpu!r}"
+    yield from _misplaced(result)
     if not is_text(result.code) or not is_text(stack_line(result.stack)):
         yield "its code hash or its stack is missing or not printable"
+
+
+def _misplaced(result: Result) -> Iterator[str]:
+    gpu = result.gpu.key if result.gpu else ""
+    if result.host and (gpu or result.key != HOST):
+        yield f"it is a host claim, but its key is {result.key!r} and its GPU {gpu!r}"
+    elif result.host and "processor" not in result.stack:
+        yield "its record does not name the processor; measure it again"
+    elif not result.host and not (
+        _KEY.fullmatch(gpu) and re.fullmatch(rf"([1-9]\d*x)?{re.escape(gpu)}", result.key)
+    ):
+        yield f"its key {result.key!r} is not that of its GPU {gpu!r}"
 
 
 def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
@@ -211,8 +224,11 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
         return
     if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
-    if not 0 <= result.floor <= MAX_NOISE:
-        yield f"the session was noisy: identical arms differ by {result.floor:.1%} (at most 2 %)"
+    # no run is judged by a host's figure, and few hosts are as quiet as a GPU
+    allowed = NOISY_FLOOR if result.host else MAX_NOISE
+    if not 0 <= result.floor <= allowed:
+        arms = f"identical arms differ by {result.floor:.1%} (at most {100 * allowed:g} %)"
+        yield f"the session was noisy: {arms}"
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))

@@ -237,6 +237,11 @@ def machine_info(gpus: Iterable[Gpu]) -> dict[str, Any]:
     return {**info, "cpu": cpu, "gpus": [{"name": g.name, "driver": g.driver} for g in gpus]}
 
 
+def processor() -> str:
+    """Return the CPU's model, and how many logical CPUs this process may use."""
+    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} logical CPUs"
+
+
 def _cpu_model() -> str:
     """Return the CPU's model as Linux names it; its architecture if Linux has no name for it."""
     lines: list[str] = []

@@ -93,6 +93,17 @@ def rate(result: Result) -> tuple[float, str]:
     return amount / stats.mean_call_s(timing.replicates, "optimized"), unit
 
 
+def measured_on(result: Result) -> str:
+    """Return the name of the GPU, or the processor of a claim without one."""
+    return result.gpu.name if result.gpu else result.stack.get("processor", result.key)
+
+
+def hosts(results: Sequence[Result]) -> list[str]:
+    """Return a line that says which hosts the key "cpu" stands for; none if no record names one."""
+    names = sorted({measured_on(r) for r in results if r.host} - {"cpu"})
+    return [f"cpu: {'; '.join(names)}"] if names else []
+
+
 def reasons(result: Result) -> list[str]:
     """Return a line for each arm's diagnosis and for each piece of evidence."""
     lines = [f"{arm}: {diagnosis}" for arm, diagnosis in result.diagnosis.items()]

@@ -25,7 +25,7 @@ def markdown(results: Sequence[Result], root: Path) -> str:
 
 def tables(results: Sequence[Result]) -> str:
     """Return the totals, then one table per chapter."""
-    parts = [escape(terminal.totals(results))]
+    parts = [escape(line) for line in (terminal.totals(results), *formatting.hosts(results))]
     for name, claims in _by_chapter(results).items():
         keys = ", ".join(sorted({r.key for r in claims}))
         parts.append(f"### {escape(f'{name} ({keys})')}\n\n{_table(claims)}")
@@ -52,7 +52,7 @@ def comparison(changes: Sequence[Change], stack: Sequence[str], counts: str) -> 
 
 def _by_chapter(results: Sequence[Result]) -> Mapping[str, list[Result]]:
     chapters: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda r: (aggregate.folder(r), r.key)):
+    for result in sorted(results, key=lambda r: (aggregate.folder(r), r.host, r.key)):
         chapters.setdefault(aggregate.folder(result), []).append(result)
     return chapters
 

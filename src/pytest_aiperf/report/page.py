@@ -220,9 +220,10 @@ def _facts(results: Sequence[Result], machine: Mapping[str, Any]) -> list[tuple[
             f"{g.name} ({g.sms} SMs, {g.memory_bytes / 2**30:.0f} GiB)" for g in gpus.values()
         )
         or ", ".join(str(g.get("name")) for g in listed if isinstance(g, Mapping)),
-        "CPU": ", ".join(
+        "CPU": stack.pop("processor", "")
+        or ", ".join(
             str(each)
-            for each in (cpu.get("brand_raw"), cpu.get("count") and f"{cpu['count']} cores")
+            for each in (cpu.get("brand_raw"), cpu.get("count") and f"{cpu['count']} logical CPUs")
             if each
         ),
         "claims on": ", ".join(f"{key} ({n})" for key, n in kinds.items()) * (len(kinds) > 1),

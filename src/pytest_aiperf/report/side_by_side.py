@@ -12,6 +12,7 @@ from pytest_aiperf.rules.verdict import SESSIONS_APART
 from pytest_aiperf.text import si
 
 from . import charts, views
+from .formatting import measured_on
 
 MAX_RATIO: Final = 4.0
 """Ratio at which the axis ends, at the latest: a few wide intervals must not hide the others."""
@@ -52,7 +53,7 @@ def page(old: Sequence[Result], new: Sequence[Result]) -> str:
             {
                 "name": name,
                 "started": min((r.started[:16].replace("T", " ") for r in results), default=""),
-                "machine": ", ".join(sorted({r.gpu.name if r.gpu else r.key for r in results})),
+                "machine": ", ".join(sorted({measured_on(r) for r in results})),
                 "claims": len(results),
             }
             for name, results in (("old", old), ("new", new))

@@ -251,7 +251,7 @@ def live_line(progress: Mapping[str, Any], width: int = 120) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """Return the summary as GitHub Markdown: a table for each kind of GPU, notes, totals."""
     shown = [r for r in results if _has_row(r)]
-    blocks = [escape(text) for text in _conditions(results)]
+    blocks = [escape(text) for text in (*_conditions(results), *formatting.hosts(shown))]
     for key in sorted({r.key for r in shown}):
         rows = sorted(
             (r for r in shown if r.key == key), key=lambda r: (r.ladder or r.claim, r.rung_index)
