@@ -1,6 +1,6 @@
 """Double-buffered copies of results to the host beat waiting for each result before the next step.
 
-A simulation on the GPU (Conway's Game of Life) hands a snapshot to the host after every 200 steps,
+A simulation on the GPU (Conway's Game of Life) hands a snapshot to the host after every 300 steps,
 and the host computes its CRC-32, as for a file format. In the baseline the host launches the steps
 and the copy, waits for them, and processes the snapshot; meanwhile the GPU has nothing to do.
 "double_buffer" launches the steps and the copy of the next snapshot first, into a second buffer,
@@ -22,7 +22,7 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, evidence, prepared
 
-SNAPSHOTS, STEPS = 16, 200
+SNAPSHOTS, STEPS = 16, 300
 
 
 def cells(bench: Bench) -> torch.Tensor:

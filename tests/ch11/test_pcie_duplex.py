@@ -21,7 +21,7 @@ Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def blocks(bench: Bench) -> Blocks:
     """Draw a block on the host and one on the device, each with a destination on the other side."""
-    block, device_out = torch.randn(2, bench.size(2**26, check=1000), device=bench.device)
+    block, device_out = torch.randn(2, bench.size(2**25, check=1000), device=bench.device)
     host_in, host_out = (
         torch.empty_like(block, device="cpu", pin_memory=True).copy_(block) for _ in range(2)
     )

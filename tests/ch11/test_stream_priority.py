@@ -1,12 +1,12 @@
 """On a high-priority stream, small requests wait far less for a GPU that a background job fills.
 
-A background job keeps the GPU busy with kernels of a hundred thousand blocks. A request of three
+A background job keeps the GPU busy with kernels of 65,536 blocks. A request of three
 small kernels arrives on a second stream whenever one of them has been launched. If both streams
 have the same priority, its blocks wait until all blocks of the running background kernel have
 started. With a higher priority, they take the next slots that become free. Blocks that already run
 are not interrupted, so the wait is as long as one block takes instead of one kernel.
 
-The score is the 99th percentile of the latency of 100 requests, from the first launch until the
+The score is the 99th percentile of the latency of 200 requests, from the first launch until the
 host knows the result; the background job is the same in both arms, and so is its result. What
 priority cannot do follows from the mechanism: it does not shorten the wait for a persistent kernel,
 whose blocks run from the start to the end of the kernel, and it does not reserve anything. It costs
@@ -22,7 +22,7 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, scores
 
-REQUESTS, KERNELS = 100, 3
+REQUESTS, KERNELS = 200, 3
 BACKGROUND_STEPS, REQUEST_STEPS = 100, 20
 LOW, HIGH = 0, -1
 """Lower numbers are higher priorities; 0 is the lowest and the default."""
@@ -32,7 +32,7 @@ Job = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def job_and_requests(bench: Bench) -> Job:
     """Draw the angles of the job, make room for its result, and draw those of the requests."""
-    job = torch.randn(bench.size(2**25, check=1000), device=bench.device)
+    job = torch.randn(bench.size(2**24, check=1000), device=bench.device)
     return job, torch.empty_like(job), torch.randn(REQUESTS, 8192, device=bench.device)
 
 

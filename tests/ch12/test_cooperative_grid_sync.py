@@ -5,12 +5,12 @@ finished a step before any block starts the next. The end of a kernel is such a 
 launch per step is the usual way to get it. For a grid of 1 MiB, which stays in the L2 cache, a step
 takes about as long as its launch. "graph" removes the host's part: the GPU starts one kernel after
 the other. The last block must still leave, and new blocks start and compute their indices, for each
-step. "grid_sync" launches one cooperative kernel, with one block per SM, and calls grid.sync()
+step. "grid_sync" launches one cooperative kernel with the same 128 blocks and calls grid.sync()
 (cooperative groups) after each step.
 
 The claim is judged on wall time; "grid_sync" is judged against the graph. The gain ends where a
-step takes much longer than a barrier. A cooperative grid must be resident as a whole, so its size
-is fixed, and its blocks use one register budget for all phases. A barrier needs blocks that
+step takes much longer than a barrier. A cooperative grid must be resident as a whole, which limits
+its size, and its blocks use one register budget for all phases. A barrier needs blocks that
 progress at the same time: without the cooperative launch, which guarantees it, a hand-written
 barrier may hang.
 """

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from kernels.ch15.decoder import capture_graph
 from pytest_aiperf import Bench, Compare, Score, prepared, static
 
 SIZES = tuple(1024 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
@@ -44,16 +45,12 @@ def mlp(x, gate_up, down, out):
 def graphs(is_shared, x, *weights):
     """Capture a graph per batch size; return an arm that replays all of them."""
     results = [torch.empty_like(x[:size]) for size in SIZES]
-    for result in results:  # loads the kernels, which is not allowed in a capture
-        mlp(x[: len(result)], *weights, result)
-    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    pool = torch.cuda.graph_pool_handle() if is_shared else None
-    captured = [torch.cuda.CUDAGraph() for _ in SIZES]
-    for graph, result in zip(captured, results, strict=True):
-        with torch.cuda.graph(graph, pool=pool):
-            mlp(x[: len(result)], *weights, result)
+    pool = [torch.cuda.graph_pool_handle()] if is_shared else []
+    captured = [
+        capture_graph(partial(mlp, x[: len(result)], *weights, result), *pool) for result in results
+    ]
     torch.cuda.empty_cache()
     reserved = (torch.cuda.memory_reserved() - before) / 2**20
 

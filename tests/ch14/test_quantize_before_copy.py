@@ -23,7 +23,7 @@ RECIPROCAL = 1 / 127
 
 def embeddings(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw embeddings on the device; make pinned buffers for their codes and scales."""
-    x = torch.randn(bench.size(65536, check=10), WIDTH, device=bench.device)
+    x = torch.randn(bench.size(32768, check=10), WIDTH, device=bench.device)
     codes = torch.empty(x.shape, dtype=torch.int8, pin_memory=True)
     return x, codes, torch.empty(len(x), 1, pin_memory=True)
 

@@ -9,7 +9,7 @@ how many have ended, two steps late. Both arms replay the same captured decoding
 the mean of a batch's longest answer divided by the mean of all answers.
 
 1,024 requests arrive at once. Their answers have the quantiles of the Azure LLM inference trace of
-2023 (conversations; its median is 129 tokens), divided by four. For 64 slots the limit is 2.95x.
+2023 (conversations; its median is 129 tokens), divided by six. For 64 slots the limit is 2.94x.
 What keeps continuous batching below it: the tail, when no requests are left to refill slots (the
 more requests, the less it matters), and prefill, which both arms need. Continuous batching prefills
 up to eight prompts within every fourth step, so that they share its read of the weights
@@ -37,7 +37,7 @@ TOKENS = 7, 16, 41, 54, 85, 103, 129, 177, 395, 424, 451, 601, 1000
 """Percentiles of the answers in the Azure LLM inference trace 2023, conversations (CC-BY)."""
 LONGEST = 700
 """Longer answers are cut. With interpolated percentiles the longest one percent would be too long:
-64 slots then have the limit of the trace itself, 2.95x; without the cut it is 3.2x."""
+64 slots then have about the limit of the trace itself, 2.95x; without the cut it is 3.2x."""
 
 
 class Requests(NamedTuple):
@@ -59,7 +59,7 @@ def answer_lengths(count: int, divisor: int) -> torch.Tensor:
 
 def requests(bench: Bench) -> Requests:
     """Draw prompts whose last token determines the length of the answer."""
-    count, divisor = bench.size(1024, check=80), bench.size(4, check=64)
+    count, divisor = bench.size(1024, check=80), bench.size(6, check=64)
     longest_prompt, vocabulary = bench.size(32, check=6), bench.size(4096, check=64)
     layers, width = 2, bench.size(2048, check=128)  # layers change the time of a step, not the gain
     dtype = torch.bfloat16
