@@ -316,6 +316,38 @@ def test_compilers_go_on_after_the_claim_that_paused_them_was_killed(claim, comp
     assert compiler.runs_again()
 
 
+@pytest.mark.parametrize(
+    ("writer", "pausable"), [("exclusive_gpu", False), ("exclusive_host", True)]
+)
+def test_a_claim_that_prepares_gives_way(claim, tmp_path, writer, pausable):
+    calls = []
+    lock = GpuLock([A], tmp_path / "locks", on_wait=calls.append, pausable=pausable)
+    with lock.shared():
+        lock.give_way(pytest.fail)  # to nobody
+        other = claim(writer)
+        assert other.waits
+
+        def let_in():
+            calls.append("first")
+            threading.Timer(0.2, other.release).start()
+
+        lock.give_way(let_in)
+        assert calls[0] == "first"
+        assert calls[1].startswith("waiting for ")
+        assert other.acquires
+        assert other.next_event() == "-"
+        assert claim("shared").enters
+        assert claim(writer).waits, "the claim holds its shared locks again"
+
+
+def test_a_lock_that_is_not_shared_gives_no_way(claim, tmp_path):
+    lock = GpuLock([A], tmp_path / "locks")
+    lock.give_way(pytest.fail)
+    with lock.exclusive_gpu():
+        assert claim("exclusive_gpu").waits
+        lock.give_way(pytest.fail)
+
+
 def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
     lock = GpuLock([A], tmp_path / "locks")
     lock.suspend(pytest.fail)

@@ -53,12 +53,15 @@ class BoundClaim:
         *,
         full: bool,
         progress: Progress = no_progress,
+        give_way: Callable[[], object] = lambda: None,
     ) -> None:
         self.claim = claim
         self.device = device
         self.seed = seed
         self.full = full
         self.progress = progress
+        self.give_way = give_way
+        """Lets a claim that waits for the GPU go first. Nothing is under way in between."""
         self.effects = agreement.ArgumentEffects()
         self.baseline_alone_s = math.inf
         """Seconds per call of the baseline on the host's clock before another arm has run."""
@@ -83,6 +86,7 @@ class BoundClaim:
 
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
+        self.give_way()
         self.device.seed(seed)
         where = self.device.torch_device
         try:

@@ -150,7 +150,12 @@ class _Trial:
 
     def __init__(self, claim: Claim, context: ClaimContext, *, alone: bool) -> None:
         self.bound = BoundClaim(
-            claim, context.device, context.record.seed, full=True, progress=context.progress
+            claim,
+            context.device,
+            context.record.seed,
+            full=True,
+            progress=context.progress,
+            give_way=partial(context.lock.give_way, context.device.synchronize),
         )
         self.context = context
         self.alone = alone

@@ -93,11 +93,25 @@ class GpuLock:
         if self._shared is None or not self._is_suspended:
             return
         with self._waiting() as wait:
-            if self._pausable:
-                self._lock_host(self._shared, wait, exclusive=False)
-                self._registration.close()
-            self._lock_gpus(self._shared, wait, exclusive=False)
+            self._lock_shared(self._shared, wait)
         self._is_suspended = False
+
+    def give_way(self, before: Callable[[], object]) -> None:
+        """Let claims go first that wait for an exclusive lock; return with the shared locks.
+
+        Call it often while a claim prepares: otherwise everybody waits until its last step is over.
+        ``before`` is called as in :meth:`suspend`.
+        """
+        if self._shared is None or self._is_suspended or not self._writer_waits():
+            return
+        before()
+        self._shared.close()
+        with self._waiting() as wait:
+            self._lock_shared(self._shared, wait)
+
+    def _writer_waits(self) -> bool:
+        resources = [self._host] * self._pausable + [self._gpu(uuid) for uuid in self._gpus]
+        return any(is_shared(_gate(resource)) for resource in resources)
 
     @contextmanager
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
@@ -124,13 +138,26 @@ class GpuLock:
             self._registration.close()
             self._held, self._shared, self._is_suspended = False, None, False
 
+    def _lock_shared(self, scope: ExitStack, wait: Callable[[str], None]) -> None:
+        """Take the locks again that :meth:`suspend` and :meth:`give_way` release."""
+        if self._pausable:
+            self._lock_host(scope, wait, exclusive=False)
+            self._registration.close()  # with the host locked, nobody is pausing compilers
+        self._lock_gpus(scope, wait, exclusive=False)
+
     def _lock_host(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
-        _lock(scope, self.folder / "host", partial(wait, "the host"), exclusive=exclusive)
+        _lock(scope, self._host, partial(wait, "the host"), exclusive=exclusive)
 
     def _lock_gpus(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
         for uuid in self._gpus:
-            path = self.folder / f"gpu-{uuid.replace('/', '_')}"  # old MIG names have slashes
-            _lock(scope, path, partial(wait, f"GPU {uuid}"), exclusive=exclusive)
+            _lock(scope, self._gpu(uuid), partial(wait, f"GPU {uuid}"), exclusive=exclusive)
+
+    @property
+    def _host(self) -> Path:
+        return self.folder / "host"
+
+    def _gpu(self, uuid: str) -> Path:
+        return self.folder / f"gpu-{uuid.replace('/', '_')}"  # old MIG names have slashes
 
     @contextmanager
     def _waiting(self) -> Iterator[Callable[[str], None]]:
@@ -164,7 +191,7 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
     """
     path = resource.with_name(resource.name + ".lock")
     lock = partial(locked, path, wait=wait)
-    gate = partial(locked, resource.with_name(resource.name + ".gate"), wait=wait)
+    gate = partial(locked, _gate(resource), wait=wait)
     if exclusive:
         _wait_for_readers(path, wait)
         scope.enter_context(gate(shared=True))
@@ -172,6 +199,10 @@ def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusi
     else:
         with gate(shared=False):
             scope.enter_context(lock(shared=True))
+
+
+def _gate(resource: Path) -> Path:
+    return resource.with_name(resource.name + ".gate")
 
 
 def _wait_for_readers(path: Path, wait: Callable[[], None]) -> None:
