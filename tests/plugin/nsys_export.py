@@ -22,6 +22,10 @@ CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT
 CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL,
     deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL,
     correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL);
+CREATE TABLE TARGET_INFO_GPU_METRICS (typeId INTEGER NOT NULL, sourceId INTEGER NOT NULL,
+    typeName TEXT NOT NULL, metricId INTEGER NOT NULL, metricName TEXT NOT NULL);
+CREATE TABLE GPU_METRICS (rawTimestamp INTEGER, timestamp INTEGER, typeId INTEGER NOT NULL,
+    metricId INTEGER NOT NULL, value INTEGER NOT NULL);
 """
 
 
@@ -34,6 +38,8 @@ class Export:
         self._ranges: list[tuple] = []
         self._kernels: list[tuple] = []
         self._copies: list[tuple] = []
+        self._metrics: dict[tuple[int, str], int] = {}
+        self._samples: list[tuple] = []
 
     def launch(self, at, *kernels, pid=7, tid=None, gpu=0, correlation=None):
         """Call the API at a time; it launches kernels (name, start, end): many are a graph."""
@@ -60,7 +66,13 @@ class Export:
         row = (start, end, kind, None, None, None, names[0], where, None, names[1], domain)
         self._ranges.append(row)
 
+    def sample(self, metric, at, value, *, gpu=0):
+        """Add a sample of a GPU metric, such as "SMs Active [Throughput %]"."""
+        number = self._metrics.setdefault((gpu, metric), len(self._metrics))
+        self._samples.append((at, at, gpu, number, value))
+
     def write(self, path: Path) -> Path:
+        metrics = [(gpu, 0, "set", number, name) for (gpu, name), number in self._metrics.items()]
         with closing(sqlite3.connect(path)) as db:
             db.executescript(SCHEMA)
             for table, rows in (
@@ -69,6 +81,14 @@ class Export:
                 ("NVTX_EVENTS", self._ranges),
                 ("CUPTI_ACTIVITY_KIND_KERNEL", self._kernels),
                 ("CUPTI_ACTIVITY_KIND_MEMCPY", self._copies),
+                (
+                    "TARGET_INFO_GPU_METRICS",
+                    [
+                        (gpu, 0, "set", number, name)
+                        for (gpu, name), number in self._metrics.items()
+                    ],
+                ),
+                ("GPU_METRICS", self._samples),
             ):
                 if not rows:
                     db.execute(f"DROP TABLE {table}")  # nsys leaves out empty tables

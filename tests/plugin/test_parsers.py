@@ -372,6 +372,41 @@ def test_waits_of_the_host_are_counted(tmp_path):
     assert read("nsys", path, "baseline").figures["synchronizations"] == len(WAITS)
 
 
+METRICS = {
+    "SMs Active [Throughput %]": "sm active", "Tensor Active [Throughput %]": "tensor active",
+    "DRAM Read Bandwidth [Throughput %]": "dram read",
+}  # fmt: skip
+
+
+def test_gpu_metrics_are_means_over_the_time_in_which_the_gpu_works(tmp_path):
+    export = Export()
+    export.launch(100, ("k", 200, 400))
+    for metric in (*METRICS, "SMs Active [Cycles]", "PCIe RX Throughput [Throughput %]"):
+        for at, value in ((150, 90), (200, 10), (300, 20), (400, 60), (500, 80)):
+            export.sample(metric, at, value)
+    figures = read("nsys", export.write(tmp_path / "nsys.sqlite"), "baseline").figures
+    assert [figures[name] for name in METRICS.values()] == [pytest.approx(0.3)] * len(METRICS)
+    assert "dram write" not in figures
+
+
+def test_gpu_metrics_of_several_gpus_are_not_mixed(tmp_path):
+    export = Export()
+    export.launch(100, ("k", 200, 400))
+    for gpu in (0, 1):
+        export.sample("SMs Active [Throughput %]", 300, 50, gpu=gpu)
+    figures = read("nsys", export.write(tmp_path / "nsys.sqlite"), "baseline").figures
+    assert "sm active" not in figures
+
+
+def test_gpu_metrics_without_a_sample_while_the_gpu_works_give_no_figure(tmp_path):
+    export = Export()
+    export.launch(100, ("k", 200, 400))
+    export.sample("SMs Active [Throughput %]", 150, 90)
+    assert "sm active" not in (
+        read("nsys", export.write(tmp_path / "nsys.sqlite"), "baseline").figures
+    )
+
+
 def test_a_real_torch_trace_of_the_host_is_read():
     profile = read("torch", SAMPLES / "torch_host.json.gz", "baseline", [])
 

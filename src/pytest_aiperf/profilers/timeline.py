@@ -10,8 +10,9 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from pytest_aiperf.device import trace
@@ -62,6 +63,8 @@ class Timeline:
     main: Mapping[Hashable, Hashable]  #: The main thread of each process.
     places: Mapping[int, tuple[int, int]]
     """Process id and GPU of what an API call launched, by correlation id; empty if unknown."""
+    samples: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Time and value of each sample of a GPU metric, by the name of its figure."""
 
 
 _COPIES: Final = {
@@ -72,6 +75,11 @@ _WAITS: Final = re.compile(
     r"cu(da)?((Ctx|Device|Event|Stream|Thread)Synchronize|Memcpy(?!\w*(Async|Peer|DtoD)))"
 )
 """Names of API calls that return when the GPU has finished; nsys appends a version to some."""
+_GPU_METRICS: Final = {
+    "sm active": "SMs Active", "sm issue": "SM Issue", "tensor active": "Tensor Active",
+    "dram read": "DRAM Read", "dram write": "DRAM Write",
+}  # fmt: skip
+"""Figures of nsys's GPU metrics, and how the names of their metrics begin; all are percentages."""
 _PID_SHIFT: Final = 24  #: nsys keeps a thread id in the lower 24 bits of a globalTid,
 _PID_BITS: Final = 24  #: and the process id in the 24 bits above it.
 _PUSH_POP: Final = 59  #: nsys's type of the event of a range that nests within its thread.
@@ -144,6 +152,7 @@ def _nsys_timeline(artefact: Path, binary: str | None) -> Timeline:
             rows = _rows(db, "CUPTI_ACTIVITY_KIND_RUNTIME", columns)
             calls = [_api_call(texts, row) for row in rows]
             ranges = list(_nsys_ranges(db))
+            samples = _nsys_samples(db)
     except sqlite3.Error as error:
         raise CaptureFailed(f"{exported} is not an export of an nsys report ({error})") from error
     processes = {*(call.process for call in calls), *(each.process for each in ranges)}
@@ -154,7 +163,31 @@ def _nsys_timeline(artefact: Path, binary: str | None) -> Timeline:
         # on Linux the main thread has the id of its process
         main={each: (each << _PID_SHIFT) | _pid(each) for each in processes if _is_int(each)},
         places={activity.correlation: (_pid(process), gpu) for activity, process, gpu in launched},
+        samples=samples,
     )
+
+
+def _nsys_samples(db: sqlite3.Connection) -> dict[str, list[tuple[float, float]]]:
+    """Return the samples of GPU metrics, as shares; none if several GPUs were sampled.
+
+    nsys numbers the GPUs that it samples otherwise than CUDA numbers those of a process.
+    """
+    metrics = _rows(db, "TARGET_INFO_GPU_METRICS", ("typeId", "metricId", "metricName"))
+    names = {
+        metric: figure
+        for _, metric, name in metrics
+        for figure, start in _GPU_METRICS.items()
+        if name.startswith(start) and "%" in name
+    }
+    if not names or len({gpu for gpu, _, _ in metrics}) > 1:
+        return {}
+    selected = f"WHERE metricId IN ({', '.join(map(str, names))})"
+    samples: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for at, metric, percentage in _rows(
+        db, "GPU_METRICS", ("timestamp", "metricId", "value"), selected
+    ):
+        samples[names[metric]].append((at / 1e9, percentage / 100))
+    return dict(samples)
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -382,6 +415,10 @@ def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
         busy, span = trace.busy_and_span(activities)
         figures |= {"span": (span, "s"), "busy": (busy, "s"), "gaps": (span - busy, "s")}
         figures["gap share"] = ((span - busy) / span if span else 0.0, "share")
+        first, end = min(a.start for a in activities), max(a.end for a in activities)
+        for name, samples in timeline.samples.items():
+            if shares := [share for at, share in samples if first <= at <= end]:
+                figures[name] = (fmean(shares), "share")
     if windows:
         last = max([*(a.end for a in activities), *(call.end for call in calls)], default=0.0)
         ended = ((each.start, each.end if each.end < math.inf else last) for each in windows)
