@@ -81,13 +81,7 @@ class Export:
                 ("NVTX_EVENTS", self._ranges),
                 ("CUPTI_ACTIVITY_KIND_KERNEL", self._kernels),
                 ("CUPTI_ACTIVITY_KIND_MEMCPY", self._copies),
-                (
-                    "TARGET_INFO_GPU_METRICS",
-                    [
-                        (gpu, 0, "set", number, name)
-                        for (gpu, name), number in self._metrics.items()
-                    ],
-                ),
+                ("TARGET_INFO_GPU_METRICS", metrics),
                 ("GPU_METRICS", self._samples),
             ):
                 if not rows:
