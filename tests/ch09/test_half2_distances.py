@@ -1,0 +1,65 @@
+"""Comparing a query with vectors of halves takes half the time of floats: half the bytes are read.
+
+Nearest-neighbour search computes the distance of a query to every stored vector. That is one
+subtraction, square and addition per element, far below the ridge of the roofline, so the bytes of
+the elements set the time. Two bytes per element instead of four ("halves") halve it if the loads
+stay as wide: 16 bytes hold eight halves. A kernel that only replaces its float by a half per load
+also halves its bytes in flight, and may gain nothing (ch07/vectorized_copy).
+
+"halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
+of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2
+and HFMA2) instead: fewer instructions and rounded sums. Memory sets the time of both, so this rung
+claims parity. Packed arithmetic pays where arithmetic is the limit, for example with values in
+shared memory. The library arm is a kernel of torch.compile on the same halves.
+
+The limit is a read of the halves. Vectors of all arms have the same values, those of the halves;
+whether fp16 suffices for an application (its range ends at 65504) is a question of its own.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+LADDER = ["floats", "halves", "packed"]
+PROOF = {
+    "halves": evidence.counter("dram__bytes_read.sum", max=0.52, per="baseline"),
+    "packed": evidence.counter("smsp__inst_executed.sum", max=0.8, per="baseline"),
+}
+Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
+def vectors(bench: Bench) -> Vectors:
+    """Draw vectors and a query as halves, the same as floats, and make room for the distances."""
+    n, length = bench.size(2**17 + 5, check=37), 1024
+    halves = torch.randn(n, length, device=bench.device).half()
+    query = torch.randn(length, device=bench.device).half()
+    return halves.float(), query.float(), halves, query, torch.empty(n, device=bench.device), n
+
+
+@torch.compile(dynamic=False)
+def compiled(_floats, _query, halves, query, out, n):
+    out.copy_((halves.float() - query.float()).square().sum(1))
+
+
+def in_fp64(_floats, _query, halves, query, out, n):
+    differences = (part.double() - query.double() for part in halves.split(8192))
+    return torch.cat([part.square().sum(1) for part in differences])
+
+
+@pytest.mark.parametrize("rung", PROOF)
+def test_half2_distances(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    distances = nvcc("ch09/distances.cu")
+    compare(
+        baseline=distances[LADDER[LADDER.index(rung) - 1]],
+        optimized=distances[rung],
+        library=compiled,
+        against="idiomatic" if rung == "halves" else "previous rung",
+        inputs=vectors,
+        work=lambda _floats, _query, halves, query, out, n: Work(
+            read=halves.nbytes, written=out.nbytes, flops=3 * halves.numel(), dtype="fp32"
+        ),
+        reference=in_fp64,
+        precision="fp16" if rung == "packed" else None,
+        evidence=[PROOF[rung]],
+    )
