@@ -6,9 +6,9 @@
 A task is a Python module, or an object in a dictionary TASKS of a module (see `Task`). Candidates
 come from the task's generator, or from a language model behind an OpenAI-compatible endpoint. A
 candidate is the source code of a module with a function ``run``. It is rejected if it raises, if
-its result is wrong, or if it caches results: inputs are overwritten in place between calls. All
-other candidates are timed against the task's start with `pytest_aiperf.measure`. Without a GPU,
-candidates are only checked.
+its result is wrong, or if it caches results: inputs are overwritten in place between calls. The
+other candidates of its generation are timed in the same rounds as it, against the task's start
+(`pytest_aiperf.measure_each`). Without a GPU, candidates are only checked.
 
 Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
 not from malice: run it in a container.
@@ -36,7 +36,8 @@ from typing import Any, Protocol, cast
 import torch
 import triton
 
-from pytest_aiperf import Bench, measure, prepared
+from pytest_aiperf import Bench, Result, measure_each, prepared
+from pytest_aiperf.model import Prepared
 
 TOLERANCE = 1e-3
 """Relative tolerance of an element, plus this share of the result's RMS: fp32 and TF32 pass."""
@@ -64,8 +65,9 @@ class Judged:
 Candidate = tuple[str, str]
 """Name and source code."""
 
-Candidates = Callable[[list[Judged]], Iterator[Candidate]]
-"""A generator of candidates. Its argument lists the judged candidates and grows as it runs."""
+Generations = Callable[[list[Judged]], Iterator[list[Candidate]]]
+"""Yields lists of candidates that are judged together. Its argument lists all judged candidates,
+and grows between one list and the next."""
 
 
 class Task(Protocol):
@@ -76,8 +78,8 @@ class Task(Protocol):
     PROMPT: str
     """The task in words, for a language model."""
 
-    def candidates(self, history: list[Judged]) -> Iterator[Candidate]:
-        """Yield candidates. ``history`` grows: it lists the candidates that were judged so far."""
+    def generations(self, history: list[Judged]) -> Iterator[list[Candidate]]:
+        """Yield lists of candidates. ``history`` grows: it lists those that were judged so far."""
 
     def inputs(self, bench: Bench) -> object:
         """Draw the arguments of ``run``: one tensor or a tuple of them."""
@@ -123,48 +125,67 @@ def _draw(task: Task, device: str, seed: int) -> tuple[torch.Tensor, ...]:
     return inputs if isinstance(inputs, tuple) else (cast("torch.Tensor", inputs),)
 
 
-def judge(candidate: Candidate, task: Task, device: str) -> Judged:
-    """Check a candidate and, on a GPU, time it against the start."""
+def judge(candidates: Sequence[Candidate], task: Task, device: str) -> list[Judged]:
+    """Check candidates and, on a GPU, time those that agree in the same rounds."""
+    if device == "cpu":
+        return [_checked(candidate, task) for candidate in candidates]
+    results = measure_each(
+        [_arm(source, task) for _, source in candidates],
+        baseline=load(task.START),
+        inputs=task.inputs,
+        reference=task.reference,
+        against="previous rung",
+        quick=True,
+        device="cuda",
+    )
+    return [_judged(*each) for each in zip(candidates, results, strict=True)]
+
+
+def _checked(candidate: Candidate, task: Task) -> Judged:
     name, source = candidate
-
-    def warmed_up(*inputs: torch.Tensor) -> Callable[..., torch.Tensor]:
-        # measure() overwrites the inputs after this call, so a cached result is wrong
-        run = load(source)
-        run(*inputs)
-        return run
-
     try:
-        check(load(source), task, device)
-        if device == "cpu":
-            return Judged(name, source)
-        result = measure(
-            baseline=load(task.START),
-            optimized=prepared(warmed_up),
-            inputs=task.inputs,
-            reference=task.reference,
-            against="previous rung",
-            quick=True,
-            device="cuda",
-        )
+        check(load(source), task, "cpu")
     except Exception as error:  # noqa: BLE001  a candidate may fail in any way
-        reason = " ".join(str(error).split())  # on one line
-        return Judged(name, source, rejected=f"{type(error).__name__}: {reason}")
-    if result.speedup is None:
-        return Judged(name, source, rejected=result.message)
-    return Judged(name, source, result.speedup.value)
+        return Judged(name, source, rejected=f"{type(error).__name__}: {_on_one_line(str(error))}")
+    return Judged(name, source)
+
+
+def _arm(source: str, task: Task) -> Prepared:
+    @cache
+    def run() -> Callable[..., torch.Tensor]:
+        check(load(source), task, "cuda")
+        return load(source)
+
+    # Arms are first prepared while no process times anything on this GPU, so that the check does
+    # not disturb one. A candidate that fails it is not timed.
+    return prepared(lambda *_inputs: run())
+
+
+def _judged(candidate: Candidate, result: Result) -> Judged:
+    # without a verdict, either a result is wrong or the times are not valid
+    if result.verdict is None or result.speedup is None:
+        return Judged(*candidate, rejected=_on_one_line(result.message))
+    return Judged(*candidate, result.speedup.value)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def search(
-    candidates: Candidates,
+    generations: Generations,
     budget: int,
-    judge: Callable[[Candidate], Judged],
+    judge: Callable[[list[Candidate]], list[Judged]],
     progress: Callable[[Judged], object] = lambda _: None,
 ) -> list[Judged]:
     """Judge up to ``budget`` candidates; their generator sees the verdicts so far."""
     history: list[Judged] = []
-    for _, candidate in zip(range(budget), candidates(history), strict=False):
-        history.append(judge(candidate))
-        progress(history[-1])
+    for generation in generations(history):
+        for judged in judge(generation[: budget - len(history)]):
+            history.append(judged)
+            progress(judged)
+        if len(history) >= budget:
+            break
     return history
 
 
@@ -178,10 +199,10 @@ def fastest(history: Sequence[Judged], start: str) -> Judged:
     return best if best and (best.speedup or 1) >= 1 else Judged("start", start, 1)
 
 
-def ask_model(task: Task, endpoint: str, model: str, key: str) -> Candidates:
+def ask_model(task: Task, endpoint: str, model: str, key: str) -> Generations:
     """Return a generator that asks a language model; each prompt contains the last verdicts."""
 
-    def candidates(history: list[Judged]) -> Iterator[Candidate]:
+    def generations(history: list[Judged]) -> Iterator[list[Candidate]]:
         for number in count(1):
             verdicts = [f"{judged.name}: {judged.summary}" for judged in history[-5:]]
             best = fastest(history, task.START)
@@ -197,25 +218,25 @@ def ask_model(task: Task, endpoint: str, model: str, key: str) -> Candidates:
             with urllib.request.urlopen(request, timeout=MODEL_TIMEOUT_S) as reply:  # noqa: S310  as above
                 answer: str = json.load(reply)["choices"][0]["message"]["content"]
             block = re.search(r"```(?:python)?\n(.*?)```", answer, re.DOTALL)
-            yield f"{model} {number}", block[1] if block else answer
+            yield [(f"{model} {number}", block[1] if block else answer)]
 
-    return candidates
+    return generations
 
 
 def judge_in_subprocess(
-    candidate: Candidate, task_name: str, device: str, timeout_s: float
-) -> Judged:
-    """Judge a candidate that may hang or crash."""
+    candidates: Sequence[Candidate], task_name: str, device: str, timeout_s: float
+) -> list[Judged]:
+    """Judge candidates that may hang or crash."""
     with tempfile.TemporaryDirectory() as folder:
-        request, reply = Path(folder, "candidate.json"), Path(folder, "judged.json")
-        request.write_text(json.dumps(candidate))
+        request, reply = Path(folder, "candidates.json"), Path(folder, "judged.json")
+        request.write_text(json.dumps(candidates))
         command = [sys.executable, "-m", "examples.kernel_search", task_name, "--device", device]
         command += ["--judge", str(request), str(reply)]
         try:
             subprocess.run(command, timeout=timeout_s, check=True)
         except subprocess.SubprocessError as error:
-            return Judged(*candidate, rejected=str(error))
-        return Judged(**json.loads(reply.read_text()))
+            return [Judged(*candidate, rejected=str(error)) for candidate in candidates]
+        return [Judged(**judged) for judged in json.loads(reply.read_text())]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -247,8 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = task.TASKS[name]
     if options.judge:
         request, reply = options.judge
-        judged = judge(tuple(json.loads(request.read_text())), task, options.device)
-        reply.write_text(json.dumps(asdict(judged)))
+        verdicts = judge(json.loads(request.read_text()), task, options.device)
+        reply.write_text(json.dumps([asdict(judged) for judged in verdicts]))
         return
     if options.endpoint and not options.endpoint.startswith(("http://", "https://")):
         parser.error("--endpoint must start with http:// or https://")
@@ -256,20 +277,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def progress(judged: Judged) -> None:
         print(f"{judged.name}: {judged.summary}", flush=True)  # noqa: T201  a command's output
 
-    candidates: Candidates = task.candidates
-    judge_candidate: Callable[[Candidate], Judged] = partial(
+    generations: Generations = task.generations
+    judge_all: Callable[[list[Candidate]], list[Judged]] = partial(
         judge, task=task, device=options.device
     )
     if options.endpoint:
         key = os.environ.get(options.key, "")
-        candidates = ask_model(task, options.endpoint, options.model, key)
-        judge_candidate = partial(
+        generations = ask_model(task, options.endpoint, options.model, key)
+        judge_all = partial(
             judge_in_subprocess,
             task_name=options.task,
             device=options.device,
             timeout_s=options.seconds,
         )
-    best = fastest(search(candidates, options.budget, judge_candidate, progress), task.START)
+    best = fastest(search(generations, options.budget, judge_all, progress), task.START)
     progress(best)
     if options.out:
         options.out.write_text(best.source)

@@ -110,25 +110,28 @@ class RowTask:
         source = HEAD + body + TAIL.format(tile=tile_source, warps=warps)
         return f"passes={passes}, tile={tile}, warps={warps}", source
 
-    def candidates(self, history):
-        """Yield names and sources of a coordinate search around the best variant so far.
+    def generations(self, history):
+        """Yield lists of names and sources: a coordinate search around the best variant so far.
 
-        The first two are wrong and must be rejected: a typical mistake, and cached results.
+        Two of the first list are wrong and must be rejected: a typical mistake, and cached results.
         """
         name, right, wrong = self.mistake
-        yield f"wrong: {name}", self.variant(1)[1].replace(right, wrong)
-        yield "wrong: cached results", self.START + CACHING
+        others = [
+            (f"wrong: {name}", self.variant(1)[1].replace(right, wrong)),
+            ("wrong: cached results", self.START + CACHING),
+        ]
         most = len(self.passes[0]) + 1
-        best = {"passes": most, "tile": 1024, "warps": 4}
+        best, speedup = {"passes": most, "tile": 1024, "warps": 4}, 1
         knobs = {"passes": range(most - 1, 0, -1), "warps": (8, 16, 32), "tile": (4096, 8192)}
         for knob, values in knobs.items():
             if knob == "tile" and best["passes"] == 1:
                 continue  # with one pass the tile is always the row
-            speedups = {best[knob]: max([1, *(judged.speedup or 0 for judged in history)])}
-            for value in values:
-                yield self.variant(**best | {knob: value})
-                speedups[value] = history[-1].speedup or 0
-            best[knob] = max(speedups, key=speedups.get)
+            variants = [best | {knob: value} for value in values]
+            yield [*others, *(self.variant(**variant) for variant in variants)]
+            others = []
+            for variant, judged in zip(variants, history[-len(variants) :], strict=True):
+                if (judged.speedup or 0) > speedup:
+                    best, speedup = variant, judged.speedup
 
     def inputs(self, bench):
         """Draw values that overflow an exponential, with positive and negative means of rows."""

@@ -1,20 +1,21 @@
 """A search that judges every candidate finds faster row kernels than those it starts from.
 
-There are five tasks, from softmax to dividing a row by its largest magnitude. The start of each is
-a typical first version: two or three passes over a row, with Triton's defaults. The search varies
-one parameter at a time (passes, warps, tile) and keeps what is faster. Long rows make passes
-expensive: the rows in flight exceed the L2 cache, so each pass reads memory again. The best
-candidate keeps a row in registers and moves half or two thirds of the bytes, which is the limit of
-the gain. The single-pass kernel is in the list of candidates: what is shown is that the judge finds
-it and rejects the wrong ones, not that a search invents it. torch.compile, the library arm, remains
-3 to 4 % faster for three tasks (layer_norm, rms_norm, absmax); the search wins for both softmaxes.
+There are five tasks, from softmax to dividing each row by its largest magnitude. Each starts from a
+typical first version, which makes two or three passes over a row with Triton's default number of
+warps. The search varies one parameter at a time (passes, warps, tile) and keeps the fastest
+variant. The rows that are in flight together exceed the L2 cache, so each pass reads its row from
+memory again. The best variant makes one pass and keeps the row in registers: it moves a half or two
+thirds of the bytes, which limits the gain. The list of candidates contains this variant from the
+start: the claim is that the search selects it and rejects wrong candidates, not that it invents it.
+torch.compile, the library arm, remains 3 to 4 % faster for three tasks (layer_norm, rms_norm,
+absmax); the search is faster for both softmaxes.
 
-A search is as good as its judge, because it finds whatever the judge lets through. Each candidate
-must agree with fp64 on fresh inputs, is timed in mirrored rounds (ABBA), and its timed outputs are
-checked. Two candidates per task are wrong on purpose and must be rejected: one makes a typical
-mistake, such as counting the padding of a row, one caches its results. The search runs once, before
-the claim is measured. A language model can replace the generator of candidates:
-`python -m examples.kernel_search --help`.
+A search finds whatever its judge accepts, so the judge must be strict. It compares each candidate
+with fp64 on fresh inputs, times all candidates of a generation in the same mirrored rounds, and
+verifies results of timed calls, too. Two candidates per task are wrong on purpose and must be
+rejected: one makes a typical mistake, such as counting the padding of a row, the other caches its
+results. The search runs once, before the claim is measured. A language model can replace the
+generator of candidates: `python -m examples.kernel_search --help`.
 """
 
 import os
@@ -39,7 +40,7 @@ def searched(name: str, device: str) -> str:
     # on the CPU candidates are only checked: the two wrong ones and two others
     budget = 9 if device == "cuda" else 4
     task = TASKS[name]
-    history = search(task.candidates, budget, lambda candidate: judge(candidate, task, device))
+    history = search(task.generations, budget, lambda candidates: judge(candidates, task, device))
     for judged in history:
         assert bool(judged.rejected) == judged.name.startswith("wrong"), judged
     found = fastest(history, task.START).source

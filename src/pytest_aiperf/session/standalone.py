@@ -139,10 +139,11 @@ def measure_each(
     seed: int | None = None,
     **arguments: Any,
 ) -> list[Result]:
-    """Measure of each candidate whether it is faster than the same baseline.
+    """Measure whether each candidate is faster than one baseline.
 
-    The baseline and all candidates are timed in the same rounds, on the same inputs, and the GPU
-    is locked once for all of them. This suits a search, which measures many candidates.
+    The baseline and all candidates are timed in the same rounds, on the same inputs. That takes
+    less time than calls of :func:`measure`, and less waiting for other processes that measure on
+    the same GPU.
 
     .. code-block:: python
 
@@ -156,12 +157,13 @@ def measure_each(
         arguments: The other arguments of :func:`measure`, without ``optimized``.
 
     Returns:
-        One record per candidate, in the same order. If a candidate raises an exception, or returns
-        a wrong result, its record has the reason as ``message``; the others are timed without it.
+        The candidates' records, in the same order. If a candidate raises an exception or returns
+        a wrong result, the ``message`` of its record gives the reason, and the others are timed
+        without it. A candidate may be the baseline itself: it is found to be as fast.
 
     Raises:
         UsageError: The arguments do not make a valid comparison, or the device does not exist.
-            An error of a candidate that breaks the CUDA context, which the others need, is raised
+            An error that breaks the CUDA context, which the other candidates need, is raised
             unchanged.
 
     """
