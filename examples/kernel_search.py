@@ -7,7 +7,7 @@ A task is a Python module, or an object in a dictionary TASKS of a module (see `
 come from the task's generator, or from a language model behind an OpenAI-compatible endpoint. A
 candidate is the source code of a module with a function ``run``. It is rejected if it raises, if
 its result is wrong, or if it caches results: inputs are overwritten in place between calls. The
-other candidates of its generation are timed in the same rounds as it, against the task's start
+accepted candidates of a generation are timed in the same rounds, and compared with the task's start
 (`pytest_aiperf.measure_each`). Without a GPU, candidates are only checked.
 
 Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
@@ -126,7 +126,7 @@ def _draw(task: Task, device: str, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def judge(candidates: Sequence[Candidate], task: Task, device: str) -> list[Judged]:
-    """Check candidates and, on a GPU, time those that agree in the same rounds."""
+    """Check candidates and, on a GPU, time those that agree with the reference together."""
     if device == "cpu":
         return [_checked(candidate, task) for candidate in candidates]
     results = measure_each(
@@ -156,8 +156,8 @@ def _arm(source: str, task: Task) -> Prepared:
         check(load(source), task, "cuda")
         return load(source)
 
-    # Arms are first prepared while no process times anything on this GPU, so that the check does
-    # not disturb one. A candidate that fails it is not timed.
+    # measure_each() first prepares arms while no process times anything on this GPU, which the
+    # check would disturb. A candidate that fails the check is not timed.
     return prepared(lambda *_inputs: run())
 
 
