@@ -21,7 +21,7 @@ from pytest_aiperf.errors import UsageError
 from . import compilers
 from .file_lock import is_shared, locked
 
-WRITER_GRACE_S: Final = 4.0
+WRITER_GRACE_S: Final = 1.5
 """How long a waiting writer lets more readers enter before it takes the gate."""
 POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
