@@ -1,0 +1,97 @@
+"""A cache that grows reserves less memory with expandable segments than with PyTorch's default.
+
+Each of eight layers appends 128 tokens at a time to its keys and values (torch.cat), up to 2,048
+tokens. So each step allocates a tensor that is a little larger than the one that it frees. By
+default, PyTorch's caching allocator requests a segment of device memory for each large tensor, and
+keeps it for later tensors that fit. The next one never does, and segments cannot be merged: memory
+that is reserved but not allocated (fragmentation) accumulates until the device is full, and only
+then are unused segments returned. With expandable segments there is one range of addresses, into
+which the allocator maps device memory page by page. Neighbouring free blocks merge, and the range
+grows at its end.
+
+The score is the memory that PyTorch has reserved for a call; the peak of the allocated bytes is the
+same in both arms. The library arm allocates each layer's cache once, at its final length. Where
+that length is known, this needs even less memory, and it copies nothing. Tensors whose sizes recur,
+as in a training loop of fixed shapes, do not fragment the default allocator either.
+
+Programs set ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` before they start. Here both arms
+run in one process, where a private function of PyTorch changes the setting for one call.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pytest_aiperf import Bench, Compare, Score, evidence
+
+LENGTH, CHUNK = 2048, 128
+Tokens = tuple[torch.Tensor, torch.Tensor]
+
+
+def tokens(bench: Bench) -> Tokens:
+    """Draw one query per layer, and the keys and values of all tokens."""
+    layers, batch, heads, width = 8, 4, 8, 128
+    options = {"device": bench.device, "dtype": torch.bfloat16}
+    q = torch.randn(layers, batch, heads, 1, width, **options)
+    return q, torch.randn(layers, 2, batch, heads, LENGTH, width, **options)
+
+
+def concatenated(q, kv):
+    """Append each chunk to the cache of each layer; return what the query attends to by then."""
+    caches = [None] * len(q)
+    outputs = []
+    for chunk in kv.split(CHUNK, dim=4):
+        for i, new in enumerate(chunk):
+            caches[i] = new.clone() if caches[i] is None else torch.cat([caches[i], new], 3)
+            outputs.append(scaled_dot_product_attention(q[i], *caches[i]))
+    return torch.stack(outputs)
+
+
+def preallocated(q, kv):
+    caches = [torch.empty_like(layer) for layer in kv]
+    outputs = []
+    for end in range(CHUNK, LENGTH + 1, CHUNK):
+        new = slice(end - CHUNK, end)
+        for i, cache in enumerate(caches):
+            cache[..., new, :] = kv[i, ..., new, :]
+            outputs.append(scaled_dot_product_attention(q[i], *cache[..., :end, :]))
+    return torch.stack(outputs)
+
+
+def reserving(run, is_expandable, q, kv):
+    """Run with or without expandable segments; add the memory that PyTorch has reserved for it."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
+    try:
+        outputs = run(q, kv)
+        reserved = torch.cuda.memory_reserved() - before
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    return outputs, Score(reserved / 2**20, "MiB reserved", "lower")
+
+
+def in_fp64(q, kv):
+    keys, values = kv.double().unbind(1)
+    logits = (keys @ q.double().mT).squeeze(-1) / q.shape[-1] ** 0.5
+    outputs = []
+    for end in range(CHUNK, LENGTH + 1, CHUNK):
+        weights = logits[..., :end].softmax(-1)
+        outputs.append((weights[..., None] * values[..., :end, :]).sum(-2, keepdim=True))
+    return torch.cat(outputs)
+
+
+@pytest.mark.gpu
+def test_expandable_segments(compare: Compare) -> None:
+    compare(
+        baseline=partial(reserving, concatenated, False),
+        optimized=partial(reserving, concatenated, True),
+        library=partial(reserving, preallocated, False),
+        inputs=tokens,
+        reference=in_fp64,
+        metric="score",
+        # both arms allocate the same bytes; the difference is fragmentation
+        evidence=[evidence.peak_memory(max=1.05, per="baseline")],
+    )
