@@ -74,6 +74,11 @@ CHILD = f"""\
 import json, os, pathlib, sys
 job = json.loads(os.environ[{target.VARIABLE!r}])
 print("this is", job["arm"], "with", os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"))
+if sys.argv[1:] == ["tuned"]:
+    assert os.environ["TRITON_PRINT_AUTOTUNING"] == "1"
+    print("Triton autotuning for function f,", "with key as (8,),", "finished after 0.08s,",
+          "best config selected: BLOCK: 32;", sep="\\n", flush=True)
+    sys.argv.pop()
 if sys.argv[1:] == ["wait"]:
     import time
     waiting = pathlib.Path(job["scratch"], "waiting")
@@ -341,6 +346,10 @@ def test_each_arm_is_captured(make_request):
         Work(read=50, written=50),
     )
     assert "under a profiler" in expectations.acceptable(done, expectations.Expectation())
+
+
+def test_what_triton_chose_for_an_arm_is_a_note(make_request):
+    assert "autotuned f for (8,): BLOCK: 32" in capture(make_request("nsys", "tuned")).notes
 
 
 def test_the_arms_start_together_under_ncu_but_hold_inputs_in_turn(make_request, tmp_path):

@@ -65,6 +65,28 @@ else:
 # a tool may end well although its command failed
 """
 
+TUNED = """\
+import torch, triton
+import triton.language as tl
+
+times = iter([3.0, 1.0])
+
+def bench(call, quantiles):
+    call()
+    return [next(times)] * 3
+
+configs = [triton.Config({"BLOCK": n}) for n in (16, 32)]
+
+@triton.autotune(configs, key=["n"], do_bench=bench)
+@triton.jit
+def double(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+x = torch.ones(64)
+double[lambda meta: (triton.cdiv(64, meta["BLOCK"]),)](x, 64)
+"""
+
 PHASES = """\
 import sys, torch
 from torch.profiler import record_function
@@ -190,6 +212,24 @@ def test_nsys_reads_the_selected_range_and_kernels():
     [part] = record().captures[0].parts
     assert part.profile.kernels == ("relu(int)",)
     assert "--nvtx" not in words_of("nsys")  # nsys records everything: only reading is limited
+
+
+def test_what_triton_chose_is_a_note(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    Path("tuned.py").write_text(TUNED)
+    assert capture("nsys", "--", sys.executable, "tuned.py") == 0
+    [part] = record().captures[0].parts
+    [note] = [note for note in part.profile.notes if note.startswith("autotuned")]
+    assert note.startswith("autotuned double for (64, 'torch.float32'): BLOCK: 32, num_warps: 4")
+
+
+def test_the_same_choice_of_several_ranks_is_one_note():
+    lines = ["Triton autotuning for function f,", "with key as (8,),", "finished after 0.08s,",
+             "best config selected: BLOCK: 32;"]  # fmt: skip
+    output = "".join(f"[default{rank}]:{line}\n" for rank in (0, 1) for line in lines)
+    assert tools.autotuned(output) == ["autotuned f for (8,): BLOCK: 32"]
+    many = "".join(output.replace("(8,)", f"({n},)") for n in range(100))
+    assert len(tools.autotuned(many)) < 100
 
 
 def test_further_arguments_of_a_tool_come_last():

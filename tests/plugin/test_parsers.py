@@ -372,6 +372,38 @@ def test_waits_of_the_host_are_counted(tmp_path):
     assert read("nsys", path, "baseline").figures["synchronizations"] == len(WAITS)
 
 
+def product(name, dtype, *matrices):
+    """Return the event of a product of matrices, each a pair of sizes and strides."""
+    sizes, strides = zip(*matrices, strict=True)
+    shapes = {"Input Dims": sizes, "Input Strides": strides, "Input type": [dtype] * len(matrices)}
+    return event("cpu_op", name, 150, 1, 50, **shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "matrices", "row"),
+    [
+        ("aten::mm", "c10::BFloat16", ([[64, 1000], [1000, 1]], [[1000, 1001], [1001, 1]]), 1001),
+        ("aten::mm", "c10::BFloat16", ([[64, 1000], [1000, 1]], [[1000, 1001], [1, 1000]]), None),
+        ("aten::mm", "c10::BFloat16", ([[64, 1001], [1008, 1]], [[1001, 64], [1, 1008]]), None),
+        ("aten::mm", "c10::Half", ([[1, 1001], [1001, 1]], [[1001, 64], [64, 1]]), None),
+        ("aten::bmm", "c10::Half", ([[2, 8, 17], [136, 17, 1]], [[2, 17, 24], [408, 24, 1]]), 17),
+        ("aten::addmm", "c10::Half", ([[50257], [1]], [[8, 64], [64, 1]]), None),
+        ("aten::mm", "float", ([[64, 1001], [1001, 1]], [[1001, 64], [64, 1]]), None),
+        ("aten::add", "c10::Half", ([[64, 1001], [1001, 1]],), None),
+    ],
+)  # fmt: skip
+def test_products_with_misaligned_rows_are_named(tmp_path, name, dtype, matrices, row):
+    path = tmp_path / "trace.json"
+    path.write_text(trace(*CALL, product(name, dtype, *matrices)))
+    found = [n for n in read("torch", path, "baseline").notes if "misaligned" in n]
+    assert len(found) == (row is not None)
+    if row:
+        padded = -(-row // 8) * 8
+        assert f"{name} of" in found[0]
+        assert f"a row has {row} values" in found[0]
+        assert found[0].endswith(f"pad it to {padded}")
+
+
 METRICS = {
     "SMs Active [Throughput %]": "sm active", "Tensor Active [Throughput %]": "tensor active",
     "DRAM Read Bandwidth [Throughput %]": "dram read",

@@ -286,7 +286,9 @@ def _capture(
         )
     files = {request.folder / f"{arm}{suffix}": what for suffix, what in tool.further.items()}
     further = (f"{what}: {os.path.relpath(file)}" for file, what in files.items() if file.exists())
-    notes = (*profile.notes, *filter(None, [invocation.note]), *further)
+    output = request.folder / f"{arm}.log"
+    chosen = tools.autotuned(output.read_text(errors="replace")) if output.exists() else []
+    notes = (*profile.notes, *filter(None, [invocation.note]), *chosen, *further)
     return replace(profile, artefact=os.path.relpath(artefact), notes=notes), reply
 
 
@@ -311,7 +313,7 @@ def _run_target(
         for fifo in ("control", "ack") if tool.hook == "perf" else ():
             os.mkfifo(f"{scratch}/{fifo}")
         command = [*(word.format_map(names) for word in tool_command), *request.target]
-        env = {**inherited, VARIABLE: serialized, **environ}
+        env = {**tools.AUTOTUNING, **inherited, VARIABLE: serialized, **environ}
         is_waiting = Path(scratch, WAITING).exists
         status = run_in_group(command, log, request.deadline_s, env=env, is_paused=is_waiting)
         ending = _ending(status, request.deadline_s)

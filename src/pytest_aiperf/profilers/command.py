@@ -231,7 +231,8 @@ def _run_step(
     with tempfile.TemporaryDirectory(prefix="pytest-aiperf-") as scratch:
         names = {"stem": str(stem), "step": step, "scratch": scratch}
         kept = Path(scratch, "status")
-        environ = {**os.environ, **invocation.environ, "PYTEST_AIPERF_STATUS": str(kept)}
+        environ = {**tools.AUTOTUNING, **os.environ, **invocation.environ}
+        environ["PYTEST_AIPERF_STATUS"] = str(kept)
         words = [word.format_map(names) for word in (*tool.whole, *tool.steps.get(step, ()))]
         command = ["/bin/sh", "-c", _SHIM, "sh", *request.command]
         if binary:
@@ -344,7 +345,7 @@ def _parts(
         lines = [line.strip() for line in output.splitlines() if line.strip()][-_LISTED:]
         reason = next((line for line in lines if "error" in line.lower()), why or "no report")
         raise CaptureFailed(f"{tool.name} captured nothing ({reason[:300]}); see {shown}")
-    notes = list(filter(None, [invocation.note]))
+    notes = [*filter(None, [invocation.note]), *tools.autotuned(output)]
     for name, file, reading in _readings(request, Path(os.path.relpath(artefact)), binary):
         is_limited = "--launch-count" in invocation.arguments and request.launch_count is None
         if is_limited and reading.figures["kernels"][0] >= ncu.MAX_LAUNCHES:

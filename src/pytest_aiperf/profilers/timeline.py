@@ -80,6 +80,14 @@ _GPU_METRICS: Final = {
     "dram read": "DRAM Read", "dram write": "DRAM Write",
 }  # fmt: skip
 """Figures of nsys's GPU metrics, and how the names of their metrics begin; all are percentages."""
+_PRODUCTS: Final = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_ITEM_BYTES: Final = {
+    "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1
+}  # fmt: skip
+"""Bytes per value of the types whose matrix products use tensor cores, by their name in a trace."""
+_ALIGNED_BYTES: Final = 16
+"""Rows that begin at multiples of this many bytes are loaded by the fastest kernels: it is the size
+of the widest load of a thread, and TMA needs it."""
 _PID_SHIFT: Final = 24  #: nsys keeps a thread id in the lower 24 bits of a globalTid,
 _PID_BITS: Final = 24  #: and the process id in the 24 bits above it.
 _PUSH_POP: Final = 59  #: nsys's type of the event of a range that nests within its thread.
@@ -278,7 +286,8 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
     for name in injected.COMPILER_FIGURES:
         if name in content:
             figures[name.replace("_", " ")] = (float(content[name]), "")
-    return Reading(figures, kernels, [*_top_operators(operators, events), *notes], rows)
+    advice = _misaligned(operators) if selected.activities else []
+    return Reading(figures, kernels, [*_top_operators(operators, events), *advice, *notes], rows)
 
 
 def _export(report: Path, exported: Path, binary: str | None) -> None:
@@ -447,6 +456,32 @@ def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> lis
         f"{name}: {si(gpu[name], 's')} on the GPU, {si(host[name], 's')} on the host, "
         f"{calls[name]} calls"
         for name in top
+    ]
+
+
+def _misaligned(operators: Iterable[Event]) -> list[str]:
+    """Describe the matrix products whose rows are misaligned for tensor cores.
+
+    Traces without shapes and strides have none: deep_dive records them.
+    """
+    calls: Counter[tuple[str, int, int]] = Counter()
+    for operator in operators:
+        inputs = zip(
+            operator.args.get("Input type", ()),
+            operator.args.get("Input Dims", ()),
+            operator.args.get("Input Strides", ()),
+            strict=False,
+        )
+        for dtype, sizes, strides in inputs if operator.name in _PRODUCTS else ():
+            fitting = _ALIGNED_BYTES // _ITEM_BYTES.get(dtype, _ALIGNED_BYTES)
+            matrix = zip(sizes[-2:], strides[-2:], strict=False) if len(sizes) > 1 else ()
+            row = max((stride for size, stride in matrix if size > 1), default=1)
+            if row > 1 and row % fitting:
+                calls[f"{operator.name} of {sizes}", row, fitting] += 1
+    return [
+        f"{product}, {count} calls: a row has {row} values, {row % fitting} more than a multiple "
+        f"of {fitting}, so rows are misaligned for tensor cores: pad it to {row - row % -fitting}"
+        for (product, row, fitting), count in calls.most_common(TOP)
     ]
 
 

@@ -240,6 +240,25 @@ _REFUSALS: Final = {
 """Pattern of a failed tool's output to its cause and remedy; the first match counts."""
 
 
+AUTOTUNING: Final = {"TRITON_PRINT_AUTOTUNING": "1"}
+"""Variable of profiled processes with which Triton prints what its autotuner chooses."""
+_AUTOTUNED: Final = re.compile(
+    r"Triton autotuning for function (\S+),\n.*with key as (.*),\n.*finished after .*\n"
+    r".*best config selected: (.*);"
+)
+"""What Triton prints; a launcher such as torchrun may put the name of a rank before each line."""
+_CHOICES: Final = 20  #: Maximum number of choices that are listed: a model has some per kernel.
+
+
+def autotuned(output: str) -> list[str]:
+    """Describe what Triton's autotuner chose, for each kernel and key, from a process's output."""
+    chosen = {
+        f"autotuned {kernel} for {key}: {config}": None
+        for kernel, key, config in _AUTOTUNED.findall(output)
+    }
+    return list(chosen)[:_CHOICES]
+
+
 def parse(text: str) -> tuple[Tool, str]:
     """Parse TOOL[:PRESET]; an unknown name raises a UsageError that lists the known names."""
     name, _, preset = text.partition(":")
