@@ -47,6 +47,8 @@ course_unmeasured = [
     "ch01/training_step_ladder",
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
+    "ch10/wgmma_ladder",
+    "ch12/cooperative_grid_sync",
     "ch20/kernel_search",
 ]
 
