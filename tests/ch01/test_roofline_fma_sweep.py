@@ -6,12 +6,12 @@ reads each element once, keeps it in a register for all k steps, and writes it o
 intensity is k / 4 operations per byte. As long as that is below the ridge, the ratio of the GPU's
 FMA rate to its bandwidth (15 operations per byte for an H200 in fp32, k = 61), memory sets the
 time, and k steps take as long as one: the gain is k. Beyond the ridge the FMAs set the time, which
-then grows with k. The share of the limit is that of the roofline, the lower of the two.
+then grows with k. The share of the limit is that of the roofline, the lower of the two. The library
+arm, a kernel of torch.compile, fuses the loop as well; it is 4 to 5 % faster except at the ridge.
 
 The sweep has two points below the ridge, one at it, where both limits are close and neither hides
-the other entirely, and one beyond. torch.compile, the library arm, fuses the loop as well. Fusing
-needs steps that follow each other element by element; a step that needs other elements starts a new
-pass.
+the other entirely, and one beyond. Fusing needs steps that follow each other element by element; a
+step that needs other elements starts a new pass.
 """
 
 import pytest

@@ -8,7 +8,7 @@ the other. Captured on 16 streams ("branches"), up to 16 nodes can run at the sa
 their 256 blocks fill the GPU. But the GPU's own cost of starting 64 nodes remains, and the time of
 the graph varies from one capture to the next. With the weights concatenated along the output
 dimension ("concatenated"), all columns are one product whose tiles run side by side: one kernel,
-one start. torch.bmm on the stacked weights, the library arm, is one launch as well.
+one start. torch.bmm on the stacked weights, the library arm, is one launch as well, and 6 % faster.
 
 The claim is judged on device time, and both baselines are graphs, so the host's launches are no
 part of the gain. The weights are concatenated once, when the model is loaded, and all arms write
