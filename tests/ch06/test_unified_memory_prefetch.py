@@ -8,11 +8,11 @@ faults. The kernel is the same.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
 not part of it. The library arm uses no managed memory, but copies the same data from pinned memory,
-as a program would whose data can be there; it is a tenth faster. Faults are fine where a kernel touches few of the pages,
-and nobody knows in advance which ones. For data beyond the GPU's memory, pages must also move back,
-which is slower still. Where the hardware keeps the memory of CPU and GPU coherent (GH200, GB200), a
-kernel can read host memory without a fault. No evidence is declared: the GPU's page faults are not
-counted here, so the time is all that shows them.
+as a program would whose data can be there; it is a tenth faster. Faults are fine where a kernel
+touches few of the pages, and nobody knows in advance which ones. For data beyond the GPU's memory,
+pages must also move back, which is slower still. Where the hardware keeps the memory of CPU and GPU
+coherent (GH200, GB200), a kernel can read host memory without a fault. No evidence is declared: the
+GPU's page faults are not counted here, so the time is all that shows them.
 """
 
 import time
