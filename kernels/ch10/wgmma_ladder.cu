@@ -23,6 +23,9 @@
 //   tma_store    The epilogue stages the result in shared memory with stmatrix, and TMA writes it.
 //                Stores by threads write 16 bytes per row; TMA writes lines of 128 bytes, and
 //                consumers go on with the next tile while it does.
+//   pingpong     The consumer warpgroups take turns. Each has tiles of its own, of 64 x 256, and
+//                stages one result while the other warpgroup multiplies. Where k is small, that is
+//                a large part of the time.
 
 #include "hopper.cuh"
 
@@ -279,6 +282,83 @@ gemm_tma_store(const __grid_constant__ CUtensorMap a, const __grid_constant__ CU
     specialised_gemm<true>(&a, &b, &out, nullptr, m, n, k);
 }
 
+// --- Tiles of 64 x 256, one per consumer warpgroup -----------------------------------------------
+constexpr int PINGPONG_M = 64, PINGPONG_A_BYTES = PINGPONG_M * ROW_BYTES;
+constexpr int PINGPONG_STAGE_BYTES = (PINGPONG_M + WIDE_N) * ROW_BYTES;
+constexpr int PINGPONG_SMEM_BYTES =
+    WIDE_STAGES * PINGPONG_STAGE_BYTES + 4 * PART_BYTES + SWIZZLE_ALIGN;
+
+// A warpgroup's turn is a named barrier, at which it waits and the other warpgroup arrives.
+// Warpgroups are 1 and 2, and warpgroup_sync uses the barriers 2 and 3.
+__device__ void wait_for_turn(int warpgroup) {
+    asm volatile("bar.sync %0, 256;" :: "r"(3 + warpgroup) : "memory");
+}
+__device__ void give_turn_to(int warpgroup) {
+    asm volatile("bar.arrive %0, 256;" :: "r"(3 + warpgroup) : "memory");
+}
+
+__global__ void __launch_bounds__(384, 1)
+gemm_pingpong(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+              const __grid_constant__ CUtensorMap out, int m, int n, int k) {
+    extern __shared__ unsigned char memory[];
+    __shared__ uint64_t full[WIDE_STAGES], empty[WIDE_STAGES];
+    const uint32_t tiles = swizzle_aligned(memory);
+    const int steps = k / TILE_K, tile_count = m / PINGPONG_M * (n / WIDE_N);
+    const int warpgroup = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (auto& barrier : full) mbarrier_init(&barrier, 1);
+        for (auto& barrier : empty) mbarrier_init(&barrier, 4);  // the warps of one warpgroup
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    int stage = 0, parity = 0;
+    auto advance = [&] { parity ^= (stage = (stage + 1) % WIDE_STAGES) == 0; };
+    if (warpgroup == 0) {  // producer: the tiles of both consumers, one after the other
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x != 0) return;
+        for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
+            const TileOrigin origin = grouped_tile_origin<PINGPONG_M, WIDE_N>(tile, m, n);
+            for (int step = 0; step < steps; ++step, advance()) {
+                const uint32_t a_tile = tiles + stage * PINGPONG_STAGE_BYTES;
+                wait(&empty[stage], parity ^ 1);
+                arrive_expect_tx(&full[stage], PINGPONG_STAGE_BYTES);
+                tma_load_2d(a_tile, &a, step * TILE_K, origin.row, &full[stage]);
+                tma_load_2d(a_tile + PINGPONG_A_BYTES, &b, step * TILE_K, origin.column,
+                            &full[stage]);
+            }
+        }
+    } else {  // consumer: every other tile of this block
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int other = 3 - warpgroup;
+        const uint32_t buffers =
+            tiles + WIDE_STAGES * PINGPONG_STAGE_BYTES + (warpgroup - 1) * 2 * PART_BYTES;
+        int tile = blockIdx.x;
+        if (warpgroup == 2 && tile < tile_count) give_turn_to(other);
+        for (int turn = 1; tile < tile_count; ++turn, tile += gridDim.x) {
+            if (turn % 2 != warpgroup % 2) {  // the other's tile
+                for (int step = 0; step < steps; ++step) advance();
+                continue;
+            }
+            wait_for_turn(warpgroup);
+            float acc[128];
+            for (int step = 0; step < steps; ++step, advance()) {
+                wait(&full[stage], parity);
+                const uint32_t a_tile = tiles + stage * PINGPONG_STAGE_BYTES;
+                wgmma_k_tile(acc, a_tile, a_tile + PINGPONG_A_BYTES, step);
+                wgmma_wait<1>();
+                if (step > 0 && threadIdx.x % 32 == 0)
+                    arrive(&empty[(stage + WIDE_STAGES - 1) % WIDE_STAGES]);
+            }
+            if (tile + gridDim.x < tile_count) give_turn_to(other);  // products are issued
+            wgmma_wait<0>();
+            if (threadIdx.x % 32 == 0) arrive(&empty[(stage + WIDE_STAGES - 1) % WIDE_STAGES]);
+            const TileOrigin origin = grouped_tile_origin<PINGPONG_M, WIDE_N>(tile, m, n);
+            store_parts(acc, buffers, &out, origin.row, origin.column, warpgroup);
+        }
+        if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+    }
+}
+
 int tile_count(int m, int n, int columns = TILE_MN) { return m / TILE_MN * (n / columns); }
 
 template <typename Kernel, typename Operand, typename Result>
@@ -351,4 +431,14 @@ extern "C" cudaError_t tma_store(const bf16* a, const bf16* b, bf16* out, int m,
     if (cudaError_t error = make_tensor_map(&maps[2], out, m, n, 64)) return error;
     return launch(gemm_tma_store, maps[0], maps[1], maps[2], m, n, k, sm_count(), 384,
                   STORE_SMEM_BYTES, stream);
+}
+
+extern "C" cudaError_t pingpong(const bf16* a, const bf16* b, bf16* out, int m, int n, int k,
+                                cudaStream_t stream) {
+    CUtensorMap maps[3];
+    if (cudaError_t error = make_tensor_map(&maps[0], a, m, k, PINGPONG_M)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[1], b, n, k, WIDE_N)) return error;
+    if (cudaError_t error = make_tensor_map(&maps[2], out, m, n, 64)) return error;
+    return launch(gemm_pingpong, maps[0], maps[1], maps[2], m, n, k, sm_count(), 384,
+                  PINGPONG_SMEM_BYTES, stream);
 }

@@ -1,0 +1,46 @@
+"""Consumer warpgroups that take turns beat consumers that work in step, in a GEMM with a small k.
+
+With k = 512, a tile of 128 x 256 takes eight steps of products, and then its result has to be
+converted, staged in shared memory and stored. In the baseline, the best rung of
+test_wgmma_ladder.py, both consumer warpgroups work on one tile (cooperative), so the tensor cores
+have nothing to do while both of them stage results. In a ping-pong schedule each warpgroup has
+tiles of its own, of 64 x 256. Named barriers give them turns: while one stages its result, the
+other multiplies.
+
+The price is that a step loads 256 rows of b for 64 rows of a instead of 128. The gain ends with a
+large k, where the results take little of the time. The library arm is cuBLAS. The limit is the time
+of the products alone, and the stores of the result, 128 MiB, are not far from it.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+
+
+def matrices(bench: Bench) -> Matrices:
+    n, k = bench.size(8192, check=512), bench.size(512, check=128)
+    a, b = torch.randn(2, n, k, device=bench.device).bfloat16()
+    return a, b, a.new_empty(n, n), n, n, k
+
+
+@pytest.mark.sm90
+def test_pingpong_consumers(compare: Compare, nvcc: Nvcc) -> None:
+    gemm = nvcc("ch10/wgmma_ladder.cu")
+    compare(
+        baseline=gemm["tma_store"],
+        optimized=gemm["pingpong"],
+        library=lambda a, b, out, m, n, k: torch.mm(a, b.T, out=out),
+        inputs=matrices,
+        work=lambda a, b, out, m, n, k: Work(
+            read=a.nbytes + b.nbytes, written=out.nbytes, flops=2 * m * n * k, dtype="bf16"
+        ),
+        reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
+        evidence=[
+            evidence.opcode("BAR.ARV", kernel="gemm_pingpong("),
+            evidence.opcode("HGMMA.64x256x16", kernel="gemm_pingpong("),
+            evidence.spills(kernel="gemm_pingpong("),
+        ],
+    )
