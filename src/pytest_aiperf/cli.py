@@ -175,6 +175,8 @@ def _add_capture(subcommands: Any) -> None:
     add("--launch-count", metavar="N", type=int, help=text)
     text = "ncu: further metrics of a command, separated by commas"
     add("--metrics", metavar="A,B", default="", help=text)
+    text = "the folder for the files of the tools (default: %(default)s)"
+    add("--artifacts", metavar="DIR", type=Path, default=Path(profiler.ARTIFACTS), help=text)
     text = "further arguments of the tool, for a command, as in --tool-args='--delay=30'"
     add("--tool-args", metavar="ARGS", default="", help=text)
     text = "compare two captures instead: their folders, or files of profilers"
@@ -318,7 +320,7 @@ def capture(given: argparse.Namespace) -> int:
     of its processes. The exit status is that of the command; what was recorded before a failure is
     shown. `capture TOOL FILE.py::FUNCTION` calls a function, first to warm up, then inside a range
     named "aiperf", whose figures are shown. Artefacts, the output of the tools and a summary in
-    Markdown go to artifacts/.
+    Markdown go to artifacts/, or to the folder of --artifacts.
     """
     if given.compare or given.read:
         return _show_captures(given)
@@ -347,7 +349,7 @@ def capture(given: argparse.Namespace) -> int:
         target.perform(job, device, lock, lambda: (_function(Path(path), name), None))
         return DONE
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
-    folder = profiler.run_folder(Path.cwd(), run) / profiler.folder_name(name)
+    folder = profiler.run_folder(given.artifacts.absolute(), run) / profiler.folder_name(name)
     deadline_s = given.deadline or FUNCTION_DEADLINE_S
     status = DONE
     for tool, preset in chosen:
@@ -382,7 +384,7 @@ def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Too
         raise UsageError("--launch-skip takes a number from 0 on, --launch-count one from 1 on")
     started = datetime.now(UTC)
     name = command_profiler.name_of(given.profiled)
-    root = Path.cwd() / profiler.ARTIFACTS / journal.new_run_id(started, os.getpid())
+    root = given.artifacts.absolute() / journal.new_run_id(started, os.getpid())
     requests = [
         command_profiler.CommandRequest(
             tool,

@@ -131,6 +131,7 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     ini = parser.addini
     ini("aiperf_expectations", "the expectations file", default="expectations.yaml")
     ini("aiperf_results", "the folder of accepted results", default="results")
+    ini("aiperf_artifacts", "the folder of profilers' output files", default="artifacts")
     text = "folders in which nvcc() looks for sources, besides the folder of the test"
     ini("aiperf_kernels", text, type="args", default=["kernels"])
     text = "folders whose name becomes a marker of the tests below them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
@@ -256,7 +257,8 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
     if session is not None:
         # A run without claims leaves no results; but a shard does, because its results are merged.
         if session.run is not None and (claims or session.settings.shard):
-            session.run.write_manifest(claims)  # in file order, like the results shown
+            command = shlex.join(map(str, config.invocation_params.args))
+            session.run.write_manifest(claims, command)  # in file order, like the results shown
         items[:] = session.in_order(items)
 
 

@@ -638,6 +638,15 @@ def test_it(compare):
 """
 
 
+def test_files_of_a_profiled_run_go_to_the_folder_of_the_setting(project):
+    project.tests(CLAIM)
+    project.run("--profile=ncu", "-oaiperf_artifacts=kept/here").assert_outcomes(passed=1)
+    assert not (project.path / "artifacts").exists()
+    for arm in project.results()["ch07/it"]["profiles"]:
+        assert arm["artefact"].startswith("kept/here/")
+        assert (project.path / arm["artefact"]).stat().st_size
+
+
 def test_a_profiled_run_shows_figures_and_writes_no_expectation(project):
     project.tests(CLAIM)
     done = project.run("--profile=ncu")

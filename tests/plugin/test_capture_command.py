@@ -163,6 +163,15 @@ def test_any_command_is_profiled_from_start_to_end(capfd):
     assert Path(part.profile.artefact).is_file()
 
 
+def test_files_go_to_the_folder_of_artifacts(tmp_path):
+    assert capture("nsys", "--artifacts", "../kept", "--", "true") == 0
+    assert not Path("artifacts").exists()
+    [found] = (tmp_path / "kept").glob("*/true/capture.json")
+    [part] = command.load(found.parent).captures[0].parts
+    assert Path(part.profile.artefact).resolve().is_relative_to(tmp_path / "kept")
+    assert (found.parents[1] / "CACHEDIR.TAG").exists()
+
+
 def test_tools_run_one_after_another(capfd):
     assert capture("nsys,ncu:deep_dive", "--", "true") == 0
     captured = record()

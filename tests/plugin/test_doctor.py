@@ -483,7 +483,7 @@ def test_clean_removes_nothing_else(littered, tmp_path, capsys):
 def test_every_folder_of_a_run_is_found(tmp_path):
     cache = tmp_path / "cache"
     open_run(tmp_path / ".aiperf", RUN)
-    run_folder(tmp_path, RUN)
+    run_folder(tmp_path / "artifacts", RUN)
     sass.cached(cache / BUILD, dict)
     found = clean.find_artifacts(tmp_path, cache, ".aiperf", "artifacts")
     assert found == [tmp_path / ".aiperf", tmp_path / "artifacts" / RUN, cache / BUILD]

@@ -11,6 +11,7 @@ import time
 import pytest
 from hypothesis import settings
 
+from pytest_aiperf.records.journal import read_manifest
 from tests.plugin.conftest import PATIENCE_S
 
 TIMES = 20 if settings.get_current_profile_name() == "long" else 1
@@ -102,6 +103,8 @@ def test_a_claim_that_hangs_costs_itself(project, workers):
         "def test_good(compare): compare(**usual)\n"
     )
     done = project.run("--gpu", workers, "-oaiperf_deadline=200")
+    command = read_manifest((project.path / ".aiperf" / "latest").resolve()).command
+    assert f"--gpu {workers} -oaiperf_deadline=200" in command
     done.assert_outcomes(passed=1, failed=1)
     assert "exceeded its deadline of 200 s" in project.results()["ch07/hang"]["message"]
     assert not project.processes()

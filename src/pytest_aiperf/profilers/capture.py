@@ -36,7 +36,8 @@ from . import ncu, parsers, tools
 from .target import VARIABLE, WAITING, CaptureJob, CaptureReply
 from .tools import Invocation, Tool
 
-ARTIFACTS: Final = "artifacts"  #: Folder of profilers' output files, in pytest's root folder.
+ARTIFACTS: Final = "artifacts"
+"""Folder of profilers' output files, by default, in pytest's root folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class ExpectedKernels:
     cache: str = "cold"  #: "cold": ncu flushes the caches before a kernel; "warm": it does not.
 
 
-def run_folder(root: Path, run: str) -> Path:
+def run_folder(artifacts: Path, run: str) -> Path:
     """Create the folder for a run's artefacts, tagged so that `clean` removes it."""
-    folder = root / ARTIFACTS / run
+    folder = artifacts / run
     create_tagged(folder)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     return folder

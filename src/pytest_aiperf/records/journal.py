@@ -28,6 +28,7 @@ class Manifest:
     claims: Mapping[str, str]
     """Id of each claim in the run, as :func:`~pytest_aiperf.machine.requirements.run_id` returns
     it, to pytest's nodeid, in collection order."""
+    command: str = ""  #: The arguments of pytest, as a shell would take them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Run:
     def collected(self) -> bool:
         return (self.path / "manifest.json").exists()
 
-    def write_manifest(self, collected: Iterable[tuple[str, str]]) -> None:
+    def write_manifest(self, collected: Iterable[tuple[str, str]], command: str = "") -> None:
         """Write the manifest of (id in the run, nodeid) pairs, unless another worker wrote it."""
         if not self.collected:
-            manifest = Manifest(self.id, datetime.now(UTC).isoformat(), dict(collected))
+            started = datetime.now(UTC).isoformat()
+            manifest = Manifest(self.id, started, dict(collected), command)
             text = dumps(to_json(manifest), "manifest", indent=1)
             atomic_write(self.path / "manifest.json", text)
 

@@ -133,7 +133,7 @@ class ItemContext:
         tool, preset = tools.parse(spec)
         settings = self.settings
         name = capture.folder_name(run_id(self.item.nodeid))
-        folder = capture.run_folder(settings.root, settings.run_id) / name
+        folder = capture.run_folder(settings.artifacts, settings.run_id) / name
         command = (sys.executable, "-m", "pytest", *self.arguments([self.item]))
         return capture.CaptureRequest(
             tool, preset, folder, command, settings.deadline_s, calls, seed
