@@ -402,7 +402,7 @@ def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Too
     ]
     for request in requests:
         command_profiler.check(request)
-    folder = profiler.run_folder(Path.cwd(), root.name) / profiler.folder_name(name)
+    folder = profiler.run_folder(root.parent, root.name) / profiler.folder_name(name)
     gpus = tuple(gpu.name for gpu in visible())
     captures: list[command_profiler.ToolCapture] = []
     for request in requests:
