@@ -63,5 +63,6 @@ def test_dataloader_workers(compare: Compare) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        evidence=[evidence.busy_share(min=0.8)],
+        # short of 1 because of the first batch, for which the GPU waits; the baseline has 0.2
+        evidence=[evidence.busy_share(min=0.6)],
     )
