@@ -1,5 +1,7 @@
 """Undo an arm's changes to the process; add the number of caught and passed arms to the summary."""
 
+import builtins
+import decimal
 import gc
 import logging
 import multiprocessing
@@ -18,6 +20,8 @@ import pytest_aiperf.device.device
 from tests.plugin.conftest import fake_gpu_on_path, project  # noqa: F401  fixtures
 
 PATCHED = (  # attributes that dishonest arms replace
+    (builtins, "sorted"),
+    (np, "sort"),
     (time, "perf_counter_ns"),
     (time, "monotonic"),
     (pytest_aiperf.device.device, "now"),
@@ -30,6 +34,7 @@ PATCHED = (  # attributes that dishonest arms replace
     (torch.backends.cuda.matmul, "allow_tf32"),
 )
 SETTERS = (  # functions that dishonest arms call, with the usual arguments
+    (decimal.setcontext, decimal.Context()),
     (np.setbufsize, np.getbufsize()),
     (sys.setprofile, None),
     (sys.setswitchinterval, sys.getswitchinterval()),

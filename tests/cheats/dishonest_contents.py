@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.cheats.case import Corpus, State
+from tests.cheats.case import Corpus
 from tests.cheats.dishonest import LONG, SHORT, returning
 from tests.cheats.dishonest_results import pair
 from tests.plugin.claims import vectors
@@ -213,17 +213,17 @@ def integers_that_no_seed_changes():
 
 @marked("whether another arm slows the baseline down")
 def a_table_that_becomes_longer():
-    table = State(length=1)
+    table = np.ones(1)
 
     def optimized(x):
-        table.length = 2.0
+        table[0] = 2.0
         return returning(SHORT, x * 2)
 
-    baseline = lambda x: returning(LONG * table.length, x * 2)
+    baseline = lambda x: returning(LONG * float(table[0]), x * 2)
     return {"baseline": baseline, "optimized": optimized, "metric": "wall"}
 
 
-@marked("whether another arm slows the baseline down.* or with garbage collection on", clock="host")
+@marked("whether another arm slows the baseline down.* with garbage collection on", clock="host")
 def a_baseline_that_is_slow_without_garbage_collection():
     def baseline(x):
         time.sleep(1e-3 if gc.isenabled() else 6e-3)

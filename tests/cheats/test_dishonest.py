@@ -2,16 +2,23 @@
 
 import pytest
 
-from tests.cheats import dishonest, dishonest_contents, dishonest_results, dishonest_timing
+from tests.cheats import (
+    dishonest,
+    dishonest_contents,
+    dishonest_effects,
+    dishonest_results,
+    dishonest_timing,
+)
 from tests.cheats.case import assert_caught, assert_marked
 
 CHEATS = {
     **dishonest.CHEATS,
     **dishonest_contents.CHEATS,
+    **dishonest_effects.CHEATS,
     **dishonest_results.CHEATS,
     **dishonest_timing.CHEATS,
 }
-MARKED = dishonest_contents.MARKED
+MARKED = {**dishonest_contents.MARKED, **dishonest_effects.MARKED}
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from pytest_aiperf.build import nvcc
-from pytest_aiperf.claim import bound_claim, explanation, ladder, sampler
+from pytest_aiperf.claim import bound_claim, explanation, ladder, sampler, side_effects
 from pytest_aiperf.claim.bound_claim import BoundClaim
-from pytest_aiperf.correctness import agreement, stored, tensors
+from pytest_aiperf.correctness import agreement, own_memory, references, stored, tensors
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
@@ -342,6 +342,42 @@ GUARDS = {
         {(bound_claim, "gc"): SimpleNamespace(isenabled=always(value=False), freeze=nothing)},
         marked("a_baseline_that_is_slow_without_garbage_collection"),
     ),
+    "what the baseline uses is compared": Guard(
+        {(side_effects.SideEffects, "end"): nothing}, marked("a_list_of_handlers_that_grows")
+    ),
+    "what the baseline uses is compared while it is timed": Guard(
+        {(sampler.Sampler, "_observe"): nothing}, marked("a_handler_once_it_is_timed")
+    ),
+    "functions of libraries are their own": Guard(
+        {(references, "_is_replaced"): always(value=False)},
+        marked("a_wrong_function_that_the_reference_uses_as_well"),
+    ),
+    "baselines are called by a thread as well": Guard(
+        {(BoundClaim, "_time_in_thread"): always(math.inf)},
+        marked("a_baseline_that_is_slow_where_the_harness_calls_it"),
+    ),
+    "nothing lies behind a view": Guard(
+        {(own_memory, "give"): lambda args: args}, caught("an_answer_behind_a_view")
+    ),
+    "nothing lies in the storage of a tensor": Guard(
+        {(own_memory, "give"): lambda args: args}, caught("an_answer_in_the_storage_of_a_tensor")
+    ),
+    "no array is passed twice": Guard(
+        {(BoundClaim, "_shared_arrays"): always(())}, marked("one_array_eight_times")
+    ),
+    "files are written by both arms": Guard(
+        {(side_effects, "_written_bytes"): always((0, 0))}, marked("a_file_that_is_not_written")
+    ),
+    "files count as memory": Guard(
+        {(side_effects, "_written_bytes"): always((0, 0))}, marked("memory_of_a_file")
+    ),
+    "child processes are named where memory is measured": Guard(
+        {(side_effects, "_pages_of_children"): always(0)}, marked("memory_of_a_child")
+    ),
+    "memory that the code refers to counts": Guard(
+        {(references.References, "_nbytes"): always(0)},
+        calls(test_sampler.test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to),
+    ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},
         calls(test_sampler.test_peak_memory_includes_what_an_arm_holds_after_its_calls, 0),
@@ -379,6 +415,12 @@ GUARDS = {
     ),
     "environment variables do not change": Guard(
         {(validity, "_VARIABLES"): ()}, caught("threads_of_openmp")
+    ),
+    "variables of the processes that an arm starts do not change": Guard(
+        {(validity, "_PREFIXES"): ()}, caught("variables_of_the_next_processes")
+    ),
+    "modes of torch do not change": Guard(
+        {(validity, "_FLAGS"): ()}, caught("a_device_by_default")
     ),
     "tracers are not switched on": Guard(
         {(validity, "_tracers"): always({})}, caught("a_profiler_of_python")

@@ -5,6 +5,7 @@ import inspect
 import math
 import random
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,15 +13,16 @@ from functools import cached_property, partial
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
-from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness import agreement, own_memory, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
-from pytest_aiperf.device.device import Device, gc_disabled, nothing
+from pytest_aiperf.device.device import Device, gc_disabled, nothing, now
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
 from .claim import Arm, Claim, Progress, no_progress
+from .side_effects import SideEffects
 
 WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
@@ -37,6 +39,17 @@ MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
+
+_CALLER = """
+def call(arm, args, now, seconds):
+    begun = now()
+    try:
+        arm(*args)
+    except BaseException:  # some arms only work in the main thread
+        return
+    seconds.append((now() - begun) * 1e-9)
+"""
+"""Calls an arm from code that belongs to no file."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -63,10 +76,12 @@ class BoundClaim:
         self.give_way = give_way
         """Lets a claim that waits for the GPU go first. Nothing is under way in between."""
         self.effects = agreement.ArgumentEffects()
-        self.baseline_alone_s = math.inf
-        """Seconds per call of the baseline on the host's clock before another arm has run."""
+        self.baseline_alone_s: dict[str, float] = {}
+        """Least seconds of a call of the baseline on the host's clock before another arm has run,
+        by how it was called."""
         self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
         self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
+        self.side_effects = SideEffects(claim.arms)
         self._settings = validity.flags()
         self._entropy = random.SystemRandom().getrandbits(64)
         self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
@@ -101,7 +116,7 @@ class BoundClaim:
             raise UsageError("inputs() returns None: return the arguments of one call of an arm")
         args = value if isinstance(value, tuple) else (value,)
         inputs = Inputs(
-            args=tuple(a.value if isinstance(a, Static) else a for a in args),
+            args=own_memory.give(tuple(a.value if isinstance(a, Static) else a for a in args)),
             dynamic=[i for i, a in enumerate(args) if not isinstance(a, Static)],
             seed=seed,
         )
@@ -174,22 +189,27 @@ class BoundClaim:
         self._held[name] += growth - min(sum(results), max(0, growth))  # results may be old memory
 
     def held_bytes(self, name: str) -> int:
-        """Return the bytes that an arm holds after its calls; only for the metric memory."""
-        held = self._held[name]
-        return held if held > self.device.held_noise_bytes else 0
+        """Return the bytes that an arm holds after its calls, and what it held before the first.
 
-    def _prepare_counting(self, name: str, inputs: Inputs) -> Callable[..., object]:
-        """Prepare an arm whose calls count what they hold."""
+        Only for the metric memory.
+        """
+        held = self._held[name]
+        held = held if held > self.device.held_noise_bytes else 0
+        return held + self.side_effects.references[name].nbytes
+
+    def _prepare_observed(self, name: str, inputs: Inputs) -> Callable[..., object]:
+        """Prepare an arm whose calls are observed: what they hold, change and write."""
         with self.counting(name):
             call = self.prepare(name, inputs)
 
-        def counted(*args: object) -> object:
-            with self.counting(name) as results:
+        def observed(*args: object) -> object:
+            with self.side_effects.of(name), self.counting(name) as results:
                 returned = call(*args)
-                results.append(tensors.nbytes((*args, returned)) - tensors.nbytes(args))
+                if Metric.MEMORY in self.claim.metrics:
+                    results.append(tensors.nbytes((*args, returned)) - tensors.nbytes(args))
             return returned
 
-        return counted if Metric.MEMORY in self.claim.metrics else call
+        return observed
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
@@ -310,29 +330,61 @@ class BoundClaim:
     def _infer_effects(self) -> None:
         with self.step():
             self.effects = agreement.infer_effects(
-                partial(self._prepare_counting, "baseline"),
+                partial(self._prepare_observed, "baseline"),
                 partial(self.make_inputs, self.seed),
                 agreement.parameter_names(self.claim.reference),
             )
             self._refuse_constant_inputs()
             if self.full and Metric.WALL in self.claim.metrics:
-                self.baseline_alone_s = min(self._time_baseline())
+                self.baseline_alone_s = self._time_baseline()
 
     def _baseline_call(self) -> Callable[[], object]:
         """Return a call of the baseline on inputs of its own, as it may change them."""
         inputs = self.make_inputs(self.seed)
         return bind(self.prepare("baseline", inputs), inputs.args)
 
-    def _time_baseline(self) -> list[float]:
-        """Time calls of the baseline in blocks, and with garbage collection as the user has it.
+    def _time_baseline(self) -> dict[str, float]:
+        """Time calls of the baseline in blocks, and in ways in which no harness calls it.
 
-        A baseline could see that the harness has switched it off, and be slow only then.
+        A baseline could see that garbage collection is off, or the harness in the call stack, and
+        be slow only then.
         """
         as_it_is = gc.enable if gc.isenabled() else nothing
-        return [
-            self.device.block([self._baseline_call()], Mode.WALL).run(before)
-            for before in (nothing, nothing, as_it_is, as_it_is)
-        ]
+
+        def timed(before: Callable[[], object]) -> float:
+            return self.device.block([self._baseline_call()], Mode.WALL).run(before)
+
+        seconds = {
+            "before another arm had run": min(timed(nothing), timed(nothing)),
+            "with garbage collection on": min(timed(as_it_is), timed(as_it_is)),
+        }
+        if self.device.gpu is None:  # on a GPU, a thread has another stream
+            seconds["when a thread called it"] = min(self._time_in_thread() for _ in range(2))
+        return seconds
+
+    def _time_in_thread(self) -> float:
+        """Time a call of the baseline whose call stack shows threading, but not this package."""
+        inputs, seconds = self.make_inputs(self.seed), [math.inf]
+        names: dict[str, Any] = {}
+        exec(_CALLER, names)  # noqa: S102  a constant
+        args = self.prepare("baseline", inputs), inputs.args, now, seconds
+        thread = threading.Thread(target=names["call"], args=args)
+        thread.start()
+        thread.join()
+        return min(seconds)
+
+    def _shared_arrays(self, inputs: Inputs) -> Iterator[str]:
+        """Describe arrays that are passed several times: an arm could do their work once."""
+        paths: dict[tuple[Any, ...], list[str]] = {}
+        for i in inputs.dynamic:
+            for path, leaf in tensors.walk(inputs.args[i], f"args[{i}]"):
+                # parameters of a module may be tied
+                if tensors.backend_of(leaf) and math.prod(leaf.shape) and "." not in path:
+                    paths.setdefault(tensors.view(leaf), []).append(self.effects.label(path))
+        for names in paths.values():
+            if len(names) > 1:
+                some = ", ".join(names[: agreement.NAMED_PATHS])
+                yield f"calls on different arrays: inputs() gives one array as {some}; give copies"
 
     def check_seed(
         self, seed: int, shortcuts: agreement.Shortcuts | None = None
@@ -341,7 +393,7 @@ class BoundClaim:
         self.progress("agreeing", seed=seed)
         with self.step():
             errors = agreement.agree(
-                {name: partial(self._prepare_counting, name) for name in self.claim.arms},
+                {name: partial(self._prepare_observed, name) for name in self.claim.arms},
                 partial(self.make_inputs, seed),
                 self.claim.reference,
                 self.effects,
@@ -370,13 +422,16 @@ class BoundClaim:
     def not_compared(self) -> Iterator[str]:
         """Describe results and arguments that could not be compared."""
         yield from sorted(self.unchecked)
+        yield from self.side_effects.unchecked(of_memory=Metric.MEMORY in self.claim.metrics)
         for i in self.effects.objects:
             name = self.effects.label(f"args[{i}]")
             yield f"what calls change in {name}: attributes of objects are not compared"
 
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""
-        first, second = self.make_inputs(self.seed).args, self.make_inputs(self.seed + 1).args
+        inputs, second = self.make_inputs(self.seed), self.make_inputs(self.seed + 1).args
+        first = inputs.args
+        self.unchecked.update(self._shared_arrays(inputs))
         if path := tensors.hidden_values(first, "args"):
             raise UsageError(
                 f"inputs() gives {self.effects.label(path)} attributes beside its items or fields: "

@@ -91,6 +91,13 @@ class Ladder:
         """Return the first claim that an arm is part of, and its role there."""
         return self._arms[name]
 
+    def owners(self, name: str) -> Iterator[tuple[BoundClaim, str]]:
+        """Yield all claims that an arm is part of, and its role there."""
+        for rung in self.rungs:
+            for role, arm in rung.arms.items():
+                if arm == name and role != "first":
+                    yield rung.bound, role
+
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time of an arm."""
         bound, role = self._arms[name]

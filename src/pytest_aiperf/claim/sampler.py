@@ -29,6 +29,7 @@ from pytest_aiperf.text import si
 
 from .bound_claim import ASSUMED_MEMORY_BYTES, bind
 from .ladder import Ladder
+from .side_effects import SideEffects
 from .stopping_rule import StoppingRule
 
 MAX_REPEATS = 3
@@ -38,8 +39,9 @@ PREBUILT_SHARE = 1 / 32
 MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
 """Generous latency and low bandwidth of a GPU's memory, for inputs that are not in the L2."""
 COLD_SHARE = 1e-3  #: Fraction of a call below which reading its inputs anew does not matter.
-SLOWED = 1.3
-"""An arm whose timed calls take this many times as long as its first calls is reported."""
+SLOWED = 1.5
+"""An arm whose timed calls take this many times as long as its first calls is reported. Less is
+common on machines that do other work."""
 LARGE_SHARE = 1 / 20
 """Fraction of the GPU's memory above which the arms use one set of inputs in turn, and their
 outputs are not kept: up to 40 % of the memory, this leaves room for the reference's result."""
@@ -59,6 +61,7 @@ SLOWED_BASELINE = 1.4
 another arm has run, and WAKING_S: another arm may have left something behind that slows it down.
 Both are the least of several calls. On a noisy machine, where the median of the blocks is above
 the least of them, so many times more are allowed."""
+ALIKE = 1.2  #: Times of a baseline that differ by less have one cause.
 LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
 """How much longer a call that is timed alone may take than one in a block, beyond three times what
 the baseline's takes longer: this fraction of the baseline's time, and no more than so many times
@@ -529,6 +532,7 @@ class Sampler:
                 if not captured:
                     batch.clear()
                 self._renew(arm, sorted({*order}))
+                self._observe(arm, SideEffects.begin)
             if not captured:
                 batch.load(order, keep)
             if self.renews and bound.claim.cache == "cold":
@@ -549,6 +553,7 @@ class Sampler:
         seconds = batch.block.run(before, after)
         if is_new:
             self._refuse_changed_settings(arm.name)
+            self._observe(arm, SideEffects.end)
         if is_kept:
             i = batch.kept_set
             # the device has written results in host memory only now
@@ -571,6 +576,10 @@ class Sampler:
             self._blocks_until_kept[arm.name] -= 1
             return self._blocks_until_kept[arm.name] == -1
         return True
+
+    def _observe(self, arm: ArmBuffers, step: Callable[[SideEffects, str], None]) -> None:
+        for bound, role in self.ladder.owners(arm.name):
+            step(bound.side_effects, role)
 
     def _refuse_changed_settings(self, *names: str) -> None:
         try:
@@ -640,15 +649,15 @@ class Sampler:
     def _find_slowed_baselines(self, replicates: Sequence[Replicate]) -> None:
         for rung in self.ladder.rungs if self.metric is Metric.WALL else ():
             name = rung.arms["baseline"]
-            alone_s = rung.bound.baseline_alone_s
+            ways = rung.bound.baseline_alone_s
+            alone_s = min(ways.values(), default=math.inf)
             blocks = list(_seconds(replicates, name))
             noise = statistics.median(blocks) / min(blocks)
             timed_s = min(*blocks, *self._alone_s.get(name, ()))
             if timed_s > SLOWED_BASELINE * noise * alone_s + WAKING_S:
                 was, is_ = (si(seconds, "s") for seconds in (alone_s, timed_s))
-                self._slowed_baselines[name] = (
-                    f"{is_}, but {was} before another arm had run, or with garbage collection on"
-                )
+                how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
+                self._slowed_baselines[name] = f"{is_}, but {was} {how}"
 
     def finish(self) -> None:
         """Free the buffers, and check what no block could."""
@@ -669,7 +678,11 @@ class Sampler:
             labels = ", ".join(sorted(map(self.bound.effects.label, paths)))
             yield f"results on new values: {labels} could not be overwritten"
         elif self.device.renews and max(self.calls.values()) > self.sets:
-            yield f"results cached by value: the {self.sets} input sets return within a block"
+            yield (
+                f"results cached by value: a block calls the same {self.sets} sets of inputs "
+                "again, because calls are short or inputs() takes long; enlarge the work of a "
+                "call, or draw the inputs faster"
+            )
 
     def timing(self, replicates: tuple[Replicate, ...]) -> Timing:
         return Timing(

@@ -27,7 +27,8 @@ def attributes(value: object) -> dict[str, Any]:
     """Return the attributes that an object stores itself, not in its class or in slots."""
     for base in _MRO(type(value)):
         getter = _VARS(base).get("__dict__")
-        if type(getter) is types.GetSetDescriptorType:
+        # a member of a namespace's C structure
+        if is_one_of(type(getter), (types.GetSetDescriptorType, types.MemberDescriptorType)):
             return {k: v for k, v in dict.items(getter.__get__(value)) if type(k) is str}
     return {}
 

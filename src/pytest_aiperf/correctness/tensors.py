@@ -348,11 +348,11 @@ def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     It overlaps an argument, repeats elements, has a conjugation or a sign pending, or maps a file.
     Memory that is shared with another process is its own, unless an argument maps it as well.
     """
-    low, high = _span(array)
+    low, high = span(array)
     others = [a for p, a in arrays(args).items() if p not in skip]
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
         return True
-    if any(low < end and start < high for start, end in map(_span, others)):
+    if any(low < end and start < high for start, end in map(span, others)):
         return True
     if not on_host(array):
         return False
@@ -380,7 +380,7 @@ def _file_mappings() -> list[tuple[int, int, int, str]]:
 
 def _file_range(array: Any, maps: Sequence[tuple[int, int, int, str]]) -> tuple[str, int, int]:
     """Return the file that an array's memory maps, and the range of its bytes there."""
-    low, high = _span(array)
+    low, high = span(array)
     for start, end, offset, name in maps:
         if start <= low < end:
             return name, offset + low - start, offset + high - start
@@ -419,7 +419,8 @@ def sample(array: Any, entropy: int) -> list[float]:
     return list(map(float, backend.cast(real, "float64", array).reshape(-1).tolist()))
 
 
-def _span(array: Any) -> tuple[int, int]:
+def span(array: Any) -> tuple[int, int]:
+    """Return where the memory of an array's elements begins and ends."""
     if not math.prod(array.shape):
         return 0, 0
     start, strides = backend_of(array).address_and_strides(array)
@@ -594,14 +595,14 @@ class Overwriting:
             return fresh
         del self.unbound[unbound:]  # the container takes them
         if self.write:
-            _refill(live, fresh, items.values())
+            refill(live, fresh, items.values())
         return live
 
     def _array(self, path: str, live: Any, fresh: Any) -> Any:
         if backend_of(fresh) is not backend_of(live) or signature(fresh) != signature(live):
             self.stuck.append(path)
             return fresh
-        target, source = _stored_elements(live, live), _stored_elements(fresh, live)
+        target, source = stored_elements(live, live), stored_elements(fresh, live)
         if target is None or source is None:
             if same_identity(identify(live), identify(fresh)):
                 return live
@@ -625,7 +626,7 @@ class Overwriting:
         return fresh
 
 
-def _refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
+def refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
     """Store the items of a list, dict or dataclass, in the order of :func:`children`."""
     if isinstance(live, list):
         list.__setitem__(live, slice(None), items)
@@ -638,7 +639,7 @@ def _refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
             object.__setattr__(live, field.name, item)
 
 
-def _stored_elements(array: Any, live: Any) -> Any:
+def stored_elements(array: Any, live: Any) -> Any:
     """View the elements of an array that ``live`` stores; None if they cannot be written there.
 
     Of a dimension that ``live`` repeats (its stride is 0), only the first element is stored.

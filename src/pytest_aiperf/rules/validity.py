@@ -1,6 +1,7 @@
 """Is this measurement valid? Each check returns a sentence that names the problem, or None."""
 
 import contextlib
+import decimal
 import functools
 import gc
 import logging
@@ -71,6 +72,7 @@ _FLAGS = (
     "get_num_interop_threads", "is_grad_enabled", "is_inference_mode_enabled",
     "are_deterministic_algorithms_enabled", "is_anomaly_enabled", "get_default_device",
     "backends.mkldnn.enabled", "backends.mkldnn.deterministic",
+    "_C._len_torch_function_stack", "_C._len_torch_dispatch_stack",
 )  # fmt: skip
 _FOREIGN = (
     *("time.perf_counter_ns", "time.perf_counter", "time.monotonic_ns", "time.monotonic"),
@@ -102,6 +104,8 @@ _VARIABLES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )  # fmt: skip
+_PREFIXES = "PYTHON", "MALLOC_", "LD_"
+"""Prefixes of variables that change how processes run which an arm starts."""
 
 
 def round_problem(before: GpuState, after: GpuState) -> str | None:
@@ -204,6 +208,7 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
     "logging levels": lambda: (logging.root.level, logging.root.manager.disable),
+    "decimal.getcontext": lambda: decimal.getcontext().prec,
 }
 """Settings of the process and of its main thread, with what reads them."""
 
@@ -235,7 +240,11 @@ def _thread_pools(_modules: int) -> list[Any]:
 
 def flags() -> dict[str, str]:
     """Read the global settings that no arm may change; those of torch only if it is loaded."""
-    settings = {name: os.environ[name] for name in _VARIABLES if name in os.environ} | _tracers()
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _VARIABLES or name.startswith(_PREFIXES)
+    } | _tracers()
     settings |= {name: str(read()) for name, read in _PROCESS.items()}
     settings |= {name: str(value) for name, value in _libraries().items()}
     if torch := sys.modules.get("torch"):

@@ -1,0 +1,96 @@
+"""Finds what calls do beside their results: to globals that the baseline uses, and to files."""
+
+import contextlib
+import resource
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pytest_aiperf.correctness.references import References, State
+from pytest_aiperf.text import si
+
+MORE = 2  #: An arm that writes less than the baseline by this factor does not do what it does.
+WRITTEN_BYTES = 1 << 20  #: Bytes in files that are no memory worth counting.
+
+
+class SideEffects:
+    """What the calls of a claim's arms changed and wrote.
+
+    Where both an arm and the baseline change a value, such as a cache, nothing is told: whatever
+    the baseline finds there, it may have put there itself.
+    """
+
+    def __init__(self, arms: Mapping[str, object]) -> None:
+        self.references = {name: References(arm) for name, arm in arms.items()}
+        self._states: dict[str, State] = {}
+        self._changed: dict[str, set[str]] = defaultdict(set)  # labels by arm
+        self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
+        self._written: dict[str, list[int]] = defaultdict(list)
+        self._parents: set[str] = set()  # arms whose calls started processes
+
+    def begin(self, _name: str = "") -> None:
+        """Read what the baseline refers to, ahead of an arm's calls."""
+        self._states = self.references["baseline"].states()
+
+    def end(self, name: str) -> None:
+        """Find out what the calls of an arm since :meth:`begin` have changed there."""
+        before, after = self._states, self.references["baseline"].states()
+        common = before.keys() & after.keys()
+        self._changed[name] |= {label for label in common if before[label] != after[label]}
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Observe one checked call of an arm."""
+        written, pages = _written_bytes(), _pages_of_children()
+        self.begin()
+        yield
+        self.end(name)
+        to_disk, in_all = _written_bytes()
+        self._to_disk[name].append(to_disk - written[0])
+        self._written[name].append(in_all - written[1])
+        if _pages_of_children() != pages:
+            self._parents.add(name)
+
+    def unchecked(self, *, of_memory: bool) -> Iterator[str]:
+        """Describe effects that make the arms differ, or memory that is not counted."""
+        own = self._changed["baseline"]
+        for name, labels in sorted(self._changed.items()):
+            if changed := ", ".join(sorted(labels - own)):
+                yield (
+                    f"whether another arm slows the baseline down: {name} changes {changed}, "
+                    "which the baseline uses"
+                )
+        replaced = set().union(*(refs.replaced for refs in self.references.values()))
+        if replaced:
+            yield f"functions that the test has replaced: {', '.join(sorted(replaced))}"
+        least = min(self._to_disk["baseline"], default=0)
+        for name, counts in sorted(self._to_disk.items()):
+            if least > MORE * max(counts):
+                yield (
+                    f"what calls write to files: baseline writes {si(least, 'B')}, {name} "
+                    f"{si(max(counts), 'B')}"
+                )
+        most = max(self._written["baseline"], default=0)
+        for name, counts in sorted(self._written.items()) if of_memory else ():
+            if min(counts) > WRITTEN_BYTES + most:
+                yield (
+                    f"memory of file systems: {name} writes {si(min(counts), 'B')} to files, "
+                    "which may be in memory"
+                )
+        if of_memory:
+            for name in sorted(self._parents):
+                yield f"memory of child processes: {name} starts some"
+
+
+def _written_bytes() -> tuple[int, int]:
+    """Return how much this process has written to disks, and to files, pipes and sockets."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return int(counts["write_bytes"]), int(counts["wchar"])
+    return 0, 0
+
+
+def _pages_of_children() -> int:
+    """Return the pages that ended child processes have touched."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt

@@ -1,0 +1,159 @@
+"""Finds what the code of an arm refers to: globals, attributes of modules and classes, closures.
+
+An arm may change there what the baseline uses, hold memory, or find a function that the test has
+replaced. Only names in the code are looked up: what an object keeps in C++ does not show.
+"""
+
+import builtins
+import collections
+import contextlib
+import functools
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pytest_aiperf.errors import UsageError
+from pytest_aiperf.model import Prepared
+
+from . import stored, tensors
+
+MAX_FUNCTIONS = 16  #: Functions whose code is read: those of libraries lead to thousands.
+MAX_ITEMS = 64  #: Items of a container that are compared; of longer ones also the length.
+_VALUES = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+State = tuple[Any, ...]
+
+
+class References:
+    """The places that the code of a callable refers to, directly or through other functions."""
+
+    def __init__(self, call: object) -> None:
+        self._places: dict[tuple[int, str], tuple[str, Any]] = {}
+        self.replaced: set[str] = set()
+        """Functions of installed libraries in whose place there is one from elsewhere."""
+        self._read(call)
+        self.nbytes = self._nbytes()  #: Bytes of arrays there, before the first call.
+
+    def states(self) -> dict[str, State]:
+        """Return by label what is comparable about the value at each place."""
+        return {label: _state(value) for label, value in self._values()}
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for (_, name), (label, place) in self._places.items():
+            if type(place) is types.CellType:
+                with contextlib.suppress(ValueError):  # it is not set
+                    yield label, place.cell_contents
+            elif name in place:
+                yield label, place[name]
+
+    def _nbytes(self) -> int:
+        kinds = (*_CONTAINERS, *_DICTS)
+        values = [
+            value
+            for _, value in self._values()
+            if tensors.backend_of(value) or stored.is_one_of(type(value), kinds)
+        ]
+        with contextlib.suppress(UsageError):  # a container that contains itself
+            return tensors.nbytes(tuple(values))
+        return 0
+
+    def _read(self, call: object) -> None:
+        todo = collections.deque([call])
+        seen: dict[int, object] = {}
+        while todo and len(seen) < MAX_FUNCTIONS:
+            value = todo.popleft()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if type(value) is Prepared:
+                todo.append(value.make)
+            elif type(value) is functools.partial:
+                todo.extend((value.func, *value.args, *value.keywords.values()))
+            elif type(value) is types.MethodType:
+                todo.append(value.__func__)
+            elif type(value) is types.FunctionType:
+                todo.extend(self._function(value))
+
+    def _function(self, function: types.FunctionType) -> Iterator[object]:
+        """Note the places that a function refers to; yield the functions there."""
+        names = {*_names(function.__code__)}
+        scopes = function.__globals__, vars(builtins)
+        for name in sorted(names):
+            scope = next((scope for scope in scopes if name in scope), None)
+            if scope is not None:
+                yield from self._note(scope, name, name, names)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._places[id(cell), name] = name, cell
+            with contextlib.suppress(ValueError):
+                yield from self._inside(cell.cell_contents, name, names)
+        yield from (function.__defaults__ or ())
+
+    def _note(self, scope: Any, name: str, label: str, names: set[str]) -> Iterator[object]:
+        if (id(scope), name) not in self._places:
+            self._places[id(scope), name] = label, scope
+            yield from self._inside(scope[name], label, names)
+
+    def _inside(self, value: Any, label: str, names: set[str]) -> Iterator[object]:
+        """Note the attributes of a module or class that the code of a function names."""
+        if type(value) is types.ModuleType or isinstance(value, type):
+            space = vars(value)
+            for name in sorted(names & space.keys()):
+                if type(value) is types.ModuleType and _is_replaced(value, space[name]):
+                    self.replaced.add(f"{value.__name__}.{name}")
+                yield from self._note(space, name, f"{label}.{name}", names)
+        else:
+            yield value
+
+
+def _is_replaced(module: types.ModuleType, value: object) -> bool:
+    """Whether a module of an installed library has a function that is defined elsewhere."""
+    file = value.__code__.co_filename if type(value) is types.FunctionType else "<C>"
+    home = getattr(module, "__file__", None)  # None for modules in C
+    is_own = str(getattr(value, "__module__", "")).startswith("pytest_aiperf.")
+    is_code = file.startswith("<") or file.startswith(_LIBRARIES) or is_own
+    return not is_code and (home is None or home.startswith(_LIBRARIES))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _names(constant)
+
+
+def _state(value: Any) -> State:
+    kind = type(value)
+    if stored.is_one_of(kind, _CONTAINERS):
+        return id(value), len(value), *map(_key, _first(value))
+    if stored.is_one_of(kind, _DICTS):
+        return id(value), len(value), *map(_key, _first(dict.values(value)))
+    if tensors.backend_of(value):
+        return id(value), tensors.layout(value)
+    if kind is types.FunctionType:
+        return id(value), id(value.__code__)
+    if stored.is_one_of(kind, _VALUES) or isinstance(value, (type, types.ModuleType)):
+        return (_key(value),)
+    own = stored.attributes(value) | stored.slots(value)
+    return id(value), *((name, _state_of_attribute(item)) for name, item in own.items())
+
+
+def _state_of_attribute(value: Any) -> State:
+    if stored.is_one_of(type(value), (*_CONTAINERS, *_DICTS)):
+        return id(value), len(value)
+    return (_key(value),)
+
+
+def _first(items: Iterable[Any]) -> Iterable[Any]:
+    return (item for item, _ in zip(items, range(MAX_ITEMS), strict=False))
+
+
+def _key(value: Any) -> Any:
+    """Return numbers and texts as they are, and what identifies other objects."""
+    return value if stored.is_one_of(type(value), _VALUES) else id(value)

@@ -1,0 +1,309 @@
+"""Arms that change what the baseline uses, find answers behind a view, or hide memory and work."""
+
+from __future__ import annotations
+
+import builtins
+import decimal
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.cheats.case import Corpus, State
+from tests.cheats.dishonest import SETTINGS, SHORT, returning
+from tests.cheats.dishonest_results import pair
+from tests.plugin.claims import vectors
+
+cheat = Corpus()
+CHEATS = cheat.entries
+marked = Corpus()
+MARKED = marked.entries
+"""Cheats that are not refused, and the text of ``unchecked`` that each must cause."""
+
+WRONG = "optimized disagrees with the reference"
+SLOWS = "whether another arm slows the baseline down: optimized changes"
+
+
+def numbers(bench):
+    return (np.random.default_rng(bench.seed).standard_normal(bench.size(2**16, check=1000)),)
+
+
+def leaving(change, work, **words):
+    """Return a claim whose optimized arm changes something that its baseline uses."""
+
+    def optimized(*args):
+        change()
+        return returning(SHORT, work(*args))
+
+    return pair(work, work, **words) | {"optimized": optimized}
+
+
+# what the baseline uses
+
+
+@marked(f"{SLOWS} handlers")
+def a_list_of_handlers_that_grows():
+    handlers = []
+
+    def doubled(x):
+        for handler in handlers:
+            handler(x)
+        return x * 2
+
+    return leaving(lambda: handlers.append(len), doubled)
+
+
+@marked(f"{SLOWS} handlers")
+def a_handler_once_it_is_timed():
+    handlers, calls = [], itertools.count()
+
+    def doubled(x):
+        for handler in handlers:
+            handler(x)
+        return x * 2
+
+    return leaving(lambda: next(calls) > 20 and handlers.append(len), doubled)
+
+
+@marked(f"{SLOWS} np.sort")
+def a_function_of_numpy_for_the_baseline():
+    usual = np.sort
+
+    def slower(x):
+        return usual(usual(x))
+
+    return leaving(
+        lambda: setattr(np, "sort", slower),
+        lambda x: np.sort(x),  # noqa: PLW0108  not what it was when this was defined
+        reference=usual,
+    )
+
+
+@marked(f"{SLOWS} sorted")
+def a_builtin_for_the_baseline():
+    usual = builtins.sorted
+    return leaving(
+        lambda: setattr(builtins, "sorted", lambda x, **words: usual(usual(x), **words)),
+        lambda x: np.array(sorted(x.tolist())),
+        reference=np.sort,
+    )
+
+
+@marked(f"{SLOWS} Sum.add")
+def a_method_of_a_class_that_both_use():
+    class Sum:
+        def add(self, x):
+            return x * 2
+
+    def slower(self, x):
+        return x + x
+
+    return leaving(lambda: setattr(Sum, "add", slower), lambda x: Sum.add(None, x))
+
+
+@marked(f"{SLOWS} weights")
+def weights_that_record_gradients():
+    weights = torch.full((64,), 2.0)
+    return leaving(
+        lambda: weights.requires_grad_(True),
+        lambda x: (x * weights[: len(x)]).detach(),
+        inputs=lambda bench: (torch.randn(bench.size(64, check=8)),),
+        reference=lambda x: x.double() * 2,
+    )
+
+
+@marked(f"{SLOWS} state")
+def an_attribute_of_an_object_that_both_use():
+    state = State(level=0)
+    return leaving(lambda: setattr(state, "level", 10), lambda x: x * 2 if state.level < 20 else x)
+
+
+@marked("functions that the test has replaced: numpy.sort")
+def a_wrong_function_that_the_reference_uses_as_well():
+    usual = np.sort
+
+    def reversed_(x):
+        usual(x)
+        return x[::-1].copy()
+
+    np.sort = reversed_
+    baseline = lambda x: np.sort(x)  # noqa: PLW0108  refers to the module
+    return pair(baseline, lambda x: x[::-1].copy(), reference=reversed_)
+
+
+@cheat(SETTINGS)
+def a_device_by_default():
+    return leaving(lambda: torch.set_default_device("cpu"), lambda x: x * 2)
+
+
+@cheat(SETTINGS)
+def variables_of_the_next_processes():
+    return leaving(lambda: os.environ.update(PYTHONPROFILEIMPORTTIME="1"), lambda x: x * 2)
+
+
+@cheat(SETTINGS)
+def decimals_of_many_digits():
+    return leaving(lambda: setattr(decimal.getcontext(), "prec", 2000), lambda x: x * 2)
+
+
+@marked("whether another arm slows the baseline down.* when a thread called it", clock="host")
+def a_baseline_that_is_slow_where_the_harness_calls_it():
+    def baseline(x):
+        frame = sys._getframe(1)
+        while frame is not None:
+            if "pytest_aiperf" in frame.f_code.co_filename:
+                time.sleep(5e-3)
+                break
+            frame = frame.f_back
+        return x * 2
+
+    return {"baseline": baseline, "metric": "wall"}
+
+
+# inputs
+
+
+def behind(array, size):
+    """Read what lies behind an array of one dimension."""
+    if isinstance(array, torch.Tensor):
+        return torch.as_strided(array, (size,), (1,), array.storage_offset() + size).clone()
+    return np.lib.stride_tricks.as_strided(array, (2 * size,))[size:].copy()
+
+
+@cheat(WRONG, clock="host")
+def an_answer_behind_a_view():
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return (np.concatenate([x, x * 2])[: len(x)],)
+
+    return pair(lambda x: x * 2, lambda x: behind(x, len(x)), inputs=inputs, metric="wall")
+
+
+@cheat(WRONG, clock="host")
+def an_answer_in_the_storage_of_a_tensor():
+    def inputs(bench):
+        x = torch.randn(bench.size(64, check=8))
+        return (torch.cat([x, x * 2])[: len(x)],)
+
+    return pair(
+        lambda x: x * 2,
+        lambda x: behind(x, len(x)),
+        inputs=inputs,
+        metric="wall",
+        reference=lambda x: x.double() * 2,
+    )
+
+
+@cheat(WRONG, clock="host")
+def an_answer_behind_a_view_in_a_list():
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return ([np.concatenate([x, x * 2])[: len(x)]],)
+
+    return pair(
+        lambda v: v[0] * 2,
+        lambda v: behind(v[0], len(v[0])),
+        inputs=inputs,
+        metric="wall",
+        reference=lambda v: v[0] * 2,
+    )
+
+
+@cheat(WRONG, clock="host")
+def answers_between_the_rows():
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return (np.stack([x, x * 2], axis=1)[:, 0],)
+
+    def arm(x):
+        return np.lib.stride_tricks.as_strided(x, (len(x), 2), (16, 8))[:, 1].copy()
+
+    return pair(lambda x: x * 2, arm, inputs=inputs, metric="wall")
+
+
+@cheat(WRONG, clock="host")
+def an_answer_behind_bytes():
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return (np.frombuffer(x.tobytes() + (x * 2).tobytes(), count=len(x)),)
+
+    return pair(lambda x: x * 2, lambda x: behind(x, len(x)), inputs=inputs, metric="wall")
+
+
+@marked("calls on different arrays: inputs.. gives one array as .*; give copies")
+def one_array_eight_times():
+    return pair(
+        lambda *arrays: [np.sort(x) for x in arrays],
+        lambda *arrays: [np.sort(arrays[0])] * len(arrays),
+        inputs=lambda bench: vectors(bench) * 8,
+        reference=lambda *arrays: [np.sort(x) for x in arrays],
+    )
+
+
+# files, processes and memory
+
+
+@marked("what calls write to files: baseline writes .*, optimized 0")
+def a_file_that_is_not_written():
+    path = Path(tempfile.mkdtemp(dir="/var/tmp"), "checkpoint")
+
+    def save(x):
+        with path.open("wb") as file:
+            file.write(x.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        return x * 2
+
+    return pair(save, lambda x: x * 2, inputs=numbers)
+
+
+def three(x):
+    first, second = np.sinh(x), np.cosh(x)
+    third = first * second
+    return third + first
+
+
+def measured(optimized):
+    """Return a claim about memory whose baseline has three temporaries."""
+    return {
+        "inputs": numbers,
+        "baseline": three,
+        "optimized": optimized,
+        "reference": three,
+        "metric": "memory",
+    }
+
+
+@marked("memory of child processes: optimized starts some", clock="host")
+def memory_of_a_child():
+    def in_child(x):
+        with tempfile.TemporaryFile() as file:
+            if not (child := os.fork()):
+                os.pwrite(file.fileno(), three(x).tobytes(), 0)
+                os._exit(0)
+            os.waitpid(child, 0)
+            return np.frombuffer(os.pread(file.fileno(), x.nbytes, 0))
+
+    return measured(in_child)
+
+
+@marked("memory of file systems: optimized writes .* to files", clock="host")
+def memory_of_a_file():
+    def in_file(x):
+        result, step = np.empty_like(x), 4096
+        parts = [slice(i, i + step) for i in range(0, len(x), step)]
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            for _ in range(4):  # files of 2 MiB
+                for part in parts:
+                    file.write(np.sinh(x[part]).tobytes())
+            for part in parts:
+                first = np.sinh(x[part])
+                result[part] = first * np.cosh(x[part]) + first
+        return result
+
+    return measured(in_file)

@@ -1,0 +1,225 @@
+"""Honest arms that share caches, patch for one call, get views, write files or start processes."""
+
+from __future__ import annotations
+
+import decimal
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.cheats.case import Corpus
+from tests.cheats.dishonest_effects import measured, numbers, three
+from tests.cheats.honest import arms
+from tests.plugin.claims import vectors
+
+honest = Corpus()
+HONEST = honest.entries
+
+
+@honest()
+def a_cache_that_both_arms_fill():
+    seen = {}
+
+    def doubled(x):
+        seen[float(x[0])] = len(x)
+        return x * 2
+
+    return arms(doubled)
+
+
+@honest()
+def a_table_that_the_first_call_builds():
+    table = None
+
+    def doubled(x):
+        nonlocal table
+        if table is None:
+            table = np.full(64, 2.0)
+        return x * table[: len(x)]
+
+    return arms(doubled)
+
+
+@honest()
+def a_count_of_its_own():
+    calls = []
+    return arms(lambda x: (calls.append(1), x * 2)[1], lambda x: x * 2)
+
+
+@honest()
+def a_function_that_is_replaced_for_one_call():
+    def patched(x):
+        usual, np.multiply = np.multiply, lambda a, b: a + a
+        try:
+            return np.multiply(x, 2)
+        finally:
+            np.multiply = usual
+
+    return arms(patched, lambda x: np.multiply(x, 2))
+
+
+@honest()
+def a_context_of_decimals_for_one_call():
+    def doubled(x):
+        with decimal.localcontext() as context:
+            context.prec = 40
+            return x * float(decimal.Decimal(2))
+
+    return arms(doubled)
+
+
+@honest()
+def a_default_device_for_one_call():
+    def doubled(x):
+        with torch.device("cpu"):
+            return x * 2
+
+    words = {
+        "inputs": lambda bench: (torch.randn(bench.size(64, check=8)),),
+        "reference": lambda x: x.double() * 2,
+    }
+    return arms(doubled, **words)
+
+
+@honest()
+def slices_of_one_array():
+    def inputs(bench):
+        packed = np.random.default_rng(bench.seed).random((3, bench.size(64, check=8)))
+        return tuple(packed)
+
+    return arms(lambda q, k, v: q * k + v, inputs=inputs, reference=lambda q, k, v: q * k + v)
+
+
+@honest()
+def a_part_of_a_permutation():
+    def inputs(bench):
+        order = np.random.default_rng(bench.seed).permutation(500)
+        return (order[: bench.size(200, check=20)],)
+
+    return arms(lambda x: x * 2, inputs=inputs)
+
+
+@honest()
+def rows_with_padding():
+    def inputs(bench):
+        x = torch.randn(bench.size(64, check=8), 24)[:, :16]
+        assert x.stride() == (24, 1)
+        return (x,)
+
+    def arm(x):
+        assert x.stride() == (24, 1)
+        return x * 2
+
+    return arms(arm, inputs=inputs, reference=lambda x: x.double() * 2)
+
+
+@honest()
+def an_update_of_a_view():
+    def inputs(bench):
+        whole = np.random.default_rng(bench.seed).random(2 * bench.size(64, check=8))
+        half = whole[: len(whole) // 2]
+        return half, [half[::2]]
+
+    def arm(x, parts):
+        x *= 2
+
+    return arms(arm, inputs=inputs, reference=lambda x, parts: (x * 2, parts[0] * 2))
+
+
+@honest()
+def copies_of_one_array():
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return x, x.copy(), x.copy()
+
+    return arms(lambda q, k, v: q * k + v, inputs=inputs, reference=lambda q, k, v: q * k + v)
+
+
+@honest()
+def tied_weights():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8, bias=False)
+            self.last = torch.nn.Linear(8, 8, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    def inputs(bench):
+        return Model(), torch.randn(bench.size(64, check=8), 8)
+
+    def run(model, x):
+        with torch.no_grad():
+            return model(x)
+
+    def reference(model, x):
+        weight = model.first.weight.detach().double()
+        return x.double() @ weight.T @ weight.T
+
+    return arms(run, inputs=inputs, reference=reference)
+
+
+@honest()
+def a_file_that_both_arms_write():
+    path = Path(tempfile.mkdtemp(dir="/var/tmp"), "checkpoint")
+
+    def saved(x, parts):
+        with path.open("wb") as file:
+            file.writelines(part.tobytes() for part in np.array_split(x, parts))
+            file.flush()
+            os.fsync(file.fileno())
+        return x * 2
+
+    return arms(lambda x: saved(x, 1), lambda x: saved(x, 8), inputs=numbers)
+
+
+@honest()
+def a_process_for_each_call():
+    def echoed(x):
+        subprocess.run(["true"], check=True)
+        return x * 2
+
+    return arms(echoed, lambda x: x * 2)
+
+
+@honest(clock="host")
+def a_baseline_for_the_main_thread():
+    """It cannot be timed in a thread of its own."""
+
+    def baseline(x):
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        return np.sort(np.sort(x)[::-1])
+
+    return {
+        "inputs": numbers,
+        "baseline": baseline,
+        "optimized": np.sort,
+        "reference": np.sort,
+        "metric": "wall",
+    }
+
+
+@honest(clock="host")
+def memory_in_place():
+    def in_place(x):
+        result = np.sinh(x)
+        result *= np.cosh(x)
+        result += np.sinh(x)
+        return result
+
+    return measured(in_place)
+
+
+@honest(clock="host")
+def a_table_in_memory_by_both_arms():
+    ones = np.ones(2**16)
+    return measured(lambda x: three(x) * ones[: len(x)]) | {
+        "baseline": lambda x: (three(x) + 0) * ones[: len(x)]
+    }
