@@ -129,7 +129,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("measured", metavar="RESULTS.json", type=Path, help="the results of a run")
     text, default = "the file to update (default: %(default)s)", Path("expectations.yaml")
     add("--expectations", metavar="PATH", type=Path, default=default, help=text)
-    text = "the folder of accepted results, one file per GPU (default: %(default)s)"
+    text = "the folder of accepted results, one file per kind of machine (default: %(default)s)"
     add("--results", metavar="DIR", type=Path, default=Path("results"), help=text)
     add("--dry-run", action="store_true", help="show what would change, and write nothing")
     add = _command(subcommands, merge)
@@ -543,8 +543,8 @@ def _results_in(path: Path) -> list[Result]:
 def accept(given: argparse.Namespace) -> int:
     """Write a run's figures into expectations.yaml and results/; works on any machine.
 
-    A result is accepted if a full run on a GPU measured it, its verdict is conclusive and it meets
-    its requirements; refused results are listed with the reason. `require` is never changed. Exit
+    A result is accepted if a full run measured it, its verdict is conclusive and it meets its
+    requirements; refused results are listed with the reason. `require` is never changed. Exit
     status 1 if all results are refused.
     """
     results = read_results(given.measured)

@@ -225,10 +225,10 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
     # no run is judged by a host's figure, and few hosts are as quiet as a GPU
-    allowed = NOISY_FLOOR if result.host else MAX_NOISE
-    if not 0 <= result.floor <= allowed:
-        arms = f"identical arms differ by {result.floor:.1%} (at most {100 * allowed:g} %)"
-        yield f"the session was noisy: {arms}"
+    most = NOISY_FLOOR if result.host else MAX_NOISE
+    if not 0 <= (noise := result.floor) <= most:
+        limit = f"at most {100 * most:g} %"
+        yield f"the session was noisy: identical arms differ by {noise:.1%} ({limit})"
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
