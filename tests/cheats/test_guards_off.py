@@ -376,7 +376,10 @@ GUARDS = {
     ),
     "memory that the code refers to counts": Guard(
         {(references.References, "_nbytes"): always(0)},
-        calls(test_sampler.test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to),
+        calls(
+            test_sampler.test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to,
+            test_sampler.HOLDING[0],
+        ),
     ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},

@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -797,14 +798,42 @@ def test_peak_memory_includes_what_an_arm_holds_after_its_calls(first_call):
     assert last["optimized"] == pytest.approx((300_000,), rel=0.01)
 
 
-def test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to():
+class Scratch:
+    def __init__(self, values):
+        self.values = values
+
+    def __call__(self, x):
+        return x * self.values[0] * 2
+
+    def of_values(self, x):
+        return self(x)
+
+
+SCRATCH = {"a": np.ones(10_000), "b": [np.ones(20_000)]}
+
+
+def held_globally(x):
+    return x * SCRATCH["a"][0] * 2
+
+
+def held_by_default(x, *, values=np.ones(30_000)):  # noqa: B008  it is what is tested
+    return x * values[0] * 2
+
+
+HOLDING = (
+    held_globally,
+    held_by_default,
+    Scratch(np.ones(30_000)),
+    Scratch([np.ones(30_000)]).of_values,
+    partial(lambda values, x: x * values[0] * 2, np.ones(30_000)),
+    prepared(partial(lambda values, x: partial(np.multiply, values[0] * 2), np.ones(30_000))),
+)
+
+
+@pytest.mark.parametrize("arm", HOLDING)
+def test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to(arm):
     """They may be the scratch of its calls; an argument does not count."""
-    scratch = {"a": np.ones(10_000), "b": [np.ones(20_000)]}
-
-    def optimized(x):
-        return x * scratch["a"][0] * 2
-
-    bound = a_bound_claim(optimized=optimized, metric="memory")
+    bound = a_bound_claim(optimized=arm, metric="memory")
     assert bound.held_bytes("optimized") == 240_000
     assert bound.held_bytes("baseline") == 0
 

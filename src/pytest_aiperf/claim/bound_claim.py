@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
@@ -39,17 +40,6 @@ MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
-
-_CALLER = """
-def call(arm, args, now, seconds):
-    begun = now()
-    try:
-        arm(*args)
-    except BaseException:  # some arms only work in the main thread
-        return
-    seconds.append((now() - begun) * 1e-9)
-"""
-"""Calls an arm from code that belongs to no file."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -365,10 +355,9 @@ class BoundClaim:
     def _time_in_thread(self) -> float:
         """Time a call of the baseline whose call stack shows threading, but not this package."""
         inputs, seconds = self.make_inputs(self.seed), [math.inf]
-        names: dict[str, Any] = {}
-        exec(_CALLER, names)  # noqa: S102  a constant
         args = self.prepare("baseline", inputs), inputs.args, now, seconds
-        thread = threading.Thread(target=names["call"], args=args)
+        code = _append_seconds.__code__.replace(co_filename="<call>")
+        thread = threading.Thread(target=FunctionType(code, {}), args=args)
         thread.start()
         thread.join()
         return min(seconds)
@@ -451,6 +440,17 @@ class BoundClaim:
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
         return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
+
+
+def _append_seconds(
+    call: Callable[..., object], args: Args, now: Callable[[], int], seconds: list[float]
+) -> None:
+    begun = now()
+    try:
+        call(*args)
+    except BaseException:  # noqa: BLE001  some arms only work in the main thread
+        return
+    seconds.append((now() - begun) * 1e-9)
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_aiperf.correctness.references import References, State
+from pytest_aiperf.correctness.references import Place, References, State
 from pytest_aiperf.text import si
 
 MORE = 2  #: An arm that writes less than the baseline by this factor does not do what it does.
+MAX_NAMES = 4  #: Names in one sentence.
 WRITTEN_BYTES = 1 << 20  #: Bytes in files that are no memory worth counting.
 
 
@@ -22,8 +23,8 @@ class SideEffects:
 
     def __init__(self, arms: Mapping[str, object]) -> None:
         self.references = {name: References(arm) for name, arm in arms.items()}
-        self._states: dict[str, State] = {}
-        self._changed: dict[str, set[str]] = defaultdict(set)  # labels by arm
+        self._states: dict[Place, State] = {}
+        self._changed: dict[str, set[Place]] = defaultdict(set)
         self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
         self._written: dict[str, list[int]] = defaultdict(list)
         self._parents: set[str] = set()  # arms whose calls started processes
@@ -36,7 +37,7 @@ class SideEffects:
         """Find out what the calls of an arm since :meth:`begin` have changed there."""
         before, after = self._states, self.references["baseline"].states()
         common = before.keys() & after.keys()
-        self._changed[name] |= {label for label in common if before[label] != after[label]}
+        self._changed[name] |= {place for place in common if before[place] != after[place]}
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -54,10 +55,12 @@ class SideEffects:
     def unchecked(self, *, of_memory: bool) -> Iterator[str]:
         """Describe effects that make the arms differ, or memory that is not counted."""
         own = self._changed["baseline"]
-        for name, labels in sorted(self._changed.items()):
-            if changed := ", ".join(sorted(labels - own)):
+        for name, places in sorted(self._changed.items()):
+            labels = sorted({self.references["baseline"].label(place) for place in places - own})
+            if labels:
                 yield (
-                    f"whether another arm slows the baseline down: {name} changes {changed}, "
+                    f"whether another arm slows the baseline down: {name} changes "
+                    f"{', '.join(labels[:MAX_NAMES])}, "
                     "which the baseline uses"
                 )
         replaced = set().union(*(refs.replaced for refs in self.references.values()))

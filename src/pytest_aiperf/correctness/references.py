@@ -8,6 +8,7 @@ import builtins
 import collections
 import contextlib
 import functools
+import itertools
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,13 @@ from . import stored, tensors
 MAX_FUNCTIONS = 16  #: Functions whose code is read: those of libraries lead to thousands.
 MAX_ITEMS = 64  #: Items of a container that are compared; of longer ones also the length.
 _VALUES = (int, float, complex, bool, str, bytes, type(None))
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
+Place = tuple[int, str]  #: The id of a dict or cell, and a name in it.
 State = tuple[Any, ...]
 
 
@@ -33,33 +36,35 @@ class References:
     """The places that the code of a callable refers to, directly or through other functions."""
 
     def __init__(self, call: object) -> None:
-        self._places: dict[tuple[int, str], tuple[str, Any]] = {}
+        self._places: dict[Place, tuple[str, Any]] = {}
         self.replaced: set[str] = set()
         """Functions of installed libraries in whose place there is one from elsewhere."""
         self._read(call)
         self.nbytes = self._nbytes()  #: Bytes of arrays there, before the first call.
 
-    def states(self) -> dict[str, State]:
-        """Return by label what is comparable about the value at each place."""
-        return {label: _state(value) for label, value in self._values()}
+    def states(self) -> dict[Place, State]:
+        """Return what is comparable about the value at each place."""
+        return {place: _state(value) for place, value in self._values()}
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        for (_, name), (label, place) in self._places.items():
-            if type(place) is types.CellType:
+    def label(self, place: Place) -> str:
+        """Return how the code refers to a place."""
+        return self._places[place][0]
+
+    def _values(self) -> Iterator[tuple[Place, Any]]:
+        for place, (_, scope) in self._places.items():
+            if type(scope) is types.CellType:
                 with contextlib.suppress(ValueError):  # it is not set
-                    yield label, place.cell_contents
-            elif name in place:
-                yield label, place[name]
+                    yield place, scope.cell_contents
+            elif place[1] in scope:
+                yield place, scope[place[1]]
 
     def _nbytes(self) -> int:
         kinds = (*_CONTAINERS, *_DICTS)
-        values = [
-            value
-            for _, value in self._values()
-            if tensors.backend_of(value) or stored.is_one_of(type(value), kinds)
-        ]
+        values = [value for _, value in self._values() if not issubclass(type(value), _CODE)]
+        values += [item for value in values for item in stored.attributes(value).values()]
+        held = [v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds)]
         with contextlib.suppress(UsageError):  # a container that contains itself
-            return tensors.nbytes(tuple(values))
+            return tensors.nbytes(tuple(held))
         return 0
 
     def _read(self, call: object) -> None:
@@ -70,14 +75,23 @@ class References:
             if id(value) in seen:
                 continue
             seen[id(value)] = value
-            if type(value) is Prepared:
+            if type(value) is types.FunctionType:
+                todo.extend(self._function(value))
+            elif type(value) is Prepared:
                 todo.append(value.make)
             elif type(value) is functools.partial:
+                self._hold("partial", (value.args, value.keywords))
                 todo.extend((value.func, *value.args, *value.keywords.values()))
             elif type(value) is types.MethodType:
+                self._hold("self", value.__self__)
                 todo.append(value.__func__)
-            elif type(value) is types.FunctionType:
-                todo.extend(self._function(value))
+            elif not issubclass(type(value), type) and "__call__" in vars(type(value)):
+                self._hold("self", value)
+                todo.append(vars(type(value))["__call__"])
+
+    def _hold(self, name: str, value: object) -> None:
+        scope = {name: value}
+        self._places[id(scope), name] = name, scope
 
     def _function(self, function: types.FunctionType) -> Iterator[object]:
         """Note the places that a function refers to; yield the functions there."""
@@ -93,7 +107,9 @@ class References:
             self._places[id(cell), name] = name, cell
             with contextlib.suppress(ValueError):
                 yield from self._inside(cell.cell_contents, name, names)
-        yield from (function.__defaults__ or ())
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._hold("default", value)
+            yield value
 
     def _note(self, scope: Any, name: str, label: str, names: set[str]) -> Iterator[object]:
         if (id(scope), name) not in self._places:
@@ -102,10 +118,10 @@ class References:
 
     def _inside(self, value: Any, label: str, names: set[str]) -> Iterator[object]:
         """Note the attributes of a module or class that the code of a function names."""
-        if type(value) is types.ModuleType or isinstance(value, type):
+        if issubclass(type(value), (types.ModuleType, type)):
             space = vars(value)
             for name in sorted(names & space.keys()):
-                if type(value) is types.ModuleType and _is_replaced(value, space[name]):
+                if issubclass(type(value), types.ModuleType) and _is_replaced(value, space[name]):
                     self.replaced.add(f"{value.__name__}.{name}")
                 yield from self._note(space, name, f"{label}.{name}", names)
         else:
@@ -138,7 +154,7 @@ def _state(value: Any) -> State:
         return id(value), tensors.layout(value)
     if kind is types.FunctionType:
         return id(value), id(value.__code__)
-    if stored.is_one_of(kind, _VALUES) or isinstance(value, (type, types.ModuleType)):
+    if stored.is_one_of(kind, _VALUES) or issubclass(kind, (type, types.ModuleType)):
         return (_key(value),)
     own = stored.attributes(value) | stored.slots(value)
     return id(value), *((name, _state_of_attribute(item)) for name, item in own.items())
@@ -150,8 +166,9 @@ def _state_of_attribute(value: Any) -> State:
     return (_key(value),)
 
 
-def _first(items: Iterable[Any]) -> Iterable[Any]:
-    return (item for item, _ in zip(items, range(MAX_ITEMS), strict=False))
+def _first(items: Iterable[Any]) -> tuple[Any, ...]:
+    # in C, so that no other thread changes the container meanwhile
+    return tuple(itertools.islice(items, MAX_ITEMS))
 
 
 def _key(value: Any) -> Any:
