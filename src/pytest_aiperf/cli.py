@@ -24,6 +24,7 @@ from .doctor import doctor as diagnosis
 from .errors import AiperfError, InvalidMeasurement, UsageError
 from .judge import judging
 from .limits import ceilings as limits
+from .limits import link_survey
 from .machine.gpu_lock import GpuLock
 from .machine.nvml import visible
 from .model import Outcome, PrecisionName, Result
@@ -34,6 +35,7 @@ from .profilers.timeline import Selection
 from .records import comparison, expectations, journal, shards
 from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
 from .report import formatting, markdown, page, side_by_side, spreadsheet, terminal
+from .schema import to_json
 from .session.cuda_machine import CudaMachine, measurable_gpus
 from .session.session import RUNS
 from .text import si
@@ -121,6 +123,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--deadline", metavar="SECONDS", type=float, default=math.inf, help=text)
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
+    add("--links", action="store_true", help="also survey the links: each pair of GPUs, all sizes")
     text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
     add("--json", metavar="FILE", type=Path, help=text)
     _add_capture(subcommands)
@@ -289,8 +292,13 @@ def ceilings(given: argparse.Namespace) -> int:
     Each limit is measured once per GPU, driver and torch version, on random data; the fastest
     block counts. A matrix rate is the higher of two: in short bursts at full clocks, and in
     sustained work under the power cap. With several GPUs, the first GPU and all links are measured.
+    `--links` adds the rate and the latency of copies between each two GPUs, and the time of
+    collectives from 1 KiB to 1 GiB.
     """
     gpus = measurable_gpus(CudaMachine())
+    if given.links and len(gpus) < 2:
+        raise UsageError("--links is for machines with several GPUs")
+    survey = None
     with GpuLock([g.uuid for g in gpus], on_wait=_progress).exclusive_host():
         device = CudaMachine().open_device(gpus[0])
         names = (*limits.DEVICE, *limits.HOST)
@@ -300,10 +308,17 @@ def ceilings(given: argparse.Namespace) -> int:
                 figures |= limits.get_links(gpus, _progress, fresh=given.fresh)
             except InvalidMeasurement as error:
                 _progress(str(error))
+        if given.links:
+            _progress(f"surveying the links of {len(gpus)} GPUs")
+            survey = link_survey.survey(len(gpus))
     assert device.gpu is not None
     _print([device.gpu.name, *limits.table(figures, device.gpu.key)])
+    if survey:
+        _print(link_survey.lines(survey))
     if given.json:
-        text = dumps(limits.record(device.gpu, figures), "ceilings", indent=1)
+        record = limits.record(device.gpu, figures)
+        record |= {"links": to_json(survey)} if survey else {}
+        text = dumps(record, "ceilings", indent=1)
         atomic_write(given.json, f"{text}\n")
     return DONE
 

@@ -9,7 +9,8 @@ import torch
 from pytest_aiperf.build.launcher import Kernels
 from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.device.cuda import CudaDevice
-from pytest_aiperf.limits import ceilings, microbenchmarks
+from pytest_aiperf.limits import ceilings, interconnect, link_survey, microbenchmarks
+from pytest_aiperf.machine import nvml
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.rules import validity
 from pytest_aiperf.rules.roofline import DATASHEET
@@ -80,3 +81,23 @@ def test_the_moving_kernel_moves_every_byte(gpu, vectors, blocks, steps):
     chunks = data.nbytes // (microbenchmarks._THREADS * vectors * 16)
     complete = (blocks or chunks) * steps >= chunks
     assert torch.equal(copied, data) is complete
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU or none")
+def test_a_survey_agrees_with_the_ceilings_of_the_links(gpu):
+    gpus = nvml.visible()
+    with GpuLock([each.uuid for each in gpus]).exclusive_host():
+        rates = ceilings.get_links(gpus, fresh=True)
+        found = link_survey.survey(len(gpus))
+    print("\n".join(link_survey.lines(found)), file=sys.stderr)
+    for a, row in enumerate(found.rates):
+        for b, rate in enumerate(row):
+            assert (a == b) == (rate == 0)
+            assert a == b or 1e-6 < found.latencies[a][b] < 1e-3
+    if "p2p" in rates:  # GPUs without peer access copy through the host
+        assert found.rates[0][1] == pytest.approx(rates["p2p"], rel=0.1)
+    for name, seconds in found.collectives.items():
+        largest = max(seconds, key=int)
+        rate = interconnect.bus_bytes(name, int(largest), len(gpus)) / seconds[largest]
+        assert rate == pytest.approx(rates[name], rel=0.15)
+        assert seconds["1024"] < seconds[largest]

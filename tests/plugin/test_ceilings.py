@@ -16,7 +16,8 @@ from pytest_aiperf.build.nvcc import build
 from pytest_aiperf.cli import main
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import BuildError, InvalidMeasurement
-from pytest_aiperf.limits import ceilings, interconnect, microbenchmarks
+from pytest_aiperf.limits import ceilings, interconnect, link_survey, microbenchmarks
+from pytest_aiperf.limits.link_survey import LinkSurvey
 from pytest_aiperf.limits.microbenchmarks import Microbenchmarks, Sizes
 from pytest_aiperf.model import Gpu, GpuState
 from pytest_aiperf.session import cuda_machine
@@ -425,6 +426,54 @@ def test_links_that_fail_or_hang_are_one_sentence(child, monkeypatch, script, me
         interconnect.measure(2)
 
 
+SURVEY = LinkSurvey(
+    rates=((0.0, 390e9), (195e9, 0.0)),
+    copy_bytes=256 << 20,
+    latencies=((0.0, 9.5e-6), (12e-6, 0.0)),
+    collectives={
+        "all_reduce": {"1024": 10e-6, "1073741824": 4e-3},
+        "all_gather": {"1024": 20e-6, "1073741824": 2e-3},
+    },
+)
+
+
+def test_a_survey_is_shown_as_a_matrix_of_pairs_and_a_row_per_size():
+    assert link_survey.lines(SURVEY) == [
+        "",
+        "copies of 256.0 MiB from row to column",
+        "          GPU 0     GPU 1",
+        "GPU 0         -  390 GB/s",
+        "GPU 1  195 GB/s         -",
+        "",
+        "latency of a copy of 4 bytes, with the host's wait for it",
+        "         GPU 0    GPU 1",
+        "GPU 0        -  9.50 µs",
+        "GPU 1  12.0 µs        -",
+        "",
+        "collectives over 2 GPUs: time per call, and bytes that each GPU sends",
+        "bytes      all_reduce       bus  all_gather        bus",
+        "1.000 KiB     10.0 µs  102 MB/s     20.0 µs  25.6 MB/s",
+        "1.000 GiB     4.00 ms  268 GB/s     2.00 ms   268 GB/s",
+    ]
+
+
+def test_a_survey_measures_all_pairs_and_sizes():
+    """The same code runs with NCCL on GPUs; here two processes exchange messages on the host."""
+    found = link_survey.survey(2, "gloo", sizes=(1 << 10, 1 << 14), copy_bytes=1 << 12)
+    for matrix in (found.rates, found.latencies):
+        assert [[figure > 0 for figure in row] for row in matrix] == [[False, True], [True, False]]
+    assert set(found.collectives) == {"all_reduce", "all_gather", "reduce_scatter"}
+    for seconds in found.collectives.values():
+        assert list(seconds) == ["1024", "16384"]
+        assert min(seconds.values()) > 0
+
+
+def test_a_survey_that_fails_is_one_sentence(child):
+    child("echo begun; echo NCCL error >&2; exit 3")
+    with pytest.raises(InvalidMeasurement, match=r"surveyed \(status 3\): NCCL error"):
+        link_survey.survey(2)
+
+
 # the command `ceilings`
 
 
@@ -468,6 +517,18 @@ def test_the_file_has_the_gpus_model_and_no_uuid(command, tmp_path):
     assert content["ceilings"]["p2p"] == 372e9
     assert (content["gpu"]["key"], content["gpu"]["driver"]) == ("h200", "580.1")
     assert "12/34" not in file.read_text()
+
+
+def test_links_are_surveyed_if_asked_for(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(link_survey, "survey", lambda count: SURVEY if count == 2 else None)
+    file = tmp_path / "links.json"
+    status, out, err = command("--links", "--json", str(file), gpus=2)
+    assert status == 0
+    assert "surveying the links of 2 GPUs" in err
+    assert out.endswith("\n".join(link_survey.lines(SURVEY)) + "\n")
+    assert json.loads(file.read_text())["links"]["rates"] == [[0.0, 390e9], [195e9, 0.0]]
+    status, _, err = command("--links")
+    assert (status, err) == (2, "ceilings: --links is for machines with several GPUs\n")
 
 
 def test_without_a_gpu_it_is_one_sentence(command):
