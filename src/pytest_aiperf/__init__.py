@@ -20,6 +20,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .build.nvcc import Nvcc
+    from .machine.energy import EnergyMeter
     from .model import (
         Bench,
         Evidence,
@@ -49,6 +50,7 @@ __all__ = [
     "CaptureFailed",
     "ClaimNotMet",
     "Compare",
+    "EnergyMeter",
     "Evidence",
     "Gpu",
     "Interval",
@@ -77,6 +79,7 @@ __all__ = [
 _MODULES = {
     "Capture": "session.fixtures",
     "Compare": "session.fixtures",
+    "EnergyMeter": "machine.energy",
     "Nvcc": "build.nvcc",
     "Stopwatch": "session.fixtures",
     "evidence": "rules.evidence",

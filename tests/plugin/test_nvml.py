@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_aiperf.errors import UsageError
-from pytest_aiperf.machine import nvml
-from pytest_aiperf.model import Gpu, GpuState
+from pytest_aiperf import EnergyMeter, scores
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
+from pytest_aiperf.machine import energy, nvml
+from pytest_aiperf.model import Gpu, GpuState, Score
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-1", "GPU-bbbb3333-2")
 
@@ -30,6 +31,7 @@ class FakeNvml:
         self.names = ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GB10"]
         self.capabilities = [(9, 0), (8, 0), (12, 1)]
         self.cores = [16896, 6912, 6144]
+        self.energies_mj = [5_000_000, 0, 0]
         self.broken = False
         self.lost = set()
 
@@ -97,6 +99,10 @@ class FakeNvml:
                 SimpleNamespace(nvmlReturn=3, value=unsupported),
             ],
         )
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, h):
+        self.energies_mj[h.index] += 300_500
+        return self._query(h.index, self.energies_mj[h.index])
 
     def nvmlDeviceGetComputeRunningProcesses(self, h):
         return self._query(h.index, [SimpleNamespace(pid=7), SimpleNamespace(pid=3)])
@@ -211,3 +217,45 @@ def test_nvcc_names_of_architectures():
         "sm_103a",
         "sm_121a",
     ]
+
+
+# energy
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test advances."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_the_energy_of_a_block_is_that_of_the_chosen_gpus(driver, clock):
+    with EnergyMeter(nvml.visible({"CUDA_VISIBLE_DEVICES": "0"})) as meter:
+        clock.now += 2.5
+    assert (meter.joules, meter.seconds) == (300.5, 2.5)  # each query adds 300.5 J
+    with EnergyMeter(nvml.visible({"CUDA_VISIBLE_DEVICES": "0,1"})) as meter:
+        clock.now += 2.5
+    assert meter.joules == 601
+    assert scores.energy(meter.joules, 1202) == Score(0.5, "J/token", "lower")
+
+
+def test_energy_that_cannot_be_measured_is_refused(driver, clock):
+    with pytest.raises(UsageError, match="GB10 has no energy counter"), EnergyMeter():
+        pass  # all GPUs, of which the last has none
+    with (
+        pytest.raises(InvalidMeasurement, match=r"the energy of 0.25 s is not precise"),
+        EnergyMeter(nvml.visible({"CUDA_VISIBLE_DEVICES": "0"})),
+    ):
+        clock.now += 0.25
+    with pytest.raises(ZeroDivisionError), EnergyMeter(nvml.visible({"CUDA_VISIBLE_DEVICES": "0"})):
+        raise ZeroDivisionError  # the error of the block is not hidden
+    driver.broken = True
+    with pytest.raises(UsageError, match=r"there is no NVIDIA GPU .*Driver Not Loaded"):
+        EnergyMeter()
+
+
+@pytest.mark.parametrize(("joules", "count"), [(0, 5), (5, 0), (float("inf"), 5), (5, -1)])
+def test_an_impossible_energy_is_refused(joules, count):
+    with pytest.raises(UsageError, match="more than 0 and finite"):
+        scores.energy(joules, count)

@@ -107,6 +107,13 @@ def load(uuid: str) -> GpuLoad:
     )
 
 
+def energy_j(uuid: str) -> float | None:
+    """Read the joules that a GPU has used since the driver was loaded; None without a counter."""
+    nvml, handle = _board(uuid)
+    energy_mj: int | None = handle and _read(nvml, "TotalEnergyConsumption", handle)
+    return None if energy_mj is None else energy_mj / 1e3
+
+
 def _nvml() -> tuple[Any, str]:
     """Return the initialised NVML, or None and the reason.
 

@@ -89,6 +89,15 @@ def throughput(count: float, seconds: float, of: str = "tokens") -> Score:
     return Score(float(count) / _positive("seconds", seconds), f"{of}/s")
 
 
+def energy(joules: float, count: float, of: str = "token") -> Score:
+    """Return the energy per unit of work as a score; lower is better.
+
+    ``energy(412.0, 512)`` is 0.805 J/token. :class:`~pytest_aiperf.EnergyMeter` measures joules;
+    ``of="call"`` or ``of="request"`` names another unit of work.
+    """
+    return Score(_positive("joules", joules) / _positive("count", count), f"J/{of}", "lower")
+
+
 def attainment(*criteria: Criterion) -> float:
     """Return the share of requests that meet every limit, from 0 to 1.
 
