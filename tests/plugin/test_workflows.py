@@ -156,6 +156,32 @@ def test_a_night_starts_with_identical_arms_and_ends_with_the_completeness_check
     assert "pytest_aiperf complete" in last["run"]
 
 
+@pytest.mark.parametrize("flagged", ["", "tests/ch07/test_x.py::test_x\n"])
+def test_flagged_claims_are_profiled_and_no_failure_of_it_ends_the_night(tmp_path, flagged):
+    gate = load(GITHUB / "workflows" / "gpu-nightly.yml")["jobs"]["gate"]["steps"]
+    step = next(step for step in gate if step.get("name") == "Profile the flagged claims")
+    (tmp_path / "night").mkdir()
+    (tmp_path / "night" / "flagged.txt").write_text(flagged)
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "$@" >> calls\nexit 1\n')
+    fake.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]  # as GitHub runs a step
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    calls = tmp_path / "calls"
+    assert (calls.read_text().splitlines() if calls.exists() else []) == (
+        [
+            f"-m pytest --profile={tool} -o aiperf_artifacts=profiles/{tool} @night/flagged.txt"
+            for tool in ("nsys", "ncu")
+        ]
+        if flagged
+        else []
+    )
+    [upload] = [step for step in gate if step.get("with", {}).get("path") == "profiles/"]
+    assert upload["if"] == "always()"
+    assert "upload-artifact" in upload["uses"]
+
+
 def test_jobs_that_run_the_gate_install_it():
     gate = load(GITHUB / "workflows" / "gpu-nightly.yml")["jobs"]["gate"]
     read = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["read"]
