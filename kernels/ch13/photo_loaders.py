@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import gelu, rms_norm
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-BATCH = 32
+BATCH = 16
 """Photos per batch."""
 
 WORKERS = 12

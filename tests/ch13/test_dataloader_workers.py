@@ -1,7 +1,7 @@
 """Preparing batches in worker processes beats preparing them in the process that runs the model.
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
-for it. Here one core needs more time to shrink and standardize the 32 photos of a batch than the
+for it. Here one core needs more time to shrink and standardize the 16 photos of a batch than the
 GPU needs for the model's step. The GPU could do this faster; workers are for preparation that it
 cannot do, such as decoding. With ``num_workers=12``, up to 12 processes prepare batches ahead, each
 a whole batch, and a thread pins finished batches for asynchronous copies. The baseline pins its
@@ -25,7 +25,7 @@ from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 def photo_set(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, photo_loaders.PatchModel]:
     """Make photos, the order of an epoch that shows each of them once, and a model."""
-    count, side = bench.size(16 * photo_loaders.BATCH, check=40), bench.size(192, check=32)
+    count, side = bench.size(24 * photo_loaders.BATCH, check=40), bench.size(192, check=32)
     options = {"device": bench.device, "dtype": torch.uint8}
     photos = torch.randint(0, 256, (count, side, side, 3), **options).cpu()
     layers, width = bench.size(7, check=2), bench.size(2048, check=32)
