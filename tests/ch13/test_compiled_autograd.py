@@ -10,8 +10,9 @@ that: the operations of a hook become two or three kernels, and Python runs none
 The claim is judged on wall time per step, which is bound by launches. Later steps pay for a check
 that the recorded pass is still valid, so where there is little beside the compiled graph (no hooks,
 no graph breaks), there is nothing to gain, and large layers hide their hooks' launches. The library
-arm does without hooks: it clips all gradients after the backward pass with foreach operations, a
-few launches for all parameters. Where the loop can be changed, that is the simpler way.
+arm does without hooks: it clips the gradients after the backward pass with foreach operations, a
+few launches for all norms and one per parameter for the result. Where the loop can be changed, that
+is the simpler way.
 """
 
 from contextlib import nullcontext
