@@ -1,10 +1,10 @@
 """On a high-priority stream, small requests wait far less for a GPU that a background job fills.
 
-A background job keeps the GPU busy with kernels of 65,536 blocks. A request of three
-small kernels arrives on a second stream whenever one of them has been launched. If both streams
-have the same priority, its blocks wait until all blocks of the running background kernel have
-started. With a higher priority, they take the next slots that become free. Blocks that already run
-are not interrupted, so the wait is as long as one block takes instead of one kernel.
+A background job keeps the GPU busy with kernels of 65,536 blocks. A request of three small kernels
+arrives on a second stream whenever one of them has been launched. If both streams have the same
+priority, its blocks wait until all blocks of the running background kernel have started. With a
+higher priority, they take the next slots that become free. Blocks that already run are not
+interrupted, so the wait is as long as one block takes instead of one kernel.
 
 The score is the 99th percentile of the latency of 200 requests, from the first launch until the
 host knows the result; the background job is the same in both arms, and so is its result. What
