@@ -404,6 +404,64 @@ def test_products_with_misaligned_rows_are_named(tmp_path, name, dtype, matrices
         assert found[0].endswith(f"pad it to {padded}")
 
 
+def waiting(*frames, launch=400):
+    """Return the trace of two kernels with a gap of 300 µs, and the host's frames (name, times)."""
+    return trace(
+        event("cuda_runtime", "cudaLaunchKernel", 100, 5, 1),
+        event("kernel", "first", 110, 90, 1),
+        event("cuda_runtime", "cudaLaunchKernel", launch, 5, 2),
+        event("kernel", "second", 500, 100, 2),
+        *(event(*frame, 0) for frame in frames),
+    )
+
+
+ITEM = "<built-in method item of Tensor object at 0x7f3647e87700>"
+IN_ITEM = "<built-in method item of Tensor>"
+STACK = (
+    ("python_function", "train.py(7): step", 90, 400),
+    ("python_function", "torch/_tensor.py(1): item", 205, 150),
+    ("python_function", ITEM, 210, 130),
+    ("user_annotation", "forward", 90, 400),
+)
+
+
+@pytest.mark.parametrize(
+    ("frames", "launch", "host"),
+    [
+        (STACK, 400, f"the host was in {IN_ITEM}, called in train.py(7): step"),
+        (STACK[:1], 400, "the host was in train.py(7): step"),
+        (STACK[3:], 400, "the host was in forward"),
+        (STACK[2:3], 250, f"the host was in {IN_ITEM}"),
+        ((), 400, "the host was outside of all ranges"),
+        (STACK, 150, "its launch came in time"),
+    ],
+)  # fmt: skip
+def test_a_gap_has_what_the_host_did_in_it(tmp_path, frames, launch, host):
+    path = tmp_path / "trace.json"
+    path.write_text(waiting(*frames, launch=launch))
+    expected = f"the GPU waits 300.0 µs before second (1 times): {host}"
+    assert expected in read("torch", path, "baseline").notes
+
+
+def test_gaps_are_added_up_by_what_ends_them_and_small_ones_are_not_described(tmp_path):
+    export = Export()
+    for step in range(4):
+        at = step * 1_000
+        export.range("data", at, at + 400)
+        export.launch(at + 410, ("copy", at + 500, at + 600))
+        export.launch(at + 420, ("gemm", at + 650, at + 1_000))
+    notes = read("nsys", export.write(tmp_path / "nsys.sqlite"), "baseline").notes
+    assert [note for note in notes if "waits" in note] == [
+        "the GPU waits 1.500 µs before copy (3 times): the host was in data",
+        "the GPU waits 200.0 ns before gemm (4 times): its launch came in time",
+    ]
+    export = Export()
+    export.launch(10, ("copy", 100, 200))
+    export.launch(20, ("gemm", 205, 500))
+    notes = read("nsys", export.write(tmp_path / "small.sqlite"), "baseline").notes
+    assert not [note for note in notes if "waits" in note]
+
+
 METRICS = {
     "SMs Active [Throughput %]": "sm active", "Tensor Active [Throughput %]": "tensor active",
     "DRAM Read Bandwidth [Throughput %]": "dram read",

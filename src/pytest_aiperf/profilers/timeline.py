@@ -21,7 +21,7 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.rules.stats import covered
 from pytest_aiperf.text import si
 
-from . import injected
+from . import gaps, injected
 from .ranges import ApiCall, Range, RangeTime, enclosing, times
 
 RANGE: Final = "aiperf"
@@ -63,6 +63,7 @@ class Timeline:
     main: Mapping[Hashable, Hashable]  #: The main thread of each process.
     places: Mapping[int, tuple[int, int]]
     """Process id and GPU of what an API call launched, by correlation id; empty if unknown."""
+    frames: Sequence[Range] = ()  #: Functions of Python that ran; none if no stacks were recorded.
     samples: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """Time and value of each sample of a GPU metric, by the name of its figure."""
 
@@ -80,6 +81,7 @@ _GPU_METRICS: Final = {
     "dram read": "DRAM Read", "dram write": "DRAM Write",
 }  # fmt: skip
 """Figures of nsys's GPU metrics, and how the names of their metrics begin; all are percentages."""
+_FRAME: Final = "python_function"  #: Category of the events of Python's functions.
 _PRODUCTS: Final = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ITEM_BYTES: Final = {
     "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1
@@ -270,7 +272,8 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
     # on Linux the main thread has the id of its process
     threads = (e.thread for e in events if e.thread[0] == e.thread[1])
     main: dict[Hashable, Hashable] = {0: next(threads, None)}
-    timeline = Timeline(trace.activities(events), calls, ranges, main, {})
+    frames = [Range(e.name, e.start, e.end, 0, e.thread) for e in events if e.category == _FRAME]
+    timeline = Timeline(trace.activities(events), calls, ranges, main, {}, frames)
     selected = _select(timeline, artefact, selection)
     windows = _windows(timeline, selection)
     is_inside = _is_inside(windows)
@@ -436,6 +439,7 @@ def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
     notes = [f"{name}: {si(s, 's')}" for name, s in list(seconds.items())[:TOP]]
     named = [each for each in timeline.ranges if each.name != RANGE]
     rows = times(activities, calls, named, timeline.main)
+    notes += gaps.describe(activities, calls, timeline.frames or named, timeline.main)
     return Reading(figures, list(seconds), notes, rows)
 
 

@@ -1,0 +1,74 @@
+"""Gaps of the GPU: before which work it waits, and what the host does meanwhile."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Final
+
+from pytest_aiperf.device.trace import Activity
+from pytest_aiperf.text import si
+
+from .ranges import ApiCall, Range, enclosing
+
+MIN_SHARE: Final = 0.1  #: Share of the span up to which gaps are not described: they cost little.
+_LISTED: Final = 3  #: Maximum number of places in which the GPU waits that are described.
+_ADDRESS: Final = re.compile(r" (object )?at 0x[0-9a-f]+")
+"""Part of a built-in function's name that differs from call to call."""
+_INTERNAL: Final = re.compile(r"<|torch/|.*/torch/")
+"""How the names of frames begin that are not the user's: built-in functions and PyTorch."""
+LAUNCHED: Final = "its launch came in time"
+"""The host is not the reason: a launch takes time on the GPU, too, and streams wait for events."""
+UNKNOWN: Final = "the host was outside of all ranges"
+
+
+def describe(
+    activities: Sequence[Activity],
+    calls: Sequence[ApiCall],
+    frames: Sequence[Range],
+    main: Mapping[Hashable, Hashable],
+) -> list[str]:
+    """Describe the largest gaps, added up by the work that ends them and by what the host did.
+
+    ``frames`` are functions of Python or ranges of the program, with their threads. The host's
+    frame is the one in the middle of the time from the start of the gap to the launch that ends it.
+    """
+    if not activities:
+        return []
+    ordered = sorted(activities, key=lambda activity: activity.start)
+    by_correlation = {call.correlation: call for call in calls}
+    places: list[tuple[float, Activity, ApiCall | None]] = []
+    busy_until = ordered[0].end
+    for activity in ordered[1:]:
+        if activity.start > busy_until:
+            call = by_correlation.get(activity.correlation)
+            moment = None
+            if call is not None and call.start > busy_until:
+                middle = (busy_until + min(call.start, activity.start)) / 2
+                moment = call._replace(start=middle, end=middle)
+            places.append((activity.start - busy_until, activity, moment))
+        busy_until = max(busy_until, activity.end)
+    total = sum(gap for gap, _, _ in places)
+    if total <= MIN_SHARE * (busy_until - ordered[0].start):
+        return []
+    moments = [moment for _, _, moment in places if moment is not None]
+    around = iter(enclosing(moments, frames, main))
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    counts: Counter[tuple[str, str]] = Counter()
+    for gap, activity, moment in places:
+        names = [] if moment is None else [frames[index].name for index in next(around)]
+        key = activity.name or activity.kind, LAUNCHED if moment is None else _place(names)
+        seconds[key] += gap
+        counts[key] += 1
+    return [
+        f"the GPU waits {si(seconds[key], 's')} before {key[0]} ({counts[key]} times): {key[1]}"
+        for key in sorted(seconds, key=lambda key: -seconds[key])[:_LISTED]
+    ]
+
+
+def _place(names: Sequence[str]) -> str:
+    """Describe where the host was: the innermost frame, and the innermost one of the user's."""
+    if not names:
+        return UNKNOWN
+    names = [_ADDRESS.sub("", name) for name in names]
+    own = next((name for name in reversed(names) if not _INTERNAL.match(name)), names[-1])
+    return f"the host was in {names[-1]}" + (f", called in {own}" if own != names[-1] else "")
