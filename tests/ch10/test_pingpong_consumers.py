@@ -4,8 +4,8 @@ With k = 512, a tile of 128 x 256 takes eight steps of products, and then its re
 converted, staged in shared memory and stored. In the baseline, the best rung of
 test_wgmma_ladder.py, both consumer warpgroups work on one tile (cooperative), so the tensor cores
 have nothing to do while both of them stage results. In a ping-pong schedule each warpgroup has
-tiles of its own, of 64 x 256. Named barriers give them turns: while one stages its result, the
-other multiplies.
+tiles of its own, of 64 x 256, so that its results are ready at another time than the other's. Named
+barriers give them turns: while one stages its result, the other multiplies.
 
 The price is that a step loads 256 rows of b for 64 rows of a instead of 128. The gain ends with a
 large k, where the results take little of the time. The library arm is cuBLAS. The limit is the time
@@ -33,6 +33,7 @@ def test_pingpong_consumers(compare: Compare, nvcc: Nvcc) -> None:
         baseline=gemm["tma_store"],
         optimized=gemm["pingpong"],
         library=lambda a, b, out, m, n, k: torch.mm(a, b.T, out=out),
+        against="previous rung",
         inputs=matrices,
         work=lambda a, b, out, m, n, k: Work(
             read=a.nbytes + b.nbytes, written=out.nbytes, flops=2 * m * n * k, dtype="bf16"
