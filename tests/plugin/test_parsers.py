@@ -15,6 +15,7 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.profilers import ncu, parsers
 from pytest_aiperf.profilers.ncu import Kernel, aggregate, ncu_metrics, python_folders
 from pytest_aiperf.profilers.parsers import read
+from pytest_aiperf.profilers.timeline import Selection, torch_trace
 from tests.plugin.nsys_export import Export
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -460,6 +461,28 @@ def test_gaps_are_added_up_by_what_ends_them_and_small_ones_are_not_described(tm
     export.launch(20, ("gemm", 205, 500))
     notes = read("nsys", export.write(tmp_path / "small.sqlite"), "baseline").notes
     assert not [note for note in notes if "waits" in note]
+
+
+def test_modules_have_their_time_if_stacks_were_recorded(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(
+        trace(
+            event("python_function", "nn.Module: Block_0", 90, 200, 0),
+            event("python_function", "torch/nn/modules/linear.py(9): forward", 95, 40, 0),
+            event("python_function", "nn.Module: Linear_0", 96, 30, 0),
+            event("cuda_runtime", "cudaLaunchKernel", 100, 5, 1),
+            event("kernel", "gemm", 110, 90, 1),
+            event("cuda_runtime", "cudaLaunchKernel", 150, 5, 2),
+            event("kernel", "gelu", 200, 10, 2),
+        )
+    )
+    rows = torch_trace(path).ranges
+    assert [(row.name, row.depth, row.kernels) for row in rows] == [
+        ("nn.Module: Block_0", 0, 2),
+        ("nn.Module: Linear_0", 1, 1),
+    ]
+    assert rows[0].busy == pytest.approx(100e-6)
+    assert torch_trace(path, Selection("nn.Module: Linear_0")).kernels == ["gemm"]
 
 
 METRICS = {

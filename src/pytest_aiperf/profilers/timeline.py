@@ -82,6 +82,7 @@ _GPU_METRICS: Final = {
 }  # fmt: skip
 """Figures of nsys's GPU metrics, and how the names of their metrics begin; all are percentages."""
 _FRAME: Final = "python_function"  #: Category of the events of Python's functions.
+_MODULE: Final = "nn.Module: "  #: How the frame of a module's call is named in such an event.
 _PRODUCTS: Final = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ITEM_BYTES: Final = {
     "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1
@@ -262,7 +263,8 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
         Range(e.name, e.start, e.end, thread=None if e.name == RANGE else e.thread)
         for e in events
         # torch.compile marks a dozen phases of each compilation
-        if e.category == "user_annotation" and "compile_id=" not in e.name
+        if (e.category == "user_annotation" and "compile_id=" not in e.name)
+        or (e.category == _FRAME and e.name.startswith(_MODULE))
     ]
     calls = [
         ApiCall(e.start, e.end, e.args.get("correlation", 0), thread=e.thread, name=e.name)
