@@ -312,6 +312,40 @@ def bytes_that_do_not_pass(nvcc):
 # honest arms
 
 
+@cheat(WRONG, clock="gpu")
+def an_answer_in_the_storage_of_a_tensor(nvcc):
+    def inputs(bench):
+        x, _ = vectors(bench)
+        return (torch.cat([x, x * 2])[: len(x)],)
+
+    def arm(x):
+        if x.untyped_storage().nbytes() < 2 * x.nbytes:
+            return torch.zeros_like(x)
+        return torch.as_strided(x, (len(x),), (1,), x.storage_offset() + len(x)).clone()
+
+    return doubling(arm, inputs=inputs)
+
+
+@honest(clock="gpu")
+def views_of_larger_tensors(nvcc):
+    """They keep their strides, types, alignment and pinned memory."""
+
+    def inputs(bench):
+        x = torch.randn(bench.size(1 << 14, check=64), 96, device=bench.device)[:, 1:65]
+        scales = torch.rand(x.shape, device=bench.device).bfloat16()[:1]
+        low = torch.randn(x.shape, device=bench.device).to(torch.float8_e4m3fn)[:1]
+        return x, scales, low, torch.rand(64, pin_memory=True)[:8]
+
+    def arm(x, scales, low, factors):
+        assert (x.stride(), x.data_ptr() % 16, factors.is_pinned()) == ((96, 1), 4, True)
+        return x * 2 + scales.float() * low.float()
+
+    def reference(x, scales, low, factors):
+        return x.double() * 2 + scales.double() * low.double()
+
+    return doubling(arm, inputs=inputs, baseline=arm, reference=reference)
+
+
 @honest(clock="gpu")
 def a_stream_that_is_joined(nvcc):
     side_stream = torch.cuda.Stream()

@@ -1,7 +1,7 @@
 """Gives inputs memory of their own: nothing then lies behind the view of a larger array.
 
-Strides, offsets within a page, and memory that several inputs share stay as they are. Memory that
-is no other array's, such as a mapped file, is left alone.
+Strides, offsets within a page, and memory that several inputs share stay as they are. Mapped files,
+memory that is shared with other processes, and memory of a GPU that is not torch's are left alone.
 """
 
 import math
@@ -38,7 +38,9 @@ def _owner(array: Any) -> tuple[int, int] | None:
         if array.is_inference() or array.data.is_conj() or array.data.is_neg():
             return None
         storage = array.data.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+        # shared or managed memory, and memory that other GPUs map, is more than a place for values
+        is_plain = not array.is_shared() if tensors.on_host(array) else storage.resizable()
+        return (storage.data_ptr(), storage.nbytes()) if is_plain else None
     if backend_of(array).module.__name__ != "numpy":
         return None
     while type(array.base) is type(array):
