@@ -405,12 +405,12 @@ def test_products_with_misaligned_rows_are_named(tmp_path, name, dtype, matrices
         assert found[0].endswith(f"pad it to {padded}")
 
 
-def waiting(*frames, launch=400):
+def waiting(*frames, launch=400, correlation=2):
     """Return the trace of two kernels with a gap of 300 µs, and the host's frames (name, times)."""
     return trace(
         event("cuda_runtime", "cudaLaunchKernel", 100, 5, 1),
         event("kernel", "first", 110, 90, 1),
-        event("cuda_runtime", "cudaLaunchKernel", launch, 5, 2),
+        event("cuda_runtime", "cudaLaunchKernel", launch, 5, correlation),
         event("kernel", "second", 500, 100, 2),
         *(event(*frame, 0) for frame in frames),
     )
@@ -440,8 +440,10 @@ STACK = (
 def test_a_gap_has_what_the_host_did_in_it(tmp_path, frames, launch, host):
     path = tmp_path / "trace.json"
     path.write_text(waiting(*frames, launch=launch))
-    expected = f"the GPU waits 300.0 µs before second (1 times): {host}"
-    assert expected in read("torch", path, "baseline").notes
+    expected = "the GPU waits 300.0 µs before second (1 times): "
+    assert expected + host in read("torch", path, "baseline").notes
+    path.write_text(waiting(*frames, launch=launch, correlation=3))
+    assert f"{expected}its launch was not recorded" in read("torch", path, "baseline").notes
 
 
 def test_gaps_are_added_up_by_what_ends_them_and_small_ones_are_not_described(tmp_path):

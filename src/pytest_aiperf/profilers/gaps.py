@@ -18,7 +18,8 @@ _INTERNAL: Final = re.compile(r"<|torch/|.*/torch/")
 """How the names of frames begin that are not the user's: built-in functions and PyTorch."""
 LAUNCHED: Final = "its launch came in time"
 """The host is not the reason: a launch takes time on the GPU, too, and streams wait for events."""
-UNKNOWN: Final = "the host was outside of all ranges"
+OUTSIDE: Final = "the host was outside of all ranges"
+UNKNOWN: Final = "its launch was not recorded"
 
 
 def describe(
@@ -36,27 +37,28 @@ def describe(
         return []
     ordered = sorted(activities, key=lambda activity: activity.start)
     by_correlation = {call.correlation: call for call in calls}
-    places: list[tuple[float, Activity, ApiCall | None]] = []
+    places: list[tuple[float, Activity, ApiCall | str]] = []  # what the host did, or when it did it
     busy_until = ordered[0].end
     for activity in ordered[1:]:
         if activity.start > busy_until:
             call = by_correlation.get(activity.correlation)
-            moment = None
+            host: ApiCall | str = UNKNOWN if call is None else LAUNCHED
             if call is not None and call.start > busy_until:
                 middle = (busy_until + min(call.start, activity.start)) / 2
-                moment = call._replace(start=middle, end=middle)
-            places.append((activity.start - busy_until, activity, moment))
+                host = call._replace(start=middle, end=middle)
+            places.append((activity.start - busy_until, activity, host))
         busy_until = max(busy_until, activity.end)
     total = sum(gap for gap, _, _ in places)
     if total <= MIN_SHARE * (busy_until - ordered[0].start):
         return []
-    moments = [moment for _, _, moment in places if moment is not None]
+    moments = [host for _, _, host in places if not isinstance(host, str)]
     around = iter(enclosing(moments, frames, main))
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     counts: Counter[tuple[str, str]] = Counter()
-    for gap, activity, moment in places:
-        names = [] if moment is None else [frames[index].name for index in next(around)]
-        key = activity.name or activity.kind, LAUNCHED if moment is None else _place(names)
+    for gap, activity, host in places:
+        if not isinstance(host, str):
+            host = _place([frames[index].name for index in next(around)])  # noqa: PLW2901
+        key = activity.name or activity.kind, host
         seconds[key] += gap
         counts[key] += 1
     return [
@@ -68,7 +70,7 @@ def describe(
 def _place(names: Sequence[str]) -> str:
     """Describe where the host was: the innermost frame, and the innermost one of the user's."""
     if not names:
-        return UNKNOWN
+        return OUTSIDE
     names = [_ADDRESS.sub("", name) for name in names]
     own = next((name for name in reversed(names) if not _INTERNAL.match(name)), names[-1])
     return f"the host was in {names[-1]}" + (f", called in {own}" if own != names[-1] else "")
