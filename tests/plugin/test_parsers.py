@@ -417,6 +417,7 @@ def waiting(*frames, launch=400, correlation=2):
 
 
 ITEM = "<built-in method item of Tensor object at 0x7f3647e87700>"
+OTHER = (("user_annotation", "data", 10, 50),)
 IN_ITEM = "<built-in method item of Tensor>"
 STACK = (
     ("python_function", "train.py(7): step", 90, 400),
@@ -433,14 +434,15 @@ STACK = (
         (STACK[:1], 400, "the host was in train.py(7): step"),
         (STACK[3:], 400, "the host was in forward"),
         (STACK[2:3], 250, f"the host was in {IN_ITEM}"),
-        ((), 400, "the host was outside of all ranges"),
+        ((), 400, "its launch came late; ranges, or torch:deep_dive, show what the host did"),
+        (OTHER, 400, "the host was outside of all ranges"),
         (STACK, 150, "its launch came in time"),
     ],
 )  # fmt: skip
 def test_a_gap_has_what_the_host_did_in_it(tmp_path, frames, launch, host):
     path = tmp_path / "trace.json"
     path.write_text(waiting(*frames, launch=launch))
-    expected = "the GPU waits 300.0 µs before second (1 times): "
+    expected = "the GPU waits 300.0 µs before second (1 x): "
     assert expected + host in read("torch", path, "baseline").notes
     path.write_text(waiting(*frames, launch=launch, correlation=3))
     assert f"{expected}its launch was not recorded" in read("torch", path, "baseline").notes
@@ -455,8 +457,8 @@ def test_gaps_are_added_up_by_what_ends_them_and_small_ones_are_not_described(tm
         export.launch(at + 420, ("gemm", at + 650, at + 1_000))
     notes = read("nsys", export.write(tmp_path / "nsys.sqlite"), "baseline").notes
     assert [note for note in notes if "waits" in note] == [
-        "the GPU waits 1.500 µs before copy (3 times): the host was in data",
-        "the GPU waits 200.0 ns before gemm (4 times): its launch came in time",
+        "the GPU waits 1.500 µs before copy (3 x): the host was in data",
+        "the GPU waits 200.0 ns before gemm (4 x): its launch came in time",
     ]
     export = Export()
     export.launch(10, ("copy", 100, 200))

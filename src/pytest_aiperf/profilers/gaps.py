@@ -18,6 +18,7 @@ _INTERNAL: Final = re.compile(r"<|torch/|.*/torch/")
 """How the names of frames begin that are not the user's: built-in functions and PyTorch."""
 LAUNCHED: Final = "its launch came in time"
 """The host is not the reason: a launch takes time on the GPU, too, and streams wait for events."""
+LATE: Final = "its launch came late; ranges, or torch:deep_dive, show what the host did"
 OUTSIDE: Final = "the host was outside of all ranges"
 UNKNOWN: Final = "its launch was not recorded"
 
@@ -57,12 +58,13 @@ def describe(
     counts: Counter[tuple[str, str]] = Counter()
     for gap, activity, host in places:
         if not isinstance(host, str):
-            host = _place([frames[index].name for index in next(around)])  # noqa: PLW2901
+            names = [frames[index].name for index in next(around)]
+            host = _place(names) if frames else LATE  # noqa: PLW2901
         key = activity.name or activity.kind, host
         seconds[key] += gap
         counts[key] += 1
     return [
-        f"the GPU waits {si(seconds[key], 's')} before {key[0]} ({counts[key]} times): {key[1]}"
+        f"the GPU waits {si(seconds[key], 's')} before {key[0]} ({counts[key]} x): {key[1]}"
         for key in sorted(seconds, key=lambda key: -seconds[key])[:_LISTED]
     ]
 
