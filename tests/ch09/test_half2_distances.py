@@ -9,7 +9,7 @@ also halves its bytes in flight, and may gain nothing (ch07/vectorized_copy).
 "halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
 of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2
 and HFMA2) instead: fewer instructions and rounded sums. Memory sets the time of both, so this rung
-claims parity. Packed arithmetic pays where arithmetic is the limit, for example with values in
+gains 1 % only. Packed arithmetic pays where arithmetic is the limit, for example with values in
 shared memory. The library arm is a kernel of torch.compile on the same halves.
 
 The limit is a read of the halves. Vectors of all arms have the same values, those of the halves;
