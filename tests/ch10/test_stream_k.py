@@ -4,12 +4,12 @@
 half of the time, one SM works (wave quantization). Stream-K cuts work elsewhere than at the borders
 of tiles: it lines up the k slices of all tiles and gives each SM the same number of them. A tile
 that two SMs share costs a partial sum in fp32, which one SM writes to memory and the other adds.
-test_tile_scheduler_host.py counts the same on a virtual clock.
+test_tile_scheduler_host.py counts the same on a virtual clock. cuBLAS, the library arm, is 12 %
+faster still: it is free to choose smaller tiles, or to split k.
 
-The limit is 2 waves over 133 / 132, 1.985x. The worst case for whole tiles was chosen on purpose:
-the gain is smaller the fuller the last wave is and the more waves there are, and where the waves
-are full, the partial sums are all that stream-K adds. The library arm is cuBLAS, which is free to
-choose smaller tiles, or to split k.
+The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.87. The worst case for whole tiles
+was chosen on purpose: the gain is smaller the fuller the last wave is and the more waves there are,
+and where the waves are full, the partial sums are all that stream-K adds.
 """
 
 import pytest
@@ -43,8 +43,6 @@ def test_stream_k(compare: Compare) -> None:
             dtype="fp16",
         ),
         reference=lambda a, b, out: a.double() @ b.double().T,
-        evidence=[
-            evidence.counter("sm__cycles_active.avg.pct_of_peak_sustained_elapsed", min=80),
-            evidence.spills(kernel="_stream_k"),
-        ],
+        # the SM with the most work has one tile's slices and a partial sum instead of two tiles
+        evidence=[evidence.counter("sm__cycles_active.max", max=0.6, per="baseline")],
     )

@@ -1,7 +1,7 @@
 """A backward pass compiled with its gradient hooks beats one that calls each hook eagerly.
 
 torch.compile turns a model into two graphs, one per direction. For autograd, the backward graph is
-a single node; what follows it is not compiled. Here each of 30 parameters has a hook that clips its
+a single node; what follows it is not compiled. Here each of 12 parameters has a hook that clips its
 gradient to a norm, as one adds it without touching the model or the loop. A hook launches half a
 dozen kernels, and each takes the host longer to launch than the GPU to run. Compiled autograd
 records the whole backward pass when it first runs, the compiled graph and the hooks, and compiles
@@ -33,7 +33,7 @@ def tokens_and_model(bench: Bench) -> Model:
     count, width = bench.size(256, check=12), bench.size(512, check=16)
     options = {"device": bench.device}
     parameters = []
-    for _ in range(bench.size(10, check=2)):
+    for _ in range(bench.size(4, check=2)):
         parameters.append(1 + 0.1 * torch.randn(width, **options))
         parameters.append(torch.randn(width, width, **options) * width**-0.5)
         parameters.append(0.1 * torch.randn(width, **options))
