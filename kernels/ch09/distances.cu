@@ -1,12 +1,13 @@
 // Squared distances of one query to n vectors of 1024 elements: out[i] = sum_j (x[i][j] - q[j])^2.
 //
-// Each warp keeps the query in registers and computes one distance after the other. Its lanes load
-// a vector with 16-byte loads, all of them before the first is used, and add up their sums with
-// shuffles. All rungs have the same number of bytes per load and vectors per warp.
+// Each warp keeps the query in registers and computes distances. Its lanes load vectors with 16-byte
+// loads, eight before the first is used, and add up their sums with shuffles. All rungs have the same
+// number of warps, so they have the same bytes in flight:
 //
-//   floats   Elements are floats: 8 loads of 4 elements per lane and vector.
-//   halves   Elements are halves, half the bytes: 4 loads of 8 elements. They are converted, and
-//            the arithmetic is that of `floats`, so the results are as exact as the stored values.
+//   floats   Elements are floats, four per load: a vector takes eight loads per lane.
+//   halves   Elements are halves, eight per load: the eight loads are two vectors. Elements are
+//            converted, and the arithmetic is that of `floats`, so the results are as exact as the
+//            stored values.
 //   packed   Arithmetic on pairs (half2) without a conversion: one HADD2 subtracts two elements, and
 //            one HFMA2 squares and adds two. Sums of four squares are rounded to fp16, and then added
 //            in fp32.
@@ -18,6 +19,8 @@ constexpr int LENGTH = 1024;  // elements per vector
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int LOAD_BYTES = 16;
+constexpr int LOADS = 8;          // in flight per lane
+constexpr int BLOCKS_PER_SM = 3;  // leaves 80 registers per thread, which `halves` takes
 
 struct Floats {
     using Element = float;
@@ -64,38 +67,43 @@ struct Packed {
 };
 
 template <typename Rung>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     squared_distances(const typename Rung::Element* x, const typename Rung::Element* query,
                       float* out, int n) {
-    constexpr int LOADS = LENGTH * sizeof(*x) / LOAD_BYTES / 32;  // per lane and vector
-    const int lane = threadIdx.x % 32, warps = gridDim.x * WARPS;
-    uint4 q[LOADS];
-    for (int k = 0; k < LOADS; ++k) q[k] = reinterpret_cast<const uint4*>(query)[k * 32 + lane];
-    for (int i = blockIdx.x * WARPS + threadIdx.x / 32; i < n; i += warps) {
-        const auto* from = reinterpret_cast<const uint4*>(x + size_t(i) * LENGTH);
-        uint4 v[LOADS];
+    constexpr int PARTS = LENGTH * sizeof(*x) / LOAD_BYTES / 32;  // loads per lane and vector
+    constexpr int VECTORS = LOADS / PARTS;                        // loaded together
+    const int lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32;
+    uint4 q[PARTS];
+    for (int k = 0; k < PARTS; ++k) q[k] = reinterpret_cast<const uint4*>(query)[k * 32 + lane];
+    for (int first = warp * VECTORS; first < n; first += gridDim.x * WARPS * VECTORS) {
+        const auto* from = reinterpret_cast<const uint4*>(x + size_t(first) * LENGTH) + lane;
+        uint4 parts[VECTORS][PARTS];
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) v[k] = from[k * 32 + lane];
-        float sum = 0;
+        for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
-        for (int k = 0; k < LOADS; ++k) sum += Rung::sum(v[k], q[k]);
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane == 0) out[i] = sum;
+            for (int k = 0; k < PARTS; ++k)
+                if (first + v < n) parts[v][k] = from[(v * PARTS + k) * 32];
+        float sums[VECTORS] = {};
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+            for (int k = 0; k < PARTS; ++k) sums[v] += Rung::sum(parts[v][k], q[k]);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            for (int step = 16; step > 0; step /= 2) sums[v] += __shfl_xor_sync(~0u, sums[v], step);
+            if (lane == 0 && first + v < n) out[first + v] = sums[v];
+        }
     }
 }
 
-// Launches as many blocks as the SMs hold at once.
 template <typename Rung>
 cudaError_t launch(const typename Rung::Element* x, const typename Rung::Element* query, float* out,
                    int n, cudaStream_t stream) {
-    int device, sms, blocks_per_sm;
+    int device, sms;
     const auto sm_count = cudaDevAttrMultiProcessorCount;
     if (cudaError_t error = cudaGetDevice(&device)) return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, sm_count, device)) return error;
-    if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &blocks_per_sm, squared_distances<Rung>, THREADS, 0))
-        return error;
-    squared_distances<Rung><<<sms * blocks_per_sm, THREADS, 0, stream>>>(x, query, out, n);
+    squared_distances<Rung><<<sms * BLOCKS_PER_SM, THREADS, 0, stream>>>(x, query, out, n);
     return cudaGetLastError();
 }
 
