@@ -599,11 +599,11 @@ def built_under_the_lock(device, **words):
     measurement = replicates.Measurement(ladder, Metric.DEVICE, STANDARD)
     measurement.prepare()
     made.clear()
-    timing = measurement.measure()
+    measurement.measure()
     in_measure = len(made) / (2 * measurement.sampler.sets)
     measurement.finish()
     ladder.verify()
-    assert len(timing.replicates) == STANDARD.min_replicates
+    assert len(measurement.timing.replicates) == STANDARD.min_replicates
     return in_measure
 
 
@@ -648,13 +648,48 @@ def test_a_replicate_that_finds_no_memory_is_built_under_the_lock(few_sets):
     assert built_under_the_lock(Small(noise=Noise.none())) == STANDARD.min_replicates - 2
 
 
+class TwoRanks(RankGroup):
+    count = property(lambda _: 2)
+
+
+@pytest.mark.parametrize("device", [FakeDevice(None), FakeDevice()])
+def test_replicates_that_take_long_to_build_are_built_before_the_lock_is_taken_again(
+    few_sets, monkeypatch, device
+):
+    monkeypatch.setattr(sampler, "LONG_BUILD_S", 0.0)
+    monkeypatch.setattr(sampler, "PREBUILT_SHARE", 0.0)  # memory for one
+    steps, usual = [], a_claim().inputs
+
+    def inputs(bench):
+        if bench.seed < 100_000:  # new values of a block have larger seeds
+            steps.append("build")
+        return usual(bench)
+
+    bound = a_bound_claim(device, inputs=inputs)
+    bound.check_agreement()
+    measurement = replicates.Measurement(Ladder([bound]), Metric.DEVICE, STANDARD)
+    steps.clear()
+    while measurement.timing is None:
+        measurement.prepare()
+        steps.append("lock")
+        measurement.measure()
+        steps.append("unlock")
+    measured = "".join(s[0] for s in steps)
+    assert re.fullmatch(r"(b+lu)+", measured)
+    assert len(measurement.timing.replicates) == measured.count("l") >= STANDARD.min_replicates
+
+
+def test_ranks_build_replicates_while_they_measure(few_sets, monkeypatch):
+    monkeypatch.setattr(sampler, "LONG_BUILD_S", 0.0)
+    device = FakeDevice(noise=Noise.none(), ranks=TwoRanks())
+    assert built_under_the_lock(device) == STANDARD.min_replicates - 1
+
+
 def test_ranks_and_host_claims_prebuild_one_replicate(few_sets):
-    class Two(RankGroup):
-        count = property(lambda _: 2)
 
     assert built_under_the_lock(FakeDevice(None, Noise.none())) == STANDARD.min_replicates - 1
     assert (
-        built_under_the_lock(FakeDevice(noise=Noise.none(), ranks=Two()))
+        built_under_the_lock(FakeDevice(noise=Noise.none(), ranks=TwoRanks()))
         == STANDARD.min_replicates - 1
     )
 
@@ -1001,12 +1036,12 @@ def test_an_arm_that_turns_wrong_on_large_inputs_is_found_after_timing():
     def tires(x):
         spend(100e-6)
         calls.append(1)
-        return x * (2 if len(calls) < 50 else 3)
+        return x * (2 if len(calls) < 20 else 3)  # after the checks, within the first replicates
 
     gpu = replace(FAKE_GPU, memory_bytes=64 * 8 * 19)
     with pytest.raises(WrongResult, match="optimized disagrees with the reference"):
         measured(a_bound_claim(FakeDevice(gpu, WHITE), optimized=tires))
-    assert len(calls) > 50
+    assert len(calls) > 20
 
 
 # verdicts on a device with all the noise of a real one

@@ -315,18 +315,23 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     for metric in ladder.bound.claim.metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
         measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
-        context.share(measurement.prepare)
         lock = context.lock
-        with lock.exclusive_host() if metric is Metric.WALL else lock.exclusive_gpu():
-            try:
-                timings.append(measurement.measure())
-            except InvalidMeasurement as why:
-                if not timings:
-                    ladder.verify()  # a wrong result explains more than this error
-                    ladder.raise_error()
-                    raise
-                notes.append(f"{metric} is not shown: {why}")
-            context.device.release()  # freeing memory later would disturb another claim
+        exclusive = lock.exclusive_host if metric is Metric.WALL else lock.exclusive_gpu
+        try:
+            while measurement.timing is None:
+                context.share(measurement.prepare)
+                with exclusive():
+                    try:
+                        measurement.measure()
+                    finally:
+                        context.device.release()  # later it would disturb another claim
+            timings.append(measurement.timing)
+        except InvalidMeasurement as why:
+            if not timings:
+                context.share(ladder.verify)  # a wrong result explains more than this error
+                ladder.raise_error()
+                raise
+            notes.append(f"{metric} is not shown: {why}")
         context.share(measurement.finish)
         unchecked.extend(measurement.sampler.unchecked())
     context.progress("verifying")

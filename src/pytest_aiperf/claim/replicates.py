@@ -14,7 +14,11 @@ from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
 
 
 class Measurement:
-    """The measurement of one metric, in three steps; only the second needs the exclusive lock."""
+    """The measurement of one metric.
+
+    Call :meth:`prepare`, then :meth:`measure` under the exclusive lock, both again until there is a
+    ``timing``, and :meth:`finish`.
+    """
 
     def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
         self.ladder = ladder
@@ -26,28 +30,41 @@ class Measurement:
         is_score = metric in (Metric.SCORE, Metric.MEMORY)
         sampler = ScoreSampler(ladder, metric) if is_score else Sampler(ladder, metric, self.rule)
         self.sampler: Sampler | ScoreSampler = sampler
+        self.timing: Timing | None = None  #: None until the stopping rule is met.
+        self._replicates: list[Replicate] = []
+        self._measured_s = 0.0  # in earlier calls of measure()
 
     def prepare(self) -> None:
-        """Build the buffers of the first replicates."""
+        """Build the buffers of the next replicates."""
+        next_ = len(self._replicates)
+        seeds = [self._seed(i) for i in range(next_, max(next_ + 1, self.rule.min_replicates))]
         with self.bound.step():
-            self.sampler.prepare([self._seed(i) for i in range(self.rule.min_replicates)])
+            if self._replicates:
+                self.sampler.prepare_more(seeds)
+            else:
+                self.sampler.prepare(seeds)
 
-    def measure(self) -> Timing:
-        """Measure replicates until the stopping rule is met."""
-        self.bound.note_settings()
-        self.sampler.begin()
-        replicates: list[Replicate] = []
+    def measure(self) -> None:
+        """Measure replicates until the stopping rule is met, or more have to be prepared."""
+        replicates = self._replicates
+        if not replicates:
+            self.bound.note_settings()
+            self.sampler.begin()
         started = time.monotonic()
         stopped = ""
         while not stopped:
-            replicates.append(self.sampler.replicate(self._seed(len(replicates))))
+            seed = self._seed(len(replicates))
+            if replicates and self.sampler.builds_long(seed):
+                self._measured_s += time.monotonic() - started
+                return
+            replicates.append(self.sampler.replicate(seed))
             timing = self.sampler.timing(tuple(replicates))
             half_width = self._report(timing)
+            elapsed_s = self._measured_s + time.monotonic() - started - self.sampler.drawing_s
             ranks = self.bound.device.ranks  # all ranks must stop at the same replicate
-            elapsed_s = ranks.max(time.monotonic() - started - self.sampler.drawing_s)
-            stopped = self._stop(len(replicates), ranks.max(half_width), elapsed_s)
+            stopped = self._stop(len(replicates), ranks.max(half_width), ranks.max(elapsed_s))
         self.sampler.compare_lone_calls(replicates)
-        return replace(timing, stopped=stopped)
+        self.timing = replace(timing, stopped=stopped)
 
     def finish(self) -> None:
         """Free the buffers, and check what no block could."""
@@ -89,7 +106,8 @@ class Measurement:
 def measure_metric(ladder: Ladder, metric: Metric, rule: StoppingRule) -> Timing:
     """Measure one metric: run all steps of a :class:`Measurement`."""
     measurement = Measurement(ladder, metric, rule)
-    measurement.prepare()
-    timing = measurement.measure()
+    while measurement.timing is None:
+        measurement.prepare()
+        measurement.measure()
     measurement.finish()
-    return timing
+    return measurement.timing

@@ -75,6 +75,9 @@ CHECKED_CALLS, CHECKING_S = 5, 1.0
 and their new values take less than so many seconds; else there are two."""
 TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 """Which call's result is wrong, for error messages."""
+LONG_BUILD_S = 0.3
+"""Seconds to build a replicate above which others may use the device meanwhile: to wait for the
+exclusive lock again takes about as long."""
 COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.
 
 
@@ -145,10 +148,12 @@ class Sampler:
         self.metric = metric
         self.notes: list[str] = []
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
+        self._most_prebuilt = 1
         self._first_s: dict[str, float] = {}  # of each arm's first calls
         self._reusing: set[str] = set()  # arms whose later results overwrite earlier ones
         self._stuck: dict[str, tuple[str, ...]] = {}  # paths of values that arms keep
         self._set_s = math.inf  # to build one set
+        self._replicate_s = math.inf  # to build the buffers of a replicate, and to warm them up
         self.drawing_s = 0.0
         """Seconds in which new values were drawn. They are no part of the time budget: it decides
         how narrow the interval becomes."""
@@ -185,8 +190,14 @@ class Sampler:
             return
         size = sum(tensors.nbytes(i.args) for arm in first for i in arm.inputs)
         budget = PREBUILT_SHARE * (device.gpu.memory_bytes or ASSUMED_MEMORY_BYTES)
-        for seed in seeds[1 : int(budget / max(1, size))]:
-            if device.free_bytes() < device.gpu.memory_bytes / 2:
+        self._most_prebuilt = max(1, int(budget / max(1, size)))
+        self._prebuild(seeds[1 : self._most_prebuilt])
+
+    def _prebuild(self, seeds: Sequence[int]) -> None:
+        """Build the buffers of replicates while memory allows."""
+        device = self.device
+        for seed in seeds:
+            if device.gpu and device.free_bytes() < device.gpu.memory_bytes / 2:
                 break  # leave memory for the calls and for other claims
             try:
                 self._prebuilt[seed] = self._build_and_warm(seed)
@@ -195,6 +206,21 @@ class Sampler:
                     raise
                 device.release()
                 break
+
+    def builds_long(self, seed: int) -> bool:
+        """Whether the buffers of a replicate are missing and take so long that others should work.
+
+        All ranks would have to build at the same time, so they build while they measure.
+        """
+        is_slow = self._replicate_s > LONG_BUILD_S and self.device.ranks.count == 1
+        return is_slow and seed not in self._prebuilt
+
+    def prepare_more(self, seeds: Sequence[int]) -> None:
+        """Build the buffers of the next replicates: of the first, and of others as in prepare()."""
+        self._last_buffers = []  # frees them
+        self.device.release()
+        self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
+        self._prebuild(seeds[1 : self._most_prebuilt])
 
     def _choose_sets(self) -> None:
         """Choose the number of input sets: as many as a block has calls, if that is affordable."""
@@ -307,9 +333,11 @@ class Sampler:
         return inputs
 
     def _build_and_warm(self, seed: int) -> list[ArmBuffers]:
+        started = time.monotonic()
         buffers = self._build(seed)
         for arm in buffers:
             self._run_once(arm)
+        self._replicate_s = min(self._replicate_s, time.monotonic() - started)
         return buffers
 
     def _run_once(self, arm: ArmBuffers) -> None:
