@@ -75,6 +75,8 @@ class References:
             if id(value) in seen:
                 continue
             seen[id(value)] = value
+            if _is_installed(value):
+                continue  # what a library or a launcher keeps for itself changes with any call
             if type(value) is types.FunctionType:
                 todo.extend(self._function(value))
             elif type(value) is Prepared:
@@ -126,6 +128,13 @@ class References:
                 yield from self._note(space, name, f"{label}.{name}", names)
         else:
             yield value
+
+
+def _is_installed(value: object) -> bool:
+    """Whether a function is defined in an installed library, or an object's class by the plugin."""
+    if type(value) is types.FunctionType:
+        return value.__code__.co_filename.startswith(_LIBRARIES)
+    return type(value).__module__.startswith("pytest_aiperf.") and type(value) is not Prepared
 
 
 def _is_replaced(module: types.ModuleType, value: object) -> bool:
