@@ -47,7 +47,8 @@ course_unmeasured = [
     "ch01/training_step_ladder",
     "ch04/ddp_backward_overlap",
     "ch04/symm_mem_all_reduce",
-    "ch10/wgmma_ladder",
+    "ch05/storage_prefetch_overlap",
+    "ch10/pingpong_consumers",
     "ch12/cooperative_grid_sync",
     "ch20/kernel_search",
 ]
