@@ -185,7 +185,8 @@ class BoundClaim:
         """
         held = self._held[name]
         held = held if held > self.device.held_noise_bytes else 0
-        return held + self.side_effects.references[name].nbytes
+        before = self.side_effects.references[name].nbytes
+        return held + before[self.device.torch_device == "cpu"]
 
     def _prepare_observed(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Prepare an arm whose calls are observed: what they hold, change and write."""

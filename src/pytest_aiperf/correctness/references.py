@@ -40,7 +40,8 @@ class References:
         self.replaced: set[str] = set()
         """Functions of installed libraries in whose place there is one from elsewhere."""
         self._read(call)
-        self.nbytes = self._nbytes()  #: Bytes of arrays there, before the first call.
+        self.nbytes = self._nbytes()
+        """Bytes of arrays there before the first call: on GPUs (False) and on the host (True)."""
 
     def states(self) -> dict[Place, State]:
         """Return what is comparable about the value at each place."""
@@ -58,14 +59,18 @@ class References:
             elif place[1] in scope:
                 yield place, scope[place[1]]
 
-    def _nbytes(self) -> int:
+    def _nbytes(self) -> dict[bool, int]:
         kinds = (*_CONTAINERS, *_DICTS)
         values = [value for _, value in self._values() if not issubclass(type(value), _CODE)]
         values += [item for value in values for item in stored.attributes(value).values()]
         held = [v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds)]
+        arrays: list[Any] = []
         with contextlib.suppress(UsageError):  # a container that contains itself
-            return tensors.nbytes(tuple(held))
-        return 0
+            arrays += tensors.arrays(tuple(held)).values()
+        return {
+            on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
+            for on_host in (False, True)
+        }
 
     def _read(self, call: object) -> None:
         todo = collections.deque([call])
