@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
@@ -139,7 +140,17 @@ def _is_installed(value: object) -> bool:
     """Whether a function is defined in an installed library, or an object's class by the plugin."""
     if type(value) is types.FunctionType:
         return value.__code__.co_filename.startswith(_LIBRARIES)
-    return type(value).__module__.startswith("pytest_aiperf.") and type(value) is not Prepared
+    return _is_of_plugin(type(value)) and type(value) is not Prepared
+
+
+def _is_of_plugin(kind: type) -> bool:
+    return str(kind.__module__).startswith("pytest_aiperf.")
+
+
+def _is_library_class(kind: type) -> bool:
+    """Whether an installed library or the plugin defines a class."""
+    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None)
+    return _is_of_plugin(kind) or bool(file and file.startswith(_LIBRARIES))
 
 
 def _is_replaced(module: types.ModuleType, value: object) -> bool:
@@ -168,7 +179,8 @@ def _state(value: Any) -> State:
         return id(value), tensors.layout(value)
     if kind is types.FunctionType:
         return id(value), id(value.__code__)
-    if stored.is_one_of(kind, _VALUES) or issubclass(kind, (type, types.ModuleType)):
+    is_code = issubclass(kind, (type, types.ModuleType))
+    if stored.is_one_of(kind, _VALUES) or is_code or _is_library_class(kind):
         return (_key(value),)
     own = stored.attributes(value) | stored.slots(value)
     return id(value), *((name, _state_of_attribute(item)) for name, item in own.items())
