@@ -253,6 +253,9 @@ class FakeDevice:
     def estimate_s(self, call: Call) -> float:
         return self.ranks.max(self._read(self._execute([call], Mode.PLAIN)[0]))
 
+    def time_in_thread(self, call: Callable[..., object], args: tuple[Any, ...]) -> float:
+        return self.estimate_s(lambda: call(*args))
+
     def refuse_unjoined(self, call: Call) -> None:
         _ledger.joined = True
         call()

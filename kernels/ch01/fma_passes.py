@@ -13,8 +13,7 @@ A, B = 0.999, 0.01
 BLOCK = 2048
 """Elements per block: each of 128 threads has 16 independent chains of FMAs."""
 UNROLL = 8
-"""Steps per iteration; k is a multiple. 128 FMAs per thread outweigh the loop's own instructions;
-256 steps in a row would not fit the instruction cache."""
+"""Steps per iteration; k is a multiple. 128 FMAs of a thread outweigh the loop's instructions."""
 
 
 def passes(x, out, k):

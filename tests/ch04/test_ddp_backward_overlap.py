@@ -6,12 +6,12 @@ gradient has nothing left to hide behind. Reduced after the backward pass, all c
 exposed. "hooks" starts an asynchronous all-reduce in each parameter's hook. "ddp" is
 DistributedDataParallel, which does the same with buckets; the gradients are views of the buckets.
 
-With F, B and C the times of forward, backward and communication, the limit is
-(F + B + C) / (F + max(B, C) + one layer's communication): about 1.4x for six layers, where C is a
-third of the sum and B = 2 F. On two H200s, less than half of that gain is measured: NCCL's kernels
-take SMs and memory bandwidth from the backward pass, so overlap itself slows the computation. If B
-or C is much shorter than the other, there is little to hide. If layers are so small that the GPU
-waits for Python, both arms take as long as Python.
+With F, B and C the times of forward, backward and communication, the limit is (F + B + C) / (F +
+max(B, C) + one layer's communication): about 1.4x for six layers, where C is a third of the sum and
+B = 2 F. On two H200s, less than half of that gain is measured. NCCL's kernels also take SMs and
+memory bandwidth from the backward pass; how much that costs was not measured. If B or C is much
+shorter than the other, there is little to hide. If layers are so small that the GPU waits for
+Python, both arms take as long as Python.
 """
 
 import pytest

@@ -13,9 +13,10 @@ fills in zeros outside the array, and counts the bytes on an mbarrier.
 Each rung is measured against the one before it. 16-byte copies leave a thread at most three
 addresses to compute, and only those remain for TMA to save: a few percent. All gains shrink with
 wider elements (the same instructions, more bytes) and with more arithmetic. The limit is a copy,
-and "tensor_map" reaches 82 % of it. Resident blocks that request their next tile before they wait
-for the current one were slower when tried: the other blocks of an SM hide that wait already. Row
-strides must be multiples of 16 bytes, for 16-byte copies and for the tensor map.
+and "tensor_map" reaches 82 % of it; what takes the rest was not measured. Resident blocks that
+request their next tile before they wait for the current one were slower when tried: the other
+blocks of an SM hide that wait already. Row strides must be multiples of 16 bytes, for 16-byte
+copies and for the tensor map.
 """
 
 import pytest

@@ -5,7 +5,7 @@ subtraction, square and addition per element, far below the ridge of the rooflin
 the elements set the time. Two bytes per element instead of four ("halves") halve it if as many
 bytes stay in flight: each lane has eight loads of 16 bytes in flight in all arms, which are one
 vector of floats or two of halves. A kernel that only replaces its float by a half per load also
-halves its bytes in flight, and may gain nothing (ch07/vectorized_copy).
+halves its bytes in flight, and may gain nothing (ch08/bytes_in_flight).
 
 "halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
 of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2

@@ -5,8 +5,9 @@ Here a scale and shift per column, SiLU and a residual addition are three kernel
 read or write seven arrays of 256 MiB. One fused kernel keeps the intermediate values in registers:
 it reads two arrays and writes one.
 
-The claim is judged on device time, which leaves out the launches of both arms. The limit is the
-ratio of the bytes, 7/3. The gain is smaller where the intermediate arrays stay in the L2 cache. For
+The claim is judged on device time, which leaves out the launches of both arms. The ratio of the
+bytes is 7/3; on an H200 it is 2.37x, because the three kernels move theirs at 97 to 100 % of the
+fused kernel's rate. The gain is smaller where the intermediate arrays stay in the L2 cache. For
 kernels of a few microseconds, launches outweigh bytes, and a graph is what helps
 (test_graph_replay.py); the two combine, as a graph can hold fused kernels. The library arm is
 torch.compile, which fuses the three as well.

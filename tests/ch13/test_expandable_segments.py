@@ -2,12 +2,12 @@
 
 Each of eight layers appends 128 tokens at a time to its keys and values (torch.cat), up to 2,048
 tokens. So each step allocates a tensor that is a little larger than the one that it frees. By
-default, PyTorch's caching allocator requests a segment of device memory for each large tensor, and
-keeps it for later tensors that fit. The next one never does, and segments cannot be merged: memory
-that is reserved but not allocated (fragmentation) accumulates until the device is full, and only
-then are unused segments returned. With expandable segments there is one range of addresses, into
-which the allocator maps device memory page by page. Neighbouring free blocks merge, and the range
-grows at its end.
+default, PyTorch's caching allocator requests a segment of device memory for each tensor above 10
+MiB, and keeps it for later tensors that fit. The next one never does, and segments cannot be
+merged: memory that is reserved but not allocated (fragmentation) accumulates until the device is
+full, and only then are unused segments returned. With expandable segments there is one range of
+addresses, into which the allocator maps device memory page by page. Neighbouring free blocks merge,
+and the range grows at its end.
 
 The score is the memory that PyTorch has reserved for a call, on an H200 1,694 MiB by default and
 382 with expandable segments; the peak of the allocated bytes is the same. The library arm allocates

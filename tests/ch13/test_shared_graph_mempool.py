@@ -9,9 +9,9 @@ fit into its blocks.
 The score is the memory that PyTorch has reserved for the graphs while all of them exist. Replays
 run the same kernels in both arms. The price is that a graph may overwrite what another has left in
 the pool, so results must be copied out before the next replay or, as here, be written to tensors
-that were allocated outside. The limit is the sum of the batch sizes over the largest one, 4.5. If
-the smallest batch were captured first, each larger one would find the blocks too small and reserve
-new ones.
+that were allocated outside. The limit is the sum of the batch sizes over the largest one, 4.5,
+which is reached. If the smallest batch were captured first, each larger one would find the blocks
+too small and reserve new ones.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Compiling a decoder of a billion weights speeds up a decode step, and a CUDA graph launches it.
+"""Compiling a decoder of a billion weights speeds up a decode step, and a CUDA graph does again.
 
 Eager PyTorch runs RMSNorm, rotary embeddings, SwiGLU and the residual additions as one kernel per
 operation. torch.compile fuses what lies between two GEMMs and attention into a kernel or two. A
@@ -12,8 +12,9 @@ each process compiles once. It pays in a program that runs many steps, and each 
 again (test_dynamic_shape_recompiles.py). Compiling one block for all layers costs a fraction
 (ch13/regional_compile).
 
-The weights are random: a trained model of this form takes the same time. What stops the gain is the
-bandwidth at which weights are read.
+The weights are random: a trained model of this form takes the same time. The limit is the time to
+read the weights, 0.5 ms on an H200. Of the 2.0 ms of "reduce_overhead", kernels take 1.05; the rest
+is what the host does around the graph.
 """
 
 import pytest

@@ -9,7 +9,7 @@ how many have ended, two steps late. Both arms replay the same captured decoding
 the mean of a batch's longest answer divided by the mean of all answers.
 
 1,024 requests arrive at once. Their answers have the quantiles of the Azure LLM inference trace of
-2023 (conversations; its median is 129 tokens), divided by six. For 64 slots the limit is 2.94x.
+2023 (conversations; its median is 129 tokens), divided by six. For 64 slots the limit is 2.95x.
 What keeps continuous batching below it: the tail, when no requests are left to refill slots (the
 more requests, the less it matters), and prefill, which both arms need. Continuous batching prefills
 up to eight prompts within every fourth step, so that they share its read of the weights

@@ -5,15 +5,17 @@ weights and launches the kernels again; a batch shares both. The first claim com
 requests: the gain is about their number, and more would only take longer to measure. A decode step
 then takes as long as its launches, and concatenating the new keys and values copies the whole
 cache. A CUDA graph launches a step at once. For this, tokens and position must live on the GPU, and
-keys and values are written in place into preallocated slabs. The second claim compares it with the
-batched service, the usual first version, for 64 requests.
+keys and values are written in place into preallocated slabs. Of the 6.9 ms that it saves on an
+H200, 4 are the GPU's: no concatenation (5.8 ms), but attention over the whole slab. The rest are
+launches. The second claim compares it with the batched service, the usual first version, for 64
+requests.
 
 The model has 8 layers of width 2048. In a captured step the GEMMs take the most time, which read
-0.8 GB of weights; attention is second. Both are judged on wall time, prefill included, for the
-same requests: the ratio of times is that of requests per second. The graph's gain shrinks with
-longer prompts, because prefill is the same in both services and bound by arithmetic, and with
-larger models, whose kernels hide their launches; then the bytes moved decide (labs/decode_ladder).
-Every token has a clear successor, so rounding changes no decision.
+0.8 GB of weights; attention is second. Both are judged on wall time, prefill included, for the same
+requests: the ratio of times is that of requests per second. The graph's gain shrinks with longer
+prompts, because prefill is the same in both services and bound by arithmetic, and with larger
+models, whose kernels hide their launches; then the bytes moved decide (labs/decode_ladder). Every
+token has a clear successor, so rounding changes no decision.
 """
 
 from functools import partial

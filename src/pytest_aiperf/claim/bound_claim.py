@@ -5,19 +5,17 @@ import inspect
 import math
 import random
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from types import FunctionType
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
 from pytest_aiperf.correctness import agreement, own_memory, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
-from pytest_aiperf.device.device import Device, gc_disabled, nothing, now
+from pytest_aiperf.device.device import Device, gc_disabled, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
@@ -354,14 +352,8 @@ class BoundClaim:
         return seconds
 
     def _time_in_thread(self) -> float:
-        """Time a call of the baseline whose call stack shows threading, but not this package."""
-        inputs, seconds = self.make_inputs(self.seed), [math.inf]
-        args = self.prepare("baseline", inputs), inputs.args, now, seconds
-        code = _append_seconds.__code__.replace(co_filename="<call>")
-        thread = threading.Thread(target=FunctionType(code, {}), args=args)
-        thread.start()
-        thread.join()
-        return min(seconds)
+        inputs = self.make_inputs(self.seed)
+        return self.device.time_in_thread(self.prepare("baseline", inputs), inputs.args)
 
     def _shared_arrays(self, inputs: Inputs) -> Iterator[str]:
         """Describe arrays that are passed several times: an arm could do their work once."""
@@ -441,17 +433,6 @@ class BoundClaim:
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
         return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
-
-
-def _append_seconds(
-    call: Callable[..., object], args: Args, now: Callable[[], int], seconds: list[float]
-) -> None:
-    begun = now()
-    try:
-        call(*args)
-    except BaseException:  # noqa: BLE001  some arms only work in the main thread
-        return
-    seconds.append((now() - begun) * 1e-9)
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Final
 
@@ -135,6 +135,9 @@ class CudaDevice:
             made.kept = kept
             return made
         return _DeviceBlock(self, calls, mode, keep)
+
+    def time_in_thread(self, call: Callable[..., object], args: tuple[Any, ...]) -> float:
+        raise NotImplementedError  # a thread has another stream
 
     def estimate_s(self, call: Call) -> float:
         def ten() -> None:
