@@ -102,12 +102,19 @@ def measure_entry(
     return measure_claim(claim, context)
 
 
+HOST_TRIES = 3
+"""On a busy machine a thread of an arm may get no CPU time in which a guard could see it."""
+
+
 def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> None:
     """Assert that a guard refuses the entry with its message."""
-    try:
-        result, problem = measure_entry(entry, clock, **fixtures)
-    except RuntimeError as crash:  # a CUDA error also refuses the arm
-        result, problem = replace(BLANK, message=str(crash)), crash
+    for _ in range(HOST_TRIES if entry.clock == "host" else 1):
+        try:
+            result, problem = measure_entry(entry, clock, **fixtures)
+        except RuntimeError as crash:  # a CUDA error also refuses the arm
+            result, problem = replace(BLANK, message=str(crash)), crash
+        if problem is not None:
+            break
     summary = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
     assert problem is not None, summary
     assert not isinstance(problem, ClaimNotMet), summary
