@@ -146,7 +146,7 @@ def describe(end: ProcessExit) -> str:
         return f"killed by {name} ({(signal.strsignal(end.code) or '').lower()}) {after}"
     return {
         "exited": f"ended with exit code {end.code} without a result "
-        "(os._exit or sys.exit in the claim?)",
+        "(os._exit, sys.exit or a signal handler in the claim?)",
         "timeout": f"exceeded its deadline of {end.deadline_s:g} s "
         "(a kernel that never ends, or raise aiperf_deadline)",
         "interrupted": f"lost {after}: its supervisor process was killed from outside",
