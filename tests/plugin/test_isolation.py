@@ -566,8 +566,10 @@ def test_arm_parent_death_when_the_parent_is_dead_already():
         (
             "exited",
             0,
-            "ended with exit code 0 without a result "
-            "(os._exit, sys.exit or a signal handler in the claim?)",
+            (
+                "ended with exit code 0 without a result "
+                "(os._exit, sys.exit or a signal handler in the claim?)"
+            ),
         ),
     ],
 )
