@@ -232,7 +232,7 @@ def one_infinity():
     }
 
 
-@cheat("on new values in a timed block: out")
+@cheat("on new values in a timed block: out", tries=3)  # one try in twelve looks at other calls
 def every_second_call_into_its_buffer():
     """A skipped call leaves the right result of an earlier call with the same inputs in ``out``."""
     calls = State(n=0)
