@@ -27,6 +27,7 @@ from pytest_aiperf.device.device import (
     Call,
     Device,
     NoiseProbe,
+    PreparedCall,
     nothing,
     run_calls,
     seed_all,
@@ -253,7 +254,10 @@ class FakeDevice:
     def estimate_s(self, call: Call) -> float:
         return self.ranks.max(self._read(self._execute([call], Mode.PLAIN)[0]))
 
-    def time_in_thread(self, call: Callable[..., object], args: tuple[Any, ...]) -> float:
+    def time_in_thread(self, prepare: Callable[[], PreparedCall]) -> float:
+        if self.gpu is not None:
+            return math.inf
+        call, args = prepare()
         return self.estimate_s(lambda: call(*args))
 
     def refuse_unjoined(self, call: Call) -> None:

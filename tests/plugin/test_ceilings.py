@@ -404,7 +404,7 @@ def test_links_are_measured_in_processes_of_their_own(child, tmp_path, monkeypat
     monkeypatch.setattr(ceilings.metadata, "version", lambda _: "2.13.0")
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     right = 'test "$2 $3" = "pytest_aiperf.limits.interconnect 2"'
-    child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/rates.json"')
+    child(f'{right} && echo \'{{"p2p": 3.7e11}}\' >"$4/{interconnect.RANKS_FILE}"')
     lines = []
     rates = ceilings.get_links([GPU, FAKE_GPU], lines.append)
     assert rates == {"p2p": 3.7e11}
@@ -470,7 +470,7 @@ def test_a_survey_measures_all_pairs_and_sizes():
 
 def test_a_survey_that_fails_is_one_sentence(child):
     child("echo begun; echo NCCL error >&2; exit 3")
-    with pytest.raises(InvalidMeasurement, match=r"surveyed \(status 3\): NCCL error"):
+    with pytest.raises(InvalidMeasurement, match=r"measured \(status 3\): NCCL error"):
         link_survey.survey(2)
 
 

@@ -276,13 +276,16 @@ def compiler(tmp_path):
     os.waitpid(started.pid, 0)
 
 
-def test_a_claim_that_needs_the_host_alone_pauses_compilers(claim, compiler):
+def test_a_claim_that_needs_the_host_alone_pauses_compilers(claim, compiler, tmp_path):
     host = claim("exclusive_host")
     assert host.enters
     assert compiler.states() == "TT"
     host.release()
     assert host.next_event() == "-"
     assert compiler.runs_again()
+    os.write(compiler.commands, b"r")
+    assert os.read(compiler.events, 1) == b"+"
+    assert not list((tmp_path / "locks").glob("compiling-*")), "no file is left"
 
 
 def test_other_claims_do_not_pause_compilers(claim, compiler):

@@ -39,6 +39,7 @@ UNTRACED_BYTES: Final = 8 << 20
 pages of code and of freed memory explain it. More is memory of torch or C++."""
 
 Call = Callable[[], object]
+PreparedCall = tuple[Callable[..., object], tuple[Any, ...]]  #: A function and its arguments.
 NoiseProbe = tuple[Callable[[Bench], tuple[Any, ...]], Callable[..., object]]
 """An inputs function and an arm."""
 
@@ -82,8 +83,10 @@ class Device(Protocol):
     def refuse_unordered(self, call: Call) -> None: ...
     # Estimate the seconds per call, to choose the mode and the calls per block.
     def estimate_s(self, call: Call) -> float: ...
-    # Return the seconds of a call by a thread, whose call stack does not show this package.
-    def time_in_thread(self, call: Callable[..., object], args: tuple[Any, ...]) -> float: ...
+    # Return the seconds of a call by a thread, whose call stack does not show this package;
+    # infinite on a GPU, where a thread has another stream. ``prepare`` returns function and
+    # arguments.
+    def time_in_thread(self, prepare: Callable[[], PreparedCall]) -> float: ...
     # Repeat a call until the device's clocks are those of sustained work.
     def stabilize_clocks(self, call: Call) -> None: ...
     # Run blocks untimed, each at least once, until the device has recovered from being idle.
@@ -154,11 +157,11 @@ class HostDevice:
         seconds = WallBlock([call], self.ranks).run()
         return seconds if seconds > 1e-3 else WallBlock([call] * 10, self.ranks).run() / 10
 
-    def time_in_thread(self, call: Callable[..., object], args: tuple[Any, ...]) -> float:
+    def time_in_thread(self, prepare: Callable[[], PreparedCall]) -> float:
         seconds = [math.inf]
         # a copy of the function, so that a call stack shows another file
         run = FunctionType(_append_seconds.__code__.replace(co_filename="<call>"), {})
-        thread = threading.Thread(target=run, args=(call, args, now, seconds))
+        thread = threading.Thread(target=run, args=(*prepare(), now, seconds))
         thread.start()
         thread.join()
         return min(seconds)

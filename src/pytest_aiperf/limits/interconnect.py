@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.machine.process_group import run_in_group
+
+T = TypeVar("T")
 
 NAMES: Final = ("p2p", "p2p_both", "all_reduce", "all_gather", "reduce_scatter")
 """Names of the measured rates."""
@@ -19,7 +21,7 @@ _BLOCKS: Final = 10  #: Timed blocks per rate; the fastest counts.
 _CALLS: Final = 4  #: Calls per block.
 _DEADLINE_S: Final = 120.0
 """Time limit of the measuring processes: a collective waits forever if a rank is missing."""
-_RATES_FILE: Final = "rates.json"  #: File to which rank 0 writes the rates.
+RANKS_FILE: Final = "measured.json"  #: File to which rank 0 writes what was measured.
 
 
 def measure(count: int) -> dict[str, float]:
@@ -28,14 +30,28 @@ def measure(count: int) -> dict[str, float]:
     One process per GPU measures. The rate of a collective is its bus bandwidth: the bytes per
     second that each GPU sends, which is comparable across GPU counts.
     """
+    return measure_in_ranks(__name__, count, _DEADLINE_S, dict)
+
+
+def measure_in_ranks(
+    module: str, count: int, deadline_s: float, read: Callable[[Any], T], *options: str
+) -> T:
+    """Run a module that starts one process per GPU; return what ``read`` makes of its results.
+
+    The module's arguments are the number of GPUs, a folder for :data:`RANKS_FILE`, and ``options``.
+
+    Raises:
+        InvalidMeasurement: The module left no results, or ``read`` refuses them.
+
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, str(count), folder]
+        command = [sys.executable, "-m", module, str(count), folder, *options]
         log = Path(folder, "log")
-        status = run_in_group(command, log, _DEADLINE_S)
+        status = run_in_group(command, log, deadline_s)
         try:
-            return dict(json.loads(Path(folder, _RATES_FILE).read_text(encoding="utf-8")))
+            return read(json.loads(Path(folder, RANKS_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError) as why:
-            end = f"status {status}" if status is not None else f"killed after {_DEADLINE_S:g} s"
+            end = f"status {status}" if status is not None else f"killed after {deadline_s:g} s"
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise InvalidMeasurement(
                 f"the links of {count} GPUs could not be measured ({end}): {lines[-1]}"
@@ -71,7 +87,7 @@ def _rank(rank: int, count: int, folder: str) -> None:
         dist.all_reduce(blocks, dist.ReduceOp.MAX)  # the slowest rank counts
         rates[name] = bus_bytes(name, whole.nbytes, count) / float(blocks.min())
     if rank == 0:
-        Path(folder, _RATES_FILE).write_text(json.dumps(rates), encoding="utf-8")
+        Path(folder, RANKS_FILE).write_text(json.dumps(rates), encoding="utf-8")
     dist.destroy_process_group()
 
 

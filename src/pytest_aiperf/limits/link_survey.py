@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_aiperf import text
-from pytest_aiperf.errors import InvalidMeasurement
-from pytest_aiperf.machine.process_group import run_in_group
 from pytest_aiperf.schema import from_json, to_json
 from pytest_aiperf.text import si
 
-from .interconnect import bus_bytes
+from .interconnect import RANKS_FILE, bus_bytes, measure_in_ranks
 
 COPY_BYTES: Final = 256 << 20  #: Bytes of a copy whose rate counts: latency is negligible.
 SIZES: Final = tuple(1 << bits for bits in range(10, 31, 4))
@@ -27,7 +24,6 @@ _CALLS: Final = 20  #: Calls per block up to that size: in a queue, launches ove
 _LARGE_CALLS: Final = 4  #: Calls per block above that size.
 _DEADLINE_S: Final = 300.0
 """Time limit of the measuring processes: a collective waits forever if a rank is missing."""
-_FILE: Final = "survey.json"  #: File to which rank 0 writes what was measured.
 
 Matrix = tuple[tuple[float, ...], ...]  #: A row per GPU, and a column per GPU.
 
@@ -57,20 +53,9 @@ def survey(
 
     With another backend than NCCL, the processes measure copies and messages on the host.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        options = json.dumps([backend, list(sizes), copy_bytes])
-        command = [sys.executable, "-m", __name__, str(count), folder, options]
-        status = run_in_group(command, log, _DEADLINE_S)
-        try:
-            content = json.loads(Path(folder, _FILE).read_text(encoding="utf-8"))
-            return from_json(LinkSurvey, content, "survey")
-        except (OSError, ValueError) as why:
-            end = f"status {status}" if status is not None else f"killed after {_DEADLINE_S:g} s"
-            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise InvalidMeasurement(
-                f"the links of {count} GPUs could not be surveyed ({end}): {lines[-1]}"
-            ) from why
+    options = json.dumps([backend, list(sizes), copy_bytes])
+    read = partial(from_json, LinkSurvey)
+    return measure_in_ranks(__name__, count, _DEADLINE_S, read, options)
 
 
 def lines(found: LinkSurvey) -> list[str]:
@@ -127,7 +112,7 @@ def _rank(rank: int, count: int, folder: str, options: str) -> None:
             collectives.setdefault(name, {})[str(whole.nbytes)] = float(blocks.min())
     if rank == 0:
         found = to_json(LinkSurvey(rates, copy_bytes, latencies, collectives))
-        Path(folder, _FILE).write_text(json.dumps(found), encoding="utf-8")
+        Path(folder, RANKS_FILE).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 

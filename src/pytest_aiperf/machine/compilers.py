@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +21,15 @@ STOP_TIMEOUT_S: Final = 2.0
 _PREFIX: Final = "compiling-"
 
 
-def registered(folder: Path) -> AbstractContextManager[None]:
+@contextmanager
+def registered(folder: Path) -> Iterator[None]:
     """Register this claim, which must lead its session, until the context ends."""
-    return locked(folder / f"{_PREFIX}{os.getsid(0)}.lock", shared=True)
+    file = folder / f"{_PREFIX}{os.getsid(0)}.lock"
+    with locked(file, shared=True):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # while it is locked: nobody else has this name
 
 
 @contextmanager
