@@ -47,8 +47,8 @@ class Measurement:
     def measure(self) -> None:
         """Measure replicates until the stopping rule is met, or more have to be prepared."""
         replicates = self._replicates
+        self.bound.note_settings()  # while it prepares, a claim has fewer threads
         if not replicates:
-            self.bound.note_settings()
             self.sampler.begin()
         started = time.monotonic()
         stopped = ""
