@@ -15,11 +15,12 @@ import torch
 from torch.nn.functional import gelu, rms_norm
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-BATCH = 16
+BATCH = 8
 """Photos per batch."""
 
 WORKERS = 12
-"""Most worker processes. Half of them can keep up; the others make up for busy cores."""
+"""Most worker processes. A core needs more than ten times as long for a batch as an H200 does for a
+step of the model, so fewer would not keep up."""
 
 
 class PatchModel(NamedTuple):

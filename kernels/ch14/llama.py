@@ -99,23 +99,28 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The caches, if there are any, are (2 x layers x sequences x heads x capacity x HEAD_DIM)."""
+    """The caches, if there are any, are (2 x layers x sequences x heads x capacity x HEAD_DIM).
 
-    def __init__(self, weights, caches=None):
+    The rotations are tables of all positions: a model that is compiled whole would compute them
+    anew in the kernels of each layer.
+    """
+
+    def __init__(self, weights, length, caches=None):
         super().__init__()
         self.embedding, self.lm_head = map(nn.Parameter, weights[:2])
+        positions = torch.arange(length, device=self.embedding.device)
+        self.cos, self.sin = map(nn.Buffer, rotations(positions, self.embedding.dtype))
         cached = [()] * len(weights.qkv) if caches is None else list(zip(*caches, strict=True))
         pairs = zip(weights.layers(), cached, strict=True)
         self.blocks = nn.ModuleList(Block(*layer, cached=pair) for layer, pair in pairs)
 
     def forward(self, tokens, position=None):
         """Return logits of whole sequences, or of one token each at a position of the caches."""
-        x, mask = self.embedding[tokens], None
-        positions = torch.arange(tokens.shape[1], device=x.device)
+        x, cos, sin, mask = self.embedding[tokens], self.cos, self.sin, None
         if position is not None:
-            capacity = torch.arange(self.blocks[0].keys.shape[2], device=x.device)
-            positions, mask = position, (capacity <= position)[None, None, None]
-        cos, sin = rotations(positions, x.dtype)
+            positions = torch.arange(len(cos), device=x.device)
+            mask = (positions <= position)[None, None, None]
+            cos, sin = cos[position], sin[position]
         for block in self.blocks:
             x = block(x, cos, sin, position, mask)
         return rms_norm(x, x.shape[-1:]) @ self.lm_head
@@ -167,7 +172,9 @@ def inference(compile_model=None, **options):
     first_call = FirstCall()
 
     def make(weights, tokens, *cache_and_position):
-        model = Llama(weights, *cache_and_position[:1]).requires_grad_(requires_grad=False)
+        caches = cache_and_position[:1]
+        length = caches[0].shape[-2] if caches else tokens.shape[1]
+        model = Llama(weights, length, *caches).requires_grad_(requires_grad=False)
         if compile_model:
             compile_model(model, **options)
 

@@ -7,7 +7,7 @@ decide when that happens:
 
 static       When the requests of all slots have ended. All prompts of a batch are prefilled at
              once; until the last request has ended, the other slots compute padding.
-continuous   As soon as its request has ended. Every fourth step takes up to eight waiting requests
+continuous   As soon as its request has ended. Every third step takes up to eight waiting requests
              into idle slots and prefills their prompts. Their tokens share that step's GEMMs with
              the decoding tokens, so prefill does not read the weights again.
 
@@ -27,10 +27,10 @@ END = 0
 
 ADMITTED = 8
 """Requests admitted per step with prefill. Such a step takes as long for one request as for eight,
-because the captured step launches the same kernels and reads the same weights: eight every fourth
-step are faster than four every second step."""
+because the captured step launches the same kernels and reads the same weights: rare admissions of
+many requests cost less than frequent ones of a few."""
 
-ADMISSION_INTERVAL = 4
+ADMISSION_INTERVAL = 3
 """Steps between admissions: a slot idles for half of them on average. Together with ADMITTED, this
 admits more requests than end."""
 

@@ -24,7 +24,7 @@ from pytest_aiperf import Bench, Compare, Nvcc, evidence, prepared
 
 ROUNDS, STEPS = 20, 200
 EVIDENCE = {
-    "events": evidence.busy_share(min=0.6),
+    "events": evidence.busy_share(min=0.75),
     "graph": evidence.launches(max=1),
 }
 

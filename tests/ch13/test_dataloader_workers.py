@@ -1,7 +1,7 @@
 """Preparing batches in worker processes beats preparing them in the process that runs the model.
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
-for it. Here one core needs more time to shrink and standardize the 16 photos of a batch than the
+for it. Here one core needs more time to shrink and standardize the 8 photos of a batch than the
 GPU needs for the model's step. The GPU could do this faster; workers are for preparation that it
 cannot do, such as decoding. With ``num_workers=12``, up to 12 processes prepare batches ahead, each
 a whole batch, and a thread pins finished batches for asynchronous copies. The baseline pins its
@@ -11,9 +11,9 @@ GPU is busy from the first batch to the last; the evidence is its busy share in 
 The claim is judged on wall time per epoch. The gain is at most preparation / step, because launches
 are asynchronous and the baseline's GPU already runs one step while the next batch is prepared, and
 at most the number of workers, which need as many cores. The first batch of each epoch arrives no
-sooner than before, here after nearly half of the epoch's 87 ms. Starting the workers takes longer
-than a short epoch; with persistent_workers it happens once, outside the timed region. Where
-preparation takes less time than the step, one worker is enough.
+sooner than before: the shorter the epoch, the more of it passes until then. Starting the workers
+takes longer than a short epoch; with persistent_workers it happens once, outside the timed region.
+Where preparation takes less time than the step, one worker is enough.
 """
 
 import torch
@@ -25,7 +25,7 @@ from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 def photo_set(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, photo_loaders.PatchModel]:
     """Make photos, the order of an epoch that shows each of them once, and a model."""
-    count, side = bench.size(24 * photo_loaders.BATCH, check=40), bench.size(192, check=32)
+    count, side = bench.size(32 * photo_loaders.BATCH, check=20), bench.size(192, check=32)
     options = {"device": bench.device, "dtype": torch.uint8}
     photos = torch.randint(0, 256, (count, side, side, 3), **options).cpu()
     layers, width = bench.size(7, check=2), bench.size(2048, check=32)

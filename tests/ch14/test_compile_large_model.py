@@ -73,6 +73,5 @@ def test_compile_large_model_decode(compare: Compare, rung: str) -> None:
         ),
         reference=step_in_fp64,
         metric=("wall", "score"),
-        cache="warm",
         evidence=[proof],
     )
