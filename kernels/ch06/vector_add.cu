@@ -9,16 +9,17 @@
 //   one_block     One block of 1024 threads. Thread t adds elements t, t + 1024, t + 2048, ...: the
 //                 32 lanes of a warp access neighbouring floats in one instruction, and while one
 //                 warp waits for its loads, the others run. Still only one SM works.
-//   grid          One thread per element, in as many blocks of 256 threads as that takes. All SMs
-//                 work. This is the kernel that most people write first, and it is not bad.
-//   vector        One float4 per thread: the same blocks and lanes, but each access moves 16 bytes.
+//   grid          One thread per element, in as many such blocks as that takes. All SMs work. This
+//                 is the kernel that most people write first, and it is not bad.
+//   small_blocks  The same in blocks of 256 threads, the usual size.
+//   vector        One float4 per thread, in small blocks as well: each access moves 16 bytes.
 //                 A thread has 32 bytes of a and b in flight instead of 8, and a quarter of the
 //                 instructions move the same bytes.
 //   grid_stride   The same accesses from a grid of fixed size: as many blocks as the SMs hold at
 //                 once. Each thread steps through the vectors by the number of threads in the grid.
 //                 It is no rung of a claim: it gains nothing over `vector` here.
 //
-// The last block of `grid` is partly beyond the end of the vectors, hence the test `i < n`. With
+// The last block of a grid is partly beyond the end of the vectors, hence the test `i < n`. With
 // float4, up to three elements are left after the last whole vector; one thread adds those.
 
 #include <cstdint>
@@ -86,11 +87,21 @@ extern "C" cudaError_t one_block(const float* a, const float* b, float* out, int
     return cudaGetLastError();
 }
 
+cudaError_t launch_grid(int threads, const float* a, const float* b, float* out, int n,
+                        cudaStream_t stream) {
+    const unsigned blocks = n / threads + 1;  // the last block may be partly or wholly beyond n
+    add_grid<<<blocks, threads, 0, stream>>>(a, b, out, n);
+    return cudaGetLastError();
+}
+
 extern "C" cudaError_t grid(const float* a, const float* b, float* out, int n,
                             cudaStream_t stream) {
-    const unsigned blocks = n / THREADS + 1;  // the last block may be partly or wholly beyond n
-    add_grid<<<blocks, THREADS, 0, stream>>>(a, b, out, n);
-    return cudaGetLastError();
+    return launch_grid(MAX_THREADS, a, b, out, n, stream);
+}
+
+extern "C" cudaError_t small_blocks(const float* a, const float* b, float* out, int n,
+                                    cudaStream_t stream) {
+    return launch_grid(THREADS, a, b, out, n, stream);
 }
 
 extern "C" cudaError_t vector(const float* a, const float* b, float* out, int n,

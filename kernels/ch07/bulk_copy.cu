@@ -5,12 +5,12 @@
 //
 //   loads   Each lane issues eight 16-byte loads, then stores them: 4 KiB in flight per SM. More
 //           would take more registers: four per lane for each load.
-//   async   cp.async writes to shared memory and needs no registers. A ring of 32 stages holds
-//           64 KiB in flight. But each lane still issues one instruction per 16 bytes, and then
+//   async   cp.async writes to shared memory and needs no registers. A ring of 64 stages has room
+//           for 128 KiB in flight. But each lane still issues one instruction per 16 bytes, then
 //           loads these bytes from shared memory and stores them.
 //   bulk    cp.async.bulk copies 16 KiB with one instruction of one thread: the tensor memory
 //           accelerator (TMA) moves the bytes into shared memory and counts them on an mbarrier. A
-//           second bulk copy writes them back to device memory. Eight stages make 128 KiB.
+//           second bulk copy writes them back to device memory. Eight stages make the same 128 KiB.
 //
 // cuda_memcpy calls cudaMemcpyAsync, which uses all SMs.
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(LANES) copy_loads(const float* in, float* out,
     copy_remainder(in, out, n);
 }
 
-constexpr int ASYNC_STAGES = 32;
+constexpr int ASYNC_STAGES = 64;
 constexpr int ASYNC_VECTORS = 4;  // per lane and stage: 2 KiB per stage
 constexpr size_t ASYNC_STAGE = LANES * ASYNC_VECTORS;  // vectors
 

@@ -18,7 +18,8 @@ baseline.
 The price is a second copy of the weights in pinned memory on the host. A checkpoint must end before
 the next one may use the buffers, so the disk still bounds their rate. The library arm,
 torch.distributed.checkpoint.async_save, by default copies to new pageable memory first: it takes 43
-ms, where the baseline takes 385 and "staged" 18. So most of the gain is not to wait for the file.
+ms, where the baseline takes 385 and "staged" 18. So of the two changes in "staged", not to wait for
+the file brings 9x, and reused pinned buffers 2.4x at most, as the library has costs of its own.
 Where a step is shorter than the copy, the rest of the copy is exposed.
 """
 
@@ -35,9 +36,12 @@ RUNGS = {
         checkpoints.blocking,
         STAGED,
         "idiomatic",
-        evidence.copied_bytes("device to host", memory="pageable", max=0),
+        [
+            evidence.busy_share(min=0.25),  # the GPU does not wait for the file
+            evidence.copied_bytes("device to host", memory="pageable", max=0),
+        ],
     ),
-    "overlapped": (STAGED, OVERLAPPED, "previous rung", evidence.overlap(min=0.5, of="copies")),
+    "overlapped": (STAGED, OVERLAPPED, "previous rung", [evidence.overlap(min=0.5, of="copies")]),
 }
 
 
@@ -73,5 +77,5 @@ def test_async_checkpoint(compare: Compare, rung: str) -> None:
         reference=in_fp64,
         metric="score",
         precision="bf16",
-        evidence=[proof],
+        evidence=proof,
     )

@@ -6,11 +6,13 @@ GPU for the disk. With a second buffer, a thread reads the next batch meanwhile 
 buffering). Both arms read into pinned buffers, and the model is the same.
 
 The limit is the sum of the stages over the longest one: 2x where the disk and the GPU take equally
-long. The first read stays exposed. Where one stage dominates, hiding the other saves little, and
-the remedy is to make that one faster: with larger or parallel requests for the disk
-(ch05/io_block_depth_host), or with less work for the GPU. So the gain depends on the disk. Reads
-bypass the page cache (O_DIRECT); from there they would be a copy by the CPU, which overlaps in the
-same way.
+long. The first read stays exposed, so eight batches leave 16 steps in 9, 1.78x at most. On an H200
+the gain is 1.54x. The GPU works for 39 ms in both arms: half of the baseline's time between the
+first copy and the last kernel, and 86 % of that of the other arm. Where one stage dominates, hiding
+the other saves little, and the remedy is to make that one faster: with larger or parallel requests
+for the disk (ch05/io_block_depth_host), or with less work for the GPU. So the gain depends on the
+disk. Reads bypass the page cache (O_DIRECT); from there they would be a copy by the CPU, which
+overlaps in the same way.
 """
 
 from functools import lru_cache, partial
@@ -72,6 +74,6 @@ def test_storage_prefetch_overlap(compare: Compare) -> None:
         metric="wall",
         cache="warm",
         precision="bf16",
-        # the reading thread waits for the disk, and the service for that thread
-        evidence=[evidence.context_switches(min=1.2, per="baseline")],
+        # between the first copy and the last kernel the GPU hardly waits for the disk
+        evidence=[evidence.busy_share(min=0.7)],
     )

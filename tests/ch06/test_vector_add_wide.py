@@ -25,7 +25,7 @@ def vectors(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int
 def test_vector_add_wide(compare: Compare, nvcc: Nvcc) -> None:
     add = nvcc("ch06/vector_add.cu")
     compare(
-        baseline=add["grid"],
+        baseline=add["small_blocks"],
         optimized=add["vector"],
         library=lambda a, b, out, n: torch.add(a, b, out=out),
         against="idiomatic",

@@ -2,19 +2,19 @@
 
 To saturate device memory, an SM needs tens of kilobytes in flight. A single warp with eight 16-byte
 loads per lane has 4 KiB, and each load takes registers. cp.async ("async") writes to shared memory,
-so a ring of stages can hold 64 KiB in flight without registers; but the warp still issues three
-instructions per 16 bytes and lane: copy, load and store. A bulk copy ("bulk") moves 16 KiB with one
-instruction of one thread. The tensor memory accelerator (TMA) computes the addresses and counts the
-bytes on an mbarrier, a barrier in shared memory: the thread announces how many bytes will come, and
-waits there until they have. A second bulk copy writes them back.
+so a ring of stages has room for 128 KiB in flight without registers; but the warp still issues
+three instructions per 16 bytes and lane: copy, load and store. A bulk copy ("bulk") moves 16 KiB
+with one instruction of one thread. The tensor memory accelerator (TMA) computes the addresses and
+counts the bytes on an mbarrier, a barrier in shared memory: the thread announces how many bytes
+will come, and waits there until they have. A second bulk copy writes them back.
 
 The grid is the same in all rungs: one block of 32 threads per SM. It is built to be small, as for
 the producer warp of a warp-specialized kernel, so the first baseline is naive; each rung is
-measured against the one before it. Bytes in flight decide the time: "async" brings nearly all of
-the gain. "bulk" also has twice as many bytes in flight (128 KiB) and is 1.5 % faster with a tenth
-of the instructions, which leaves the other issue slots to the other warps of such a kernel. The
-limit is a copy. cudaMemcpyAsync, the library arm, fills all SMs and is faster than both rungs: a
-kernel that only copies needs no bulk copies. Addresses and sizes must be multiples of 16 bytes.
+measured against the one before it. Bytes in flight decide the time: "async" brings the gain. "bulk"
+has a ring of the same size and must be as fast, with a tenth of the instructions, which leaves the
+other issue slots to the other warps of such a kernel. The limit is a copy. cudaMemcpyAsync, the
+library arm, fills all SMs and is faster than both rungs: a kernel that only copies needs no bulk
+copies. Addresses and sizes must be multiples of 16 bytes.
 """
 
 import pytest

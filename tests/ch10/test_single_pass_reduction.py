@@ -1,4 +1,4 @@
-"""A reduction in a single pass is as fast as one with a second kernel, and no faster.
+"""A reduction in a single pass is as fast as one with a second kernel, and hardly faster.
 
 Blocks cannot wait for each other, so a sum over the whole grid usually takes two kernels: one sum
 per block, then the sum of those. The second kernel starts when the last block of the first has
@@ -7,11 +7,13 @@ atomic counter after it has written its sum. The block with the last ticket adds
 the kernel is still running (threadFenceReduction in the CUDA samples).
 
 Both arms sum the elements in the same way and in a fixed order, so that equal inputs give
-bit-identical results. The array is short, 4 MB, so that a launch would weigh much. But in a CUDA
-graph, in which short calls are timed, the second kernel starts about as soon as the last ticket has
-passed the fence and the atomic counter: the claim is one of parity. A single pass saves a launch by
-the host where there is no graph. The library arm is DeviceReduce::Sum of CUB, which launches a
-second kernel, too.
+bit-identical results. The array is short, 4 MB, so that a launch would weigh much. But short calls
+are timed in a CUDA graph, and there the claim is one of parity: on an H200 the single pass takes
+about 1 % less time. In the trace, its kernel takes 4.4 µs and the other two 2.7 and 1.3: the fence,
+the ticket and the last block's sum cost more than the second kernel, and save only the gap between
+the two, which is short in a graph. A single pass saves a launch by the host where there is no
+graph. The library arm is DeviceReduce::Sum of CUB, which launches a second kernel, too; it takes
+1.2 times as long as both.
 """
 
 import torch
