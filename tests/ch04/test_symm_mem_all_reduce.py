@@ -3,20 +3,20 @@
 In a tensor-parallel layer whose weight is split by rows, each rank computes a partial sum of the
 whole output, and an all-reduce adds them up. Symmetric memory is mapped into every rank's address
 space. If the GEMM writes its partial sum there, the other ranks read it directly over NVLink, and
-nobody copies. In a one-shot all-reduce each rank reads all partial sums and adds them, in one
-kernel and one hop. In a two-shot one, each rank adds up its part and writes it to all others: two
-hops, but fewer bytes if there are more than two ranks, and this kernel has more loads in flight.
+nothing is copied. In a one-shot all-reduce each rank reads all partial sums and adds them, in one
+kernel and one hop. In a two-shot one, each rank adds up one part and then reads the others' parts:
+two hops, but fewer bytes if there are more than two ranks, and its blocks have twice the threads.
 
 The layer is the output projection of Llama 3 8B's attention, split over two GPUs: 8 tokens (64 KiB)
 and 128 tokens (1 MiB) are steps of decoding. Both arms run the same GEMM, which is part of both
 times, and weights may stay in the L2 cache; read from memory, they would add the same time to both.
 The baseline's GEMM writes to ordinary memory, which NCCL reduces in place.
 
-The gain ends where bytes and not hops take the time. Both kernels have at most 24 blocks, too few
-to fill the link, and NCCL has more. So at 4096 tokens (32 MiB), as in prefill, the claim is the
-opposite: there NCCL is the optimized arm. NCCL 2.27 and later has such kernels too, for buffers
-that are registered with it as symmetric windows; they are not measured here. Kernels that reduce
-in the NVLink switch (multimem, NVLS) need multicast memory, and are left out as well.
+The gain ends where the bytes take longer than the hops. Both kernels are made for small tensors
+and have at most 24 blocks. So at 4096 tokens (32 MiB), as in prefill, the claim is the opposite:
+there one-shot is the baseline and NCCL the optimized arm. NCCL 2.27 and later has such kernels too,
+for buffers that are registered with it as symmetric windows; they are not measured here. Kernels
+that reduce in the NVLink switch (multimem, NVLS) need multicast memory, and are left out as well.
 """
 
 import pytest
@@ -44,9 +44,10 @@ def nccl(x, weight, out):
     dist.all_reduce(out)
 
 
-def in_symmetric_memory(all_reduce):
+def in_symmetric_memory(operator: str):
     @prepared
     def arm(x, weight, out):
+        all_reduce = getattr(torch.ops.symm_mem, operator)
         group = dist.group.WORLD.group_name
         partial_sum = symmetric.empty(out.shape, dtype=out.dtype, device=out.device)
         symmetric.rendezvous(partial_sum, group)
@@ -67,8 +68,8 @@ def in_fp64(x, weight, out):
     return torch.stack(gathered).sum(0)
 
 
-one_shot = in_symmetric_memory(torch.ops.symm_mem.one_shot_all_reduce_out)
-two_shot = in_symmetric_memory(torch.ops.symm_mem.two_shot_all_reduce_out)
+one_shot = in_symmetric_memory("one_shot_all_reduce_out")
+two_shot = in_symmetric_memory("two_shot_all_reduce_out")
 CASES = {  # tokens, baseline, optimized arm, text in the name of its kernel
     "one_shot-8": (8, nccl, one_shot, "one_shot_all_reduce"),
     "two_shot-128": (128, nccl, two_shot, "two_shot_all_reduce"),
