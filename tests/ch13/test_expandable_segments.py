@@ -93,6 +93,6 @@ def test_expandable_segments(compare: Compare) -> None:
         inputs=tokens,
         reference=in_fp64,
         metric="score",
-        # both arms allocate the same bytes; the difference is fragmentation
+        # both arms allocate the same bytes, so this holds for both: the difference is fragmentation
         evidence=[evidence.peak_memory(max=1.05, per="baseline")],
     )

@@ -59,8 +59,5 @@ def test_kernel_search(compare: Compare, task: str) -> None:
         inputs=TASKS[task].inputs,
         work=lambda x: Work(read=x.nbytes, written=x.nbytes),
         reference=TASKS[task].reference,
-        evidence=[
-            evidence.kernels(max=1),
-            evidence.counter("dram__bytes.sum", max=0.8, per="baseline"),
-        ],
+        evidence=[evidence.counter("dram__bytes.sum", max=0.8, per="baseline")],
     )
