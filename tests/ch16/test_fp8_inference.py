@@ -9,9 +9,10 @@ the bytes in fp8; they are converted in registers and multiplied with the unquan
 The baseline is the same gated MLP in bf16 under torch.compile. Weights are quantized once, when the
 model is loaded, with one scale per output. The results differ by some percent of a typical value,
 which `precision` declares: fp8 trades accuracy for speed. Both gains are below the limit of 2x. In
-prefill the power cap lowers the clock, and norm and gate remain; the decode kernels read their
-weights at a lower rate than the bf16 baseline does. At some dozens of tokens, between the two
-phases, bytes are still the limit, but GEMMs with quantized tokens are faster.
+prefill the power cap lowers the clock, and norm and gate remain. The decode kernels read their
+weights at a lower rate than the bf16 baseline does: on an H200, at 3.4 TB/s and, the second and
+shorter one, at 2.2, where the baseline's read at 4.2 and 3.6. At some dozens of tokens, between the
+two phases, bytes are still the limit, but GEMMs with quantized tokens are faster.
 """
 
 import pytest

@@ -27,7 +27,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def tokens_and_mlp(bench: Bench) -> Inputs:
     """Make tokens and a 12-layer residual MLP; half of the tokens need at most 2 layers."""
-    count, width, depth = bench.size(131072, check=100), bench.size(1024, check=32), 12
+    count, width, depth = bench.size(65536, check=100), bench.size(2048, check=32), 12
     options = {"device": bench.device, "dtype": torch.bfloat16}
     up = torch.randn(depth, width, 4 * width, **options) * width**-0.5
     down = torch.randn(depth, 4 * width, width, **options) * 0.5 * (4 * width) ** -0.5
