@@ -9,10 +9,10 @@ barriers give them turns: while one stages its result, the other multiplies.
 
 A gain of a tenth was expected; on an H200 it is one percent. The price of the turns is that a step
 loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB through the L2 cache instead of 0.81,
-in 108 µs. Probably these loads take what the turns gain; which of them limits the kernel was not
-measured. Tiles of 128 x 128 would load less, and so would clusters with multicast, with which
-CUTLASS runs its ping-pong kernels. cuBLAS, the library arm, takes as long as both. In attention,
-where softmax takes the place of the epilogue, turns do gain (test_flash_attention_hand.py).
+in 108 µs. Whether these loads take what the turns gain was not measured. Tiles of 128 x 128 would
+load less, and so would clusters with multicast, with which CUTLASS runs its ping-pong kernels.
+cuBLAS, the library arm, takes as long as both. In attention, where softmax takes the place of the
+epilogue, turns do gain (test_flash_attention_hand.py).
 """
 
 import pytest
