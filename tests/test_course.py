@@ -1,5 +1,6 @@
 """The accepted records of the course: evidence was looked at, tells the arms apart, and ladders."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_evidence_was_looked_at_and_tells_the_arms_apart(result):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_claim_states_evidence_unless_none_can_be_counted(file):
     text = file.read_text(encoding="utf-8")
-    is_its_own_proof = 'metric="score"' in text or '"memory"' in text
+    is_its_own_proof = re.search(r'metric=\(?"(score|memory)"', text)
     if "compare(" in text and not is_its_own_proof:
         assert ("evidence=" in text) != (f"{file.parent.name}/{file.name}" in UNCOUNTABLE)
 
