@@ -28,7 +28,7 @@ def photo_set(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, photo_loaders.P
     count, side = bench.size(32 * photo_loaders.BATCH, check=20), bench.size(192, check=32)
     options = {"device": bench.device, "dtype": torch.uint8}
     photos = torch.randint(0, 256, (count, side, side, 3), **options).cpu()
-    layers, width = bench.size(7, check=2), bench.size(2048, check=32)
+    layers, width = bench.size(7, check=2), bench.size(2304, check=32)
     shapes = (48, width), (layers, width, 4 * width), (layers, 4 * width, width), (width, 16)
     options = {"device": bench.device, "dtype": torch.bfloat16}
     weights = (torch.randn(shape, **options) * shape[-2] ** -0.5 for shape in shapes)
