@@ -3,9 +3,10 @@
 The 32 lanes of a warp have consecutive threadIdx.x. If x counts columns, they access neighbouring
 floats: 4 sectors of 32 bytes. If x counts rows, they access 32 sectors for the same 128 bytes, and
 the load/store units process them one after the other. Only two indices are exchanged ("x_fast").
-Then each thread takes four neighbouring columns with 16-byte accesses ("x_fast_vec4"), which is
-measured against x_fast; it changes the width of the accesses and the elements per thread together.
-torch.addcmul, the library arm, is faster than x_fast and slower than x_fast_vec4.
+Then each thread takes four columns, 32 apart, which are loaded before the first is stored
+("x_fast_four"), and at last four neighbouring ones with 16-byte accesses ("x_fast_vec4"). Each rung
+is measured against the one before it. torch.addcmul, the library arm, is faster than x_fast and
+slower than x_fast_vec4.
 
 The first baseline is naive, because the mistake is the subject: (row, column) is the order of
 mathematics, (x, y) that of CUDA. The other warps of the block use the rest of the sectors while
@@ -18,10 +19,11 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-LADDER = ["y_fast", "x_fast", "x_fast_vec4"]
+LADDER = ["y_fast", "x_fast", "x_fast_four", "x_fast_vec4"]
 SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum"
 PROOF = {
     "x_fast": [evidence.counter(SECTORS, max=0.13, per="baseline")],  # 4 per warp, not 32
+    "x_fast_four": [evidence.opcode("LDG.E", kernel="scale_x_fast_four", min=8)],
     "x_fast_vec4": [
         evidence.opcode("LDG.E.128", kernel="scale_x_fast_vec4"),
         evidence.opcode("STG.E.128", kernel="scale_x_fast_vec4"),
