@@ -9,7 +9,9 @@
 //               that read it are served one after the other (a 32-way bank conflict): 1024 clocks
 //               per tile, more than device memory takes.
 //   padded      33 words per row: a column touches all 32 banks, and a tile takes 32 clocks.
-//   swizzled    Tiles of 64 x 64 and 16-byte accesses everywhere. A thread reads 4 x 4 floats,
+//   swizzled    32 words per row, and the element of a column is at place column XOR row: the rows
+//               of a column have different places, hence different banks, without unused words.
+//   vectors     Tiles of 64 x 64 and 16-byte accesses everywhere. A thread reads 4 x 4 floats,
 //               transposes them in registers, and stores four vectors to shared memory. Padding
 //               would cost 16 bytes per row. XOR with row / 4 permutes the vectors of each row
 //               instead. Shared memory serves 16-byte accesses eight lanes at a time, and those
@@ -21,34 +23,49 @@
 constexpr int TILE = 32;
 constexpr int ROWS = 8;  // a block has 32 x 8 threads; each thread takes TILE / ROWS rows
 
-template <int PITCH>
-__device__ void transpose_tile(float (*tile)[PITCH], const float* in, float* out, int n) {
+// `place` gives the word of a row of the tile in which a column is.
+template <int PITCH, typename Place>
+__device__ void transpose_tile(float (*tile)[PITCH], Place place, const float* in, float* out,
+                               int n) {
     const int x = blockIdx.x * TILE, y = blockIdx.y * TILE;
     const int column = threadIdx.x, row = threadIdx.y;  // row: first of a thread's four, ROWS apart
     for (int k = 0; k < TILE; k += ROWS)
-        tile[row + k][column] = in[size_t(y + row + k) * n + x + column];
+        tile[row + k][place(row + k, column)] = in[size_t(y + row + k) * n + x + column];
     __syncthreads();
     for (int k = 0; k < TILE; k += ROWS)
-        out[size_t(x + row + k) * n + y + column] = tile[column][row + k];
+        out[size_t(x + row + k) * n + y + column] = tile[column][place(column, row + k)];
 }
+
+struct InOrder {
+    __device__ int operator()(int, int column) const { return column; }
+};
+
+struct Swizzled {
+    __device__ int operator()(int row, int column) const { return column ^ row; }
+};
 
 __global__ void transpose_conflicted(const float* in, float* out, int n) {
     __shared__ float tile[TILE][TILE];
-    transpose_tile(tile, in, out, n);
+    transpose_tile(tile, InOrder(), in, out, n);
 }
 
 __global__ void transpose_padded(const float* in, float* out, int n) {
     __shared__ float tile[TILE][TILE + 1];
-    transpose_tile(tile, in, out, n);
+    transpose_tile(tile, InOrder(), in, out, n);
 }
 
-constexpr int SIDE = 64;           // rows and columns of a swizzled tile
+__global__ void transpose_swizzled(const float* in, float* out, int n) {
+    __shared__ float tile[TILE][TILE];
+    transpose_tile(tile, Swizzled(), in, out, n);
+}
+
+constexpr int SIDE = 64;           // rows and columns of a tile of vectors
 constexpr int VECTORS = SIDE / 4;  // vectors of 4 floats per row
 constexpr int THREADS = VECTORS * VECTORS;
 
 __device__ int swizzled_index(int row, int vector) { return row * VECTORS + (vector ^ row / 4); }
 
-__global__ void __launch_bounds__(THREADS) transpose_swizzled(const float* in, float* out, int n) {
+__global__ void __launch_bounds__(THREADS) transpose_vectors(const float* in, float* out, int n) {
     __shared__ float4 tile[SIDE * VECTORS];  // the transposed tile
     const int x = blockIdx.x * SIDE, y = blockIdx.y * SIDE;
     const int vector = threadIdx.x % VECTORS, group = threadIdx.x / VECTORS;
@@ -80,6 +97,12 @@ extern "C" cudaError_t padded(const float* in, float* out, int n, cudaStream_t s
 
 extern "C" cudaError_t swizzled(const float* in, float* out, int n, cudaStream_t stream) {
     if (n % SIDE) return cudaErrorInvalidValue;
-    transpose_swizzled<<<dim3(n / SIDE, n / SIDE), THREADS, 0, stream>>>(in, out, n);
+    transpose_swizzled<<<dim3(n / TILE, n / TILE), dim3(TILE, ROWS), 0, stream>>>(in, out, n);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t vectors(const float* in, float* out, int n, cudaStream_t stream) {
+    if (n % SIDE) return cudaErrorInvalidValue;
+    transpose_vectors<<<dim3(n / SIDE, n / SIDE), THREADS, 0, stream>>>(in, out, n);
     return cudaGetLastError();
 }
