@@ -1,4 +1,4 @@
-// Sums n floats: a tree in shared memory, and two steps towards device-memory read bandwidth.
+// Sums n floats: a tree in shared memory, and three steps towards device-memory read bandwidth.
 //
 //   tree         Each thread of a block loads one element into shared memory. Nine steps halve the
 //                number of summands, with a barrier before each. The same kernel then sums the
@@ -7,11 +7,12 @@
 //   shuffle      The same passes, but lanes exchange values in registers: five shuffles within a
 //                warp, one barrier, five shuffles over the sums of the 16 warps.
 //   grid_stride  A grid of as many blocks as are resident at once loops over the array (grid-stride
-//                loop): four 16-byte loads in flight per thread, added in registers. Shuffles run
-//                once per thread instead of once per element, and one atomicAdd per block replaces
-//                the second pass.
+//                loop): four loads in flight per thread, added in registers. Shuffles run once per
+//                thread instead of once per element, and one atomicAdd per block replaces the
+//                other passes.
+//   wide         The same loop over float4: each load has 16 bytes.
 //
-// Adding floats in another order rounds differently. All three add in trees or in short chains, so
+// Adding floats in another order rounds differently. All add in trees or in short chains, so
 // their error stays far below that of one long chain. The order of the atomic additions varies from
 // call to call.
 //
@@ -59,26 +60,39 @@ __global__ void sum_shuffle(const float* in, float* out, size_t n) {
     if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }
 
+__device__ float sum(float v) { return v; }
 __device__ float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+__device__ float plus(float a, float b) { return a + b; }
+__device__ float4 plus(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 
-__global__ void __launch_bounds__(BLOCK) sum_grid_stride(const float* in, float* out, size_t n) {
-    const auto* vectors = reinterpret_cast<const float4*>(in);
+// Add the sum of the array to *out, with loads of type Vector: float or float4.
+template <typename Vector>
+__device__ void add_in_loop(const float* in, float* out, size_t n) {
+    constexpr size_t WIDTH = sizeof(Vector) / sizeof(float);
+    const auto* vectors = reinterpret_cast<const Vector*>(in);
     const size_t threads = size_t(gridDim.x) * BLOCK;
     size_t i = size_t(blockIdx.x) * BLOCK + threadIdx.x;
-    float4 total = make_float4(0, 0, 0, 0);
-    for (; i + 3 * threads < n / 4; i += 4 * threads) {
-        const float4 a = vectors[i], b = vectors[i + threads];
-        const float4 c = vectors[i + 2 * threads], d = vectors[i + 3 * threads];
-        total.x += (a.x + b.x) + (c.x + d.x);
-        total.y += (a.y + b.y) + (c.y + d.y);
-        total.z += (a.z + b.z) + (c.z + d.z);
-        total.w += (a.w + b.w) + (c.w + d.w);
+    Vector total{};
+    for (; i + 3 * threads < n / WIDTH; i += 4 * threads) {
+        const Vector a = vectors[i], b = vectors[i + threads];
+        const Vector c = vectors[i + 2 * threads], d = vectors[i + 3 * threads];
+        total = plus(total, plus(plus(a, b), plus(c, d)));
     }
     float rest = 0;
-    for (; i < n / 4; i += threads) rest += sum(vectors[i]);
-    if (blockIdx.x == 0 && threadIdx.x < n % 4) rest += in[n / 4 * 4 + threadIdx.x];
+    for (; i < n / WIDTH; i += threads) rest += sum(vectors[i]);
+    if (blockIdx.x == 0 && threadIdx.x < n % WIDTH) rest += in[n / WIDTH * WIDTH + threadIdx.x];
     const float value = block_sum(sum(total) + rest);
     if (threadIdx.x == 0) atomicAdd(out, value);
+}
+
+__global__ void __launch_bounds__(BLOCK) sum_grid_stride(const float* in, float* out, size_t n) {
+    add_in_loop<float>(in, out, n);
+}
+
+__global__ void __launch_bounds__(BLOCK) sum_wide(const float* in, float* out, size_t n) {
+    add_in_loop<float4>(in, out, n);
 }
 
 // Sum each block's elements, then the blocks' sums, until one sum is left.
@@ -108,18 +122,29 @@ extern "C" cudaError_t shuffle(const float* in, float* out, int n, cudaStream_t 
     return multi_pass(sum_shuffle, in, out, n, stream);
 }
 
-extern "C" cudaError_t grid_stride(const float* in, float* out, int n, cudaStream_t stream) {
-    if (reinterpret_cast<uintptr_t>(in) % 16) return cudaErrorMisalignedAddress;
+// Launch a kernel that adds to *out on as many blocks as the SMs hold at once.
+template <typename Kernel>
+cudaError_t single_pass(Kernel kernel, const float* in, float* out, size_t n,
+                        cudaStream_t stream) {
     int device, sms, blocks_per_sm;
     const auto count = cudaDevAttrMultiProcessorCount;
     if (cudaError_t error = cudaGetDevice(&device)) return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, count, device)) return error;
     if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &blocks_per_sm, sum_grid_stride, BLOCK, 0))
+            &blocks_per_sm, kernel, BLOCK, 0))
         return error;
     if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(float), stream)) return error;
-    sum_grid_stride<<<blocks_per_sm * sms, BLOCK, 0, stream>>>(in, out, n);
+    kernel<<<blocks_per_sm * sms, BLOCK, 0, stream>>>(in, out, n);
     return cudaGetLastError();
+}
+
+extern "C" cudaError_t grid_stride(const float* in, float* out, int n, cudaStream_t stream) {
+    return single_pass(sum_grid_stride, in, out, n, stream);
+}
+
+extern "C" cudaError_t wide(const float* in, float* out, int n, cudaStream_t stream) {
+    if (reinterpret_cast<uintptr_t>(in) % 16) return cudaErrorMisalignedAddress;
+    return single_pass(sum_wide, in, out, n, stream);
 }
 
 __device__ char workspace[1 << 20];  // for CUB
