@@ -5,7 +5,7 @@
 //
 //   loads   Each lane issues eight 16-byte loads, then stores them: 4 KiB in flight per SM. More
 //           would take more registers: four per lane for each load.
-//   async   cp.async writes to shared memory and needs no registers. A ring of 64 stages has room
+//   async   cp.async writes to shared memory and needs no registers. A ring of 32 stages has room
 //           for 128 KiB in flight. But each lane still issues one instruction per 16 bytes, then
 //           loads these bytes from shared memory and stores them.
 //   bulk    cp.async.bulk copies 16 KiB with one instruction of one thread: the tensor memory
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(LANES) copy_loads(const float* in, float* out,
     copy_remainder(in, out, n);
 }
 
-constexpr int ASYNC_STAGES = 64;
-constexpr int ASYNC_VECTORS = 4;  // per lane and stage: 2 KiB per stage
+constexpr int ASYNC_STAGES = 32;
+constexpr int ASYNC_VECTORS = 8;  // per lane and stage: 4 KiB per stage
 constexpr size_t ASYNC_STAGE = LANES * ASYNC_VECTORS;  // vectors
 
 // Starts the copies of one stage and commits them as a group, empty beyond the end.
