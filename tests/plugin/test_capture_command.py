@@ -48,6 +48,9 @@ print("words:", *words[:words.index("/bin/sh")], flush=True)
 if mode == "denied " + name or (mode == "no metrics" and any("gpu-metrics" in w for w in words)):
     print("==ERROR== ERR_NVGPUCTRPERM - no permission", flush=True)
     sys.exit(1)
+if mode == "crashes":
+    kept = "nothing" if any("gpu-metrics" in w for w in words) else "whole"
+    (here / "export.sqlite").write_bytes((here / (kept + ".sqlite")).read_bytes())
 rc = subprocess.call(words[words.index("/bin/sh"):])
 if mode == "empty " + name:
     print("==WARNING== No kernels were profiled.")
@@ -302,6 +305,35 @@ def test_nsys_falls_back_where_gpu_metrics_are_not_permitted(monkeypatch, capfd)
     assert "without GPU metrics: not permitted here" in part.profile.notes
 
 
+def test_a_command_that_a_preset_crashes_runs_with_fewer_options(fakes, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_TOOL", "crashes")
+    (fakes / "export.sqlite").rename(fakes / "whole.sqlite")
+    Export().write(fakes / "nothing.sqlite")
+    crash = "grep -q gpu.metrics artifacts/*/*/nsys.log && kill -SEGV $$; echo fine"
+    assert capture("nsys:deep_dive", "--", "sh", "-c", crash) == 0
+    [part] = record().captures[0].parts
+    assert (
+        "with fewer options of deep_dive: the command crashed (SIGSEGV) with all of them"
+        in part.profile.notes
+    )
+    assert not any("not permitted here" in note for note in part.profile.notes)
+    assert (
+        "nsys: the command crashed (SIGSEGV) with these options; trying" in capfd.readouterr().err
+    )
+
+
+def test_a_command_that_crashes_in_any_case_is_told_so(fakes, capfd):
+    (fakes / "export.sqlite").unlink()
+    Export().write(fakes / "export.sqlite")
+    crash = "echo run; kill -SEGV $$"
+    assert capture("nsys:deep_dive", "--", "sh", "-c", crash) == 128 + signal.SIGSEGV
+    error = record().captures[0].error
+    assert error.startswith("the command crashed (SIGSEGV) under nsys, which recorded nothing: see")
+    captured = capfd.readouterr()
+    assert captured.err.count("run\n") == 3
+    assert "exit status 139 (SIGSEGV) after" in captured.out
+
+
 def test_a_command_without_kernels_is_a_sentence(monkeypatch):
     monkeypatch.setenv("FAKE_TOOL", "empty ncu")
     assert capture("ncu", "--", "true") == 2
@@ -497,12 +529,15 @@ class FakeTorch:
     """Stands in for torch on a machine with a GPU, without one."""
 
     def __init__(self):
-        self.initialised, self.stats, self.dumped = False, {}, []
+        self.initialised, self.initialising, self.stats, self.dumped = False, False, {}, []
         self.cuda = self
         self.memory = self
 
     def _lazy_init(self):
-        self.initialised = True
+        if not self.initialised and not self.initialising:
+            self.initialising = True
+            self.cuda._lazy_init()  # as torch does when it reads the GPUs' properties
+            self.initialised = True
 
     def is_initialized(self):
         return self.initialised

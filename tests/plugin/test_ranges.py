@@ -7,7 +7,7 @@ import pytest
 
 from pytest_aiperf.device.trace import Activity
 from pytest_aiperf.errors import CaptureFailed
-from pytest_aiperf.profilers import ranges, timeline
+from pytest_aiperf.profilers import command, parsers, ranges, summary, timeline
 from pytest_aiperf.profilers.parsers import read
 from pytest_aiperf.profilers.ranges import ApiCall, Range, enclosing, times
 from pytest_aiperf.profilers.timeline import Selection
@@ -243,3 +243,17 @@ def test_a_torch_trace_has_the_table_too(tmp_path):
     assert only.kernels == ["gemm_t"]
     assert only.figures["operators"] == (1, "")
     assert only.figures["range"][0] == pytest.approx(100e-6)
+
+
+def test_a_table_without_kernels_has_no_zeros(tmp_path):
+    events = [
+        event("user_annotation", "forward", 0, 100),
+        event("cpu_op", "aten::mm", 5, 20, 1),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 5, 1),
+    ]
+    path = tmp_path / "0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    reading = timeline.torch_trace(path)
+    part = command.Part(parsers.profile("torch", path, "command", reading), reading.ranges)
+    [row] = summary._range_rows(part)
+    assert row == ["forward", "1", "100.0 µs", *["-"] * 7]

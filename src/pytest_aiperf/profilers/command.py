@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,12 @@ WHOLE: Final = "command"  #: Name of the profile of a command with one process o
 RECORD: Final = "capture.json"  #: Name of the file with everything that was read.
 INTERRUPTED: Final = 130  #: Exit status of a command that Ctrl-C ended, as shells report it.
 EXPIRED: Final = 124  #: Exit status of a command that its deadline ended, as timeout reports it.
+CRASHES: Final = {
+    128 + number: number.name
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+}
+"""Exit status of a command that crashed, and the signal's name. A tool may crash a command, because
+it loads libraries into it."""
 GRACE_S: Final = 120.0
 """Seconds that a tool has to write its report after its command was interrupted: nsys needs about a
 minute for a long timeline."""
@@ -134,16 +141,30 @@ def run(
         binary = None if hooked else tools.require_tool(request.tool.name)
         progress(f"{request.tool.name}: {shlex.join(request.command)}")
         *earlier, last = request.tool.presets[request.preset]
+        note = ""
         for invocation in [*earlier, last]:
             status, error = _run_steps(request, invocation, binary, log, output)
             state = replace(state, status=status)
             # a tool that refuses to work ends before it starts the command
-            if status is not None or invocation is last or not error:
+            if status is None and error and invocation is not last:
+                continue
+            if status is not None:
+                progress(f"{request.tool.name}: reading its report")
+            tried = replace(invocation, note=note or invocation.note)
+            try:
+                state = replace(state, parts=tuple(_parts(request, tried, binary, log, error)))
                 break
-        if status is not None:
-            progress(f"{request.tool.name}: reading its report")
-        parts = _parts(request, invocation, binary, log, error)
-        state = replace(state, parts=tuple(parts))
+            except CaptureFailed as failure:
+                if status not in CRASHES:
+                    raise
+                crash = f"the command crashed ({CRASHES[status]})"
+                if invocation is last:
+                    raise CaptureFailed(
+                        f"{crash} under {request.tool.name}, which recorded nothing: see whether "
+                        f"it runs without a tool, then try another one ({failure})"
+                    ) from None
+                note = f"with fewer options of {request.preset}: {crash} with all of them"
+                progress(f"{request.tool.name}: {crash} with these options; trying fewer")
     except AiperfError as failure:
         state = replace(state, error=str(failure))
     return replace(state, seconds=time.monotonic() - started)

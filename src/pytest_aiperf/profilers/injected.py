@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -68,7 +69,8 @@ def _when_used(torch: Any, start: Callable[[], object]) -> None:
 
     def lazy_init() -> None:
         initialise()
-        if not is_started:
+        # this is called again while CUDA is being initialised: torch then checks the GPUs, say
+        if torch.cuda.is_initialized() and not is_started:
             is_started.append(True)
             start()
 
@@ -94,7 +96,10 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
         with_stack=deep,
     )
     process, thread = os.getpid(), threading.get_ident()
-    profile.start()
+    with warnings.catch_warnings():
+        # torch warns that a profiler with a schedule keeps its last cycle only; this one has none
+        warnings.filterwarnings("ignore", ".*Profiler clears events")
+        profile.start()
 
     def finish() -> None:
         if os.getpid() != process:

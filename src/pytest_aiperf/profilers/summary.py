@@ -9,8 +9,9 @@ from pytest_aiperf.model import Profile
 from pytest_aiperf.text import percent, si
 from pytest_aiperf.text import table as columns
 
-from .command import EXPIRED, INTERRUPTED, CommandRecord, Part, ToolCapture
+from .command import CRASHES, EXPIRED, INTERRUPTED, CommandRecord, Part, ToolCapture
 from .ranges import RangeTime
+from .timeline import GPU_COUNTS
 
 RANGE_COLUMNS: Final = (
     *("range", "count", "host time", "GPU time", "share", "gaps"),
@@ -129,12 +130,15 @@ def _ending(status: int | None) -> str:
     if status is None:
         return "the command did not start"
     endings = {EXPIRED: "interrupted by --deadline", INTERRUPTED: "interrupted"}
+    endings |= {code: f"exit status {code} ({name})" for code, name in CRASHES.items()}
     return endings.get(status, f"exit status {status}")
 
 
 def _range_rows(part: Part) -> Iterator[list[str]]:
     busy = part.profile.figures.get("busy", 0.0)
+    is_counted = GPU_COUNTS[0] in part.profile.figures
     for row in part.ranges:
+        counts = (row.kernels, row.launches, row.copies)
         yield [
             f"{'  ' * row.depth}{row.name or OUTSIDE}",
             str(row.count) if row.name else "",
@@ -142,9 +146,7 @@ def _range_rows(part: Part) -> Iterator[list[str]]:
             si(row.busy, "s") if row.busy else "-",
             percent(row.busy / busy) if busy else "-",
             si(row.gaps, "s") if row.gaps else "-",
-            str(row.kernels),
-            str(row.launches),
-            str(row.copies),
+            *(str(count) if is_counted else "-" for count in counts),
             si(row.copied_bytes, "B") if row.copies else "-",
         ]
 

@@ -76,11 +76,18 @@ _WAITS: Final = re.compile(
     r"cu(da)?((Ctx|Device|Event|Stream|Thread)Synchronize|Memcpy(?!\w*(Async|Peer|DtoD)))"
 )
 """Names of API calls that return when the GPU has finished; nsys appends a version to some."""
+_LAUNCHES: Final = re.compile(r"cu(da)?(Graph)?(Launch|Mem(cpy|set))")
+"""Names of API calls that put work on a GPU."""
 _GPU_METRICS: Final = {
     "sm active": "SMs Active", "sm issue": "SM Issue", "tensor active": "Tensor Active",
     "dram read": "DRAM Read", "dram write": "DRAM Write",
 }  # fmt: skip
 """Figures of nsys's GPU metrics, and how the names of their metrics begin; all are percentages."""
+GPU_COUNTS: Final = ("kernels", "launches", "copies")  #: Figures that count work on the GPU.
+_NO_KERNELS: Final = (
+    "no kernels were recorded, so GPU times are missing: the program launched work {} times, and "
+    "PyTorch's profiler got none of it from CUPTI (another profiler in the same process?); use nsys"
+)
 _FRAME: Final = "python_function"  #: Category of the events of Python's functions.
 _MODULE: Final = "nn.Module: "  #: How the frame of a module's call is named in such an event.
 _PRODUCTS: Final = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -287,12 +294,19 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
             "check that the call does its work in PyTorch or on a GPU"
         )
     figures, kernels, notes, rows = _reading(selected, windows)
+    missing: list[str] = []
+    launched = sum(1 for call in calls if _LAUNCHES.match(call.name))
+    if launched and not timeline.activities:
+        for name in GPU_COUNTS:  # they are unknown, and not 0
+            del figures[name]
+        missing = [_NO_KERNELS.format(launched)]
     figures["operators"] = (len(operators), "")
     for name in injected.COMPILER_FIGURES:
         if name in content:
             figures[name.replace("_", " ")] = (float(content[name]), "")
     advice = _misaligned(operators) if selected.activities else []
-    return Reading(figures, kernels, [*_top_operators(operators, events), *advice, *notes], rows)
+    notes = [*missing, *_top_operators(operators, events), *advice, *notes]
+    return Reading(figures, kernels, notes, rows)
 
 
 def _export(report: Path, exported: Path, binary: str | None) -> None:
@@ -458,9 +472,9 @@ def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> lis
         gpu[operator.name] += by_id.get(operator.args.get("External id", 0), 0.0)
         host[operator.name] += seconds
     top = sorted(calls, key=lambda name: (-gpu[name], -host[name]))[:TOP]
+    on_gpu = {name: f"{si(gpu[name], 's')} on the GPU, " if by_id else "" for name in top}
     return [
-        f"{name}: {si(gpu[name], 's')} on the GPU, {si(host[name], 's')} on the host, "
-        f"{calls[name]} calls"
+        f"{name}: {on_gpu[name]}{si(host[name], 's')} on the host, {calls[name]} calls"
         for name in top
     ]
 
