@@ -8,8 +8,8 @@ bytes pay that cost once.
 "copied" copies the gradients into the bucket and back. Much of the time that remains is host time
 again: both copies take lists of 250 tensors. In "views", the gradients are views of the bucket, as
 in DistributedDataParallel with gradient_as_bucket_view, so that nothing is copied. The library arm
-needs neither: torch's coalescing manager puts the 250 calls into one NCCL group, which NCCL runs in
-few kernels; the host still handles each tensor.
+needs neither: torch's coalescing manager puts the 250 calls into one NCCL group, which NCCL runs as
+one kernel. Both rungs beat it, because the host still handles each tensor.
 
 The limit is the link: bytes * 2 (ranks - 1) / ranks. The gain ends where the bytes of one tensor
 take longer than a call, from some tens of megabytes on; there a bucket only delays the first byte.

@@ -5,18 +5,16 @@ once, on NCCL's own stream, it travels while the GPU computes the next one. Only
 gradient has nothing left to hide behind. Reduced after the backward pass, all communication is
 exposed. "hooks" starts an asynchronous all-reduce in each parameter's hook. "ddp" is
 DistributedDataParallel, which does the same with buckets; the gradients are views of the buckets.
-"few_ctas" is "hooks" with a communicator whose kernels have at most 16 thread blocks (CTAs), so
-that the GEMMs of the backward pass keep more SMs. With too few, communication is the longer part.
 
 With F, B and C the times of forward, backward and communication, the limit is (F + B + C) / (F +
 max(B, C) + one layer's communication): about 1.4x for six layers, where C is a third of the sum and
-B = 2 F. On two H200s, less than half of that gain is measured. NCCL's kernels also take SMs and
-memory bandwidth from the backward pass; how much that costs was not measured. If B or C is much
-shorter than the other, there is little to hide. If layers are so small that the GPU waits for
-Python, both arms take as long as Python.
+B = 2 F. On two H200s, half of that gain is measured: NCCL's kernels, of 24 thread blocks, compete
+with the GEMMs for SMs and bandwidth. In a trace, the GEMMs take a third longer than without them,
+and NCCL's kernels, too. Communicators limited to 4 to 16 blocks, and GEMMs that leave as many SMs
+free, were slower: communication then takes longer than the backward pass. If B or C is much shorter
+than the other, there is little to hide. If layers are so small that the GPU waits for Python, both
+arms take as long as Python.
 """
-
-import functools
 
 import pytest
 import torch
@@ -24,8 +22,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
-
-MAX_CTAS = 16
 
 
 def model(bench: Bench) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -51,13 +47,13 @@ def reduce_after_backward(x, weights):
     return list(gradients)
 
 
-def hooks(x, weights, group=None):
+def hooks(x, weights):
     parameters = [w.detach().requires_grad_() for w in weights]
     pending = []
 
     def start_all_reduce(parameter):
         parameter.grad.div_(dist.get_world_size())
-        pending.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        pending.append(dist.all_reduce(parameter.grad, async_op=True))
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(start_all_reduce)
@@ -65,20 +61,6 @@ def hooks(x, weights, group=None):
     for work in pending:
         work.wait()
     return [parameter.grad for parameter in parameters]
-
-
-@functools.cache
-def group_with_few_ctas() -> dist.ProcessGroup:
-    if dist.get_backend() != "nccl":
-        return dist.new_group()
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = MAX_CTAS
-    return dist.new_group(pg_options=options)
-
-
-@prepared
-def few_ctas(x, weights):
-    return functools.partial(hooks, group=group_with_few_ctas())
 
 
 class Layers(torch.nn.Module):
@@ -111,16 +93,8 @@ def in_fp64(x, weights):
     return [g / dist.get_world_size() for g in gradients]
 
 
-TRAVELS_DURING_BACKWARD = evidence.overlap(min=1.1)
-EVIDENCE = {
-    hooks: [TRAVELS_DURING_BACKWARD],
-    ddp: [TRAVELS_DURING_BACKWARD],
-    few_ctas: [TRAVELS_DURING_BACKWARD, evidence.grid_size("AllReduce", max=MAX_CTAS)],
-}
-
-
 @pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("rung", EVIDENCE, ids=["hooks", "ddp", "few_ctas"])
+@pytest.mark.parametrize("rung", [hooks, ddp], ids=["hooks", "ddp"])
 def test_ddp_backward_overlap(compare: Compare, rung) -> None:
     compare(
         baseline=reduce_after_backward,
@@ -129,5 +103,5 @@ def test_ddp_backward_overlap(compare: Compare, rung) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        evidence=EVIDENCE[rung],
+        evidence=[evidence.overlap(min=1.1)],  # gradients travel while the GPU computes
     )
