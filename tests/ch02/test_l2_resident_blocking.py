@@ -1,0 +1,88 @@
+"""All passes over a few frames that fit the L2 cache beat each pass over all frames in turn.
+
+To find the background of an astronomical frame, sigma clipping leaves out all pixels that are far
+from the mean, and repeats that with the mean and deviation of the rest: six passes here, and each
+needs the sums of the one before. A batch of 128 frames is 512 MiB, many times the L2 cache, so each
+pass over all of them ("sweeps") reads device memory. Frames do not depend on each other. If all six
+passes run over a few frames before the next frames begin (cache blocking), only the first of them
+reads device memory, and the others find the frames in the L2 cache.
+
+"chunks" runs the same kernels in that order. The price is that each kernel is short: its first
+loads and its last sums leave the GPU idle for a good part of its time. "overlapped" has chunks of a
+quarter of that size in flight on four streams, so that one chunk's kernels fill the gaps of
+another's. The limit is the bandwidth of the L2 cache. Chunks that are too large leave it, and it
+holds less than its size of data that all SMs read, as it consists of two halves. The library arm is
+torch.compile, which makes one sweep per pass. A kernel that keeps its frames in registers from pass
+to pass needs no cache, but has to synchronize its blocks itself.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+LADDER = ["sweeps", "chunks", "overlapped"]
+PASSES = 6
+EVIDENCE = {
+    # one pass of six reads device memory
+    "chunks": evidence.counter("dram__bytes_read.sum", max=0.5, per="baseline"),
+    "overlapped": evidence.overlap(min=1.2),
+}
+
+Frames = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def frames(bench: Bench) -> Frames:
+    """Draw frames of a noisy background, different in each, with stars in 2 % of the pixels."""
+    count, pixels = bench.size(128, check=5), bench.size(1024**2, check=5000)
+    level, noise = torch.rand(2, count, 1, device=bench.device)
+    x = torch.randn(count, pixels, device=bench.device).mul_(5 + 10 * noise).add_(100 + 100 * level)
+    for frame in x:
+        stars = torch.randint(pixels, (pixels // 50,), device=bench.device)
+        frame[stars] += torch.empty_like(frame[stars]).exponential_(1 / 200)
+    return x, torch.empty(count, 2, device=bench.device), count, pixels
+
+
+def background(x):
+    """Return mean and standard deviation of each row of ``x`` after all passes."""
+    mean, deviation = x.new_zeros(len(x), 1), x.new_full((len(x), 1), torch.inf)
+    for _ in range(PASSES):
+        difference = x - mean
+        keep = difference.abs() <= 3 * deviation
+        count = keep.sum(1, keepdim=True)
+        correction = torch.where(keep, difference, 0).sum(1, keepdim=True) / count
+        squares = torch.where(keep, difference.square(), 0).sum(1, keepdim=True) / count
+        mean, deviation = mean + correction, (squares - correction.square()).sqrt()
+    return torch.cat((mean, deviation), 1)
+
+
+@torch.compile(dynamic=False)
+def compiled(x, out, *_):
+    out.copy_(background(x))
+
+
+def in_fp64(x, *_):
+    results = []
+    for frame in x:
+        kept = pixels = frame.double()
+        for _ in range(PASSES - 1):
+            variance, mean = torch.var_mean(kept, correction=0)
+            kept = pixels[(pixels - mean).abs() <= 3 * variance.sqrt()]
+        results.append(torch.stack((kept.mean(), kept.std(correction=0))))
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("rung", EVIDENCE)
+def test_l2_resident_blocking(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    clip = nvcc("ch02/sigma_clip.cu")
+    compare(
+        baseline=clip[LADDER[LADDER.index(rung) - 1]],
+        optimized=clip[rung],
+        library=compiled,
+        against="idiomatic" if rung == "chunks" else "previous rung",
+        inputs=frames,
+        work=lambda x, out, *_: Work(read=x.nbytes, written=out.nbytes),
+        reference=in_fp64,
+        cache="warm",  # makes no difference: the frames are many times the L2 capacity
+        evidence=[EVIDENCE[rung]],
+    )

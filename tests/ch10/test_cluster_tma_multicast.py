@@ -1,0 +1,53 @@
+"""Blocks of a cluster that share a tile by TMA multicast read less from the L2 cache than alone.
+
+A block that computes 128 x 256 elements of a matrix product loads 16 KiB of a and 32 KiB of b per
+step, most of it from the L2 cache, because other blocks need the same tiles. Blocks whose tiles of
+the result lie below each other share the tile of b. As a thread block cluster they run at the same
+time, on SMs of one GPC, and TMA can write what it reads once to the shared memory of all of them
+(multicast). Each block loads its part of the tile for all: with clusters of two, a block causes 32
+KiB of reads per step instead of 48, and with clusters of four 24.
+
+The kernels are the same otherwise, and "no_cluster" is the best rung of test_wgmma_ladder.py. The
+price: a stage of the pipeline is free only when the consumers of all blocks have released it, so
+blocks wait for each other. And clusters of four leave SMs without work where four does not divide
+the number of SMs of a GPC. The limit is the rate of the tensor cores, at the clock that the power
+cap allows. The library arm is cuBLAS.
+"""
+
+import pytest
+import torch
+
+from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+BYTES_FROM_L2 = {"cluster_2": 0.75, "cluster_4": 0.57}
+"""Relative to blocks without clusters: 32 and 24 KiB of 48 per step, and a margin."""
+
+Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+
+
+def matrices(bench: Bench) -> Matrices:
+    n = bench.size(8192, check=512)
+    a, b = torch.randn(2, n, n, device=bench.device).bfloat16()
+    return a, b, torch.empty_like(a), n, n, n
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("rung", BYTES_FROM_L2)
+def test_cluster_tma_multicast(compare: Compare, nvcc: Nvcc, rung: str) -> None:
+    gemm = nvcc("ch10/cluster_multicast.cu")
+    compare(
+        baseline=gemm["no_cluster"],
+        optimized=gemm[rung],
+        library=lambda a, b, out, m, n, k: torch.mm(a, b.T, out=out),
+        against="previous rung",
+        inputs=matrices,
+        work=lambda a, b, out, m, n, k: Work(
+            read=a.nbytes + b.nbytes, written=out.nbytes, flops=2 * m * n * k, dtype="bf16"
+        ),
+        reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
+        evidence=[
+            evidence.opcode("UTMALDG.2D.MULTICAST", kernel=f"gemm_{rung}("),
+            evidence.counter("lts__t_sectors_op_read.sum", max=BYTES_FROM_L2[rung], per="baseline"),
+            evidence.spills(kernel=f"gemm_{rung}("),
+        ],
+    )
