@@ -149,6 +149,23 @@ def test_the_wait_is_measured(claim, tmp_path):
     assert not list(folder.glob("memory-*-*-*")), "no entry is left"
 
 
+def test_a_claim_waits_while_another_has_more_memory_than_it_reserved(claim, tmp_path):
+    first, free = claim(30), 40
+
+    def on_wait(_):
+        nonlocal free
+        free = 70
+
+    told = {"free": lambda: free, "on_wait": on_wait, "folder": tmp_path / "locks"}
+    with reservation(A, 40, LIMIT, **told) as waited_s:
+        assert waited_s == 0
+    with reservation(A, 50, LIMIT, **told) as waited_s:
+        assert waited_s > 0
+    first.release()
+    with reservation(A, 90, LIMIT, **told) as waited_s:
+        assert waited_s == 0, "nobody else's memory could become free"
+
+
 def _reserve_often(folder, held, peak, seed):
     rng = random.Random(seed)
     for _ in range(10):

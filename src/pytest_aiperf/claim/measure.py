@@ -224,6 +224,7 @@ def _reserved_memory(trials: Sequence[_Trial]) -> Iterator[None]:
         gpu.uuid,
         min(needs, limit),
         limit,
+        free=context.device.free_bytes,
         folder=context.lock.folder,
         on_wait=context.lock.on_wait,
         on_acquired=context.lock.on_acquired,

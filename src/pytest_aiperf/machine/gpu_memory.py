@@ -58,20 +58,23 @@ def reservation(
     nbytes: int,
     limit: int,
     *,
+    free: Callable[[], float] = lambda: math.inf,
     folder: Path | None = None,
     on_wait: Callable[[str], None] = lambda _: None,
     on_acquired: Callable[[], None] = lambda: None,
 ) -> Iterator[float]:
     """Reserve ``nbytes`` of a GPU's memory; yield the seconds that this waited.
 
-    It waits until all reservations together are at most ``limit`` bytes. One that is larger waits
-    until there is no other. Whoever has waited for ``PATIENCE_S`` lets nobody else pass, so that a
-    large reservation is not overtaken by small ones forever.
+    It waits until all reservations together are at most ``limit`` bytes, and this one fits into
+    the free memory: arms that keep copies of their weights need more than is reserved for them. One
+    that is larger waits until there is no other. Whoever has waited for ``PATIENCE_S`` lets nobody
+    else pass, so that a large reservation is not overtaken by small ones forever.
 
     Args:
         gpu: UUID of the GPU.
         nbytes: Bytes to reserve.
         limit: Bytes that all reservations of this GPU may take, the same in all processes.
+        free: Returns the bytes of the GPU that are free.
         folder: Where the reservations are kept; by default beside the locks of the GPUs.
         on_wait: Called with a sentence if the reservation has to wait.
         on_acquired: Called when this wait is over.
@@ -92,16 +95,16 @@ def reservation(
 
     def fits() -> bool:
         reserved = _reserved(folder, name)
-        return not reserved or reserved + nbytes <= limit
+        return not reserved or (reserved + nbytes <= limit and nbytes <= free())
 
     passable_until = time.monotonic() + PATIENCE_S
     with ExitStack() as scope:
         while True:
             with locked(folder / f"{name}.gate", wait=wait):
-                while not (free := fits()) and time.monotonic() > passable_until:
+                while not (has_room := fits()) and time.monotonic() > passable_until:
                     wait()
                     time.sleep(POLL_S)
-                if free:
+                if has_room:
                     entry = folder / f"{name}-{uuid.uuid4().hex}"
                     scope.enter_context(locked(entry, shared=True))
                     scope.callback(entry.unlink, missing_ok=True)
