@@ -449,6 +449,12 @@ def test_a_failed_result_is_judged_by_the_requirements_only():
     assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
 
 
+def test_a_result_that_was_wrong_in_a_timed_block_is_refused():
+    wrong = result(outcome=Outcome.FAILED, verdict=None, message="out[1] is 0, expected 1")
+    why = acceptable(wrong, Expectation())
+    assert why == "it failed before it was judged: out[1] is 0, expected 1"
+
+
 def test_a_failed_result_passes_once_its_figure_is_recorded(path):
     path.write_text(GOLDEN)
     lost = result(claim="ch08/new", outcome=Outcome.FAILED, message="it has dropped")

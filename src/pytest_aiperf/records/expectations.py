@@ -222,6 +222,8 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     if figure is None or not 0 < figure.low <= figure.value <= figure.high <= MAX_VALUES["speedup"]:
         yield "it has no speedup with a finite interval"
         return
+    if result.verdict is None:  # a result was wrong in a timed block
+        yield f"it failed before it was judged: {result.message}"
     if unmet := broken(result.evidence) or not_looked_at(result.evidence):
         yield unmet
     # no run is judged by a host's figure, and few hosts are as quiet as a GPU
