@@ -13,7 +13,7 @@ constexpr int TASKS = 4;
 constexpr int PENDULUMS = 8192;  // per simulation
 constexpr int THREADS = 256;
 constexpr int BLOCKS = PENDULUMS / THREADS;
-constexpr float TIME_STEP = 0.01f;
+constexpr float TIME_STEP = 0.0005f;
 
 __global__ void swing(float* angles, int steps) {
     const int i = blockIdx.x * THREADS + threadIdx.x;

@@ -50,7 +50,7 @@ def in_fp64(angles, out):
     angles = angles.double()
     for _ in range(ROUNDS):
         for _ in range(STEPS):
-            angles = angles - 0.01 * angles.sin()
+            angles = angles - 0.0005 * angles.sin()
         angles = 0.9 * angles + 0.1 * angles.mean(0)
     return angles
 
