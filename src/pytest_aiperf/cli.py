@@ -2,14 +2,16 @@
 
 import argparse
 import inspect
+import itertools
 import math
 import os
 import re
 import shlex
+import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -616,7 +618,7 @@ def judge(given: argparse.Namespace) -> int:
     A problem and its solution have the form of KernelBench, of GPU MODE, or a plain one. Exit
     status 0 FASTER; 1 SAME, SLOWER or INCONCLUSIVE; 2 UNUSABLE, the problem cannot be judged;
     3 WRONG; 4 SHORTCUT; 5 BROKEN, the solution cannot be run; 6 INVALID, measure again. Of a
-    folder, the highest counts.
+    folder, the highest counts; 130 if Ctrl-C or SIGTERM ended it, with the judgements so far.
     """
     options = judging.Options(
         device="cpu" if given.cpu else "cuda" if given.gpu else None,
@@ -628,27 +630,53 @@ def judge(given: argparse.Namespace) -> int:
         seed=given.seed,
     )
 
+    is_folder = given.solution is None or given.solution.is_dir()
+    pairs = [(given.problem, given.solution)]
+    if is_folder:
+        pairs = judging.pairs(given.problem, given.solution)
+    shown = itertools.count(1)
+
     def show(judgement: judging.Judgement) -> None:
         if not given.json:
             _print(judging.lines(judgement))
             sys.stdout.flush()
+        elif is_folder:
+            j, progress = judgement, f"{next(shown)} of {len(pairs)}"
+            sys.stderr.write(f"{progress}: {j.status} {j.solution}, {j.seconds:.1f} s\n")
 
-    is_folder = given.solution is None or given.solution.is_dir()
-    if not is_folder:
-        found = [judging.judge(given.problem, given.solution, options)]
-        show(found[0])
-    else:
-        pairs = judging.pairs(given.problem, given.solution)
-        found = judging.judge_all(pairs, options, given.processes, show)
-        if not given.json:
-            count = Counter(judgement.status for judgement in found)
-            counts = ", ".join(f"{n} {status}" for status, n in count.items())
-            sys.stdout.write(f"{len(found)} judged: {counts}\n")
-    if given.json:
+    found: list[judging.Judgement] = []
+    with _sigterm_as_ctrl_c(), suppress(KeyboardInterrupt):
+        if is_folder:
+            found = judging.judge_all(pairs, options, given.processes, show)
+        else:
+            found = [judging.judge(given.problem, given.solution, options)]
+            show(found[0])
+    if is_folder and not given.json:
+        count = Counter(judgement.status for judgement in found)
+        counts = ", ".join(f"{n} {status}" for status, n in count.items())
+        sys.stdout.write(f"{len(found)} judged: {counts}\n")
+    if given.json and (is_folder or found):
         data = [judging.data(judgement) for judgement in found]
         text = dumps(data if is_folder else data[0], "judgement", indent=1)
         sys.stdout.write(f"{text}\n")
+    if len(found) < len(pairs):
+        sys.stderr.write(f"interrupted: {len(found)} of {len(pairs)} judged\n")
+        return command_profiler.INTERRUPTED
     return max(judgement.exit_status for judgement in found)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM, which batch systems and `timeout` send, raise KeyboardInterrupt."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def clean(given: argparse.Namespace) -> int:

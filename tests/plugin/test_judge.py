@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +18,10 @@ import torch
 from pytest_aiperf import cli
 from pytest_aiperf.judge import checks, forms, judging
 from pytest_aiperf.judge.judging import EXIT, Options
-from pytest_aiperf.model import Interval, Verdict
+from pytest_aiperf.model import Gpu, Interval, Verdict
+from tests.plugin.conftest import PATIENCE_S
 
+GPU = Gpu("NVIDIA H200", "h200", "GPU-1", "sm90", 132, 60 << 20, 141 << 30, "580.1")
 JUDGED = Path(__file__).parent / "judged"
 EQUAL = "SAME or INCONCLUSIVE"
 UNSURE = "SHORTCUT or WRONG"  # as the threads happen to run
@@ -35,6 +43,8 @@ CASES = {
     "gpumode/sort_into/submission.py": (EQUAL, ""),
     "gpumode/sort_into/submission_wrong.py": ("WRONG", "refuses the result for size 100, seed 3"),
     "gpumode/grayscale/submission_zeros.py": ("SHORTCUT", "the same result whatever its inputs"),
+    "gpumode/total/submission.py": (EQUAL, ""),
+    "gpumode/total/submission_part.py": ("WRONG", "the solution disagrees with the reference"),
     "plain/polynomial/solution_horner.py": ("FASTER", ""),
     "plain/polynomial/solution_remembered.py": ("SHORTCUT", "call 9 returns the result of call 8"),
     "plain/dot/solution_partial.py": ("WRONG", "the solution disagrees with the reference"),
@@ -174,6 +184,76 @@ def test_a_tolerance_allows_a_lower_precision_up_to_the_cap(capfd):
     assert cli.main(["judge", *words]) in (0, 1)
     assert cli.main(["judge", *words, "--cap", "tf32"]) == 3
     assert "WRONG" in capfd.readouterr().out
+
+
+def test_what_is_judged_is_printed_when_the_command_is_stopped(tmp_path):
+    (tmp_path / "problem.py").write_text(PROBLEM)
+    (tmp_path / "solution_1.py").write_text("import time\ntime.sleep(600)\nModelNew = 1\n")
+    (tmp_path / "solution_2.py").write_text("ModelNew = 1\n")
+    words = ["judge", str(tmp_path), "--cpu", "-n", "2", "--json"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "pytest_aiperf", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    first = f"1 of 2: BROKEN {tmp_path / 'solution_2.py'}, "
+    assert any(line.startswith(first) for line in running.stderr)
+    os.killpg(running.pid, signal.SIGTERM)  # as `timeout` does
+    out, err = running.communicate(timeout=PATIENCE_S)
+    [judgement] = json.loads(out)
+    assert judgement["solution"] == str(tmp_path / "solution_2.py")
+    assert running.returncode == 130
+    assert err.endswith("interrupted: 1 of 2 judged\n")
+
+
+def test_one_pair_that_is_stopped_has_no_judgement(capfd, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judging, "judge", stopped)
+    words = ["judge", "problem.py", "solution.py", "--cpu", "--json"]
+    assert cli.main(words) == 130
+    assert capfd.readouterr() == ("", "interrupted: 0 of 1 judged\n")
+
+
+def test_each_phase_has_its_time_without_that_of_waiting(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 13.0, 14.0, 15.0])
+    monkeypatch.setattr(judging.time, "monotonic", lambda: next(times))
+    phases = judging._Phases()
+    for message in ({"kind": "progress", "phase": "checking results"}, {"kind": "waiting"},
+                    {"kind": "working"}, {"kind": "progress", "phase": "measuring"}):  # fmt: skip
+        phases.receive(message)
+    assert phases.seconds() == {
+        "starting": 1.0, "checking results": 3.0, judging.WAITING: 10.0, "measuring": 1.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "cache", "note"),
+    [(60, "warm", "warm caches for size 60: a set of inputs has 240.0 B and stays in the L2"),
+     (30_000_000, "cold", None)],
+)  # fmt: skip
+def test_small_inputs_are_measured_with_warm_caches(size, cache, note, monkeypatch):
+    # NVML does not know the size of the L2: the opened device does
+    monkeypatch.setattr(judging.nvml, "visible", lambda: [replace(GPU, l2_bytes=0)])
+    opened = SimpleNamespace(gpu=replace(GPU, l2_bytes=60 << 20))
+    monkeypatch.setattr(judging, "open_device", lambda *_: (None, None, opened))
+    pair = JUDGED / "plain/norms/problem.py", JUDGED / "plain/norms/solution_same.py"
+    run = judging._Judging(
+        forms.Problem(pair[0]), pair[1], Options(), judging.Judgement(*map(str, pair), "BROKEN"),
+        figures=None, channel=None,
+    )  # fmt: skip
+    case = forms.Case(f"size {size}", abs, abs, lambda _: torch.empty(size), abs)
+    notes = []
+    assert run._cache(case, run._l2_bytes(), notes) == cache
+    assert [n.partition(" of 60")[0] for n in notes] == ([note] if note else [])
+
+
+def test_a_row_says_whether_caches_were_warm(judged):
+    rows = judging.data(judged["plain/polynomial/solution_horner.py"])["rows"]
+    assert [row["cache"] for row in rows] == ["cold"]
 
 
 @pytest.mark.parametrize(
@@ -349,3 +429,17 @@ def test_a_check_may_return_a_flag_or_reasons_or_both(found, good):
 def test_arms_of_a_model_record_no_gradients():
     call = forms.without_gradients(torch.nn.Linear(4, 4))
     assert not call(torch.randn(2, 4)).requires_grad
+
+
+def test_a_killed_process_of_the_command_costs_its_pair_only(monkeypatch):
+    def one(job):
+        index, (problem, solution), _ = job
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index, judging.Judgement(str(problem), str(solution), "SAME")
+
+    jobs = ((n, (Path("p.py"), Path(f"s{n}.py")), None) for n in range(3))
+    found = dict(judging._in_processes(one, jobs, 2))
+    assert [found[n].status for n in range(3)] == ["INVALID", "SAME", "SAME"]
+    assert found[0].solution == "s0.py"
+    assert "killed from outside" in found[0].message

@@ -41,7 +41,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(standalone, "CudaMachine", lambda: FakeMachine(noise=STEADY))
-    caches = (standalone._figures, standalone._open_device)
+    caches = (standalone._figures, standalone.open_device)
     for cache in caches:
         cache.cache_clear()
     yield

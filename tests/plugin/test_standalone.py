@@ -48,7 +48,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
     machine = FakeMachine(noise=STEADY)
     monkeypatch.setattr(standalone, "CudaMachine", lambda: machine)
-    caches = (standalone._figures, standalone._open_device)
+    caches = (standalone._figures, standalone.open_device)
     for cache in caches:
         cache.cache_clear()
     yield machine

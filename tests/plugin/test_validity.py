@@ -178,6 +178,16 @@ def test_environment_variables_of_libraries_are_settings(monkeypatch):
     assert validity.changed_flags(before, validity.flags()) == ["NVIDIA_TF32_OVERRIDE: unset -> 1"]
 
 
+@pytest.mark.parametrize("name", ["CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "LD_LIBRARY_PATH"])
+def test_an_empty_variable_is_an_unset_one(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    before = validity.flags()
+    monkeypatch.setenv(name, "")
+    assert validity.changed_flags(before, validity.flags()) == []
+    monkeypatch.setenv(name, ":4096:8")
+    assert validity.changed_flags(before, validity.flags()) == [f"{name}: unset -> :4096:8"]
+
+
 def test_loading_torch_changes_no_setting_and_flags_load_no_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     before = validity.flags()

@@ -251,6 +251,28 @@ class Loaded:
             raise FileError(located(self.problem.path, error)) from error
 
 
+def rehearse(problem: Problem, module: ModuleType, device: str, seed: int) -> None:
+    """Run a problem's own code once, without a solution.
+
+    What it changes in the process, such as settings, is then no change of the solution's.
+    """
+    seed_all(seed)
+    bench = Bench(device, seed, full=True)
+    if problem.form == "KernelBench":
+        model = _constructed(module.Model, _init_inputs(module, device), device)
+        without_gradients(model)(*_model_inputs(problem, module, bench))
+    elif problem.form == "GPU MODE":
+        spec = (problem.task.get("tests") or problem.task.get("benchmarks") or [{}])[0]
+        drawn = {"seed": seed % SEEDS} if _takes_seed(module) else {}
+        data = _moved(module.generate_input(**{**drawn, **spec}), device)
+        given = copies(data)
+        module.check_implementation(given, module.ref_kernel(data))
+    else:
+        args = _plain_inputs(module, bench)
+        getattr(module, "baseline", module.reference)(*copies(args))
+        module.reference(*args)
+
+
 def precision_of(tolerance: object, where: str) -> PrecisionName | None:
     """Return the widest precision whose error budget a tolerance covers; None for the dtype's."""
     if tolerance in ERROR_BUDGETS:
@@ -272,11 +294,10 @@ def _kernelbench(loaded: Loaded) -> Pair:
     def construct(kind: Any, name: str) -> Any:
         try:
             seed_all(loaded.seed)
-            arguments = _moved(getattr(module, "get_init_inputs", list)(), device)
+            arguments = _init_inputs(module, device)
             seed_all(loaded.seed)
             begun = time.perf_counter()
-            model = kind(**arguments) if isinstance(arguments, dict) else kind(*arguments)
-            model = model.to(device) if hasattr(model, "to") else model
+            model = _constructed(kind, arguments, device)
         except Exception as error:
             if name == "solution" or passes(loaded.path, error):
                 raise  # the caller finds out whose code it is
@@ -284,18 +305,7 @@ def _kernelbench(loaded: Loaded) -> Pair:
         seconds[name] = time.perf_counter() - begun
         return model
 
-    def inputs(bench: Bench) -> Any:
-        import torch
-
-        with torch.device(bench.device):
-            values = module.get_inputs()
-        if not isinstance(values, (list, tuple)):
-            line = inspect.getsourcelines(module.get_inputs)[1]
-            raise FileError(
-                f"{problem}:{line}: get_inputs must return a list, not {type(values).__name__}"
-            )
-        return tuple(_moved(list(values), bench.device))
-
+    inputs = partial(_model_inputs, loaded.problem, module)
     baseline = construct(module.Model, "baseline")
     double = construct(module.Model, "reference")
     new = construct(loaded.solution.ModelNew, "solution")
@@ -310,6 +320,28 @@ def _kernelbench(loaded: Loaded) -> Pair:
     weights = list(baseline.parameters()) if hasattr(baseline, "parameters") else []
     case = Case("", baseline_call, without_gradients(new), inputs, reference, weights)
     return Pair([case], setup_s=seconds, notes=[*notes, *more])
+
+
+def _init_inputs(module: ModuleType, device: str) -> Any:
+    return _moved(getattr(module, "get_init_inputs", list)(), device)
+
+
+def _constructed(kind: Any, arguments: Any, device: str) -> Any:
+    model = kind(**arguments) if isinstance(arguments, dict) else kind(*arguments)
+    return model.to(device) if hasattr(model, "to") else model
+
+
+def _model_inputs(problem: Problem, module: ModuleType, bench: Bench) -> tuple[Any, ...]:
+    import torch
+
+    with torch.device(bench.device):
+        values = module.get_inputs()
+    if not isinstance(values, (list, tuple)):
+        line = inspect.getsourcelines(module.get_inputs)[1]
+        raise FileError(
+            f"{problem.path}:{line}: get_inputs must return a list, not {type(values).__name__}"
+        )
+    return tuple(_moved(list(values), bench.device))
 
 
 def _share_weights(model: Any, new: Any, path: Path) -> list[str]:
@@ -368,7 +400,7 @@ def _gpu_mode(loaded: Loaded) -> Pair:
             )
 
     def inputs(spec: Mapping[str, Any], bench: Bench) -> Any:
-        drawn = {"seed": bench.seed % SEEDS} if "seed" in parameters else {}
+        drawn = {"seed": bench.seed % SEEDS} if _takes_seed(module) else {}
         return (_moved(generate(**{**spec, **drawn}), bench.device),)
 
     def accepts(data: Any, result: Any) -> bool:
@@ -376,7 +408,7 @@ def _gpu_mode(loaded: Loaded) -> Pair:
 
     def own_check(spec: Mapping[str, Any]) -> str:
         seed_all(seed)
-        data = _moved(generate(**{"seed": seed, **spec} if "seed" in parameters else spec), device)
+        data = _moved(generate(**{"seed": seed, **spec} if _takes_seed(module) else spec), device)
         given = copies(data)
         good, why = is_accepted(module.check_implementation(given, solution(data)))
         return "" if good else (
@@ -404,6 +436,10 @@ def _gpu_mode(loaded: Loaded) -> Pair:
         notes += [note for note in more if note not in notes]
     checks = [partial(own_check, spec) for spec in tests]
     return Pair(cases, _accepted(accepts, data, result), {}, checks, notes)
+
+
+def _takes_seed(module: ModuleType) -> bool:
+    return "seed" in inspect.signature(module.generate_input).parameters
 
 
 def _parameters(spec: Mapping[str, Any]) -> str:
@@ -451,13 +487,7 @@ def _accepted(check: Callable[..., bool], data: Any, result: Any) -> PrecisionNa
 
 def _plain(loaded: Loaded) -> Pair:
     module = loaded.module
-    takes_bench = bool(inspect.signature(module.inputs).parameters)
-
-    def inputs(bench: Bench) -> Any:
-        values = module.inputs(bench) if takes_bench else module.inputs()
-        values = _moved(values, bench.device)
-        return tuple(values) if isinstance(values, (tuple, list)) else (values,)
-
+    inputs = partial(_plain_inputs, module)
     baseline, reference, notes = getattr(module, "baseline", None), module.reference, list[str]()
     args = loaded.sample(inputs)
     if baseline is None:
@@ -465,6 +495,12 @@ def _plain(loaded: Loaded) -> Pair:
         reference, notes = oracle(baseline, baseline, args)
     case = Case("", _call(baseline), _call(loaded.solution.solution), inputs, reference)
     return Pair([case], notes=notes)
+
+
+def _plain_inputs(module: ModuleType, bench: Bench) -> tuple[Any, ...]:
+    takes_bench = bool(inspect.signature(module.inputs).parameters)
+    values = _moved(module.inputs(bench) if takes_bench else module.inputs(), bench.device)
+    return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 
 def oracle(double: Call, same: Call, args: Sequence[Any]) -> tuple[Call, list[str]]:

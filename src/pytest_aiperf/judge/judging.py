@@ -4,17 +4,19 @@ import hashlib
 import os
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import cycle
+from itertools import cycle, islice
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final, Literal, cast
@@ -45,7 +47,7 @@ from pytest_aiperf.rules import stats, validity
 from pytest_aiperf.rules import verdict as rules
 from pytest_aiperf.schema import from_json, to_json
 from pytest_aiperf.session.figures import SharedFigures
-from pytest_aiperf.session.standalone import measure_claims
+from pytest_aiperf.session.standalone import measure_claims, open_device
 from pytest_aiperf.text import percent, si
 
 from . import checks, forms
@@ -62,8 +64,11 @@ EXIT: Final[Mapping[str, int]] = {
     INVALID: 6,
 }  # fmt: skip
 """Exit status of the command by the status of a judgement; of several, the highest counts."""
+_Job = tuple[int, tuple[Path, Path], str | None]
+"""Number of a pair, its problem and solution, and the UUID of the GPU that it sees."""
 SCHEMA: Final = 1  #: Version of a judgement's JSON.
 
+WAITING: Final = "waiting for other processes"  #: Key of the time that is spent so.
 OF_PROBLEM: Final = "running the problem's file"
 """The phase in which no code of the solution runs."""
 NARROW_OFFSET, HISTORY_OFFSET = 600_011, 700_001
@@ -103,6 +108,7 @@ class Row:
     diagnosis: Mapping[str, str] = field(default_factory=dict)
     error: float | None = None  #: Largest error of the solution; see the rules of agreement.
     allowed: float | None = None  #: Largest error that passes.
+    cache: CacheName = "cold"  #: "warm" if the inputs are too small to be kept out of the L2.
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,8 @@ class Judgement:
     digests: Mapping[str, str] = field(default_factory=dict)  #: SHA-256 of both files.
     environment: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0  #: Duration of the judgement.
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase, and those of ``WAITING``, which are in no phase."""
     schema: int = SCHEMA
 
     @property
@@ -171,23 +179,51 @@ def judge(
         channel.send("judgement", judgement=to_json(run.judgement()))
 
     received: list[Judgement] = []
-    phases = ["starting"]
+    phases = _Phases()
 
     def receive(message: isolation.Message) -> None:
         if message["kind"] == "judgement" and not received:
             received.append(from_json(Judgement, message["judgement"]))
-        elif message["kind"] == "progress":
-            phases.append(str(message.get("phase")))
+        else:
+            phases.receive(message)
 
     ended = isolation.supervise(work, deadline_s=options.deadline_s, on_message=receive)
     if received:
-        return replace(received[0], seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return replace(received[0], seconds=seconds, phases_s=phases.seconds())
     reason = isolation.describe(ended)
     if ended.status == "timeout":
         reason = f"exceeded its deadline of {ended.deadline_s:g} s (--deadline allows more)"
-    status = UNUSABLE if phases[-1] == OF_PROBLEM else BROKEN
-    text = f"its process ended without a judgement while {phases[-1]}: {reason}"
-    return replace(blank, status=status, message=text, seconds=ended.seconds)
+    status = UNUSABLE if phases.current == OF_PROBLEM else BROKEN
+    text = f"its process ended without a judgement while {phases.current}: {reason}"
+    seconds = ended.seconds
+    return replace(blank, status=status, message=text, seconds=seconds, phases_s=phases.seconds())
+
+
+class _Phases:
+    """The phase of a judgement, and how long each took."""
+
+    def __init__(self) -> None:
+        self.current = "starting"
+        self._is_waiting = False
+        self._since = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def receive(self, message: isolation.Message) -> None:
+        """Note the begin of a phase, or of waiting within it, and its end."""
+        self.seconds()
+        if message["kind"] == "progress":
+            self.current = str(message.get("phase"))
+        elif message["kind"] in ("waiting", "working"):
+            self._is_waiting = message["kind"] == "waiting"
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase until now."""
+        now = time.monotonic()
+        name = WAITING if self._is_waiting else self.current
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+        return self._seconds
 
 
 def judge_all(
@@ -197,36 +233,74 @@ def judge_all(
     show: Callable[[Judgement], object],
     figures: Path | None = None,
 ) -> list[Judgement]:
-    """Judge pairs, some of them at the same time; timed calls run alone. Results are in order.
+    """Judge pairs, some of them at the same time; timed calls run alone.
 
-    ``figures`` is as in :func:`judge`, by default a folder that is removed at the end.
+    ``show`` gets each judgement once it is there; the returned ones are in the order of the pairs.
+    After Ctrl-C these are the ones that are done. ``figures`` is as in :func:`judge`, by default a
+    folder that is removed at the end.
     """
     with suppress(ImportError):
         import_module("torch")  # once for all processes, which are forks of this one
     gpus = [] if options.device == "cpu" or processes < 2 else nvml.visible()
-    jobs = zip(pairs, cycle([gpu.uuid for gpu in gpus] or [None]))
-    done = []
-    with tempfile.TemporaryDirectory(prefix="pytest-aiperf-judge-") as folder, ExitStack() as stack:
+    jobs = zip(range(len(pairs)), pairs, cycle([gpu.uuid for gpu in gpus] or [None]))
+    done: dict[int, Judgement] = {}
+    with tempfile.TemporaryDirectory(prefix="pytest-aiperf-judge-") as folder:
         one = partial(_judge_pair, options=options, figures=figures or Path(folder))
-        judgements: Iterator[Judgement] = map(one, jobs)
-        if processes > 1 and len(pairs) > 1:
-            # each process of a solution is a fork in any case
-            pool = stack.enter_context(get_context("fork").Pool(min(processes, len(pairs))))
-            judgements = pool.imap(one, jobs)
-        for judgement in judgements:
-            done.append(judgement)
-            show(judgement)
-    return done
+        many = processes > 1 and len(pairs) > 1
+        judgements = _in_processes(one, jobs, processes) if many else (one(job) for job in jobs)
+        with suppress(KeyboardInterrupt), closing(judgements):
+            for index, judgement in judgements:
+                done[index] = judgement
+                show(judgement)
+    return [done[index] for index in sorted(done)]
 
 
-def _judge_pair(
-    job: tuple[tuple[Path, Path], str | None], options: Options, figures: Path
-) -> Judgement:
-    (problem, solution), gpu = job
+def _in_processes(
+    one: Callable[[_Job], tuple[int, Judgement]], jobs: Iterator[_Job], processes: int
+) -> Generator[tuple[int, Judgement], None, None]:
+    """Judge each pair in a process; yield judgements as they come.
+
+    A multiprocessing.Pool would not do: it waits forever for a process that a signal has killed.
+    """
+    fork = get_context("fork")  # each process of a solution is a fork in any case
+    running: dict[Any, tuple[Any, _Job]] = {}
     try:
-        return judge(problem, solution, options, figures, gpu)
+        while True:
+            for job in islice(jobs, processes - len(running)):
+                result, outlet = fork.Pipe(duplex=False)
+                process = fork.Process(target=_send, args=(outlet, one, job))
+                process.start()
+                outlet.close()
+                running[result] = process, job
+            if not running:
+                return
+            ready: list[Any] = wait(list(running))
+            for result in ready:
+                process, (index, (problem, solution), _) = running.pop(result)
+                try:
+                    yield result.recv()
+                except EOFError:
+                    text = "a process of the command was killed from outside: judge it again"
+                    yield index, Judgement(str(problem), str(solution), INVALID, text)
+                process.join()
+    finally:
+        for process, _ in running.values():
+            process.kill()  # and, without this process, its supervisor kills the solution's
+
+
+def _send(outlet: Any, one: Callable[[_Job], tuple[int, Judgement]], job: _Job) -> None:
+    isolation.arm_parent_death()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the command decides about them
+    outlet.send(one(job))
+
+
+def _judge_pair(job: _Job, options: Options, figures: Path) -> tuple[int, Judgement]:
+    index, (problem, solution), gpu = job
+    try:
+        return index, judge(problem, solution, options, figures, gpu)
     except AiperfError as error:
-        return Judgement(str(problem), str(solution), UNUSABLE, str(error))
+        return index, Judgement(str(problem), str(solution), UNUSABLE, str(error))
 
 
 class _Judging:
@@ -280,6 +354,8 @@ class _Judging:
         with self._shared():
             self._begin(OF_PROBLEM)
             self.module = self.task.load()
+            with suppress(Exception):  # it raises again when it is needed
+                forms.rehearse(self.task, self.module, self.device, self.seed)
             settings, known = validity.flags(), checks.functions(self.module)
             self._begin("loading the solution and constructing models")
             pair = self._pair()
@@ -291,10 +367,10 @@ class _Judging:
         if problem:
             self._diagnose_wrong(pair.cases[0], pair, problem)
         notes = list(pair.notes)
-        results = []
+        measured = []
         for case in pair.cases:
             self._begin(f"measuring {case.name}".strip())
-            results.append(self._measure(case, pair, notes))
+            measured.append(self._measure(case, pair, notes))
         self._begin("checking results on other inputs")
         if changed := checks.replaced(known, self.module):
             raise _Refused(SHORTCUT, f"the solution replaces {changed} while it runs")
@@ -303,7 +379,7 @@ class _Judging:
         if where:
             text = f"the solution is right on the problem's inputs, and not on {where}"
             raise _Refused(SHORTCUT, text)
-        rows = [_row(case, result) for case, result in zip(pair.cases, results, strict=True)]
+        rows, results = zip(*measured, strict=True)
         bounds = ((r.speedup.low, r.speedup.value, r.speedup.high) for r in rows)
         ratio = Interval(*map(geometric_mean, zip(*bounds, strict=True)))
         floor = max(result.floor for result in results)
@@ -318,7 +394,7 @@ class _Judging:
             self.blank,
             status=status.value,
             speedup=ratio,
-            rows=tuple(rows),
+            rows=rows,
             setup_s={"loading": loading_s, **pair.setup_s},
             tolerance=pair.precision or "",
             notes=tuple(notes),
@@ -372,10 +448,12 @@ class _Judging:
             return
         raise _Refused(SHORTCUT, f"the solution {text}")
 
-    def _measure(self, case: Case, pair: Pair, notes: list[str]) -> Result:
+    def _measure(self, case: Case, pair: Pair, notes: list[str]) -> tuple[Row, Result]:
         work = pair.work
+        l2_bytes = self._l2_bytes()  # takes the lock itself
         with self._shared():
             settings = validity.flags()
+            cache = self._cache(case, l2_bytes, notes)
             if kind := checks.not_plain(case, self.device, self.seed):
                 raise _Refused(
                     SHORTCUT,
@@ -393,7 +471,7 @@ class _Judging:
             reference=case.reference,
             work=work,
             metrics=(Metric(self.options.metric) if self.gpu else Metric.WALL,),
-            cache=self._cache(case, notes),
+            cache=cache,
             precision=pair.precision,
         )
         [(result, error)] = measure_claims(
@@ -406,21 +484,32 @@ class _Judging:
         )
         if error is not None and not isinstance(error, ClaimNotMet):
             self._refuse(case, pair, error)
-        return result
+        return _row(case, result, cache), result
 
     def _progress(self, phase: str, **_figures: object) -> None:
         if phase in ("waiting", "working"):
             self.channel.send(phase)
 
-    def _cache(self, case: Case, notes: list[str]) -> CacheName:
-        """Return whether inputs can be kept out of the L2."""
+    def _l2_bytes(self) -> int:
+        """Return the size of the GPU's L2, which CUDA knows and NVML does not; 0 on the host."""
         if self.gpu is None:
+            return 0
+        opened = open_device(self.device, self._progress)[2].gpu
+        return opened.l2_bytes if opened else 0
+
+    def _cache(self, case: Case, l2_bytes: int, notes: list[str]) -> CacheName:
+        """Return "warm" for inputs too small to be kept out of the L2, with a note."""
+        if not l2_bytes:
             return "cold"
-        args = case.inputs(Bench(self.device, self.seed, full=True))
+        size = tensors.nbytes(case.inputs(Bench(self.device, self.seed, full=True)))
         try:
-            validity.rotation(tensors.nbytes(args), self.gpu.l2_bytes)
+            validity.rotation(size, l2_bytes)
         except UsageError:
-            notes.append("inputs are so small that they stay in the L2")
+            where = f" for {case.name}" if case.name else ""
+            notes.append(
+                f"warm caches{where}: a set of inputs has {si(float(size), 'B')} and stays in the "
+                f"L2 of {si(float(l2_bytes), 'B')} from call to call"
+            )
             return "warm"
         return "cold"
 
@@ -472,7 +561,7 @@ def _precision_of(error: float, options: Options) -> str:
     return next((name for name in lower if error <= ERROR_BUDGETS[name] <= cap), "")
 
 
-def _row(case: Case, result: Result) -> Row:
+def _row(case: Case, result: Result, cache: CacheName) -> Row:
     assert result.timing is not None
     assert result.speedup is not None
     limit = result.limits.get("optimized")
@@ -489,6 +578,7 @@ def _row(case: Case, result: Result) -> Row:
         diagnosis={names[arm]: text for arm, text in result.diagnosis.items() if arm in names},
         error=error.error if error else None,
         allowed=error.allowed if error else None,
+        cache=cache,
     )
 
 

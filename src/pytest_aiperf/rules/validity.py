@@ -239,11 +239,15 @@ def _thread_pools(_modules: int) -> list[Any]:
 
 
 def flags() -> dict[str, str]:
-    """Read the global settings that no arm may change; those of torch only if it is loaded."""
+    """Read the global settings that no arm may change; those of torch only if it is loaded.
+
+    A variable that is empty counts as unset, because all readers of these variables do so: code
+    that saves a variable and sets it again may leave an empty one.
+    """
     settings = {
         name: value
         for name, value in os.environ.items()
-        if name in _VARIABLES or name.startswith(_PREFIXES)
+        if value and (name in _VARIABLES or name.startswith(_PREFIXES))
     } | _tracers()
     settings |= {name: str(read()) for name, read in _PROCESS.items()}
     settings |= {name: str(value) for name, value in _libraries().items()}

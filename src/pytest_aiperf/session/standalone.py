@@ -188,7 +188,7 @@ def measure_claims(
     """
     if not claims:
         return []
-    machine, gpu, opened = _open_device(device, progress)
+    machine, gpu, opened = open_device(device, progress)
     gpus = () if gpu is None else (gpu,)
     lock = _lock(gpus, progress)
     seed = secrets.randbelow(2**30) if seed is None else seed
@@ -225,7 +225,7 @@ def _figures(gpus: tuple[Gpu, ...]) -> SharedFigures:
 
 
 @functools.cache
-def _open_device(
+def open_device(
     kind: Literal["cuda", "cpu"] | None, progress: Progress
 ) -> tuple[Machine, Gpu | None, Device]:
     """Return the device, which is opened once per process because opening it runs kernels."""
