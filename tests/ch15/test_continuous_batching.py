@@ -61,7 +61,7 @@ def requests(bench: Bench) -> Requests:
     """Draw prompts whose last token determines the length of the answer."""
     count, divisor = bench.size(1024, check=80), bench.size(8, check=64)
     longest_prompt, vocabulary = bench.size(24, check=6), bench.size(4096, check=64)
-    layers, width = 2, bench.size(2048, check=128)  # layers change the time of a step, not the gain
+    layers, width = 1, bench.size(2048, check=128)  # layers change the time of a step, not the gain
     dtype = torch.bfloat16
     model = random_decoder(layers, width, vocabulary, device=bench.device, dtype=dtype)
     model.out.mul_(0.5)  # the layers must not outweigh the embedding of the token
