@@ -399,6 +399,20 @@ def test_code_that_does_not_run_in_fp64_is_its_own_reference():
     assert notes == []
 
 
+def test_memory_for_results_that_the_reference_leaves_alone_is_found():
+    def make():
+        return torch.ones(3), torch.empty(2), [torch.empty(4), torch.empty(5, dtype=torch.int32)]
+
+    def reference(data):
+        data[2][0][...] = 1
+
+    assert forms._unused_buffers(make, reference) == {1, 3}
+    assert not torch.are_deterministic_algorithms_enabled()
+    _, second, (third, _) = forms._replaced(make(), {1}, lambda x: x.new_zeros(x.shape))
+    assert second.tolist() == [0, 0]
+    assert third.shape == (4,)
+
+
 def test_torch_compile_replaces_nothing_that_matters(tmp_path):
     problem = forms.load(JUDGED / "kernelbench/linear_gelu.py", "judged_here")
     before = checks.functions(problem)

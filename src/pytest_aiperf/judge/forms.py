@@ -13,10 +13,12 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -384,24 +386,14 @@ def _gpu_mode(loaded: Loaded) -> Pair:
     problem, device, seed = loaded.problem, loaded.device, loaded.seed
     module, solution = loaded.module, loaded.solution.custom_kernel
     generate = module.generate_input
-    parameters = inspect.signature(generate).parameters
     tests = problem.task.get("tests") or ()
     timed = problem.task.get("benchmarks") or tests or [{}]
-    required = {
-        n for n, p in parameters.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }  # fmt: skip
-    for spec in (*timed, *tests):
-        if missing := sorted(required - {*spec, "seed"}):
-            line = inspect.getsourcelines(generate)[1]
-            raise FileError(
-                f"{problem.path}:{line}: generate_input needs {', '.join(missing)}, which {TASK} "
-                "beside it must state"
-            )
+    _require_parameters(problem, generate, (*timed, *tests))
 
     def inputs(spec: Mapping[str, Any], bench: Bench) -> Any:
         drawn = {"seed": bench.seed % SEEDS} if _takes_seed(module) else {}
-        return (_moved(generate(**{**spec, **drawn}), bench.device),)
+        data = _moved(generate(**{**spec, **drawn}), bench.device)
+        return (_replaced(data, buffers, _zeros),)
 
     def accepts(data: Any, result: Any) -> bool:
         return is_accepted(module.check_implementation(data, result))[0]
@@ -415,7 +407,17 @@ def _gpu_mode(loaded: Loaded) -> Pair:
             f"check_implementation refuses the result for {_parameters(spec)}: {why}"
         )  # fmt: skip
 
-    baseline, notes = _call(module.ref_kernel), list[str]()
+    def with_buffers(function: Call) -> Call:
+        """Allocate the memory for results that the reference leaves unused, as others do."""
+        if not buffers:
+            return _call(function)
+        return lambda data: function(_replaced(data, buffers, _unset))
+
+    buffers: frozenset[int] = frozenset()
+    with contextlib.suppress(Exception):  # an error of the problem is raised again, just below
+        bench = Bench(device, seed, full=True)
+        buffers = _unused_buffers(lambda: inputs(timed[0], bench)[0], module.ref_kernel)
+    baseline, notes = with_buffers(module.ref_kernel), list[str]()
     data = loaded.sample(partial(inputs, timed[0]))[0]
     result = module.ref_kernel(copies(data))
     if problem.result_kind is None:  # once: a solution that is loaded anew must not have run yet
@@ -432,10 +434,83 @@ def _gpu_mode(loaded: Loaded) -> Pair:
         shown = {name: value for name, value in spec.items() if name != "seed"}
         make = partial(inputs, shown)
         reference, more = oracle(module.ref_kernel, module.ref_kernel, loaded.sample(make))
-        cases.append(Case(_parameters(shown), baseline, _call(solution), make, reference))
+        call = with_buffers(solution)
+        cases.append(Case(_parameters(shown), baseline, call, make, reference))
         notes += [note for note in more if note not in notes]
     checks = [partial(own_check, spec) for spec in tests]
     return Pair(cases, _accepted(accepts, data, result), {}, checks, notes)
+
+
+def _require_parameters(
+    problem: Problem, generate: Call, specs: Sequence[Mapping[str, Any]]
+) -> None:
+    parameters = inspect.signature(generate).parameters
+    required = {
+        n for n, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }  # fmt: skip
+    for spec in specs:
+        if missing := sorted(required - {*spec, "seed"}):
+            line = inspect.getsourcelines(generate)[1]
+            raise FileError(
+                f"{problem.path}:{line}: generate_input needs {', '.join(missing)}, which {TASK} "
+                "beside it must state"
+            )
+
+
+def _unused_buffers(make: Callable[[], Any], reference: Call) -> frozenset[int]:
+    """Return the numbers of the input's arrays that the problem's own code neither sets nor writes.
+
+    Such an array is memory for a result, of which the reference makes no use. Its values are
+    arbitrary, and a solution may write into it, so it is no input.
+    """
+    import torch
+
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # in this mode torch fills memory that it allocates, with NaN or the largest integer
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            data = make()
+        finally:
+            torch.use_deterministic_algorithms(was_on, warn_only=warns_only)
+    arrays: list[Any] = []
+
+    def collect(array: Any) -> Any:
+        arrays.append(array)
+        return array
+
+    _map(data, collect)
+
+    def is_filled(array: Any) -> bool:
+        if not isinstance(array, torch.Tensor) or not array.numel() or array.dtype == torch.bool:
+            return False
+        if array.is_floating_point():
+            return bool(array.isnan().all())
+        return not array.is_complex() and bool((array == torch.iinfo(array.dtype).max).all())
+
+    unset = [number for number, array in enumerate(arrays) if is_filled(array)]
+    if unset:
+        reference(data)
+    return frozenset(number for number in unset if is_filled(arrays[number]))
+
+
+def _zeros(tensor: Any) -> Any:
+    return tensor.new_zeros(tensor.shape)
+
+
+def _unset(tensor: Any) -> Any:
+    return tensor.new_empty(tensor.shape)
+
+
+def _replaced(value: Any, numbers: Collection[int], make: Call) -> Any:
+    """Replace some of the arrays in a value, by their numbers in the order of ``_map``."""
+    if not numbers:
+        return value
+    counter = itertools.count()
+    return _map(value, lambda x: make(x) if next(counter) in numbers else x)
 
 
 def _takes_seed(module: ModuleType) -> bool:
