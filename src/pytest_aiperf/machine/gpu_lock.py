@@ -22,8 +22,9 @@ from . import compilers
 from .file_lock import is_shared, locked
 
 WRITER_GRACE_S: Final = 0.75
-"""How long a waiting writer lets more readers enter before it takes the gate. In a run of 11 workers
-on an H200, twice as long took a quarter of the time, while claims nearly always waited to be timed.
+"""How long a waiting writer lets more readers enter before it takes the gate. In a run of 11
+workers on an H200, twice as long took a quarter of the time, while claims nearly always waited to
+be timed.
 """
 POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
