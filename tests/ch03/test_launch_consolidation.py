@@ -11,10 +11,13 @@ dimension ("concatenated"), all columns are one product whose tiles run side by 
 one start. torch.bmm on the stacked weights, the library arm, is one launch as well, and 6 % faster.
 
 The claim is judged on device time, and both baselines are graphs, so the host's launches are no
-part of the gain. The weights are concatenated once, when the model is loaded, and all arms write
-the columns of one matrix. The 8 MiB of weights stay in the L2 cache (warm). The gain ends where one
-layer fills the GPU by itself. Layers with different inputs or shapes cannot be concatenated; for
-them, branches or a grouped GEMM are the remedy.
+part of the gain. The device time of a graph contains its start: on an H200 it is 72 µs for
+"branches", whose kernels span 38 µs in a trace, and 5.7 µs for "concatenated", whose kernel takes
+4.5. So the last rung gains 12.7x by device time, which the bar holds for, 8.5x by kernels alone,
+and 4.9x by the caller's wall time, 63 against 13 µs. The weights are concatenated once, when the
+model is loaded, and all arms write the columns of one matrix. The 8 MiB of weights stay in the L2
+cache (warm). The gain ends where one layer fills the GPU by itself. Layers with different inputs or
+shapes cannot be concatenated; for them, branches or a grouped GEMM are the remedy.
 """
 
 import pytest

@@ -12,7 +12,7 @@ needs neither: torch's coalescing manager puts the 250 calls into one NCCL group
 one kernel. Both rungs beat it, because the host still handles each tensor.
 
 The limit is the link: bytes * 2 (ranks - 1) / ranks. The gain ends where the bytes of one tensor
-take longer than a call, from some tens of megabytes on; there a bucket only delays the first byte.
+take longer than a call, from about ten megabytes on; there a bucket only delays the first byte.
 """
 
 import pytest

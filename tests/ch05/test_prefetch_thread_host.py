@@ -1,18 +1,19 @@
 """Reading blocks ahead in a thread beats waiting for storage before hashing each block.
 
 Fetched and hashed block by block (here with BLAKE2), an object keeps either the CPU or storage
-idle. A thread that requests the next blocks while one is hashed ("one_reader") hides the shorter of
-the two stages behind the longer. Python's GIL does not prevent that: a read releases it while it
-waits, and hashing releases it for large blocks. Here a block's wait is about two to three times as
-long as its hashing, so most of the wait remains. Four threads ("four_readers") keep four requests
-in flight; then hashing is the longer stage.
+idle. Storage is simulated here: each block comes from the page cache after a sleep of 3 ms, as from
+object storage or a busy disk, so the waits do not depend on the machine. A thread that requests the
+next blocks while one is hashed ("one_reader") hides the shorter of the two stages behind the
+longer. Python's GIL does not prevent that: a read releases it while it waits, and hashing releases
+it for large blocks. Hashing a block takes 1 to 2 ms, less than its wait, so with one reader part of
+the wait remains. Four threads ("four_readers") keep four requests in flight; then hashing is the
+longer stage.
 
 The limits follow from the two times: with one reader (wait + hash) / max(wait, hash), and with
 enough readers (wait + hash) / hash, less the first wait, which nothing hides. Hashing in the
 readers as well would use more cores; here it stays in one thread, as a stage does that cannot be
-split. Storage is simulated: each block comes from the page cache after a wait of 3 ms, as from
-object storage or a busy disk. Where bandwidth rather than latency limits storage, parallel requests
-gain nothing over one reader.
+split. Where bandwidth rather than latency limits storage, parallel requests gain nothing over one
+reader.
 """
 
 import hashlib

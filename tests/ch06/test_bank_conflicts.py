@@ -7,9 +7,12 @@ banks.
 
 Each tile is rotated many times per trip to device memory, so shared memory is the bottleneck: 8
 bytes per element and rotation, at 128 bytes per clock and SM. A rotation writes a row (1 clock per
-warp in either layout) and reads a column (32 clocks against 1), which limits the gain to 33 / 2. A
-tile that is used once between load and store is bound by device memory and gains far less.
-`work` is omitted: it counts device memory, which hardly matters here.
+warp in either layout) and reads a column (32 clocks against 1), which limits the gain to 33 / 2. On
+an H200 the two layouts reach 13.4x, and their tiles move 25.8 TB/s through shared memory, 77 % of
+the 33.5 TB/s that 132 SMs have at 1980 MHz: no counter attributes the rest, but all warps of a
+block wait for each other after each write and after each read, and shared memory idles meanwhile
+unless other blocks use it. `work` is omitted, since it counts device memory, which hardly matters
+here. A tile that is used once between load and store is bound by device memory and gains far less.
 """
 
 import pytest

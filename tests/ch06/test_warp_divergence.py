@@ -8,11 +8,13 @@ c computes channel c: one function, with all lanes active. Loads and stores are 
 coalesced.
 
 The baseline is naive, because the divergence is the subject. At most, the gain is the number of
-channels, and the limit is memory bandwidth: on an H200, 2.7x at 72 % of the copy rate. Warps with
-cheap functions wait at the barrier for the most expensive one. A layout with one array per channel
-needs no exchange. Cases of a few instructions are predicated and cost little. Where only
-coefficients differ, a table of them needs no branch at all. The library arm is one PyTorch kernel
-per channel, on strided views.
+channels, 8, as long as instructions bind. Here memory binds first: on an H200 the baseline takes
+470 µs and a copy of the same bytes 125, so the gain is at most 3.7x, of which 2.7x are reached, at
+72 % of the copy rate. What takes the rest was not measured; the exchange costs two trips through
+shared memory, and warps with cheap functions wait at its barrier for the most expensive one. A
+layout with one array per channel needs no exchange. Cases of a few instructions are predicated and
+cost little. Where only coefficients differ, a table of them needs no branch at all. The library arm
+is one PyTorch kernel per channel, on strided views.
 """
 
 import torch

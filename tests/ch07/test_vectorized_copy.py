@@ -1,4 +1,4 @@
-"""A copy with 16-byte accesses beats one with 4-byte accesses by keeping more bytes in flight.
+"""A copy with 16-byte accesses per thread beats one with 4-byte accesses.
 
 By Little's law, bandwidth is bytes in flight over latency. An SM holds up to 2048 threads. With one
 4-byte load each they have 8 KiB in flight, too little to cover the latency of fast memory. With
@@ -6,11 +6,11 @@ By Little's law, bandwidth is bytes in flight over latency. An SM holds up to 20
 one such load per thread copies as fast as memory allows. Four ("vector_unrolled") gain nothing over
 one; they are a few percent slower, and slower than cudaMemcpyAsync, the library arm.
 
-The evidence shows wider and fewer accesses. Neither the latency nor the bytes that are really in
-flight are measured, and fewer instructions come with wider accesses: how much of the gain is due to
-which, this claim does not separate (ch08/bytes_in_flight varies the loads per thread alone). The
-gain shrinks where an SM's share of memory bandwidth is smaller. Addresses must be multiples of 16
-bytes.
+The evidence shows wider and fewer accesses, which is what the title claims. Neither the latency nor
+the bytes that are really in flight are measured, and fewer instructions come with wider accesses:
+how much of the gain is due to which, this claim does not separate (ch08/bytes_in_flight varies the
+loads per thread alone). The gain shrinks where an SM's share of memory bandwidth is smaller.
+Addresses must be multiples of 16 bytes.
 """
 
 import pytest

@@ -3,11 +3,14 @@
 A thread evaluates a whole point with the hidden layers in registers, so memory sees only the 4
 inputs and 4 outputs. All lanes of a warp need the same weight at the same time. From global memory
 ("global"), the weights stay in the L1 cache, and a 16-byte load brings four of them: at most four
-FMAs per load. Shared memory ("shared") has a shorter latency. Using each weight for two or four
-points ("shared_2", "shared_4") loads it half or a quarter as often, and the points are independent,
-so their FMAs fill each other's latency (ILP). On an H200 two points gain and four do not: the loads
-halve again, as counted, but the time is the same, at two thirds of the fp32 rate. Loads are then no
-longer the limit. The registers double (127 to 243), so half as many warps fit.
+FMAs per load. Shared memory ("shared") has a shorter latency, which is the likely reason for its
+gain: the evidence shows that the weights moved, not why that is faster. Constant memory, which
+serves one address per warp as an operand of the FMA, suits such weights as well; it is not
+measured. Using each weight for two or four points ("shared_2", "shared_4") loads it half or a
+quarter as often, and the points are independent, so their FMAs fill each other's latency (ILP). On
+an H200 two points gain and four do not: the loads halve again, as counted, but the time is the
+same, at two thirds of the fp32 rate. Loads are then no longer the limit. The registers double (127
+to 243), so half as many warps fit.
 
 Each rung is measured against the one before it, and the additions keep their order. The library arm
 is three matrix products in PyTorch, which write both hidden layers to memory. The limit is the rate

@@ -7,7 +7,8 @@ five times (one write, then two reads and two writes), and on an H200 the two pa
 than the GEMM. The larger part is the addition: PyTorch's kernel for a broadcast takes twice as long
 as GELU's, which moves as many bytes. So part of the gain of "addmm" is that kernel; against
 torch.compile it is 6 %. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies GELU as
-well: one kernel, one write. Each is measured against the rung before.
+well: one kernel, one write. Each is measured against the rung before. torch.nn.Linear calls addmm,
+so its users have the first rung already and gain what "gelu_epilogue" adds: 1.27x on an H200.
 
 torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
 has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is

@@ -15,9 +15,10 @@ at the counters before you write PTX.
 
 Each rung is compared with the one before; loads, scales and fp32 sums are the same in all. The
 limit is one read of the weights at memory bandwidth, of which these kernels reach less than two
-thirds; what binds is not measured. The gain ends where a kernel reaches it, as with few weights per
-clock on a GPU of less bandwidth. With many vectors at once this is a GEMM on tensor cores, where
-the same unpacking feeds the operands.
+thirds. What binds is not measured. A suspect is x: per 16 bytes of weights of each of its four
+rows, a lane loads 64 bytes of x from the caches and converts them, as many bytes as weights. The
+gain ends where a kernel reaches it, as with few weights per clock on a GPU of less bandwidth. With
+many vectors at once this is a GEMM on tensor cores, where the same unpacking feeds the operands.
 """
 
 import pytest

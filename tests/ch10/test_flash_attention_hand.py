@@ -11,12 +11,12 @@ weights of this tile are still multiplied with its values. The last two rungs ar
 FlashAttention 3 (arXiv 2407.08608).
 
 Each rung is compared with the one before, with and without a causal mask; the library arm is cuDNN,
-PyTorch's default on Hopper. On an H200 the last rung reaches 0.99x of cuDNN without the mask and
-1.15x with it, where tiles above the diagonal are left out and blocks with the most keys start
-first. All rungs need whole tiles of 128. The limit is the rate of the tensor cores. Exponentials
-come next: an SM computes 16 per clock, so with 128 elements per head they take half as long as the
-products, and with fewer elements a larger share. For short sequences there are too few blocks for
-all SMs.
+PyTorch's default on Hopper. On an H200 the last rung is as fast as cuDNN without the mask (1.003x)
+and 1.15x as fast with it, where tiles above the diagonal are left out and blocks with the most keys
+start first. All rungs need whole tiles of 128. The limit is the rate of the tensor cores.
+Exponentials come next: an SM computes 16 per clock, so with 128 elements per head they take half as
+long as the products, and with fewer elements a larger share. For short sequences there are too few
+blocks for all SMs.
 """
 
 from functools import partial

@@ -8,11 +8,11 @@ while threads copy. "tma" loads the tiles with TMA: no thread computes addresses
 signals that the bytes have arrived. "wide" multiplies tiles of 128 x 256. "specialised" gives the
 loads to a producer warp, and "persistent" lets one block per SM loop over the tiles, so that loads
 of the next tile overlap the epilogue of this one. On an H200 these two gain nothing over "wide"
-(0.998x and 1.003x), which already keeps a product in flight, so they claim parity. "tma_store"
-builds on both and gains 6 %: TMA writes the results while the consumers go on with the next tile.
+(0.997x and 1.006x), which already keeps a product in flight, so they claim parity. "tma_store"
+builds on both and gains 5.5 %: TMA writes the results while the consumers go on with the next tile.
 
 Each rung is compared with the one before, on the same operands (b transposed, as in a linear
-layer). The library arm is cuBLAS; only the last rung is faster, by 1.2 %. Clusters with multicast
+layer). The library arm is cuBLAS; only the last rung is faster, by 1.3 %. Clusters with multicast
 are not measured; for a small k see test_pingpong_consumers.py. All rungs need whole tiles. The
 limit is power: at n = 8192 an H200 lowers its clock, and random data draw more power than zeros.
 Small products gain less, because their tiles do not fill the SMs.
