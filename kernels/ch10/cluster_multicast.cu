@@ -1,14 +1,14 @@
-// out = a * b^T in bf16 with fp32 sums; m is a multiple of 512, n of 256, k of 64 (sm_90a).
+// out = a * b^T in bf16 with fp32 sums; m is a multiple of 512, n of 128, k of 64 (sm_90a).
 //
-// Warp-specialised GEMM with one block per SM, as `tma_store` of wgmma_ladder.cu: a producer warp
-// loads tiles of 128 x 64 and 256 x 64 with TMA, two consumer warpgroups multiply them, and TMA
-// stores the result. Only the source of the tiles of b differs:
+// Warp-specialised GEMM with one block per SM, as `tma_store` of wgmma_ladder.cu, but with tiles of
+// 128 x 128: a producer warp loads tiles of 128 x 64 of both operands with TMA, two consumer
+// warpgroups multiply them, and TMA stores the result. Only the source of the tiles of b differs:
 //
-//   no_cluster  Each block loads its tiles of a and of b: 48 KiB per step.
+//   no_cluster  Each block loads its tiles of a and of b: 32 KiB per step.
 //   cluster_2   Two blocks form a cluster and compute tiles that lie below each other in the
 //               result, so they need the same tile of b. Each loads one half of it and multicasts
-//               it to both: 32 KiB per block and step from the L2 cache.
-//   cluster_4   Four blocks load a quarter each: 24 KiB per block and step.
+//               it to both: 24 KiB per block and step from the L2 cache.
+//   cluster_4   Four blocks load a quarter each: 20 KiB per block and step.
 //
 // A stage is overwritten in all blocks of the cluster at once. So a producer may load it again only
 // when the consumers of all blocks have released it: each consumer warp arrives at the `empty`
@@ -17,7 +17,8 @@
 
 #include "hopper.cuh"
 
-constexpr int TILE_M = 128, TILE_N = 256, STAGES = 4, THREADS = 384;
+constexpr int TILE_M = 128, TILE_N = 128, STAGES = 6, THREADS = 384;
+constexpr int SUMS = TILE_N / 2;  // of a consumer thread: 64 x TILE_N over 128 threads
 constexpr int CONSUMER_WARPS = 8;
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
@@ -55,8 +56,8 @@ __device__ void tma_multicast_2d(uint32_t to, const CUtensorMap* map, int column
                     "h"(mask) : "memory");
 }
 
-// Stage the 64 x 256 results of a warpgroup in parts of 64 x 64, in two buffers by turns.
-__device__ void store_parts(const float (&acc)[128], uint32_t buffers, const CUtensorMap* out,
+// Stage the 64 x 128 results of a warpgroup in parts of 64 x 64, in two buffers by turns.
+__device__ void store_parts(const float (&acc)[SUMS], uint32_t buffers, const CUtensorMap* out,
                             int row, int column, int warpgroup) {
     const bool issuer = threadIdx.x % 128 == 0;
 #pragma unroll
@@ -122,7 +123,7 @@ __device__ void gemm(const CUtensorMap* a, const CUtensorMap* b, const CUtensorM
         const int row = (warpgroup - 1) * 64;
         const uint32_t buffers = tiles + STAGES * STAGE_BYTES + (warpgroup - 1) * 2 * PART_BYTES;
         for (int tile = blockIdx.x; tile < tile_count; tile += gridDim.x) {
-            float acc[128];
+            float acc[SUMS];
             for (int step = 0; step < steps; ++step, advance()) {
                 wait(&full[stage], parity);
                 const uint32_t a_tile = tiles + stage * STAGE_BYTES;
