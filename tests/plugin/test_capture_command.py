@@ -1,5 +1,6 @@
 """`capture TOOL -- COMMAND` profiles a command as it is, and keeps what it has if that fails."""
 
+import csv
 import gzip
 import json
 import os
@@ -399,7 +400,6 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         (["nsys", "--calls", "3", "--", "true"], "--calls is for a function"),
         (["nsys", "a.py::f", "--kernel", "gemm"], "--kernel is for a command: capture nsys -- pyt"),
         (["nsys", "--kernel", "at::mm", "a.py::f"], "--kernel is for a command: capture nsys -- p"),
-        (["torch:operators", "--", "true"], "functions only: use torch:deep_dive"),
         (["--compare", "a", "b", "--", "true"], "--compare shows what was captured and runs"),
         (["nsys", "--read", "a"], "--read shows what was captured and runs nothing"),
         (["--read", "a", "--compare", "a", "b"], "--read shows one capture, --compare two"),
@@ -415,9 +415,9 @@ def test_wrong_arguments_say_what_to_do(words, why, capfd):
 # PyTorch, recorded from inside
 
 
-def trace_of(*words, env=()):
+def trace_of(*words, env=(), options=("torch",)):
     """Run `capture torch` in a process: under pytest-cov and others, imports differ."""
-    argv = [sys.executable, "-m", "pytest_aiperf", "capture", "torch", "--", *words]
+    argv = [sys.executable, "-m", "pytest_aiperf", "capture", *options, "--", *words]
     done = subprocess.run(
         argv, env=os.environ | dict(env), capture_output=True, text=True, check=False
     )
@@ -435,6 +435,34 @@ def test_a_script_is_recorded_without_a_change(status):
     assert [row.name for row in part.ranges] == ["forward", "update"]
     assert all(row.seconds > 0 for row in part.ranges)
     assert part.profile.artefact.endswith(".pt.trace.json")  # as TensorBoard expects it
+
+
+PRODUCT = """\
+import torch
+a, b = torch.ones(8, 4), torch.ones(4, 2)
+a + a
+with torch.profiler.record_function("forward"):
+    for _ in range(3):
+        a @ b
+"""
+
+
+@pytest.mark.parametrize("selected", [(), ("--nvtx", "forward")])
+def test_a_script_has_a_table_of_all_operators(selected):
+    Path("product.py").write_text(PRODUCT)
+    options = ("torch:operators", *selected)
+    done, found = trace_of(sys.executable, "product.py", options=options)
+    assert done.returncode == 0, done.stderr
+    [part] = found.parts
+    [file] = Path("artifacts").glob("*/product/torch/*.operators.csv")
+    assert f"all operators: {file}" in part.profile.notes
+    with file.open(newline="") as table:
+        rows = {row["operator"]: row for row in csv.DictReader(table)}
+    product = rows["aten::mm"]
+    assert (product["calls"], product["input shapes"]) == ("3", "[[8, 4], [4, 2]]")
+    assert product["operations"] == str(3 * 2 * 8 * 4 * 2)
+    assert ("aten::add" in rows) == (not selected)
+    assert "forward" not in rows
 
 
 RECOMPILES = """\
@@ -574,7 +602,7 @@ def test_the_allocator_of_a_process_is_recorded(monkeypatch):
     monkeypatch.setattr(injected.atexit, "register", finish.append)
     monkeypatch.setenv("RANK", "1")
     torch = FakeTorch()
-    settings = {"folder": ".", "deep": False}
+    settings = {"folder": ".", "preset": "minimal"}
     injected._record_memory(settings, torch)
     assert finish == []  # without a GPU there is nothing to record
     torch._lazy_init()

@@ -103,8 +103,6 @@ def check(request: CommandRequest) -> None:
     require_program(request.command[0])
     if tool in _FUNCTIONS_ONLY:
         raise UsageError(f"{tool} profiles functions only: name FILE.py::FUNCTION, or use nsys")
-    if request.preset == "operators":
-        raise UsageError("torch:operators profiles functions only: use torch:deep_dive")
     if (request.selection.nvtx or request.selection.kernel) and tool not in (
         "nsys", "ncu", "torch",
     ):  # fmt: skip
@@ -311,7 +309,8 @@ def _injection(request: CommandRequest, scratch: Path) -> dict[str, str]:
     settings = {
         "hook": request.tool.hook,
         "folder": str(folder.absolute()),
-        "deep": request.preset == "deep_dive",
+        "preset": request.preset,
+        "range": request.selection.nvtx,
     }
     paths = [str(scratch), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), injected.VARIABLE: json.dumps(settings)}
@@ -374,7 +373,10 @@ def _parts(
                 f"only the first {ncu.MAX_LAUNCHES} kernels: select others with --kernel, "
                 "--nvtx, --launch-skip and --launch-count"
             )
-        read = reading._replace(notes=[*reading.notes, *notes])
+        stem = str(file).removesuffix(tool.suffix)
+        files = {Path(f"{stem}{suffix}"): what for suffix, what in tool.further.items()}
+        further = [f"{what}: {each}" for each, what in files.items() if each.exists()]
+        read = reading._replace(notes=[*reading.notes, *notes, *further])
         yield _part(request, name, file, read)
 
 

@@ -12,12 +12,14 @@ file.
 from __future__ import annotations
 
 import atexit
+import csv
 import importlib.util
 import json
 import os
 import sys
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -25,9 +27,18 @@ from typing import Any
 
 VARIABLE = "PYTEST_AIPERF_RECORD"
 """Environment variable with the settings, as JSON: "hook" is "torch" or "memory", "folder" is where
-files are written, and "deep" is whether to record shapes, memory and stacks as well."""
+files are written, "preset" is that of the tool, and "range" is the range that counts, or ""."""
 COMPILER_FIGURES = ("graph_breaks", "recompilations")
 """Metadata of a trace: what torch.compile did from the start of the process on."""
+OPERATORS = ".operators.csv"  #: Suffix of the table of all operators.
+_OPERATOR_FIGURES = {
+    "count": "calls",
+    "self_device_time_total": "GPU self us", "device_time_total": "GPU total us",
+    "self_cpu_time_total": "host self us", "cpu_time_total": "host total us",
+    "self_device_memory_usage": "GPU self bytes", "self_cpu_memory_usage": "host self bytes",
+    "flops": "operations",
+}  # fmt: skip
+"""PyTorch's figures of an operator, and the heads of their columns in the table of operators."""
 
 
 class _TorchFinder:
@@ -87,13 +98,14 @@ def _file_name() -> str:
 
 def _record_trace(settings: dict[str, Any], torch: Any) -> None:
     """Record operators, CUDA API calls and kernels, and write a Chrome trace."""
-    deep, on_gpu = settings["deep"], torch.cuda.is_initialized()
+    deep, on_gpu = settings["preset"] != "minimal", torch.cuda.is_initialized()
     kinds = torch.profiler.ProfilerActivity
     profile = torch.profiler.profile(
         activities=[kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU],
         record_shapes=deep,
         profile_memory=deep,
-        with_stack=deep,
+        with_stack=settings["preset"] == "deep_dive",
+        with_flops=deep,
     )
     process, thread = os.getpid(), threading.get_ident()
     with warnings.catch_warnings():
@@ -112,9 +124,42 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
         add_compiler_figures(profile)
         profile.stop()
         if profile.profiler.kineto_results.events():
-            profile.export_chrome_trace(f"{settings['folder']}/{_file_name()}.pt.trace.json")
+            stem = f"{settings['folder']}/{_file_name()}"
+            profile.export_chrome_trace(f"{stem}.pt.trace.json")
+            if settings["preset"] == "operators":
+                write_operators(profile.events(), Path(f"{stem}{OPERATORS}"), settings["range"])
 
     atexit.register(_guarded(finish))
+
+
+def write_operators(events: Any, file: Path, window: str = "") -> None:
+    """Write a row per operator and input shapes, the longest first.
+
+    With ``window``, only operators within ranges of this name count. Shapes, bytes and operations
+    are known with the preset "operators" only, and operations only of matrix products,
+    convolutions, additions and multiplications.
+    """
+    from torch.autograd import DeviceType
+    from torch.autograd.profiler_util import FunctionEventAvg
+
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    windows = [event.time_range for event in on_host if window and event.name == window]
+    rows: defaultdict[tuple[str, str], Any] = defaultdict(FunctionEventAvg)
+    for event in on_host:
+        start = event.time_range.start
+        is_inside = not window or any(each.start <= start <= each.end for each in windows)
+        # a range of the program, or a step of the profiler, is no operator
+        if is_inside and not getattr(event, "is_user_annotation", False):
+            rows[event.name, str(event.input_shapes or "")].add(event)
+
+    def own_time(key: tuple[str, str]) -> tuple[float, float]:
+        return rows[key].self_device_time_total, rows[key].self_cpu_time_total
+
+    with file.open("w", newline="", encoding="utf-8") as out:
+        table = csv.writer(out)
+        table.writerow(["operator", "input shapes", *_OPERATOR_FIGURES.values()])
+        for key in sorted(rows, key=own_time, reverse=True):
+            table.writerow([*key, *(getattr(rows[key], name) for name in _OPERATOR_FIGURES)])
 
 
 def add_compiler_figures(profile: Any) -> None:
@@ -136,7 +181,7 @@ def _record_memory(settings: dict[str, Any], torch: Any) -> None:
     if not torch.cuda.is_initialized():
         return
     process, memory = os.getpid(), torch.cuda.memory
-    memory._record_memory_history(stacks="all" if settings["deep"] else "python")
+    memory._record_memory_history(stacks="all" if settings["preset"] == "deep_dive" else "python")
 
     def finish() -> None:
         stats = memory.memory_stats()

@@ -1,10 +1,8 @@
 """The profiled process: run the calls of one arm inside the range that is profiled."""
 
-import csv
 import json
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,17 +32,6 @@ WAITING: Final = "waiting"
 """File in the scratch folder; it exists while the profiled process waits for other processes."""
 SAMPLING_S: Final = 1.0
 """Seconds for which calls repeat under perf: at 999 Hz it then takes about 1000 samples."""
-
-
-_OPERATOR_FIGURES: Final = {
-    "count": "calls",
-    "self_device_time_total": "GPU self us", "device_time_total": "GPU total us",
-    "self_cpu_time_total": "host self us", "cpu_time_total": "host total us",
-    "self_device_memory_usage": "GPU self bytes", "self_cpu_memory_usage": "host self bytes",
-    "flops": "operations",
-}  # fmt: skip
-"""PyTorch's figures of an operator, and the heads of their columns in the table of operators."""
-_OPERATOR_COLUMNS: Final = ("operator", "input shapes", *_OPERATOR_FIGURES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,34 +236,8 @@ def _torch(job: CaptureJob, device: Device, warm_up: Run) -> Iterator[None]:
         injected.add_compiler_figures(profile)
     profile.export_chrome_trace(f"{job.stem}{TOOLS[job.tool].suffix}")
     if not stacks:  # with stacks, PyTorch 2.13 fails to decode the names of some Python functions
-        _write_operators(profile.events(), Path(f"{job.stem}.operators.csv"))
-
-
-def _write_operators(events: Any, file: Path) -> None:
-    """Write a row per operator and input shapes, within RANGE, the longest first.
-
-    Shapes, bytes and operations are known with the preset "operators" only, and operations only of
-    matrix products, convolutions, additions and multiplications.
-    """
-    from torch.autograd import DeviceType
-    from torch.autograd.profiler_util import FunctionEventAvg
-
-    on_host = [event for event in events if event.device_type == DeviceType.CPU]
-    marker = next(event for event in on_host if event.name == RANGE)
-    first, last = marker.time_range.start, marker.time_range.end
-    rows: defaultdict[tuple[str, str], Any] = defaultdict(FunctionEventAvg)
-    for event in on_host:
-        if event is not marker and first <= event.time_range.start <= last:
-            rows[event.name, str(event.input_shapes or "")].add(event)
-
-    def own_time(key: tuple[str, str]) -> tuple[float, float]:
-        return rows[key].self_device_time_total, rows[key].self_cpu_time_total
-
-    with file.open("w", newline="", encoding="utf-8") as out:
-        table = csv.writer(out)
-        table.writerow(_OPERATOR_COLUMNS)
-        for key in sorted(rows, key=own_time, reverse=True):
-            table.writerow([*key, *(getattr(rows[key], name) for name in _OPERATOR_FIGURES)])
+        file = Path(f"{job.stem}{injected.OPERATORS}")
+        injected.write_operators(profile.events(), file, RANGE)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Final, Literal
 from pytest_aiperf.build.sass import find_in_packages
 from pytest_aiperf.errors import ToolMissing, UsageError
 
+from . import injected
 from .ncu import MAX_LAUNCHES
 from .timeline import RANGE
 
@@ -144,7 +145,7 @@ _TOOLS: Final = (
         hook="torch",
         host=True,
         ranks=True,
-        further={".operators.csv": "all operators"},
+        further={injected.OPERATORS: "all operators"},
     ),
     Tool("proton", "pip install triton", ".hatchet", _IN_PROCESS, module="triton", hook="proton"),
     Tool("memory", "pip install torch", ".json", _IN_PROCESS, module="torch", hook="memory"),
