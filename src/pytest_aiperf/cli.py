@@ -281,6 +281,7 @@ def doctor(given: argparse.Namespace) -> int:
                 uuids=uuids,
             )
             files |= ended
+            sys.stdout.write(f"the command ended with exit status {status}\n")
         bundle.write(given.bundle, files)
         sys.stdout.write(f"written: {given.bundle}\n")
     if status:

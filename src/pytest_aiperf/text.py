@@ -49,6 +49,14 @@ def _scaled(value: float, scales: _Scales) -> tuple[float, str]:
     return value / scale, prefix
 
 
+def shorten(name: str, width: int = 100) -> str:
+    """Cut the middle out of a long name, such as that of a kernel with its template arguments."""
+    if len(name) <= width:
+        return name
+    tail = width // 3  # the start has the function, the end tells specializations apart
+    return f"{name[: width - tail - 3]}...{name[-tail:]}"
+
+
 def percent(share: float, digits: int = 0) -> str:
     """Format a fraction as a percentage: 0.25 becomes "25 %"."""
     return f"{100 * share:.{digits}f} %"

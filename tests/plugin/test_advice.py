@@ -98,6 +98,10 @@ COUNTERS = [
 ]
 
 TRACED = {"kernels": 300.0, "launches": 300.0, "copies": 0.0, "span": 1.0, "busy": 0.8}
+COPYING = TRACED | {
+    "copies": 3.0, "gaps": 0.2, "host copy time": 0.6,
+    "host to device bytes": 2.0**30, "device to host bytes": 2.0**29,
+}  # fmt: skip
 # the same for figures of nsys and of PyTorch's profiler
 TIMELINES = [
     (
@@ -130,7 +134,30 @@ TIMELINES = [
         "2e+05 kernels of 4.0 µs each: fuse them (see ch01/batched_gemm)",
         {"kernels": 8_000.0},
     ),
-    (TRACED | {"busy": 0.5}, "capture a graph or fuse (see ch12/graph_replay)", {}),
+    (
+        TRACED | {"busy": 0.5, "gaps": 0.5, "long gaps": 0.2},
+        "capture a graph or fuse (see ch12/graph_replay)",
+        {"long gaps": 0.4},
+    ),
+    (
+        TRACED | {"busy": 0.5, "gaps": 0.5, "long gaps": 0.4},
+        (
+            "80 % of the gaps are longer than 10 ms, which no graph closes: the program starts up, "
+            "compiles or loads data; --nvtx RANGE captures only its steps "
+            "(see ch13/dataloader_workers)"
+        ),
+        {"long gaps": 0.2},
+    ),
+    (
+        COPYING,
+        (
+            "copy-bound: 60 % of the time in copies, 1.000 GiB host to device and 512.0 MiB device "
+            "to host; keep data on the GPU, or copy from pinned memory while kernels run "
+            "(see ch03/pinned_prefetch_stream)"
+        ),
+        {"host copy time": 0.2},
+    ),
+    (COPYING, "copy-bound", {"gaps": 0.7, "busy": 0.7, "span": 1.4}),
     (
         TRACED | {"busy": 0.5, "launches": 1.0},
         "fuse: it is one launch already (see ch09/elementwise_chain_fusion)",

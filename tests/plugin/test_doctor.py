@@ -259,6 +259,8 @@ def test_links_are_tried_on_request():
     assert "all-reduce" not in {check.name for check in checks(machine)}
     [check] = [c for c in checks(machine, links=True) if c.name == "all-reduce"]
     assert str(check) == "OK      all-reduce        over 2 GPUs: right"
+    [check] = [c for c in checks(Machine(has=[ONE]), links=True) if c.name == "all-reduce"]
+    assert str(check).endswith("over 1 GPU: right")
     machine.collective = "NCCL WARN Bootstrap: no socket interface found"
     [check] = [c for c in checks(machine, links=True) if c.name == "all-reduce"]
     assert check.state == State.BROKEN

@@ -89,6 +89,51 @@ def test_a_range_and_kernels_can_be_selected(step, selection, kernels, names):
     assert list(rows(reading)) == names
 
 
+def test_a_range_of_a_library_in_the_backward_pass_belongs_to_it(tmp_path):
+    """CCCL names its algorithms, also on the thread in which autograd calls them."""
+    export = Export()
+    us = MICRO
+    export.range("CCCL", 0, None, kind=DOMAIN, domain=3)
+    export.range("backward", 0, 500 * us)
+    export.range("cub::DeviceReduce::Sum", 100 * us, 200 * us, tid=11, domain=3)
+    export.launch(50 * us, ("gemm(int)", 60 * us, 90 * us), tid=11)
+    export.launch(110 * us, ("reduce(int)", 120 * us, 160 * us), tid=11)
+    export.range("optimizer", 510 * us, 600 * us)
+    export.launch(520 * us, ("adam(int)", 530 * us, 540 * us))
+    path = export.write(tmp_path / "library.sqlite")
+    found = rows(timeline.nsys(path))
+    counts = {name: row.kernels for name, row in found.items()}
+    assert counts == {"backward": 2, "CCCL:cub::DeviceReduce::Sum": 1, "optimizer": 1}
+    selected = timeline.nsys(path, selection=Selection("backward"))
+    assert selected.figures["kernels"] == (2, "")
+
+
+def test_copies_and_long_gaps_have_figures(tmp_path):
+    export = Export()
+    ms = 1000 * MICRO
+    export.copy(0, 0, 30 * ms, 1 << 20)
+    export.copy(1 * ms, 10 * ms, 40 * ms, 1 << 20, kind=2)
+    export.copy(2 * ms, 40 * ms, 41 * ms, 1 << 20, kind=8)
+    export.launch(60 * ms, ("first(int)", 61 * ms, 62 * ms))
+    export.launch(63 * ms, ("second(int)", 64 * ms, 65 * ms))
+    figures = timeline.nsys(export.write(tmp_path / "copies.sqlite")).figures
+    assert figures["host copy time"] == (pytest.approx(0.04), "s")
+    assert figures["long gaps"] == (pytest.approx(0.02), "s")
+    assert figures["gaps"] == (pytest.approx(0.022), "s")
+
+
+def test_long_names_of_kernels_are_whole_in_the_record_only(tmp_path):
+    export = Export()
+    name = "void kernel<" + "int, " * 60 + "float>(float*)"
+    export.launch(0, ("first(int)", 0, 100 * MICRO))
+    export.launch(300 * MICRO, (name, 500 * MICRO, 900 * MICRO))
+    path = export.write(tmp_path / "long.sqlite")
+    profile = read("nsys", path, "call")
+    assert name in profile.kernels
+    assert any(note.startswith("the GPU waits") for note in profile.notes)
+    assert not any(name in note for note in profile.notes)
+
+
 def test_an_unknown_range_or_kernel_names_what_there_is(step):
     with pytest.raises(CaptureFailed, match=r"no range 'eval': its ranges are step, data, forward"):
         timeline.nsys(step, selection=Selection("eval"))

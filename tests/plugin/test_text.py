@@ -65,3 +65,13 @@ def test_columns_are_aligned_and_short_rows_are_filled():
     ]
     assert text.table(rows)[1] == "a         1.5     s"
     assert text.table([]) == []
+
+
+def test_a_long_name_keeps_its_start_and_its_end():
+    name = "void kernel<" + "int, " * 60 + "float>(float*)"
+    assert text.shorten("short") == "short"
+    shown = text.shorten(name)
+    assert len(shown) == 100
+    assert shown.startswith("void kernel<int, ")
+    assert shown.endswith("int, float>(float*)")
+    assert "..." in shown

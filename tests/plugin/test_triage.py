@@ -94,7 +94,7 @@ def test_the_exit_status_is_that_of_the_command(script, status, how, healthy, ca
     script = f"echo out; echo err >&2; {script}"
     assert main(["doctor", "--bundle", "b.tar.gz", "--run", "--", "sh", "-c", script]) == status
     printed = capfd.readouterr()
-    assert printed.out == "written: b.tar.gz\n"
+    assert printed.out == (f"the command ended with exit status {status}\nwritten: b.tar.gz\n")
     assert printed.err == "out\nerr\n"
     files = packed()
     assert files["run.log"] == "out\nerr\n"

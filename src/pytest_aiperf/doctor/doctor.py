@@ -457,10 +457,11 @@ def _all_reduce(host: Host, count: int) -> Check:
     name = "all-reduce"
     if not count:
         return _advice(name, "not tried", "--links needs a GPU")
+    gpus = f"{count} GPU{'s' * (count > 1)}"
     if problem := host.all_reduce(count):
         todo = "NCCL_DEBUG=INFO shows more; see NCCL_SOCKET_IFNAME, the firewall and /dev/shm"
-        return _broken(name, f"over {count} GPUs: fails", todo, problem)
-    return _ok(name, f"over {count} GPUs: right")
+        return _broken(name, f"over {gpus}: fails", todo, problem)
+    return _ok(name, f"over {gpus}: right")
 
 
 def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:

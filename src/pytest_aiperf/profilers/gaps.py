@@ -2,15 +2,18 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Final
 
 from pytest_aiperf.device.trace import Activity
-from pytest_aiperf.text import si
+from pytest_aiperf.text import shorten, si
 
 from .ranges import ApiCall, Range, enclosing
 
 MIN_SHARE: Final = 0.1  #: Share of the span up to which gaps are not described: they cost little.
+LONG_S: Final = 0.01
+"""Seconds from which on a gap is long: a launch takes microseconds, so a graph of launches does not
+close a gap in which the host starts up, compiles or loads data."""
 _LISTED: Final = 3  #: Maximum number of places in which the GPU waits that are described.
 _ADDRESS: Final = re.compile(r" (object )?at 0x[0-9a-f]+")
 """Part of a built-in function's name that differs from call to call."""
@@ -36,21 +39,18 @@ def describe(
     """
     if not activities:
         return []
-    ordered = sorted(activities, key=lambda activity: activity.start)
     by_correlation = {call.correlation: call for call in calls}
     places: list[tuple[float, Activity, ApiCall | str]] = []  # what the host did, or when it did it
-    busy_until = ordered[0].end
-    for activity in ordered[1:]:
-        if activity.start > busy_until:
-            call = by_correlation.get(activity.correlation)
-            host: ApiCall | str = UNKNOWN if call is None else LAUNCHED
-            if call is not None and call.start > busy_until:
-                middle = (busy_until + min(call.start, activity.start)) / 2
-                host = call._replace(start=middle, end=middle)
-            places.append((activity.start - busy_until, activity, host))
-        busy_until = max(busy_until, activity.end)
+    for begin, activity in _gaps(activities):
+        call = by_correlation.get(activity.correlation)
+        host: ApiCall | str = UNKNOWN if call is None else LAUNCHED
+        if call is not None and call.start > begin:
+            middle = (begin + min(call.start, activity.start)) / 2
+            host = call._replace(start=middle, end=middle)
+        places.append((activity.start - begin, activity, host))
     total = sum(gap for gap, _, _ in places)
-    if total <= MIN_SHARE * (busy_until - ordered[0].start):
+    span = max(each.end for each in activities) - min(each.start for each in activities)
+    if total <= MIN_SHARE * span:
         return []
     moments = [host for _, _, host in places if not isinstance(host, str)]
     around = iter(enclosing(moments, frames, main))
@@ -64,9 +64,25 @@ def describe(
         seconds[key] += gap
         counts[key] += 1
     return [
-        f"the GPU waits {si(seconds[key], 's')} before {key[0]} ({counts[key]} x): {key[1]}"
+        f"the GPU waits {si(seconds[key], 's')} before {shorten(key[0])} ({counts[key]} x): "
+        f"{key[1]}"
         for key in sorted(seconds, key=lambda key: -seconds[key])[:_LISTED]
     ]
+
+
+def long_seconds(activities: Collection[Activity]) -> float:
+    """Return the time in gaps that are too long to be those between launches."""
+    gaps = (activity.start - begin for begin, activity in _gaps(activities))
+    return sum(gap for gap in gaps if gap >= LONG_S)
+
+
+def _gaps(activities: Collection[Activity]) -> Iterator[tuple[float, Activity]]:
+    """Yield the begin of each gap, and the activity that ends it."""
+    busy_until = min((each.start for each in activities), default=0.0)
+    for activity in sorted(activities, key=lambda activity: activity.start):
+        if activity.start > busy_until:
+            yield busy_until, activity
+        busy_until = max(busy_until, activity.end)
 
 
 def _place(names: Sequence[str]) -> str:

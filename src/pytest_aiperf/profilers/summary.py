@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_aiperf.model import Profile
-from pytest_aiperf.text import percent, si
+from pytest_aiperf.text import percent, shorten, si
 from pytest_aiperf.text import table as columns
 
 from .command import CRASHES, EXPIRED, INTERRUPTED, CommandRecord, Part, ToolCapture
@@ -172,7 +172,7 @@ def _compared(title: str, before: Part, after: Part) -> Section:
     ):  # fmt: skip
         if single := [name for name in names if name not in others]:
             more = f" and {len(single) - _KERNELS} more" if len(single) > _KERNELS else ""
-            remarks.append(f"{label}: {', '.join(single[:_KERNELS])}{more}")
+            remarks.append(f"{label}: {', '.join(map(shorten, single[:_KERNELS]))}{more}")
     for label, part in (("before", before), ("after", after)):
         if part.diagnosis:
             remarks.append(f"{label}: {part.diagnosis}")

@@ -19,7 +19,7 @@ from pytest_aiperf.device import trace
 from pytest_aiperf.device.trace import Activity, Event
 from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.rules.stats import covered
-from pytest_aiperf.text import si
+from pytest_aiperf.text import shorten, si
 
 from . import gaps, injected
 from .ranges import ApiCall, Range, RangeTime, enclosing, times
@@ -72,6 +72,8 @@ _COPIES: Final = {
     1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer",
 }  # fmt: skip
 """CUPTI's number for a kind of copy (CUpti_ActivityMemcpyKind), and the kind's name."""
+_HOST_COPIES: Final = ("host to device", "device to host")
+"""Kinds of copies that take the time of the link to the host."""
 _WAITS: Final = re.compile(
     r"cu(da)?((Ctx|Device|Event|Stream|Thread)Synchronize|Memcpy(?!\w*(Async|Peer|DtoD)))"
 )
@@ -439,10 +441,14 @@ def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
     for copy in copies:
         moved[copy.kind] += copy.bytes
     figures |= {f"{kind} bytes": (size, "B") for kind, size in moved.items()}
+    if host := [(copy.start, copy.end) for copy in copies if copy.kind in _HOST_COPIES]:
+        figures["host copy time"] = (covered(host), "s")
     if activities:
         busy, span = trace.busy_and_span(activities)
         figures |= {"span": (span, "s"), "busy": (busy, "s"), "gaps": (span - busy, "s")}
         figures["gap share"] = ((span - busy) / span if span else 0.0, "share")
+        if seconds := gaps.long_seconds(activities):
+            figures["long gaps"] = (seconds, "s")
         first, end = min(a.start for a in activities), max(a.end for a in activities)
         for name, samples in timeline.samples.items():
             if shares := [share for at, share in samples if first <= at <= end]:
@@ -451,12 +457,12 @@ def _reading(timeline: Timeline, windows: Sequence[Range]) -> Reading:
         last = max([*(a.end for a in activities), *(call.end for call in calls)], default=0.0)
         ended = ((each.start, each.end if each.end < math.inf else last) for each in windows)
         figures["range"] = (covered(ended), "s")
-    seconds = trace.kernel_seconds(activities)
-    notes = [f"{name}: {si(s, 's')}" for name, s in list(seconds.items())[:TOP]]
+    by_kernel = trace.kernel_seconds(activities)
+    notes = [f"{shorten(name)}: {si(s, 's')}" for name, s in list(by_kernel.items())[:TOP]]
     named = [each for each in timeline.ranges if each.name != RANGE]
     rows = times(activities, calls, named, timeline.main)
     notes += gaps.describe(activities, calls, timeline.frames or named, timeline.main)
-    return Reading(figures, list(seconds), notes, rows)
+    return Reading(figures, list(by_kernel), notes, rows)
 
 
 def _top_operators(operators: Collection[Event], events: Iterable[Event]) -> list[str]:

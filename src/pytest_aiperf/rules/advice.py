@@ -26,6 +26,8 @@ _LOOP: Final = 10
 """Waits of the host from which on they belong to a loop: a program waits a few times anyway."""
 _UNCERTAIN: Final = 1.05  #: Quotient from which on two counters differ by more than their error.
 
+LEADING: Final = 0.5  #: From this share on, one part takes longer than all others.
+_SHORT_GAPS: Final = {"long gap share": (0.0, LEADING)}
 _OVERHEAD: Final = {"idle share": (IDLE, inf)}
 _LATENCY: Final = {"utilization": (0.0, BUSY)}
 
@@ -68,11 +70,22 @@ def _limited(resource: str, sentence: str) -> Rule:
 RULES: Final[Sequence[Rule]] = (
     # figures of a trace
     Rule(
-        "overhead-bound", _OVERHEAD | {"launches": (2, inf)},
+        "copy-bound", {"lead of host copies": (LEADING, inf)},
+        "keep data on the GPU, or copy from pinned memory while kernels run",
+        "ch03/pinned_prefetch_stream",
+    ),
+    Rule(
+        "overhead-bound", _OVERHEAD | {"long gap share": (LEADING, inf)},
+        "{long gap share} of the gaps are longer than 10 ms, which no graph closes: the program "
+        "starts up, compiles or loads data; --nvtx RANGE captures only its steps",
+        "ch13/dataloader_workers",
+    ),
+    Rule(
+        "overhead-bound", _OVERHEAD | _SHORT_GAPS | {"launches": (2, inf)},
         "capture a graph or fuse", "ch12/graph_replay",
     ),
     Rule(
-        "overhead-bound", _OVERHEAD | {"launches": (0, 2), "activities": (2, inf)},
+        "overhead-bound", _OVERHEAD | _SHORT_GAPS | {"launches": (0, 2), "activities": (2, inf)},
         "fuse: it is one launch already", "ch09/elementwise_chain_fusion",
     ),
     Rule(
@@ -212,6 +225,11 @@ than half of an SM's warps, so that alone it never leads to a low occupancy."""
 def derived(figures: Mapping[str, float]) -> dict[str, float]:
     """Return a profile's figures with those that rules compute from them."""
     known = dict(figures)
+    spent = figures.get("gaps", 0.0)
+    known["long gap share"] = figures.get("long gaps", 0.0) / spent if spent else 0.0
+    if copying := figures.get("host copy time"):
+        largest = max(spent, figures["busy"] - copying)
+        known["lead of host copies"] = copying / (copying + largest)
     if shares := [figures[name] for name in _SHARES if name in figures]:
         known["utilization"] = max(shares)
     if sectors := [v for n, v in figures.items() if n in ("sectors per load", "sectors per store")]:

@@ -37,6 +37,7 @@ _UNITS = {
     ),
 }  # fmt: skip
 _PCIE_5 = 64e9  #: Bytes per second over 16 lanes in one direction.
+_C2C = 450e9  #: Bytes per second between the CPU and the GPU of a superchip in one direction.
 _MATRIX = {"fp64": 67e12, "fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}
 _HOPPER = _MATRIX | {"fp8": 1979e12, "int8": 1979e12, "h2d": _PCIE_5, "d2h": _PCIE_5}
 
@@ -61,6 +62,17 @@ DATASHEET: Final[Mapping[str, Mapping[str, float]]] = {
     # datasheets of the B300 disagree on int8 and on the number of PCIe lanes: both are left out
     "b300": _sheet(
         8e12, 1.8e12, fp64=1.3e12, fp32=80e12, tf32=1.25e15, bf16=2.5e15, fp16=2.5e15, fp8=5e15,
+    ),
+    # specifications of the GB200 NVL72 and GB300 NVL72, by 72 GPUs, and those of sparse matrices by
+    # 2; fp64 and fp32 of the GB200 from NVIDIA's Blackwell Architecture Technical Brief; the CPU is
+    # reached over NVLink-C2C
+    "gb200": _sheet(
+        8e12, 1.8e12, fp64=45e12, fp32=90e12, tf32=1.25e15, bf16=2.5e15, fp16=2.5e15, fp8=5e15,
+        int8=5e15, h2d=_C2C, d2h=_C2C,
+    ),
+    "gb300": _sheet(
+        8e12, 1.8e12, fp64=1.4e12, fp32=83.4e12, tf32=1.25e15, bf16=2.5e15, fp16=2.5e15, fp8=5e15,
+        int8=167e12, h2d=_C2C, d2h=_C2C,
     ),
     # no matrix rates: NVIDIA states only that of sparse FP4, which is no ceiling here
     "gb10": _sheet(301e9, fp32=31e12),
@@ -160,7 +172,8 @@ def diagnose(
     elif trace:  # a trace shows symptoms, and the first of them explains the others
         rules = [rule for rule in rules if rule.kind == rules[0].kind]
     head, remedy = (
-        _overhead(trace, figures)
+        _copying(figures)
+        or _overhead(trace, figures)
         or _wasted(limit, seconds, counters)
         or _bound(limit)
         or _busiest(counters)
@@ -216,6 +229,19 @@ def _known(
         known |= {"kernels": trace.kernels, "seconds per kernel": trace.busy / trace.kernels}
         known["kinds of kernels"] = len(trace.counts)
     return known
+
+
+def _copying(figures: Mapping[str, float]) -> tuple[str, str] | None:
+    """Name the copies of a timeline if they take longer than its kernels, and than its gaps."""
+    if figures.get("lead of host copies", 0.0) < advice.LEADING:
+        return None
+    share = percent(figures["host copy time"] / figures["span"])
+    moved = (
+        f"{si(figures[f'{way} bytes'], 'B')} {way}"
+        for way in ("host to device", "device to host")
+        if f"{way} bytes" in figures
+    )
+    return f"copy-bound: {share} of the time in copies, {' and '.join(moved)}", ""
 
 
 def _overhead(trace: Trace | None, figures: Mapping[str, float]) -> tuple[str, str] | None:
