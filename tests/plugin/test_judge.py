@@ -332,6 +332,20 @@ def test_a_hanging_solution_is_broken(tmp_path, capfd):
     assert "while running the problem's file: exceeded" in capfd.readouterr().out
 
 
+def test_a_wrong_result_is_wrong_though_the_search_for_its_reason_hangs(tmp_path, capfd):
+    (tmp_path / "problem.py").write_text(PROBLEM)
+    (tmp_path / "solution.py").write_text(
+        "import time\nimport torch\nclass ModelNew(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return x * 0 + 5\n"
+        "if not __name__.endswith('_1'):\n    time.sleep(600)\n"
+    )
+    words = [str(tmp_path / "problem.py"), str(tmp_path / "solution.py")]
+    assert cli.main(["judge", *words, "--cpu", "--quick", "--deadline", "15"]) == 3
+    text = capfd.readouterr().out.splitlines()[1]
+    assert "disagrees with the reference" in text
+    assert "(the search for the reason: exceeded its deadline of 15" in text
+
+
 def test_a_machine_that_distorts_times_makes_no_judgement(capfd, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     pair = (JUDGED / "plain/norms/problem.py", JUDGED / "plain/norms/solution_same.py")

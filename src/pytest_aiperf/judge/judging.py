@@ -179,11 +179,14 @@ def judge(
         channel.send("judgement", judgement=to_json(run.judgement()))
 
     received: list[Judgement] = []
+    wrong: list[str] = []  # what is certain before its reason is looked for
     phases = _Phases()
 
     def receive(message: isolation.Message) -> None:
         if message["kind"] == "judgement" and not received:
             received.append(from_json(Judgement, message["judgement"]))
+        elif message["kind"] == "wrong":
+            wrong.append(str(message["text"]))
         else:
             phases.receive(message)
 
@@ -196,6 +199,8 @@ def judge(
         reason = f"exceeded its deadline of {ended.deadline_s:g} s (--deadline allows more)"
     status = UNUSABLE if phases.current == OF_PROBLEM else BROKEN
     text = f"its process ended without a judgement while {phases.current}: {reason}"
+    if wrong:
+        status, text = WRONG, f"{wrong[0]} (the search for the reason: {reason})"
     seconds = ended.seconds
     return replace(blank, status=status, message=text, seconds=seconds, phases_s=phases.seconds())
 
@@ -542,6 +547,7 @@ class _Judging:
         why = ""
         self._begin("looking for the reason of a wrong result")
         # the wrong result is certain, whatever happens to the search for its reason
+        self.channel.send("wrong", text=text)
         with self._shared(), suppress(Exception):
             why = checks.history(anew, self.device, self.seed + HISTORY_OFFSET, pair.precision)
         if why:
