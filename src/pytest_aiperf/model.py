@@ -134,6 +134,15 @@ clusters and distributed shared memory; they lack tcgen05 and wgmma.
 """
 
 
+SHARED_MEMORY: Final[Mapping[int, int]] = {
+    80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
+"""Most KiB of shared memory that one thread block can have, by compute capability.
+
+Source: the CUDA Programming Guide, appendix "Compute Capabilities".
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """Properties of a GPU, readable without initialising CUDA."""

@@ -124,9 +124,10 @@ def _add_markers(config: pytest.Config) -> None:
         config.addinivalue_line("markers", text)
     config.addinivalue_line(
         "markers",
-        "gpu(count=1, min_sm=None, memory=None, cpu=None, features=()): needs `count` GPUs with at "
-        "least this compute capability (90 for sm90), memory in bytes and hardware features, such "
-        'as features=("tma", "fp8"). A multi-GPU claim runs in one process per GPU. Without --gpu, '
+        "gpu(count=1, min_sm=None, memory=None, shared_memory=0, cpu=None, features=()): needs "
+        "`count` GPUs with at least this compute capability (90 for sm90), bytes of memory, bytes "
+        "of shared memory per thread block, and hardware features, such as "
+        'features=("tma", "fp8"). A multi-GPU claim runs in one process per GPU. Without --gpu, '
         "claims for several GPUs are checked on the CPU unless cpu=False, and claims for one GPU "
         "only if cpu=True",
     )

@@ -40,7 +40,7 @@ def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
     return a, torch.empty_like(a), n
 
 
-@pytest.mark.gpu(min_sm=90)
+@pytest.mark.gpu(features="tma", shared_memory=128 * 2**10)
 @pytest.mark.parametrize("rung", PROOF)
 def test_tma_bulk_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     copy = nvcc("ch07/bulk_copy.cu")

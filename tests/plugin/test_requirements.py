@@ -54,11 +54,22 @@ def test_the_number_of_ranks_is_part_of_the_id_in_a_run():
             pytest.mark.gpu(features=("tma",), min_sm=100),
             "needs sm100 or newer, NVIDIA H200 is sm90",
         ),
+        (pytest.mark.gpu(shared_memory=227 << 10), None),
         (pytest.mark.host, None),
     ],
 )
 def test_missing_requirements_are_described(mark, words):
     assert requirements.requirements_of([mark.mark]).missing([H200]) == words
+
+
+def test_a_block_that_needs_more_shared_memory_than_a_gb10_has_is_skipped_there():
+    mark = pytest.mark.gpu(features="tma", shared_memory=128 << 10).mark
+    needed = requirements.requirements_of([mark])
+    assert needed.build_archs == ("sm90", "sm100", "sm103")
+    assert needed.missing([replace(H200, arch="sm121", name="GB10")]) == (
+        "needs 128 KiB of shared memory per block, GB10 is sm121"
+    )
+    assert needed.missing([replace(H200, arch="sm140")]) is None  # newer than the table
 
 
 def test_several_architectures_mean_any_of_them():
@@ -138,6 +149,7 @@ def test_kernels_are_built_for_architectures_with_the_features(marks, archs):
         ([pytest.mark.gpu(features="tcgen5")], "not 'tcgen5'"),
         ([pytest.mark.gpu(features=90)], "not 90"),
         ([pytest.mark.gpu(features=("wgmma", "tcgen05"))], "has tcgen05 and wgmma"),
+        ([pytest.mark.gpu(shared_memory=1 << 20)], "has 1024 KiB of shared memory per block"),
         ([pytest.mark.sm90, pytest.mark.gpu(features=("fp4",))], "no architecture of sm90 has fp4"),
     ],
 )

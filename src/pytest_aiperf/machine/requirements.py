@@ -113,21 +113,39 @@ class Requirements:
     archs: tuple[str, ...] = ()  #: Architectures, one of which is required; if empty, any will do.
     checked_on_cpu: bool = True  #: Whether the arms can be checked without a GPU.
     features: tuple[str, ...] = ()  #: Hardware features, all of which are required.
+    shared_memory: int = 0  #: Minimum shared memory of a thread block in bytes.
     in_ranks: bool = False  #: Whether one process per GPU runs it, even if that is only one.
 
     def __post_init__(self) -> None:
         """Refuse features that no architecture has together."""
         if not self.build_archs:
+            needs = [*self.features, *filter(None, [self._shared_memory_needed])]
             raise UsageError(
                 f"no architecture of {', '.join(self.archs or ARCH_MARKS)} has "
-                f"{' and '.join(self.features)}"
+                f"{' and '.join(needs)}"
             )
 
     @property
     def build_archs(self) -> tuple[str, ...]:
         """Architectures to build for without a GPU: those with a marker that have all features."""
         archs = self.archs or ARCH_MARKS
-        return tuple(arch for arch in archs if not _lacking(self.features, arch))
+        return tuple(
+            arch for arch in archs if not _lacking(self.features, arch) and self._fits(arch)
+        )
+
+    @property
+    def _shared_memory_needed(self) -> str:
+        kib = self.shared_memory / 2**10
+        return f"{kib:.0f} KiB of shared memory per block" if kib else ""
+
+    def _fits(self, arch: str) -> bool:
+        """Whether a thread block can have the shared memory; an unknown architecture may."""
+        if not self.shared_memory:
+            return True
+        from pytest_aiperf.model import SHARED_MEMORY  # imported here: few markers need it
+
+        kib = SHARED_MEMORY.get(int(arch.removeprefix("sm")))
+        return kib is None or self.shared_memory <= kib * 2**10
 
     def missing(self, gpus: Sequence[Gpu]) -> str | None:
         """Return what these GPUs lack as a reason to skip, or None if nothing is missing."""
@@ -149,6 +167,8 @@ class Requirements:
             return " or ".join(self.archs)
         if lacking := _lacking(self.features, arch):
             return " and ".join(lacking)
+        if not self._fits(arch):
+            return self._shared_memory_needed
         is_older = self.min_sm is not None and int(arch.removeprefix("sm")) < self.min_sm
         return f"sm{self.min_sm} or newer" if is_older else ""
 
@@ -168,7 +188,7 @@ def of_item(item: pytest.Item) -> Requirements:
 def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
     """Read the markers of an item; raise UsageError for a contradictory combination."""
     host, gpu, archs = False, False, []
-    count, min_sm, memory = 1, None, None
+    count, min_sm, memory, shared_memory = 1, None, None, 0
     features: set[str] = set()
     cpu: bool | None = None
     for mark in marks:
@@ -178,16 +198,18 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
             archs.append(mark.name)
         elif mark.name == "gpu":
             gpu = True
-            unknown = set(mark.kwargs) - {"count", "min_sm", "memory", "cpu", "features"}
+            known = {"count", "min_sm", "memory", "shared_memory", "cpu", "features"}
+            unknown = set(mark.kwargs) - known
             if mark.args or unknown:
                 raise UsageError(
-                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), features=, memory= "
-                    "(bytes) and cpu=, "
+                    "@pytest.mark.gpu takes count=, min_sm= (90 for sm90), features=, memory= and "
+                    "shared_memory= (bytes) and cpu=, "
                     f"not {', '.join(map(repr, [*mark.args, *sorted(unknown)]))}"
                 )
             count = max(count, int(mark.kwargs.get("count", 1)))
             min_sm = mark.kwargs.get("min_sm", min_sm)
             memory = mark.kwargs.get("memory", memory)
+            shared_memory = max(shared_memory, int(mark.kwargs.get("shared_memory", 0)))
             features |= _features(mark.kwargs.get("features", ()))
             if "cpu" in mark.kwargs:
                 cpu = bool(mark.kwargs["cpu"]) and cpu is not False
@@ -208,6 +230,7 @@ def requirements_of(marks: Iterable[pytest.Mark]) -> Requirements:
         tuple(sorted(archs)),
         cpu,
         tuple(sorted(features)),
+        shared_memory,
         in_ranks=count > 1,
     )
 
