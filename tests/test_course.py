@@ -35,6 +35,10 @@ def by_ladder():
     return {key: rungs for key, rungs in ladders.items() if len(rungs) > 1}
 
 
+def test_each_folder_of_claims_has_a_marker(pytestconfig):
+    assert {file.parent.name for file in FILES} == {*pytestconfig.getini("aiperf_folder_markers")}
+
+
 @pytest.mark.parametrize("result", RECORDS, ids=lambda r: r.claim)
 def test_evidence_was_looked_at_and_tells_the_arms_apart(result):
     assert not evidence.not_looked_at(result.evidence)
