@@ -1,4 +1,4 @@
-// Sums n floats: a tree in shared memory, and three steps towards device-memory read bandwidth.
+// Sums n floats: a tree in shared memory, and four steps towards device-memory read bandwidth.
 //
 //   tree         Each thread of a block loads one element into shared memory. Nine steps halve the
 //                number of summands, with a barrier before each. The same kernel then sums the
@@ -7,10 +7,10 @@
 //   shuffle      The same passes, but lanes exchange values in registers: five shuffles within a
 //                warp, one barrier, five shuffles over the sums of the 16 warps.
 //   grid_stride  A grid of as many blocks as are resident at once loops over the array (grid-stride
-//                loop): four loads in flight per thread, added in registers. Shuffles run once per
-//                thread instead of once per element, and one atomicAdd per block replaces the
-//                other passes.
-//   wide         The same loop over float4: each load has 16 bytes.
+//                loop) and adds in registers. Shuffles run once per thread instead of once per
+//                element, and one atomicAdd per block replaces the other passes.
+//   in_flight    The same loop with four loads in flight per thread instead of one.
+//   wide         The same loop over float4: each of the four loads has 16 bytes.
 //
 // Adding floats in another order rounds differently. All add in trees or in short chains, so
 // their error stays far below that of one long chain. The order of the atomic additions varies from
@@ -67,20 +67,26 @@ __device__ float4 plus(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Add the sum of the array to *out, with loads of type Vector: float or float4.
-template <typename Vector>
+// Add the sum of the array to *out, with loads of type Vector: float or float4. A thread has
+// IN_FLIGHT of them in flight at a time.
+template <typename Vector, int IN_FLIGHT>
 __device__ void add_in_loop(const float* in, float* out, size_t n) {
     constexpr size_t WIDTH = sizeof(Vector) / sizeof(float);
     const auto* vectors = reinterpret_cast<const Vector*>(in);
     const size_t threads = size_t(gridDim.x) * BLOCK;
     size_t i = size_t(blockIdx.x) * BLOCK + threadIdx.x;
     Vector total{};
-    for (; i + 3 * threads < n / WIDTH; i += 4 * threads) {
-        const Vector a = vectors[i], b = vectors[i + threads];
-        const Vector c = vectors[i + 2 * threads], d = vectors[i + 3 * threads];
-        total = plus(total, plus(plus(a, b), plus(c, d)));
+#pragma unroll 1  // else the compiler keeps the loads of several iterations in flight
+    for (; i + (IN_FLIGHT - 1) * threads < n / WIDTH; i += IN_FLIGHT * threads) {
+        Vector loaded[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) loaded[k] = vectors[i + k * threads];
+        if constexpr (IN_FLIGHT == 4)
+            loaded[0] = plus(plus(loaded[0], loaded[1]), plus(loaded[2], loaded[3]));
+        total = plus(total, loaded[0]);
     }
     float rest = 0;
+#pragma unroll 1
     for (; i < n / WIDTH; i += threads) rest += sum(vectors[i]);
     if (blockIdx.x == 0 && threadIdx.x < n % WIDTH) rest += in[n / WIDTH * WIDTH + threadIdx.x];
     const float value = block_sum(sum(total) + rest);
@@ -88,11 +94,15 @@ __device__ void add_in_loop(const float* in, float* out, size_t n) {
 }
 
 __global__ void __launch_bounds__(BLOCK) sum_grid_stride(const float* in, float* out, size_t n) {
-    add_in_loop<float>(in, out, n);
+    add_in_loop<float, 1>(in, out, n);
+}
+
+__global__ void __launch_bounds__(BLOCK) sum_in_flight(const float* in, float* out, size_t n) {
+    add_in_loop<float, 4>(in, out, n);
 }
 
 __global__ void __launch_bounds__(BLOCK) sum_wide(const float* in, float* out, size_t n) {
-    add_in_loop<float4>(in, out, n);
+    add_in_loop<float4, 4>(in, out, n);
 }
 
 // Sum each block's elements, then the blocks' sums, until one sum is left.
@@ -140,6 +150,10 @@ cudaError_t single_pass(Kernel kernel, const float* in, float* out, size_t n,
 
 extern "C" cudaError_t grid_stride(const float* in, float* out, int n, cudaStream_t stream) {
     return single_pass(sum_grid_stride, in, out, n, stream);
+}
+
+extern "C" cudaError_t in_flight(const float* in, float* out, int n, cudaStream_t stream) {
+    return single_pass(sum_in_flight, in, out, n, stream);
 }
 
 extern "C" cudaError_t wide(const float* in, float* out, int n, cudaStream_t stream) {

@@ -1,13 +1,14 @@
-"""A grid-stride sum with wide loads and register accumulation beats a shared-memory tree.
+"""A grid-stride sum with four loads in flight per thread beats a shared-memory tree.
 
 The textbook tree needs nine barriers for 512 elements, with half of the threads idle after the
 first step and 4 bytes in flight per thread. With shuffles, lanes exchange values without shared
 memory and one barrier is left ("shuffle"), but each thread still reads one element and takes part
 in a reduction for it. "grid_stride" starts only as many blocks as the SMs hold at once. Their
-threads walk through the whole array in steps of the size of the grid (a grid-stride loop), with
-four loads in flight each, add into registers, and combine their sums once at the end, with one
-atomicAdd per block instead of further passes. In "wide" each of these loads has 16 bytes instead of
-4, and nothing else changes.
+threads walk through the whole array in steps of the size of the grid (a grid-stride loop), add into
+registers, and combine their sums once at the end, with one atomicAdd per block instead of further
+passes. "in_flight" loads four elements per thread before it adds them. In "wide" each of these
+loads has 16 bytes instead of 4, and nothing else changes; it is required to be no slower, because
+the loads of 4 bytes keep memory busy already.
 
 Each rung is measured against the one before it; the library arm is CUB, which the last rung beats.
 The limit is one read of the array at memory bandwidth. On short arrays, launches and the final
@@ -20,16 +21,17 @@ import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
 
-LADDER = ["tree", "shuffle", "grid_stride", "wide"]
+LADDER = ["tree", "shuffle", "grid_stride", "in_flight", "wide"]
 PROOF = {
     "shuffle": [
         evidence.opcode("SHFL", kernel="sum_shuffle", min=10),
         evidence.opcode("BAR", kernel="sum_shuffle", max=1),
         evidence.opcode("BAR", kernel="sum_tree", min=9),
     ],
-    "grid_stride": [
-        evidence.opcode("LDG.E", kernel="sum_grid_stride", min=4),  # in flight together
-        evidence.launches(max=2),  # a memset of the sum, then the kernel
+    "grid_stride": [evidence.launches(max=2)],  # a memset of the sum, then the kernel
+    "in_flight": [
+        evidence.opcode("LDG.E", kernel="sum_in_flight", min=5),  # four in the loop, one behind it
+        evidence.opcode("LDG.E", kernel="sum_grid_stride", max=2),
     ],
     "wide": [evidence.opcode("LDG.E.128", kernel="sum_wide", min=4)],
 }

@@ -31,7 +31,7 @@ PROOF = {
 
 
 def matrix(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
-    n = bench.size(8192, check=128)
+    n = bench.size(8256, check=128)
     a = torch.randn(n, n, device=bench.device)
     return a, torch.empty_like(a), n
 

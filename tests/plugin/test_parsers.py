@@ -731,6 +731,25 @@ def test_fragmented_memory_has_advice(tmp_path, split):
 
 
 @pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({}, ""),
+        ({"allocated": 2**30}, "temporary: 75% of the peak is free again at the end: compute act"),
+        ({"peak": 4096, "allocated": 1024}, ""),
+        ({"allocations": 6000, "calls": 3}, "2000 allocations per call: fuse small operations"),
+        ({"allocations": 2000, "calls": 3}, ""),
+        ({"allocations": 6000}, ""),  # a command
+    ],
+)
+def test_memory_that_could_be_saved_has_advice(tmp_path, figures, words):
+    path = tmp_path / "baseline.json"
+    content = {"peak": 2**32, "allocated": 2**32, "allocations": 3, "reserved": 2**33}
+    path.write_text(json.dumps(content | {"inactive split": 0} | figures))
+    notes = read("memory", path, "baseline").notes
+    assert notes[0].startswith(words) if words else not notes
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         (

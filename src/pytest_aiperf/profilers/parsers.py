@@ -170,6 +170,13 @@ def _seconds(node: Mapping[str, Any]) -> float:
 _MAX_FRAGMENTED: Final = 0.2
 """Share of the reserved memory that may be free in split blocks without advice: blocks of different
 sizes always leave some, and a large share makes an allocation fail while enough bytes are free."""
+_MAX_TEMPORARY: Final = 0.5
+"""Share of the peak that may be free again after the call without advice: weights, gradients and
+the states of an optimizer stay, and usually take more than half."""
+_LARGE_BYTES: Final = 2**30  #: Peak from which on less memory lets a larger batch or model fit.
+_MAX_ALLOCATIONS: Final = 1000
+"""Allocations per call without advice: each takes the host about a microsecond, if the allocator
+has the memory already, so that these cost about a millisecond."""
 
 
 def memory(artefact: Path) -> Reading:
@@ -193,12 +200,26 @@ def memory(artefact: Path) -> Reading:
         raise CaptureFailed(
             f"{artefact} has no allocation: PyTorch's allocator sees only tensors on the GPU"
         )
-    fragmented = figures["inactive split"][0] / figures["reserved"][0]
-    advice = (
-        f"fragmented: {fragmented:.0%} of the reserved memory is free, in blocks that are partly "
-        "in use; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    )
-    return Reading(figures, [], [advice] if fragmented > _MAX_FRAGMENTED else [])
+    peak, allocated = figures["peak"][0], figures["allocated"][0]
+    notes = []
+    if (fragmented := figures["inactive split"][0] / figures["reserved"][0]) > _MAX_FRAGMENTED:
+        notes.append(
+            f"fragmented: {fragmented:.0%} of the reserved memory is free, in blocks that are "
+            "partly in use; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    if (temporary := 1 - allocated / peak) > _MAX_TEMPORARY and peak >= _LARGE_BYTES:
+        notes.append(
+            f"temporary: {temporary:.0%} of the peak is free again at the end: compute activations "
+            "again instead of keeping them (see ch13/activation_checkpointing), or large "
+            "intermediate results in chunks (see ch13/fused_linear_cross_entropy)"
+        )
+    calls = content.get("calls")  # of a command, nobody has counted the steps
+    if calls and (count := figures["allocations"][0] / calls) > _MAX_ALLOCATIONS:
+        notes.append(
+            f"{count:.0f} allocations per call: fuse small operations, or allocate once and reuse "
+            "the memory (see ch03/preallocated_batch_slots)"
+        )
+    return Reading(figures, [], notes)
 
 
 def sanitizer(artefact: Path) -> Reading:

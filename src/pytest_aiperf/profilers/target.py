@@ -272,6 +272,7 @@ def _memory(job: CaptureJob, device: Device, _warm_up: Run) -> Iterator[None]:
         "peak": after["allocated_bytes.all.peak"],
         "allocated": after["allocated_bytes.all.current"],
         "allocations": after[count] - before[count],
+        "calls": job.calls,
         "reserved": after["reserved_bytes.all.peak"],
         "inactive split": after["inactive_split_bytes.all.current"],
     }
