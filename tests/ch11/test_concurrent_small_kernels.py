@@ -8,7 +8,8 @@ The claim is judged on device time. On the host, the launches, the fork and the 
 a single stream; "branches" (the streams captured as a CUDA graph) and "one_grid" (one launch) avoid
 that. The limit is the number of kernels, reduced by the delay between the first and the last start;
 it is lower where the kernels together need more SMs than there are. Streams are for different
-kernels; identical ones are better launched as one grid. The 128 KiB of data stay in the L2 cache.
+kernels; identical ones are better launched as one grid. Input and result, 256 KiB together, stay in
+the L2 cache.
 """
 
 import pytest

@@ -9,9 +9,10 @@ enough.
 
 The claim is judged on wall time. All trees have the same level sizes, each 1.7 times the one
 before; parents and labels are random. A tail launch saves only a part of the round trip, because it
-costs more than a short level's work. A graph that launches itself again from the device, which is
-not an arm here, costs less. Levels that run longer than a host round trip gain little. Launches
-nest at most 24 deep, and the code must be relocatable (-rdc=true).
+costs more than a short level's work: on an H200, 20 levels take 256 µs instead of 410, and the
+kernel of a level runs for about 2.4 µs of its 13. "persistent" takes 61 µs in all. A graph that
+launches itself again from the device is not measured here. Levels that run longer than a host round
+trip gain little. Launches nest at most 24 deep, and the code must be relocatable (-rdc=true).
 """
 
 from functools import partial

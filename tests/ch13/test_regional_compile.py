@@ -10,9 +10,9 @@ whole model, compiled. The CPU time of the first call is required as well: block
 most a quarter of that of the whole model. A process compiles once, so this figure has no interval.
 In all arms the rotations of the positions are tables: computed in the model, they would be fused
 into the kernels of each layer when it is compiled whole, and computed 18 times. Between blocks
-nothing is fused, and each call of a block checks its guards on the CPU. That is mostly hidden here:
-of 8.4 ms on an H200, the kernels for 2,048 tokens take 7.5. For one token it is not: there, the
-whole model in a CUDA graph is faster (ch14/compile_large_model_decode).
+nothing is fused, and each call of a block checks its guards on the CPU. That is mostly hidden
+behind the kernels for 2,048 tokens. For one token it is not: there, the whole model in a CUDA graph
+is faster (ch14/compile_large_model_decode).
 """
 
 import pytest

@@ -7,11 +7,12 @@ system prompt and the same examples compute them once, and each new request comp
 question.
 
 Each call serves the whole trace from an empty cache, with NumPy and a small model. The tree
-computes about a fifth of the tokens, but the gain in time is less than 5x: the remaining matrices
-are small and run at a lower rate, and walking the tree takes time. The baseline is naive: a linear
-search for the longest common prefix would save as many tokens in a trace as short as this one.
-Without shared prefixes the tree only adds the cost of its walk. A real cache also has to evict,
-which this one does not.
+computes 18 % of the tokens that the dictionary computes, but the gain in time is less than 5x: the
+remaining matrices are small and run at a lower rate, and walking the tree takes time. The baseline
+is naive: a linear search for the longest common prefix would save as many tokens in a trace as
+short as this one, 16 prompts of which four fifths are shared by construction. Without shared
+prefixes the tree only adds the cost of its walk. A real cache also has to evict, which this one
+does not.
 """
 
 import numpy as np

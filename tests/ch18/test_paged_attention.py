@@ -4,10 +4,10 @@ A paged cache reserves no memory for future tokens (ch15). But a sequence's page
 PyTorch's attention takes one contiguous array per sequence. Gathering reads the whole cache and
 writes it, padded to the longest sequence, and attention then reads the copy: three passes over the
 cache, and memory for a second one, for every token. Paged attention looks up the page of each key
-and makes one pass, as FlexAttention with a block table (PyTorch) and FlashInfer do. A page is
-contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the lookup costs little. The
-library arm is the reference for that: the same kernel on a contiguous cache, which has one page of
-the longest length per sequence.
+and makes one pass, as FlexAttention with a block table (PyTorch) and FlashInfer do; neither is
+measured here. A page is contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the lookup
+costs little. The library arm is the reference for that: the same kernel on a contiguous cache,
+which has one page of the longest length per sequence.
 
 Counted in bytes the gain is 3x, times the longest length over the mean (4x here); reading alone is
 also somewhat faster than copying. The gain ends at prefill, which is bound by arithmetic and where

@@ -1,12 +1,15 @@
 """cuDNN's attention beats FlashAttention 2 on Hopper, and PyTorch already chooses it by default.
 
 `scaled_dot_product_attention` chooses among several implementations. "math" multiplies, applies the
-softmax and multiplies again, and writes all scores to memory in fp32. The memory-efficient backend
-("efficient") and FlashAttention 2 ("flash") keep the scores on chip with an online softmax, but
-both were written for Ampere: each warp issues mma.sync instructions and waits for them. cuDNN
-("cudnn") uses Hopper's wgmma: a warpgroup of 128 threads issues one large product, which reads its
-operands from shared memory and runs asynchronously while another tile's softmax is computed.
-FlashAttention 3 ("flash3"), where its package is installed, does the same in open source.
+softmax and multiplies again, and writes all scores to memory in fp32. It also runs both products in
+fp32, without tensor cores: they take half of its time. The memory-efficient backend ("efficient")
+and FlashAttention 2 ("flash") keep the scores on chip with an online softmax and multiply in bf16
+on the tensor cores, but both were written for Ampere: each warp issues mma.sync instructions and
+waits for them. "flash" takes half the time of "efficient" with the same instructions; why was not
+measured (their tiles differ, 64 x 128 in "efficient"). Both lose to the default. cuDNN ("cudnn")
+uses Hopper's wgmma: a warpgroup of 128 threads issues one large product, which reads its operands
+from shared memory and runs asynchronously while another tile's softmax is computed. FlashAttention
+3 ("flash3"), where its package is installed, does the same in open source.
 
 Each backend is forced with `sdpa_kernel` and compared with the one before ("flash3" with
 FlashAttention 2), forward and with the three gradients ("training", which begins at "efficient").

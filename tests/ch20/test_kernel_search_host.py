@@ -9,8 +9,9 @@ often, and so on: the calls go to the variants that are hard to tell apart.
 The oracle comes first. Two variants skip the last rows and are among the fastest; a search without
 an oracle would return one of them. The gain over the first variant comes from the loop order and
 from keeping sums in registers. A search is no better than its variants: NumPy's matrix product, the
-library arm, is faster than all of them. The search cannot resolve differences below the timing
-noise, and there any of the best variants will do.
+library arm, is usually faster than all of them. That the find is as fast as that of an exhaustive
+search is not checked. The search cannot resolve differences below the timing noise, and there any
+of the best variants will do.
 """
 
 import numpy as np
