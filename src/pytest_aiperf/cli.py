@@ -27,6 +27,7 @@ from .errors import AiperfError, InvalidMeasurement, UsageError
 from .judge import judging
 from .limits import ceilings as limits
 from .limits import link_survey
+from .machine import environment
 from .machine.gpu_lock import GpuLock
 from .machine.nvml import visible
 from .model import Outcome, PrecisionName, Result
@@ -275,7 +276,7 @@ def doctor(given: argparse.Namespace) -> int:
             ended, status = triage.run(
                 given.profiled,
                 host.environ,
-                bundle.private(host.environ),
+                environment.private(host.environ),
                 given.deadline,
                 sys.stderr.buffer,
                 uuids=uuids,

@@ -111,6 +111,34 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """Options by name, with the arguments of ``addoption``."""
+_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "aiperf_expectations": {"help": "the expectations file", "default": "expectations.yaml"},
+    "aiperf_results": {"help": "the folder of accepted results", "default": "results"},
+    "aiperf_artifacts": {
+        "help": "the folder of profilers' output files",
+        "default": "artifacts",
+    },
+    "aiperf_kernels": {
+        "help": "folders in which nvcc() looks for sources, besides the folder of the test",
+        "type": "args",
+        "default": ["kernels"],
+    },
+    "aiperf_folder_markers": {
+        "help": "folders whose name becomes a marker of the tests below them",
+        "type": "args",
+        "default": [],
+    },
+    "aiperf_interpret": {
+        "help": "check Triton kernels in Triton's interpreter even on machines with a GPU",
+        "type": "bool",
+        "default": False,
+    },
+    "aiperf_deadline": {
+        "help": "time limit per claim in seconds; waiting does not count",
+        "default": "300",
+    },
+}
+"""Ini settings by name, with the arguments of ``addini``."""
 MEASURING: Final = ("gpu", "cpu", "update-expectations", "profile")
 """Options of which each makes a session measure or profile."""
 
@@ -128,17 +156,17 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
     text = "also write the results into DIR, as an HTML page and as Markdown"
     group.addoption("--aiperf-report", metavar="DIR", help=text)
 
-    ini = parser.addini
-    ini("aiperf_expectations", "the expectations file", default="expectations.yaml")
-    ini("aiperf_results", "the folder of accepted results", default="results")
-    ini("aiperf_artifacts", "the folder of profilers' output files", default="artifacts")
-    text = "folders in which nvcc() looks for sources, besides the folder of the test"
-    ini("aiperf_kernels", text, type="args", default=["kernels"])
-    text = "folders whose name becomes a marker of the tests below them"
-    ini("aiperf_folder_markers", text, type="args", default=[])
-    text = "check Triton kernels in Triton's interpreter even on machines with a GPU"
-    ini("aiperf_interpret", text, type="bool", default=False)
-    ini("aiperf_deadline", "time limit per claim in seconds; waiting does not count", default="300")
+    for name, attributes in _SETTINGS.items():
+        parser.addini(name, **attributes)
+
+
+def settings(config: pytest.Config) -> dict[str, str]:
+    """Return the value of each ini setting as text; that of a list with spaces in between."""
+    values = {name: config.getini(name) for name in _SETTINGS}
+    return {
+        name: " ".join(value) if isinstance(value, list) else str(value)
+        for name, value in values.items()
+    }
 
 
 def _refuse_taken_profile(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -259,7 +259,8 @@ def _prepare(config: pytest.Config, items: list[pytest.Item]) -> None:
         # A run without claims leaves no results; but a shard does, because its results are merged.
         if session.run is not None and (claims or session.settings.shard):
             command = shlex.join(map(str, config.invocation_params.args))
-            session.run.write_manifest(claims, command)  # in file order, like the results shown
+            # in file order, like the results shown
+            session.run.write_manifest(claims, command, options.settings(config))
         items[:] = session.in_order(items)
 
 

@@ -51,6 +51,20 @@ def test_a_run_from_collection_to_results(run):
     )
 
 
+def test_a_manifest_has_the_environment_without_private_values(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "name-of-a-customer")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    run.write_manifest([], "-m ch07", {"aiperf_deadline": "60"})
+    manifest = journal.read_manifest(run.path)
+    assert manifest.settings == {"aiperf_deadline": "60"}
+    assert manifest.environment["OMP_NUM_THREADS"] == "4"
+    assert manifest.environment["NCCL_SOCKET_IFNAME"] == "<set>"
+    text = (run.path / "manifest.json").read_text()
+    assert "HF_TOKEN" not in text
+    assert "customer" not in text
+
+
 def test_the_first_manifest_stays(run):
     assert not run.collected
     run.write_manifest([("ch/x", "a.py::x")])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aiperf.records.journal import read_manifest
+
 from .conftest import by_claim
 
 TWO = """
@@ -37,6 +39,9 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
         ]
     )
     assert "second attempt" in done.stdout.str()
+    manifest = read_manifest(project.path / ".aiperf" / "latest")
+    assert manifest.settings["aiperf_kernels"] == "kernels"
+    assert manifest.settings["aiperf_deadline"]
     faster, same = project.results().values()
     assert faster["outcome"] == "PASSED"
     assert faster["title"] == "Half the work takes half the time."

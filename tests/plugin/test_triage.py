@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.cli import main
-from pytest_aiperf.doctor import bundle, doctor, triage
+from pytest_aiperf.doctor import doctor, triage
 from pytest_aiperf.errors import UsageError
+from pytest_aiperf.machine import environment
 from pytest_aiperf.profilers.command import EXPIRED, INTERRUPTED
 from tests.plugin.conftest import PATIENCE_S
 
@@ -47,7 +48,7 @@ def healthy(monkeypatch):
 
 def ended(*command, deadline_s=PATIENCE_S, environ=ENVIRON):
     """Run a command; return the facts about it, its files and its exit status."""
-    files, status = triage.run(command, environ, bundle.private(environ), deadline_s)
+    files, status = triage.run(command, environ, environment.private(environ), deadline_s)
     return json.loads(files.pop("run.json")), files, status
 
 

@@ -18,22 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from pytest_aiperf.errors import ToolMissing
+from pytest_aiperf.machine import environment
 from pytest_aiperf.records.results import dumps, writing
 from pytest_aiperf.schema import to_json
 
 from .doctor import Check, Host
 
-_VARIABLES: Final = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("CUDA_MODULE_LOADING", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NVCC_CCBIN"),
-    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "OMP_NUM_THREADS"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "PYTEST_AIPERF_CACHE"),
-    *("NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
-    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_COMPILE_DISABLE"),
-)
-"""Environment variables that are packed. A value that does not match ``_PLAIN`` is replaced."""
-_PLAIN: Final = re.compile(r"[\d,:]{0,20}|INFO|WARN|VERSION|TRACE|DETAIL|OFF|LAZY|EAGER")
-"""Values that identify nobody: numbers and keywords. Any other value becomes ``<set>``."""
 _CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that are tried on the example.
 _EXAMPLE: Final = """\
 import torch
@@ -55,11 +45,7 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
         "system": platform.system(),
         "machine": platform.machine(),
         "packages": dict(sorted(packages.items())),
-        "environment": {
-            name: "<set>" if name in private(host.environ) else host.environ[name]
-            for name in _VARIABLES
-            if name in host.environ
-        },
+        "environment": environment.recorded(host.environ),
     }
     lines = [{k: v for k, v in to_json(check).items() if k != "detail"} for check in checks]
     files = {
@@ -77,15 +63,6 @@ def _requirements() -> set[str]:
     except metadata.PackageNotFoundError:  # run from its sources, without installation
         return {"numpy", "nvidia-ml-py", "pytest", "torch", "triton"}
     return {re.split(r"[^\w.-]", requirement)[0] for requirement in requirements}
-
-
-def private(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose values may identify someone or be a secret."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _VARIABLES or not _PLAIN.fullmatch(value)
-    }
 
 
 def _captures(host: Host) -> dict[str, str]:

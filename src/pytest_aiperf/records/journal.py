@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
+from pytest_aiperf.machine import environment
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.requirements import ranks_suffix
 from pytest_aiperf.model import Outcome, Result
@@ -29,6 +30,9 @@ class Manifest:
     """Id of each claim in the run, as :func:`~pytest_aiperf.machine.requirements.run_id` returns
     it, to pytest's nodeid, in collection order."""
     command: str = ""  #: The arguments of pytest, as a shell would take them.
+    settings: Mapping[str, str] = field(default_factory=dict)  #: The plugin's ini settings.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that may change figures or builds, without private values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,19 @@ class Run:
     def collected(self) -> bool:
         return (self.path / "manifest.json").exists()
 
-    def write_manifest(self, collected: Iterable[tuple[str, str]], command: str = "") -> None:
+    def write_manifest(
+        self,
+        collected: Iterable[tuple[str, str]],
+        command: str = "",
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         """Write the manifest of (id in the run, nodeid) pairs, unless another worker wrote it."""
         if not self.collected:
             started = datetime.now(UTC).isoformat()
-            manifest = Manifest(self.id, started, dict(collected), command)
+            variables = environment.recorded(os.environ)
+            manifest = Manifest(
+                self.id, started, dict(collected), command, settings or {}, variables
+            )
             text = dumps(to_json(manifest), "manifest", indent=1)
             atomic_write(self.path / "manifest.json", text)
 
