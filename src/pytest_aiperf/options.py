@@ -114,6 +114,7 @@ _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "aiperf_expectations": {"help": "the expectations file", "default": "expectations.yaml"},
     "aiperf_results": {"help": "the folder of accepted results", "default": "results"},
+    "aiperf_runs": {"help": "the folder of runs", "default": ".aiperf"},
     "aiperf_artifacts": {
         "help": "the folder of profilers' output files",
         "default": "artifacts",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_aiperf.records.journal import read_manifest
+from pytest_aiperf.records.results import read_results
 
 from .conftest import by_claim
 
@@ -51,6 +52,16 @@ def test_a_claim_that_holds_and_one_that_does_not(project):
     blocks = timing["replicates"][0]["rounds"][0]["seconds"]
     assert blocks["baseline"][0] == pytest.approx(200e-6, rel=0.1)
     assert blocks["optimized"][1] == pytest.approx(100e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+def test_runs_go_to_the_folder_of_the_setting(project, workers):
+    project.tests("def test_faster(compare): compare(**usual)")
+    done = project.run("--gpu", "-oaiperf_runs=kept/runs", *workers)
+    done.assert_outcomes(passed=1)
+    assert not (project.path / ".aiperf").exists()
+    assert read_results(project.path / "kept" / "runs" / "latest" / "results.json")
+    done.stdout.fnmatch_lines(["write a report: *report kept/runs/latest/results.json"])
 
 
 def test_workers_come_to_the_same_verdicts(project):

@@ -54,6 +54,7 @@ class Settings:
     root: Path  #: pytest's root folder.
     expectations: Path  #: The expectations file.
     results: Path  #: Folder of the accepted results.
+    runs: Path  #: Folder of runs.
     artifacts: Path  #: Folder of profilers' output files.
     kernels: tuple[Path, ...]  #: Folders in which nvcc() looks for sources.
     profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
@@ -97,6 +98,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         root=root,
         expectations=root / str(config.getini("aiperf_expectations")),
         results=root / str(config.getini("aiperf_results")),
+        runs=root / str(config.getini("aiperf_runs")),
         artifacts=root / str(config.getini("aiperf_artifacts")),
         kernels=tuple(root / folder for folder in config.getini("aiperf_kernels")),
         profile=option.aiperf_profile,

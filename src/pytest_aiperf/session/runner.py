@@ -37,7 +37,7 @@ from . import SESSION
 from .config import Role
 from .ladder import LadderRun, Reports, ladders
 from .modes import measure_together
-from .session import LOST, NOT_RUN, RUNS, Session, on_cuda
+from .session import LOST, NOT_RUN, Session, on_cuda
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -470,7 +470,7 @@ class Runner:
             terminal.write(terminalreporter, terminal.profiles(claims, width))
             what = f"profile={settings.profile}" if settings.profile else settings.measure
             ranks = f" --ranks={','.join(map(str, settings.ranks))}" if settings.ranks else ""
-            file = settings.root / RUNS / "latest" / "results.json"
+            file = settings.runs / "latest" / "results.json"
             steps = terminal.next_steps(claims, f"pytest --{what}{ranks}", settings.root, file)
             terminal.write(terminalreporter, steps)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pytest_aiperf.device.device import Device
     from pytest_aiperf.machine.gpu_lock import GpuLock
 
-RUNS = ".aiperf"  #: Folder of runs, in pytest's root folder.
+RUNS = ".aiperf"  #: Default folder of runs, in pytest's root folder.
 NOT_RUN = "not run: "
 """Prefix of skip reasons that come from the session (budget spent), not from the claim."""
 LOST = "its process was lost before it finished"
@@ -280,7 +280,7 @@ def open_session(
         return open_here(SharedFigures(None, settings.rank_job.noise_floor), send=rank.receive)
     if measure is None or settings.role is Role.TARGET or config.option.collectonly:
         return open_here(SharedFigures(None))
-    runs, is_worker = settings.root / RUNS, settings.role is Role.WORKER
+    runs, is_worker = settings.runs, settings.role is Role.WORKER
     run_id = settings.run_id
     run = journal.Run(runs / run_id) if is_worker else journal.open_run(runs, run_id)
     live = Live(config.pluginmanager, run.path / "live", worker=is_worker)
