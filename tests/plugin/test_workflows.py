@@ -26,6 +26,7 @@ TRIGGERS = {
     "cpu.yml": {"push", "pull_request"},
     "docs.yml": {"push", "workflow_dispatch"},
     "gpu-nightly.yml": {"schedule", "workflow_dispatch"},
+    "gpu-weekly.yml": {"schedule", "workflow_dispatch"},
     "record-night.yml": {"workflow_run"},
     "release.yml": {"release", "workflow_dispatch"},
 }
@@ -33,6 +34,7 @@ WRITES = {
     ("docs.yml", "publish"): {"id-token", "pages"},
     ("record-night.yml", "history"): {"contents"},
     ("record-night.yml", "expectations"): {"contents", "pull-requests"},
+    ("record-night.yml", "report"): {"issues"},
     ("release.yml", "publish"): {"id-token"},
 }
 
@@ -61,7 +63,7 @@ def steps(job, action=""):
 
 def test_all_workflows_are_listed():
     assert {path.name for path in WORKFLOWS} == set(TRIGGERS)
-    assert len(gpu_jobs()) == 2
+    assert len(gpu_jobs()) == 3
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
@@ -119,7 +121,7 @@ def test_gpu_jobs_have_no_secrets_and_run_on_labelled_runners(workflow, name, jo
 @pytest.mark.parametrize(("workflow", "name", "job"), gpu_jobs())
 def test_gpu_jobs_are_skipped_in_a_fork_without_runners(workflow, name, job):
     assert job["strategy"]["matrix"]["arch"] == "${{ fromJSON(vars.GPU_ARCHS || '[]') }}"
-    if name == "measure":
+    if name in ("measure", "sanitize"):
         assert job["if"].startswith("vars.GPU_ARCHS != '' && (")
     else:  # skipped together with the job that it needs
         assert job["needs"] == "measure"
@@ -171,8 +173,11 @@ def test_flagged_claims_are_profiled_and_no_failure_of_it_ends_the_night(tmp_pat
     calls = tmp_path / "calls"
     assert (calls.read_text().splitlines() if calls.exists() else []) == (
         [
-            f"-m pytest --profile={tool} -o aiperf_artifacts=profiles/{tool} @night/flagged.txt"
-            for tool in ("nsys", "ncu")
+            "-m pip install --quiet --editable .[hta]",
+            *(
+                f"-m pytest --profile={tool} -o aiperf_artifacts=profiles/{tool} @night/flagged.txt"
+                for tool in ("nsys", "ncu", "hta")
+            ),
         ]
         if flagged
         else []
@@ -180,6 +185,21 @@ def test_flagged_claims_are_profiled_and_no_failure_of_it_ends_the_night(tmp_pat
     [upload] = [step for step in gate if step.get("with", {}).get("path") == "profiles/"]
     assert upload["if"] == "always()"
     assert "upload-artifact" in upload["uses"]
+
+
+def test_each_claim_is_sanitized_once_in_four_weeks(tmp_path):
+    steps_ = load(GITHUB / "workflows" / "gpu-weekly.yml")["jobs"]["sanitize"]["steps"]
+    [step] = [step for step in steps_ if "sanitizer" in step.get("run", "")]
+    for name, text in (("python", 'echo "$@" >> calls'), ("date", "echo $WEEK")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for week in ("08", "09", "10", "11"):
+        environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WEEK": week}
+        command = ["bash", "-e", "-o", "pipefail", "-c", step["run"]]
+        subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    calls = (tmp_path / "calls").read_text()
+    assert re.findall(r"--shard=(\d/\d)", calls) == ["1/4", "2/4", "3/4", "4/4"]
+    assert calls.count("--profile=sanitizer") == 4
 
 
 def test_jobs_that_run_the_gate_install_it():
@@ -203,6 +223,17 @@ def test_only_results_of_a_night_on_main_are_recorded():
     (download,) = steps(read, "actions/download-artifact")
     assert download["with"]["run-id"] == "${{ github.event.workflow_run.id }}"
     assert "runner.temp" in download["with"]["path"]  # outside the search paths of Python and pip
+
+
+def test_only_a_red_night_on_main_opens_an_issue():
+    report = load(GITHUB / "workflows" / "record-night.yml")["jobs"]["report"]
+    for condition in (
+        "conclusion == 'failure'",
+        "head_repository.full_name == github.repository",
+        "head_branch == github.event.repository.default_branch",
+    ):
+        assert condition in report["if"]
+    assert not steps(report, "actions/download-artifact")
 
 
 def test_a_release_is_checked_before_it_is_uploaded_and_only_where_that_is_wanted():
@@ -313,6 +344,18 @@ replies = {{
     "repos/o/r/git/ref/heads/nights": {{"object": {{"sha": "t"}}}},
     "repos/o/r/contents/history/h200.jsonl?ref=nights": {{"sha": "old"}},
     "repos/o/r/pulls?state=open&head=o:nights": [],
+    "repos/o/r/actions/runs/7": {{
+        "created_at": "2026-01-02T03:04:05Z", "html_url": "https://github.com/o/r/actions/runs/7",
+        "head_sha": "0123456789abcdef", "conclusion": "failure",
+    }},
+    "repos/o/r/actions/runs/7/jobs?per_page=100": {{"jobs": [
+        {{"name": "measure sm90", "html_url": "https://job/1", "conclusion": "success"}},
+        {{"name": "gate sm90", "html_url": "https://job/2", "conclusion": "failure"}},
+    ]}},
+    "repos/o/r/actions/runs/7/artifacts?per_page=100": {{"artifacts": [
+        {{"name": "night-sm90", "id": 5}},
+    ]}},
+    "repos/o/r/issues?state=all&labels=red-night&per_page=100": {issues!r},
 }}
 if method == "GET" and path not in replies:
     sys.exit("gh: Not Found (HTTP 404)")
@@ -325,7 +368,7 @@ def github(tmp_path):
     """Run commit.py with a fake ``gh``; return its process and its requests other than GET."""
     log, gh = tmp_path / "log", tmp_path / "bin" / "gh"
     gh.parent.mkdir()
-    gh.write_text(GH.format(python=sys.executable, log=str(log)))
+    gh.write_text(GH.format(python=sys.executable, log=str(log), issues=[]))
     gh.chmod(0o755)
     files = tmp_path / "published" / "history"
     files.mkdir(parents=True)
@@ -366,3 +409,28 @@ def test_commit_never_writes_to_main(github):
     assert process.returncode != 0
     assert "does not write there" in process.stderr
     assert requests == []
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_red_night_has_one_issue_with_links(tmp_path, is_again):
+    log, gh = tmp_path / "log", tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    title = "Red night of 2026-01-02 (7)"
+    earlier = [{"title": title}] if is_again else []
+    gh.write_text(GH.format(python=sys.executable, log=str(log), issues=earlier))
+    gh.chmod(0o755)
+    path = f"{gh.parent}{os.pathsep}{os.environ['PATH']}"
+    env = {"PATH": path, "GITHUB_REPOSITORY": "o/r"}
+    process = run("issue.py", "7", cwd=tmp_path, **env)
+    requests = [json.loads(line) for line in log.read_text().splitlines()]
+    posts = [request for request in requests if request[0] != "GET"]
+    if is_again:
+        assert not posts
+        return
+    [[method, url, body]] = posts
+    assert (method, url, body["title"]) == ("POST", "repos/o/r/issues", title)
+    assert body["labels"] == ["red-night"]
+    assert "[gate sm90](https://job/2)" in body["body"]
+    assert "measure sm90" not in body["body"]
+    assert "[night-sm90](https://github.com/o/r/actions/runs/7/artifacts/5)" in body["body"]
+    assert process.returncode == 0, process.stderr
