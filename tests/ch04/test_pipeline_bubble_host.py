@@ -1,0 +1,76 @@
+"""A pipeline schedule that interleaves two chunks of layers per rank finishes earlier than 1F1B.
+
+Each schedule runs the same layers on the same micro-batches and must produce the same gradients. A
+virtual clock gives start times from dependencies alone. With p ranks and m micro-batches,
+one-forward-one-backward (1F1B) fills and drains the pipeline in p - 1 slots, in which most ranks
+idle (the bubble): m of m + p - 1 slots are useful, 8 of 11 here. Interleaving two chunks of layers
+per rank, as in Megatron-LM, fills it in half the time: m of m + (p - 1) / 2 slots are useful, for
+twice the messages and some of the memory that 1F1B saved (test_pipeline_memory_host.py).
+
+The score is the makespan, exact if all chunks take equally long and sending takes no time; a test
+beside the claim compares it with the closed forms. The gain falls as m grows, because the bubble
+does not. Schedules that split the backward pass into the gradients of inputs and of weights (zero
+bubble, DualPipe) fill the rest; they are not measured here.
+"""
+
+import numpy as np
+import pytest
+
+from kernels.ch04 import pipeline
+from pytest_aiperf import Bench, Compare, Score
+
+RANKS = 4
+SIZES = [(2, 4), (4, 8), (4, 12), (8, 16)]
+"""Ranks and micro-batches for which the simulation is compared with closed forms."""
+
+
+def network(bench: Bench) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(bench.seed)
+    layers = rng.integers(-2, 3, (2 * RANKS, 4, 4)).astype(float)
+    return layers, rng.integers(-2, 3, (8, 3, 4)).astype(float)
+
+
+def makespan(schedule):
+    def arm(layers, batches):
+        gradients, slots, _ = pipeline.run(schedule(RANKS, len(batches)), layers, batches)
+        return gradients, Score(slots, "forward passes", "lower")
+
+    return arm
+
+
+def unpartitioned_gradients(layers, batches):
+    """Differentiate sum(x W1 ... Wn) with respect to each W, without schedule or chunks."""
+    gradients = []
+    for i in range(len(layers)):
+        before = batches.reshape(-1, 4) @ np.linalg.multi_dot([np.eye(4), *layers[:i], np.eye(4)])
+        after = np.linalg.multi_dot([*layers[i + 1 :], np.eye(4), np.ones((4, 1))])
+        gradients.append(np.outer(before.sum(0), after))
+    return np.stack(gradients)
+
+
+def simulated(schedule, ranks, micro_batches):
+    """Return makespan and peak of a schedule; the numbers that it multiplies do not matter."""
+    _, slots, peak = pipeline.run(
+        schedule(ranks, micro_batches), np.ones((2 * ranks, 1, 1)), np.ones((micro_batches, 1, 1))
+    )
+    return slots, peak
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
+def test_makespans_are_those_of_the_closed_forms(ranks: int, micro_batches: int) -> None:
+    whole, half = 3 * (micro_batches + ranks - 1), 3 * (micro_batches + (ranks - 1) / 2)
+    assert simulated(pipeline.gpipe, ranks, micro_batches)[0] == whole
+    assert simulated(pipeline.one_f_one_b, ranks, micro_batches)[0] == whole
+    assert simulated(pipeline.interleaved, ranks, micro_batches)[0] == half
+
+
+@pytest.mark.host
+def test_pipeline_bubble_host(compare: Compare) -> None:
+    compare(
+        baseline=makespan(pipeline.one_f_one_b),
+        optimized=makespan(pipeline.interleaved),
+        against="previous rung",
+        inputs=network,
+        reference=unpartitioned_gradients,
+        metric="score",
+    )
