@@ -30,6 +30,21 @@ BOARD += ["Disabled", "0x0000000000000004", "1024", "147456"]
 PCI = "/sys/bus/pci/devices/0000:19:00.0"
 
 
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPIX\t0-7,16\t0\t\tN/A
+NIC0\tPIX\t X \ts3cret
+
+Legend:
+
+  X    = Self
+
+NIC Legend:
+
+  NIC0: mlx5_of_someone
+"""
+
+
 class Machine(doctor.Host):
     """A healthy machine with one H200; each test changes a few facts about it."""
 
@@ -40,6 +55,7 @@ class Machine(doctor.Host):
         self.cuda = 13000
         self.processes = ""
         self.links = "\t Link 0: 26.5 GB/s\n" * 18 * 2
+        self.topology = TOPOLOGY
         self.torch_test = {
             "built": "13.0", "cuda": True, "peers": [True, True], "nccl": "2.28.3",
             "archs": ["sm_90"], "right": True,
@@ -87,6 +103,8 @@ class Machine(doctor.Host):
             return self.processes
         if "nvlink" in line:
             return self.links
+        if "topo" in line:
+            return self.topology
         if "capture" in line:
             return f"captured in {folder}\n"
         return None
@@ -348,7 +366,8 @@ FACTS = [
     {"gpu_error": UsageError(SECRET_TEXT)},
     {"compiled": "", "compiler": SECRET_TEXT, "locked": SECRET_TEXT, "space": None},
     {"disassembler": SECRET_TEXT, "missing": {"ncu": SECRET_TEXT}},
-    {"has": [], "links": SECRET_TEXT, "processes": SECRET_TEXT},
+    {"has": [], "links": SECRET_TEXT, "processes": SECRET_TEXT, "topology": SECRET_TEXT},
+    {"topology": "GPU0\t" + SECRET_TEXT.replace("\n", "\nGPU1\t")},
 ]
 
 
@@ -387,6 +406,11 @@ def test_a_bundle_holds_checks_versions_and_chosen_variables(tmp_path):
         listed
     )
     assert "OK      driver" in files["aiperf-doctor/doctor.txt"]
+    assert files["aiperf-doctor/topology.txt"].splitlines() == [
+        "\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID",
+        "GPU0\t X \tPIX\t0-7,16\t0\t\tN/A",
+        "NIC0\tPIX\t X \t?",
+    ]
     assert "captured" in files["aiperf-doctor/capture-ncu.txt"]
 
 

@@ -25,6 +25,12 @@ from pytest_aiperf.schema import to_json
 from .doctor import Check, Host
 
 _CAPTURED: Final = ("torch", "nsys", "ncu")  #: Profilers that are tried on the example.
+_TOPOLOGY: Final = re.compile(
+    r"X|(GPU|NIC|NV)\d{1,3}|SYS|NODE|PHB|PXB|PIX|\d{1,3}([,-]\d{1,3})*|N/A"
+    r"|CPU|GPU|NUMA|ID|Affinity"
+)
+"""Words of the matrix of links that identify nobody. Any other becomes ``?``."""
+_STYLE: Final = re.compile(r"\x1b\[[\d;]*m")  #: Codes with which nvidia-smi underlines the matrix.
 _EXAMPLE: Final = """\
 import torch
 
@@ -53,7 +59,23 @@ def contents(host: Host, checks: Sequence[Check], *, capture: bool) -> dict[str,
         "doctor.json": dumps(lines, "doctor", indent=1),
         "versions.json": dumps(facts, "versions", indent=1),
     }
+    if topology := _topology(host):
+        files["topology.txt"] = topology
     return files | (_captures(host) if capture else {})
+
+
+def _topology(host: Host) -> str:
+    """Return the matrix of the links between GPUs and NICs, without the names of the NICs."""
+    lines = _STYLE.sub("", host.run("nvidia-smi", "topo", "-m") or "").splitlines()
+    rows = [line for line in lines if re.match(r"\s+GPU0\b|(GPU|NIC)\d+\t", line)]
+    return "".join(
+        "".join(
+            word if word.isspace() or _TOPOLOGY.fullmatch(word) else "?"
+            for word in re.findall(r"\s+|\S+", row)
+        )
+        + "\n"
+        for row in rows
+    )
 
 
 def _requirements() -> set[str]:
