@@ -7,8 +7,8 @@ that once, and the loop over the products runs in C.
 
 Both arms compute the same products, so the gain is limited by the time per call over the time per
 product. It grows as matrices shrink, and vanishes where a product takes longer than its call, from
-about 64x64. All matrices of a stack have one shape: pad ragged ones, or group them by size. The
-ratio is the only evidence: nothing counts the interpreter's calls here.
+about 64x64. All matrices of a stack have one shape: pad ragged ones, or group them by size. A test
+beside the claim counts the calls of both arms, 2048 and 1.
 """
 
 import numpy as np
@@ -30,6 +30,24 @@ def one_by_one(a, b, out):
 
 def stacked(a, b, out):
     np.matmul(a, b, out=out)
+
+
+class Counted(np.ndarray):
+    """An array that counts the calls of NumPy's functions on it and on its views."""
+
+    calls = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        Counted.calls += 1
+        plain = [x.view(np.ndarray) for x in inputs]
+        return getattr(ufunc, method)(*plain, out=tuple(x.view(np.ndarray) for x in out), **options)
+
+
+@pytest.mark.parametrize(("arm", "calls"), [(one_by_one, 2048), (stacked, 1)])
+def test_calls_of_an_arm(arm, calls: int) -> None:
+    Counted.calls = 0
+    arm(*(np.ones((2048, 2, 2)).view(Counted) for _ in range(3)))
+    assert Counted.calls == calls
 
 
 @pytest.mark.host

@@ -5,16 +5,16 @@ holds 16 floats. With the rows' index in the innermost loop (jki, as one would w
 or MATLAB, where columns are contiguous) each step is one row, 160 bytes, further down: it fetches
 one line of the left matrix and one of the result, uses one float of each, and when the next column
 needs these lines again, 40,000 others (2.5 MB) have pushed them out of the L1 cache and, where it
-is smaller, the L2 cache; where they fit in L2, about half of the gain remains. With the columns'
-index innermost (ikj) the steps are one float wide, every float of a line is used, and the hardware
-prefetches the next line.
+is smaller, the L2 cache; where they fit in L2, less of the gain remains. With the columns' index
+innermost (ikj) the steps are one float wide, every float of a line is used, and the hardware
+prefetches the next line. BLAS, the library arm, also blocks for registers and for each level of the
+cache: it is faster than all rungs and the right choice in practice.
 
 All orders multiply the same numbers and add them in the same order. Since neighbouring iterations
 of ikj write neighbouring floats, the compiler can also vectorize it. "scalar" forbids that in both
 arms, so that only the order of memory accesses changes; "vectors" allows it, and is judged against
-"scalar". BLAS, the library arm, also blocks for registers and for each level of the cache, and is
-the right choice in practice. Matrices that fit in the L1 cache gain mostly from vectorization: that
-the rest of the gain disappears there is the evidence, as hosts offer no cache counters here.
+"scalar". Matrices that fit in the L1 cache gain from vectorization only. Hosts offer no cache
+counters here, so the ratio is the only evidence.
 """
 
 from functools import partial

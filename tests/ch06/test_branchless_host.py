@@ -8,22 +8,25 @@ advances the output by the result of the comparison, 0 or 1: it stores more, but
 predict.
 
 "half" filters random data at its median, the worst case for the branch. "rare" keeps 10 % of the
-elements: the branch is mispredicted at most every tenth time, and the gain is smaller. That the
-gain follows the predictability is the evidence, as hosts offer no counter of mispredictions here.
-On sorted data, or when almost all or almost no elements are kept, the prediction is nearly free and
-the branch is as fast; it then wins where the skipped work is more than one store. A million
-elements are more than the predictor can memorize: of 2**15 it learns the repeated data, and the
-branch costs nothing. AVX-512 has an instruction that filters 16 floats at once, the expert's choice
-where it exists. Compilers turn simple branches into selects by themselves, but not this one: they
-must not add a store.
+elements: the branch is mispredicted at most every tenth time, and the gain is smaller. Hosts offer
+no counter of mispredictions here; a test beside the claim checks that the compiler's code branches
+on the comparison in one loop and not in the other. On sorted data, or when almost all or almost no
+elements are kept, the prediction is nearly free and the branch is as fast; it then wins where the
+skipped work is more than one store. A million elements are more than the predictor can memorize: of
+2**15 it learns the repeated data, and the branch costs nothing. AVX-512 has an instruction that
+filters 16 floats at once, the expert's choice where it exists. Compilers turn simple branches into
+selects by themselves, but not this one: they must not add a store.
 """
 
+import platform
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from kernels.ch06.filter_loops import select
+from kernels.ch06.assembly import instructions
+from kernels.ch06.filter_loops import SOURCE, select
 from pytest_aiperf import Bench, Compare, Work
 
 KEPT = {"half": 0.5, "rare": 0.1}
@@ -35,6 +38,18 @@ def below(x, limit):
 
 def compressed(x, limit):
     return np.compress(x < np.float32(limit), x)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86 instructions")
+def test_only_one_loop_branches_on_the_data() -> None:
+    mnemonics = instructions(SOURCE)
+    compares = {
+        name: [after for before, after in pairwise(mnemonics[name]) if "comiss" in before]
+        for name in ("branching", "branchless")
+    }
+    assert [m for m in compares["branching"] if m.startswith("j")]
+    assert compares["branchless"]
+    assert not [m for m in compares["branchless"] if m.startswith("j")]
 
 
 @pytest.mark.host
