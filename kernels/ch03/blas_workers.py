@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -45,6 +46,19 @@ def worker_pool(threads):
         pool.map(matrix_power, [np.eye(64, dtype=np.float32)] * WORKERS, chunksize=1)
     atexit.register(pool.terminate)
     return pool
+
+
+def context_switches(threads):
+    """Sum up the context switches of all threads of the workers since they started."""
+    switches = 0
+    for status in (s for p in worker_pool(threads)._pool for s in _statuses(p.pid)):  # noqa: SLF001
+        lines = (line.split() for line in status.splitlines() if "ctxt_switches" in line)
+        switches += sum(int(count) for _, count in lines)
+    return switches
+
+
+def _statuses(process):
+    return [file.read_text() for file in Path(f"/proc/{process}/task").glob("*/status")]
 
 
 def matrix_powers(threads, matrices):
