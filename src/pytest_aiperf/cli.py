@@ -175,6 +175,8 @@ def _add_capture(subcommands: Any) -> None:
     add("--nvtx", metavar="RANGE", default="", help=text)
     text = "only kernels of a command in whose names this regular expression is found"
     add("--kernel", metavar="REGEX", default="", help=text)
+    text = "torch: only steps A to B-1 of a command's optimizer, counted from 0"
+    add("--steps", metavar="A:B", type=_steps, default=(), help=text)
     text = "ncu: kernels of a command to skip, of those that --nvtx and --kernel select"
     add("--launch-skip", metavar="N", type=int, default=0, help=text)
     text = "ncu: kernels of a command to profile (default: that of the preset)"
@@ -191,6 +193,13 @@ def _add_capture(subcommands: Any) -> None:
     add("--read", metavar="CAPTURE", type=Path, help=text)
     text = "with --compare or --read: also write a Markdown file"
     add("-o", "--output", metavar="FILE.md", type=Path, help=text)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with A < B, such as 3:6")
+    return int(found[1]), int(found[2])
 
 
 def _add_views(subcommands: Any) -> None:
@@ -352,7 +361,7 @@ def capture(given: argparse.Namespace) -> int:
     if given.profiled:
         return _capture_command(given, chosen)
     if unused := _given(given, "nvtx", "kernel", "launch_skip", "launch_count", "metrics",
-                        "tool_args"):  # fmt: skip
+                        "tool_args", "steps"):  # fmt: skip
         raise UsageError(f"{unused} is for a command: capture {given.tool} -- python FILE.py")
     job = target.job_from(os.environ)
     path, _, name = given.function.partition("::")
@@ -416,6 +425,7 @@ def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Too
             tuple(filter(None, given.metrics.split(","))),
             tuple(shlex.split(given.tool_args)),
             given.deadline or math.inf,
+            given.steps,
         )
         for tool, preset in chosen
     ]

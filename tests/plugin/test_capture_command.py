@@ -395,6 +395,8 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         (["ncu", "--launch-count", "0", "--", "true"], "--launch-count one from 1 on"),
         (["nsys", "--kernel", "(", "--", "true"], "--kernel: '(' is not a regular expression"),
         (["memory", "--nvtx", "a", "--", "true"], "--nvtx and --kernel are for nsys, ncu and tor"),
+        (["nsys", "--steps", "3:6", "--", "true"], "--steps is for torch, not for nsys"),
+        (["torch", "--steps", "3:6", "a.py::f"], "--steps is for a command: capture torch -- pyt"),
         (["proton", "--", "true"], "proton profiles functions only"),
         (["nsys,ncu", "--tool-args=-x", "--", "true"], "--tool-args is for one tool"),
         (["nsys", "--calls", "3", "--", "true"], "--calls is for a function"),
@@ -463,6 +465,42 @@ def test_a_script_has_a_table_of_all_operators(selected):
     assert product["operations"] == str(3 * 2 * 8 * 4 * 2)
     assert ("aten::add" in rows) == (not selected)
     assert "forward" not in rows
+
+
+TRAINS = """\
+import torch
+weight = torch.nn.Parameter(torch.ones(4))
+first, second = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+for step in range(8):
+    with torch.profiler.record_function(f"step {step}"):
+        (weight * 2).sum().backward()
+        first.step()
+    second.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "recorded"), [("3:6", [3, 4, 5]), ("0:2", [0, 1]), ("6:99", [6, 7])]
+)
+def test_only_some_steps_of_a_training_script_are_recorded(steps, recorded):
+    Path("trains.py").write_text(TRAINS)
+    done, found = trace_of(sys.executable, "trains.py", options=("torch", "--steps", steps))
+    assert done.returncode == 0, done.stderr
+    [part] = found.parts
+    [file] = Path("artifacts").glob("*/trains/torch/*.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    names = [each.get("name", "") for each in events]
+    assert names.count("aten::ones_like") == len(recorded)  # the start of a backward pass
+    assert f"step {recorded[-1] + 1}" not in names
+    assert f"step {recorded[0] - 2}" not in names
+    assert part.profile.figures["operators"] > 0
+
+
+def test_a_training_that_ends_before_the_first_step_is_a_sentence():
+    Path("trains.py").write_text(TRAINS)
+    done, found = trace_of(sys.executable, "trains.py", options=("torch", "--steps", "20:21"))
+    assert done.returncode == 2
+    assert "no Python process of the command used PyTorch for more than 20 steps" in found.error
 
 
 RECOMPILES = """\

@@ -61,6 +61,9 @@ class CommandRequest:
     metrics: tuple[str, ...] = ()  #: Further metrics that ncu collects.
     arguments: tuple[str, ...] = ()  #: Further arguments of the tool.
     deadline_s: float = math.inf  #: Seconds after which the command is interrupted.
+    steps: tuple[int, int] | tuple[()] = ()
+    """First step of the optimizer that PyTorch's profiler records, from 0, and the one after the
+    last; empty for the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ def check(request: CommandRequest) -> None:
     require_program(request.command[0])
     if tool in _FUNCTIONS_ONLY:
         raise UsageError(f"{tool} profiles functions only: name FILE.py::FUNCTION, or use nsys")
+    if request.steps and tool != "torch":
+        raise UsageError(f"--steps is for torch, not for {tool}")
     if (request.selection.nvtx or request.selection.kernel) and tool not in (
         "nsys", "ncu", "torch",
     ):  # fmt: skip
@@ -311,6 +316,7 @@ def _injection(request: CommandRequest, scratch: Path) -> dict[str, str]:
         "folder": str(folder.absolute()),
         "preset": request.preset,
         "range": request.selection.nvtx,
+        "steps": request.steps,
     }
     paths = [str(scratch), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), injected.VARIABLE: json.dumps(settings)}
@@ -354,7 +360,7 @@ def _parts(
         tools.raise_if_refused(tool, output)
         if not binary:
             on_gpu = " on the GPU" if tool.hook == "memory" or injected.has_gpu() else ""
-            hint = ""
+            hint = f" for more than {request.steps[0]} steps" if request.steps else ""
             if on_gpu and tool.hook == "torch":
                 hint = " (CUDA_VISIBLE_DEVICES= records a program that uses the CPU only)"
             raise CaptureFailed(

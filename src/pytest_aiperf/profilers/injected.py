@@ -27,7 +27,9 @@ from typing import Any
 
 VARIABLE = "PYTEST_AIPERF_RECORD"
 """Environment variable with the settings, as JSON: "hook" is "torch" or "memory", "folder" is where
-files are written, "preset" is that of the tool, and "range" is the range that counts, or ""."""
+files are written, "preset" is that of the tool, "range" is the range that counts, or "", and
+"steps" are the first step of the optimizer to record, from 0, and the one after the last, or empty.
+"""
 COMPILER_FIGURES = ("graph_breaks", "recompilations")
 """Metadata of a trace: what torch.compile did from the start of the process on."""
 OPERATORS = ".operators.csv"  #: Suffix of the table of all operators.
@@ -96,8 +98,11 @@ def _file_name() -> str:
     return f"pid{os.getpid()}" if is_worker or not rank else rank
 
 
-def _record_trace(settings: dict[str, Any], torch: Any) -> None:
-    """Record operators, CUDA API calls and kernels, and write a Chrome trace."""
+def _record_trace(settings: dict[str, Any], torch: Any) -> Callable[[], object]:
+    """Record operators, CUDA API calls and kernels; return a function that writes the trace.
+
+    At the latest, the end of the process writes it.
+    """
     deep, on_gpu = settings["preset"] != "minimal", torch.cuda.is_initialized()
     kinds = torch.profiler.ProfilerActivity
     profile = torch.profiler.profile(
@@ -113,9 +118,12 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
         warnings.filterwarnings("ignore", ".*Profiler clears events")
         profile.start()
 
+    is_done: list[bool] = []
+
     def finish() -> None:
-        if os.getpid() != process:
+        if os.getpid() != process or is_done:
             return  # a fork: the process that started to record has the trace
+        is_done.append(True)
         if threading.get_ident() != thread:
             _warn("PyTorch was first used in another thread than the main one")
             return
@@ -130,6 +138,36 @@ def _record_trace(settings: dict[str, Any], torch: Any) -> None:
                 write_operators(profile.events(), Path(f"{stem}{OPERATORS}"), settings["range"])
 
     atexit.register(_guarded(finish))
+    return finish
+
+
+def _record_steps(settings: dict[str, Any], torch: Any) -> None:
+    """Record a trace of some steps of the optimizer whose step ends first."""
+    first, end = settings["steps"]
+    ended = 0
+    counted: Any = None  # the optimizer
+    finish: Callable[[], object] | None = None
+
+    def step_ended(optimizer: Any, *_: object) -> None:
+        nonlocal ended, counted, finish
+        counted = counted or optimizer
+        if optimizer is not counted:
+            return
+        ended += 1
+        if ended == first:
+            finish = _record_trace(settings, torch)
+        elif ended == end and finish is not None:
+            finish()
+
+    optim: Any = importlib.import_module("torch.optim.optimizer")
+    optim.register_optimizer_step_post_hook(_guarded(step_ended))
+    if not first:
+
+        def start() -> None:
+            nonlocal finish
+            finish = _record_trace(settings, torch)
+
+        _when_used(torch, _guarded(start))
 
 
 def write_operators(events: Any, file: Path, window: str = "") -> None:
@@ -235,9 +273,12 @@ def _run_other_sitecustomize() -> None:
 
 def _install() -> None:
     settings = json.loads(os.environ[VARIABLE])
-    record = {"torch": _record_trace, "memory": _record_memory}[settings["hook"]]
+    record: Any = {"torch": _record_trace, "memory": _record_memory}[settings["hook"]]
 
     def imported(torch: Any) -> None:
+        if settings["steps"]:
+            _record_steps(settings, torch)
+            return
         _when_used(torch, _guarded(lambda: record(settings, torch)))
 
     sys.meta_path.insert(0, _TorchFinder(_guarded(imported)))
