@@ -7,9 +7,8 @@ longest request ends, and the slots of shorter requests compute padding. Continu
 ends is found out, not known: a request ends when the model emits the end token, and the host polls
 how many have ended, two steps late. Both arms replay the same captured decoding step of a model
 with 4 layers of width 2048, heads of 64 channels and a vocabulary of 4,096. It is shallow, so that
-the 1,200 steps of the static batches take less than a second; how much a step with prefill costs,
-relative to one without, depends on depth only as far as the vocabulary and the bookkeeping of the
-slots weigh. The limit is the mean of a batch's longest answer divided by the mean of all answers.
+the 1,200 steps of the static batches take less than a second. The limit is the mean of a batch's
+longest answer divided by the mean of all answers.
 
 1,024 requests arrive at once. Their answers have the quantiles of the Azure LLM inference trace of
 2023 (conversations; its median is 129 tokens), divided by eight. For 64 slots the limit is 2.94x.

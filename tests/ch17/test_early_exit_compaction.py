@@ -43,10 +43,11 @@ def layer(x, up, down):
 
 
 def everywhere(x, up, down):
-    needed, out = x[:, :1].clone(), torch.empty_like(x)
+    needed, out = x[:, 0].clone(), torch.empty_like(x)
     for done, weights in enumerate(zip(up, down, strict=True), 1):
         x = layer(x, *weights)
-        torch.where(needed == done, x, out, out=out)
+        is_done = needed == done
+        out[is_done] = x[is_done]  # the host waits for the count, which takes little of a layer
     return out
 
 
