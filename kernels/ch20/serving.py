@@ -1,113 +1,189 @@
-"""A small service that answers prompts with greedy tokens, in three stages.
+"""A small service that answers prompts with greedy tokens, in four stages.
 
 one_by_one  One request after the other; new keys and values are concatenated to the KV cache.
-batched     All requests in one batch, with the same KV cache.
-graph       The decode step is a captured CUDA graph. Tokens and position live in tensors, and keys
-            and values are written into preallocated slabs.
+batched     Requests in batches, in order of arrival, with the same KV cache.
+slab        The same batches; keys and values are written in place into a preallocated slab.
+graph       The decode step over the slab is a captured CUDA graph. Tokens and position live in
+            tensors, and a mask hides the part of the slab that is not yet written.
 
-Each stage returns the tokens (requests x count) and the last hidden states. All of them run prefill
-eagerly, inside the timed region.
+A request ends when the model emits END, which nobody knows beforehand: after each step the host
+asks whether all requests of the batch have ended. Until then those that have ended compute padding.
+Each stage returns the answers (requests x longest, filled up with END) and the hidden states that
+led to END (requests x width). All of them run prefill eagerly, inside the timed region.
 """
 
 import torch
 
 from kernels.ch15.decoder import HEAD_DIM, attention, block, captured, causal, forward, norm
 
-
-def prefill(model, prompts, store):
-    """Process the prompts; ``store`` receives the keys and values of each layer, in order."""
-
-    def attend(q, k, v):
-        store(k, v)
-        return causal(q, k, v)
-
-    return forward(model, prompts, attend)[:, -1]
+END = 0
+"""The token that ends a text."""
 
 
 def greedy_token(model, x):
     return (norm(x) @ model.lm_head.T).argmax(1)
 
 
-def batched(model, prompts, count):
-    caches = []
-    x = prefill(model, prompts, lambda *pair: caches.append(pair))
-    tokens = [greedy_token(model, x)]
-    for _ in range(count - 1):
-        x = model.embedding[tokens[-1][:, None]]
-        for i, layer in enumerate(model.layers()):
+def prefill(model, prompts, lengths, store):
+    """Return the hidden state of each prompt's last token; ``store`` gets each layer's k and v."""
 
-            def attend(q, k, v, i=i):
-                pairs = zip(caches[i], (k, v), strict=True)
-                caches[i] = tuple(torch.cat(pair, 1) for pair in pairs)
-                return attention(q, *caches[i])
+    def attend(q, k, v):
+        store(k, v)
+        return causal(q, k, v)
 
-            x = block(x, layer, attend)
-        x = x[:, 0]
-        tokens.append(greedy_token(model, x))
-    return torch.stack(tokens, 1), x
+    x = forward(model, prompts, attend)
+    return x[torch.arange(len(prompts), device=x.device), lengths - 1]
 
 
-def one_by_one(model, prompts, count):
-    answers = [batched(model, prompt, count) for prompt in prompts.split(1)]
+def decode(model, token, attend):
+    """Run one token per request through the layers; ``attend`` also gets the layer's number."""
+    x = model.embedding[token][:, None]
+    for i, layer in enumerate(model.layers()):
+        x = block(x, layer, lambda q, k, v, i=i: attend(i, q, k, v))
+    return x[:, 0]
+
+
+class Batch:
+    """The requests of a batch: what they have generated, and which of them have ended."""
+
+    def __init__(self, model, count, longest):
+        self.model, device = model, model.embedding.device
+        self.steps = torch.arange(longest, device=device)
+        self.token = torch.zeros(count, dtype=torch.long, device=device)
+        self.ended = torch.zeros(count, dtype=torch.bool, device=device)
+        self.answers = self.token.new_full((count, longest), END)
+        self.hidden = model.embedding.new_zeros(count, model.embedding.shape[1])
+
+    def emit(self, x, step):
+        """Append a token to each request that has not ended; ``step`` is a tensor of one number."""
+        token = greedy_token(self.model, x)
+        self.hidden.copy_(torch.where(self.ended[:, None], self.hidden, x))
+        self.token.copy_(torch.where(self.ended, END, token))
+        self.answers.index_copy_(1, step, self.token[:, None])
+        self.ended.logical_or_(self.token == END)
+
+
+class Concatenated:
+    """A KV cache that grows by concatenation. Prompts are padded to ``width`` tokens."""
+
+    def __init__(self, model, lengths, width, longest):
+        self.model, self.lengths, self.width, self.layers = model, lengths, width, []
+        self.columns = torch.arange(width + longest, device=lengths.device)
+        is_padding = (self.columns >= lengths[:, None]) & (self.columns < width)
+        self.visible = ~is_padding[:, None, None]
+
+    def store(self, k, v):
+        self.layers.append((k, v))
+
+    def attend(self, i, q, k, v):
+        pairs = zip(self.layers[i], (k, v), strict=True)
+        self.layers[i] = k, v = tuple(torch.cat(pair, 1) for pair in pairs)
+        return attention(q, k, v, attn_mask=self.visible[..., : k.shape[1]])
+
+    def decode(self, token, _step):
+        return decode(self.model, token, self.attend)
+
+
+class Slab(Concatenated):
+    """A KV cache of the final length: per layer, 2 x requests x tokens x heads x HEAD_DIM."""
+
+    def __init__(self, model, lengths, width, longest):
+        super().__init__(model, lengths, width, longest)
+        shape = 2, len(lengths), width + longest, model.embedding.shape[1] // HEAD_DIM, HEAD_DIM
+        self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
+        self.stored = 0
+
+    def store(self, k, v):
+        for cached, new in zip(self.layers[self.stored], (k, v), strict=True):
+            cached[:, : self.width] = new
+        self.stored = (self.stored + 1) % len(self.layers)
+
+    def decode(self, token, step):
+        end = self.width + step
+
+        def attend(i, q, k, v):
+            slab = self.layers[i]
+            for cached, new in zip(slab, (k, v), strict=True):
+                cached[:, end - 1 : end] = new
+            return attention(q, *slab[:, :, :end], attn_mask=self.visible[..., :end])
+
+        return decode(self.model, token, attend)
+
+
+def _answer(cache_type, model, prompts, lengths, longest):
+    width = int(lengths.max())
+    prompts, lengths = prompts[:, :width], lengths.to(prompts.device)
+    batch = Batch(model, len(prompts), longest)
+    cache = cache_type(model, lengths, width, longest)
+    batch.emit(prefill(model, prompts, lengths, cache.store), batch.steps[:1])
+    for step in range(1, longest):
+        if batch.ended.all():  # waits for the step
+            break
+        batch.emit(cache.decode(batch.token, step), batch.steps[step : step + 1])
+    return batch.answers, batch.hidden
+
+
+def _in_batches(answer, prompts, lengths, size):
+    answers = [
+        answer(*batch) for batch in zip(prompts.split(size), lengths.split(size), strict=True)
+    ]
     return tuple(torch.cat(parts) for parts in zip(*answers, strict=True))
 
 
-class Slabs:
-    """A preallocated KV cache: per layer, 2 x requests x capacity x heads x HEAD_DIM.
+def _eager(cache_type, size, model, prompts, lengths, longest):  # noqa: PLR0917  a call's inputs
+    def answer(prompts, lengths):
+        return _answer(cache_type, model, prompts, lengths, longest)
 
-    A captured graph refers to tensors by address, so every tensor that it reads must outlive it.
-    That is why the positions are stored here as well.
-    """
-
-    def __init__(self, model, prompts, count):
-        requests, self.prompt_length = prompts.shape
-        width, capacity = model.embedding.shape[1], self.prompt_length + count
-        shape = 2, requests, capacity, width // HEAD_DIM, HEAD_DIM
-        self.layers = [model.embedding.new_zeros(shape) for _ in model.qkv]
-        self.positions = torch.arange(capacity, device=prompts.device)
-
-    def prefill(self, model, prompts):
-        remaining = iter(self.layers)
-
-        def store(*pair):
-            for cached, new in zip(next(remaining), pair, strict=True):
-                cached[:, : self.prompt_length] = new
-
-        return prefill(model, prompts, store)
+    return _in_batches(answer, prompts, lengths, size)
 
 
-def graph(model, prompts, count):
-    slabs, device = Slabs(model, prompts, count), prompts.device
-    length = slabs.prompt_length
-    token, position = prompts[:, 0].clone(), torch.full((1,), length, device=device)
-    tokens = torch.zeros(len(prompts), length + count, dtype=torch.long, device=device)
-    last = model.embedding.new_zeros(len(prompts), model.embedding.shape[1])
+def one_by_one(model, prompts, lengths, longest, _size):
+    return _eager(Concatenated, 1, model, prompts, lengths, longest)
 
-    def step():
-        mask = (slabs.positions <= position)[None, None, None]
-        x = model.embedding[token][:, None]
-        for layer, slab in zip(model.layers(), slabs.layers, strict=True):
 
-            def attend(q, k, v, slab=slab):
-                for cached, new in zip(slab, (k, v), strict=True):
-                    cached.index_copy_(1, position, new)
-                return attention(q, *slab, attn_mask=mask)
+def batched(model, prompts, lengths, longest, size):
+    return _eager(Concatenated, size, model, prompts, lengths, longest)
 
-            x = block(x, layer, attend)
-        last.copy_(x[:, 0])
-        token.copy_(greedy_token(model, last))
-        tokens.index_copy_(1, position, token[:, None])
-        position.add_(1)
 
-    replay = captured(step, device)
+def slab(model, prompts, lengths, longest, size):
+    return _eager(Slab, size, model, prompts, lengths, longest)
 
-    def run(model, prompts, count):
-        last.copy_(slabs.prefill(model, prompts))
-        token.copy_(greedy_token(model, last))
-        tokens[:, length - 1] = token
-        position.fill_(length)
-        for _ in range(count - 1):
+
+def graph(model, prompts, lengths, longest, size):
+    """Capture a step for batches of ``size`` requests, into which their number must divide."""
+    device, width = prompts.device, prompts.shape[1]
+    batch = Batch(model, size, longest)
+    cache = Slab(model, lengths[:size].to(device), width, longest)
+    step = torch.ones(1, dtype=torch.long, device=device)
+
+    def attend_captured():
+        column = step + (width - 1)
+        mask = cache.visible & (cache.columns <= column)
+
+        def attend(i, q, k, v):
+            for cached, new in zip(cache.layers[i], (k, v), strict=True):
+                cached.index_copy_(1, column, new)
+            return attention(q, *cache.layers[i], attn_mask=mask)
+
+        return attend
+
+    def decode_step():
+        batch.emit(decode(model, batch.token, attend_captured()), step)
+        step.add_(1)
+
+    replay = captured(decode_step, device)
+
+    def answer(prompts, lengths):
+        lengths = lengths.to(device)
+        for state in (batch.ended, batch.answers, batch.hidden):
+            state.zero_()
+        cache.visible.copy_(Concatenated(model, lengths, width, longest).visible)
+        batch.emit(prefill(model, prompts, lengths, cache.store), batch.steps[:1])
+        step.fill_(1)
+        for _ in range(1, longest):
+            if batch.ended.all():
+                break
             replay()
-        return tokens[:, length - 1 : -1].clone(), last.clone()
+        return batch.answers.clone(), batch.hidden.clone()
 
-    return run
+    return lambda _model, prompts, lengths, *_: _in_batches(answer, prompts, lengths, size)
