@@ -23,7 +23,7 @@ from pytest_aiperf.records.results import atomic_write, dumps, read_json
 from pytest_aiperf.rules import roofline
 from pytest_aiperf.schema import from_json, to_json
 
-from . import injected, ncu, parsers, timeline, tools
+from . import injected, ncu, parsers, skew, timeline, tools
 from .ranges import RangeTime
 from .timeline import Reading, Selection
 from .tools import Invocation, Tool
@@ -417,7 +417,8 @@ def _readings(
                 )
             return [("", artefact, reading)]
         case "torch":
-            return _by_process(artefact, lambda file: timeline.torch_trace(file, selection))
+            found = _by_process(artefact, lambda file: timeline.torch_trace(file, selection))
+            return _with_skew(found)
         case "memory":
             return _by_process(artefact, parsers.memory)
         case other:
@@ -445,6 +446,20 @@ def _by_process(folder: Path, read: Callable[[Path], Reading]) -> list[tuple[str
         raise error
     found = [each for each in readings if each[2].kernels] or readings
     return [("", *found[0][1:])] if len(found) == 1 else found
+
+
+def _with_skew(
+    readings: list[tuple[str, Path, Reading]],
+) -> list[tuple[str, Path, Reading]]:
+    """Add how long each rank waits for the others, and for which one, to the readings of ranks."""
+    ranks = {name: file for name, file, _ in readings if name.startswith("rank ")}
+    if (found := skew.of(ranks)) is None:
+        return readings
+    for name, _, reading in readings:
+        if name in found.waits:
+            reading.figures["waits for ranks"] = (found.waits[name], "s")
+    readings[0][2].notes.append(str(found))
+    return readings
 
 
 def name_of(command: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from pytest_aiperf.errors import CaptureFailed
 from pytest_aiperf.model import Profile
 from pytest_aiperf.text import si
 
+from . import skew
 from .ncu import CUT, ncu, normalize_name
 from .ranges import sentence
 from .timeline import RANGE, TOP, Figures, Reading, load_json, nsys, torch_trace
@@ -104,20 +105,26 @@ def hta(folder: Path) -> Reading:
         f"communication and copies, {r['idle_time_pctg']} % idle"
         for r in ranks
     ]
+    if found := skew.of({f"rank {t.name.partition('.')[0]}": t for t in traces}):
+        figures["skew"] = (found.mean, "s")
+        notes.append(str(found))
     exposed = _mean(ranks, "non_compute_time_pctg") / 100 if communicates else 0.0
+    notes += _advice(exposed, figures.get("imbalance", (1.0, ""))[0])
+    return Reading(figures, list(kernels), notes)
+
+
+def _advice(exposed: float, imbalance: float) -> Iterator[str]:
     if exposed > _MAX_EXPOSED:
-        notes.append(
+        yield (
             f"communication-bound: in {exposed:.0%} of the time GPUs communicate or copy and do "
             "not compute: start communication earlier (see ch04/ddp_backward_overlap), in larger "
             "messages (see ch04/bucketed_all_reduce)"
         )
-    imbalance = figures.get("imbalance", (1.0, ""))[0]
     if imbalance > _MAX_IMBALANCE:
-        notes.append(
+        yield (
             f"imbalanced: the rank with the most work computes {imbalance:.2f} times the mean: "
             "give all ranks the same amount of work"
         )
-    return Reading(figures, list(kernels), notes)
 
 
 _MAX_EXPOSED: Final = 0.2
