@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -33,7 +34,7 @@ from .machine.nvml import visible
 from .model import Outcome, PrecisionName, Result
 from .profilers import capture as profiler
 from .profilers import command as command_profiler
-from .profilers import summary, target, tools
+from .profilers import ncu, summary, target, tools
 from .profilers.timeline import Selection
 from .records import comparison, expectations, journal, shards
 from .records.results import atomic_write, document, document_text, dumps, read_json, read_results
@@ -181,7 +182,7 @@ def _add_capture(subcommands: Any) -> None:
     add("--launch-skip", metavar="N", type=int, default=0, help=text)
     text = "ncu: kernels of a command to profile (default: that of the preset)"
     add("--launch-count", metavar="N", type=int, help=text)
-    text = "ncu: further metrics of a command, separated by commas"
+    text = "ncu: further metrics, separated by commas"
     add("--metrics", metavar="A,B", default="", help=text)
     text = "the folder for the files of the tools (default: %(default)s)"
     add("--artifacts", metavar="DIR", type=Path, default=Path(profiler.ARTIFACTS), help=text)
@@ -358,9 +359,17 @@ def capture(given: argparse.Namespace) -> int:
         raise UsageError(f"name what to profile: {usage} BEFORE AFTER (capture --help)")
     if len({tool.name for tool, _ in chosen}) < len(chosen):
         raise UsageError(f"{given.tool} names a tool twice: run `capture` once per preset")
+    of_ncu = _given(given, "launch_skip", "launch_count", "metrics")
+    if of_ncu and all(tool.name != "ncu" for tool, _ in chosen):
+        raise UsageError(f"{of_ncu} is for ncu, not for {given.tool}")
     if given.profiled:
         return _capture_command(given, chosen)
-    if unused := _given(given, "nvtx", "kernel", "launch_skip", "launch_count", "metrics",
+    return _capture_function(given, chosen)
+
+
+def _capture_function(given: argparse.Namespace, chosen: Sequence[tuple[tools.Tool, str]]) -> int:
+    """Profile a function under one tool after another."""
+    if unused := _given(given, "nvtx", "kernel", "launch_skip", "launch_count",
                         "tool_args", "steps"):  # fmt: skip
         raise UsageError(f"{unused} is for a command: capture {given.tool} -- python FILE.py")
     job = target.job_from(os.environ)
@@ -379,19 +388,28 @@ def capture(given: argparse.Namespace) -> int:
     run = journal.new_run_id(datetime.now(UTC), os.getpid())
     folder = profiler.run_folder(given.artifacts.absolute(), run) / profiler.folder_name(name)
     deadline_s = given.deadline or FUNCTION_DEADLINE_S
+    metrics = _metrics(given)
+    kernels = profiler.ExpectedKernels(counters=tuple((metric, "") for metric in metrics))
     status = DONE
     for tool, preset in chosen:
         spec = f"{tool.name}:{preset}"
         command = (sys.executable, "-m", "pytest_aiperf", "capture", spec, given.function)
         request = profiler.CaptureRequest(tool, preset, folder, command, deadline_s, given.calls)
         try:
-            profile, _ = profiler.capture(request, "call")
+            profile, _ = profiler.capture(request, "call", kernels)
         except AiperfError as error:  # the next tool may work
             _progress(f"capture: {error}")
             status = WRONG
         else:
+            if tool.name == "ncu":
+                notes = (*profile.notes, *ncu.lacking(metrics, profile.figures))
+                profile = replace(profile, notes=notes)
             _print(terminal.profile(name, [profile]))
     return status
+
+
+def _metrics(given: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(filter(None, given.metrics.split(",")))
 
 
 def _given(given: argparse.Namespace, *names: str) -> str:
@@ -401,9 +419,6 @@ def _given(given: argparse.Namespace, *names: str) -> str:
 
 def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Tool, str]]) -> int:
     """Profile a command under one tool after another; return the command's exit status."""
-    of_ncu = _given(given, "launch_skip", "launch_count", "metrics")
-    if of_ncu and all(tool.name != "ncu" for tool, _ in chosen):
-        raise UsageError(f"{of_ncu} is for ncu, not for {given.tool}")
     if given.tool_args and len(chosen) > 1:
         raise UsageError(f"--tool-args is for one tool, and {given.tool} are {len(chosen)}")
     if given.calls != 1:
@@ -422,7 +437,7 @@ def _capture_command(given: argparse.Namespace, chosen: Sequence[tuple[tools.Too
             Selection(given.nvtx, given.kernel),
             given.launch_skip,
             given.launch_count,
-            tuple(filter(None, given.metrics.split(","))),
+            _metrics(given),
             tuple(shlex.split(given.tool_args)),
             given.deadline or math.inf,
             given.steps,

@@ -213,6 +213,21 @@ def test_a_metric_of_ones_own_is_a_figure():
     assert record().captures[0].parts[0].profile.figures["gpu__time_duration.sum"] > 0
 
 
+def test_a_metric_of_ones_own_of_a_function(monkeypatch, capsys):
+    asked = []
+
+    def captured(request, arm, kernels):
+        asked.extend(kernels.counters)
+        return Profile("ncu", arm, "a.ncu-rep", {"a.sum": 3.0}, {"a.sum": ""}), None
+
+    monkeypatch.setattr(cli.profiler, "capture", captured)
+    assert capture("ncu", "--metrics", "a.sum,b.sum", "file.py::function") == 0
+    assert asked == [("a.sum", ""), ("b.sum", "")]
+    printed = capsys.readouterr().out
+    assert "a.sum     3" in printed
+    assert "no b.sum: `ncu --query-metrics` lists this GPU's metrics" in printed
+
+
 def test_the_limit_of_the_minimal_preset_is_told(monkeypatch):
     monkeypatch.setattr(ncu, "MAX_LAUNCHES", 5)  # the sample has five kernels
     assert capture("ncu", "--", "true") == 0
@@ -391,6 +406,7 @@ def test_ctrl_c_ends_the_command_and_writes_the_record():
         (["nope", "--", "true"], "unknown profiler 'nope': choose one of nsys, ncu"),
         (["nsys,nsys:deep_dive", "--", "true"], "names a tool twice"),
         (["nsys", "--launch-skip", "2", "--", "true"], "--launch-skip is for ncu, not for nsys"),
+        (["nsys", "--metrics", "a", "a.py::f"], "--metrics is for ncu, not for nsys"),
         (["nsys", "--metrics", "a", "--", "true"], "--metrics is for ncu, not for nsys"),
         (["ncu", "--launch-count", "0", "--", "true"], "--launch-count one from 1 on"),
         (["nsys", "--kernel", "(", "--", "true"], "--kernel: '(' is not a regular expression"),

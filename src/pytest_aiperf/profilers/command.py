@@ -411,10 +411,7 @@ def _readings(
         case "ncu":
             counters = [(metric, "") for metric in request.metrics]
             reading = Reading(*ncu.ncu(artefact, counters, binary))
-            if lacking := [m for m in request.metrics if m not in reading.figures]:
-                reading.notes.append(
-                    f"no {', '.join(lacking)}: `ncu --query-metrics` lists this GPU's metrics"
-                )
+            reading.notes.extend(ncu.lacking(request.metrics, reading.figures))
             return [("", artefact, reading)]
         case "torch":
             found = _by_process(artefact, lambda file: timeline.torch_trace(file, selection))

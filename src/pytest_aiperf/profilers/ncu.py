@@ -179,6 +179,12 @@ def ncu(
     return figures, list(dict.fromkeys(kernel.name for kernel in longest)), notes
 
 
+def lacking(metrics: Iterable[str], figures: Collection[str]) -> list[str]:
+    """Return a note if a report has no figure of some metrics that the user asked for."""
+    names = ", ".join(metric for metric in metrics if metric not in figures)
+    return [f"no {names}: `ncu --query-metrics` lists this GPU's metrics"] if names else []
+
+
 def aggregate(metric: str, kernels: Iterable[Kernel]) -> float | None:
     """Aggregate a metric over kernels: sum, maximum or time-weighted mean; None without values."""
     counted = [k for k in kernels if metric in k.values]
