@@ -7,7 +7,7 @@ the backward pass. torch.compile fuses these passes with each other and with the
 activation function. torchao and Transformer Engine are not compared.
 
 The cost of the passes grows with the size of the matrices, the GEMMs with that size times the
-width, so narrow blocks gain less. E4M3 is enough for the gradients here because every tensor is
+width, so narrow blocks gain less. E4M3 is used for the gradients as well, because every tensor is
 rescaled in every step; E5M2 has more range and less precision. Rounding the operands costs some
 percent of a gradient. The gradients of the weights add up the tokens without cuBLASLt's fast
 accumulation, which would cost more than the rounding (see the kernel file). The oracle checks the
@@ -78,5 +78,6 @@ def test_fp8_training_block(compare: Compare) -> None:
         work=lambda x, target, up, down: Work(flops=12 * len(x) * up.numel(), dtype="fp8"),
         reference=in_fp64,
         precision="fp8",
-        evidence=[evidence.counter("sm__ops_path_tensor_src_fp8.sum", min=1e12)],
+        # all six GEMMs, 1.1e12 operations each; the baseline has none in fp8
+        evidence=[evidence.counter("sm__ops_path_tensor_src_fp8.sum", min=6.5e12)],
     )

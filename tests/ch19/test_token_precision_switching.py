@@ -15,9 +15,11 @@ candidates, but among 131072 tokens few come close.
 "tf32" is compared with fp32, a naive baseline, and "bf16" with "tf32", which shares all the rest.
 The inputs have 16 competitors per sequence, whose logits fall with the logarithm of their rank, as
 frequencies of words do: steeply for some sequences and hardly for others. So no sequence has more
-than 16 candidates; a model's logits have no such cap. The bf16 copy adds half of the matrix's
-memory. The limit is the ratio of bytes, 2x. There is less to gain where many sequences share the
-matrix, so that arithmetic binds, or where logits are flat, so that many rows are read again.
+than 16 candidates; a model's logits have no such cap. Their hidden states also have a smaller
+cosine with the best row than these (0.25), so that the bound is wider relative to the logits. How
+many rows are read again is not reported. The bf16 copy adds half of the matrix's memory. The limit
+is the ratio of bytes, 2x. There is less to gain where many sequences share the matrix, so that
+arithmetic binds, or where logits are flat, so that many rows are read again.
 """
 
 import pytest
