@@ -64,5 +64,5 @@ def test_dataloader_workers(compare: Compare) -> None:
         metric="wall",
         cache="warm",
         # without the wait for the first batch; the baseline has 0.07
-        evidence=[evidence.busy_share(min=0.6)],
+        evidence=[evidence.busy_share(min=0.8)],
     )
