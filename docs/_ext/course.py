@@ -33,6 +33,8 @@ from pytest_aiperf.rules import roofline, stats
 from pytest_aiperf.sources import source_hash
 from pytest_aiperf.text import si
 
+FILES: Final = re.compile(r"<!-- files.*?<!-- end of files -->\n*", re.DOTALL)
+"""What a page shows on GitHub in place of what this extension fills in."""
 PLACE: Final = re.compile(r"^<!-- (claim|syllabus|gpus|results|proof) ?(\S*) -->$", re.MULTILINE)
 GPUS: Final = [
     Gpu(name, arch, "", arch, 0, 0, 1 << 50, "")
@@ -450,8 +452,9 @@ def fill(app: Sphinx, docname: str, source: list[str]) -> None:
 
     folder = docname.removeprefix("course/")
     places = [f"<!-- claim {name} -->" for name in course.claims if name.startswith(f"{folder}/")]
-    further = [place for place in places if place not in source[0]]
-    source[0] = PLACE.sub(text, "\n\n".join([source[0], *further]))
+    page = FILES.sub("", source[0])
+    further = [place for place in places if place not in page]
+    source[0] = PLACE.sub(text, "\n\n".join([page, *further]))
 
 
 def load(app: Sphinx) -> None:
