@@ -173,7 +173,7 @@ class Sampler:
         the first replicate here.
         """
         device = self.device
-        self.bound.progress("preparing")
+        self.bound.progress("building inputs")
         self._prebuilt.clear()
         self.sets = 1
         memory_bytes = device.gpu.memory_bytes if device.gpu else 0
