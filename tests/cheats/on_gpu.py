@@ -17,7 +17,7 @@ STALE = f"in a timed block|{ALONE}"
 SETTINGS = "an arm changed global settings .*"
 N = 1 << 25
 SLOWLY = 4000
-"""Iterations of the kernels of dishonest.cu that take about 100 us."""
+"""Iterations of the kernels of dishonest.cu: on an H200, a call takes about 9 ms."""
 
 
 def vectors(bench):
