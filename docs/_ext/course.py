@@ -75,7 +75,7 @@ class Claim:
             call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
             name = ast.unparse(call.func).removeprefix("pytest.mark.")
             if name != "parametrize":
-                values = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+                values = {str(k.arg): constant(k.value) for k in call.keywords}
                 marks.append(getattr(pytest.mark, name)(**values).mark)
         return requirements.requirements_of(marks)
 
@@ -362,6 +362,14 @@ class Course:
             count = sum(name.startswith(f"{page.stem}/") for name in self.claims)
             rows.append([f"[{title[2:]}]({page.name})", learn.replace("\n", " "), str(count)])
         return table(["chapter", "what you learn", "claims"], rows)
+
+
+def constant(node: ast.expr) -> Any:
+    """Return the value of a literal, or of a product or power of such, as in ``40 * 2**30``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Pow)):
+        left, right = constant(node.left), constant(node.right)
+        return left * right if isinstance(node.op, ast.Mult) else left**right
+    return ast.literal_eval(node)
 
 
 def short_name(result: Result) -> str:
