@@ -130,9 +130,9 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "default": [],
     },
     "aiperf_interpret": {
-        "help": "check Triton kernels in Triton's interpreter even on machines with a GPU",
+        "help": "run Triton kernels in its interpreter without --gpu, also on machines with a GPU",
         "type": "bool",
-        "default": False,
+        "default": True,
     },
     "aiperf_deadline": {
         "help": "time limit per claim in seconds; waiting does not count",

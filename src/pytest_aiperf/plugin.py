@@ -36,6 +36,7 @@ COLLECTED = pytest.StashKey[set[str]]()  #: Ids of all collected claims, selecte
 SHORT_NAMES = pytest.StashKey[set[str]]()  #: Options that have a name without the prefix aiperf-.
 PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that was not collected.
 ROOT: Final = Path(__file__).parent
+NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")  #: Exists on machines with NVIDIA's driver.
 WORKERS_PER_GPU: Final = 8
 """Maximum xdist workers per GPU with ``-n auto``: one times while the others build and check."""
 
@@ -72,10 +73,11 @@ def pytest_load_initial_conftests(
     # Must be set before a conftest imports torch: otherwise torch.cuda.is_available() in a test
     # module would initialise CUDA in this process, and the claims, its forks, could not use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # On a machine with a GPU, the ini file must ask for Triton's interpreter: tests that are not
-    # claims may need Triton on the GPU.
+    # A check calls arms on tensors of the CPU, also on a machine with a GPU, and Triton reads this
+    # when it is imported. If tests that are not claims need Triton on the GPU, the ini file can
+    # switch it off.
     if given.isdisjoint(f"--{name}" for name in options.MEASURING) and (
-        early_config.getini("aiperf_interpret") or not Path("/dev/nvidiactl").exists()
+        early_config.getini("aiperf_interpret") or not NVIDIA_DEVICE.exists()
     ):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if "--reproducible" in given or option.aiperf_reproducible:
@@ -463,7 +465,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if session is None:
         short = config.stash.get(SHORT_NAMES, set())
         gpu, cpu = (n if n in short else f"--aiperf-{n[2:]}" for n in ("--gpu", "--cpu"))
-        return [f"aiperf: checking ({gpu} measures on the GPU, {cpu} measures the host claims)"]
+        others = f"{gpu} measures on the GPU, {cpu} measures the host claims"
+        lines = [f"aiperf: checking on the CPU ({others})"]
+        if os.environ.get("TRITON_INTERPRET") == "1" and NVIDIA_DEVICE.exists():
+            where = "in its interpreter (on the GPU with aiperf_interpret = false)"
+            lines.append(f"aiperf: Triton runs {where}")
+        return lines
     settings = session.settings
     where = ", ".join(f"{g.name} ({g.key}, driver {g.driver})" for g in session.gpus) or "this host"
     what = f"capturing with {settings.profile}" if settings.profile else "measuring"
@@ -485,6 +492,16 @@ def pytest_runtest_makereport(
     if call.when == "call" and CONTEXT in item.stash and item.stash[CONTEXT].built_only:
         report.aiperf_built = True  # type: ignore[attr-defined]  # xdist transfers attributes
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if built := len(terminalreporter.stats.get("built", ())):
+        which, they = ("1 claim", "it") if built == 1 else (f"{built} claims", "they")
+        gpu = "--gpu" if "--gpu" in config.stash.get(SHORT_NAMES, set()) else "--aiperf-gpu"
+        terminalreporter.write_line(
+            f"aiperf: the kernels of {which} were compiled, but not run: `pytest {gpu}` runs them "
+            f"and compares what {they} compute{'s' * (built == 1)}"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -435,7 +435,7 @@ def test_the_message_names_the_worst_element():
 
     with wrong(
         "optimized disagrees with the reference: out[3, 17] is 1.25, expected 2.5 "
-        "(error 0.25; baseline's 0; allowed 7.6e-06)"
+        "(error 0.25 of |expected| + 2.5; baseline's 0; allowed 7.6e-06)"
     ):
         judge(optimized, make=make)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.plugin.test_evidence import TRITON
+
 CU = """\
 extern "C" int copy(float *to, const float *from, int n, cudaStream_t stream) { return 0; }
 """
@@ -20,6 +22,14 @@ def test_gpu_without_a_gpu_is_a_usage_error_of_one_sentence(project):
     (message,) = filter(None, done.errlines)
     assert message.startswith("ERROR: --gpu needs an NVIDIA GPU: ")
     assert not (project.path / ".aiperf").exists()
+
+
+def test_a_profile_without_a_gpu_names_the_tool_for_the_host(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    project.fake(gpus=0)
+    (message,) = filter(None, project.run("--profile=ncu").errlines)
+    assert message.startswith("ERROR: --profile=ncu")
+    assert message.endswith("`pytest --profile=perf` profiles the host claims")
 
 
 @pytest.mark.parametrize(
@@ -237,6 +247,8 @@ def test_a_users_own_fixtures_of_our_names_are_left_alone(project):
         """
 import pytest
 
+from tests.plugin.test_evidence import TRITON
+
 @pytest.fixture
 def clock():
     return "mine"
@@ -397,11 +409,71 @@ def test_gpu(gpu):
         [
             "no launcher 'cpoy' in kernels/copy.cu*functions are copy*",
             "argument 3 'n' of copy() is int, got float: pass an int",
+            "aiperf: the kernels of 2 claims were compiled, but not run: `pytest --gpu` *",
             "SKIPPED*: its results need a GPU, and it has nothing to build: run with --gpu",
             "SKIPPED*: needs a GPU: run with --gpu",
             "*2 failed, 2 skipped, 2 built*",
         ]
     )
+
+
+WITH_GPU = """
+from pathlib import Path
+from pytest_aiperf import plugin
+
+plugin.NVIDIA_DEVICE = Path(__file__)
+"""
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_a_check_on_a_machine_with_a_gpu_interprets_triton_kernels(project, interpret):
+    project.write("with_gpu.py", WITH_GPU)
+    project.monkeypatch.setenv("PYTHONPATH", str(project.path), prepend=os.pathsep)
+    project.write("own.py", TRITON)
+    project.tests("""
+import own
+
+def test_double(compare):
+    claim = {"baseline": lambda x: x * 2, "reference": lambda x: 2 * x.double()}
+    compare(optimized=own.double, inputs=lambda bench: own.torch.randn(1024), **claim)
+""")
+    done = project.run("-pwith_gpu", "-opythonpath=.", f"-oaiperf_interpret={interpret}".lower())
+    header = "*Triton runs in its interpreter (on the GPU with aiperf_interpret = false)*"
+    if interpret:
+        done.assert_outcomes(passed=1)
+        done.stdout.fnmatch_lines([header])
+    else:
+        done.assert_outcomes(failed=1)
+        done.stdout.no_fnmatch_line(header)
+        done.stdout.fnmatch_lines(
+            ["optimized launches a Triton kernel on tensors of the CPU, *set aiperf_interpret = *"]
+        )
+
+
+def test_errors_of_arms_name_the_arm_and_what_to_do(project):
+    project.write("own.py", TRITON.replace("tl.program_id(0) * TILE", "tl.program_id(0) * TIL"))
+    project.tests("""
+import own
+
+def claim(compare, arm):
+    words = {"baseline": lambda x: x * 2, "reference": lambda x: 2 * x.double()}
+    compare(optimized=arm, inputs=lambda bench: own.torch.randn(1024), **words)
+
+def test_typo(compare):
+    claim(compare, own.double)
+
+def test_gpu_only(compare):
+    claim(compare, lambda x: x.to("cuda:0") * 2)
+""")
+    done = project.run("-opythonpath=.")
+    done.assert_outcomes(failed=2)
+    done.stdout.fnmatch_lines(
+        [
+            "optimized, in Triton's interpreter: own.py:7: NameError: name 'TIL' is not defined",
+            "optimized needs a GPU (*): mark the test @pytest.mark.gpu, and the check skips it",
+        ]
+    )
+    assert "GridExecutor" not in done.stdout.str()
 
 
 def test_compile_errors_show_the_compiler_and_the_command(project):

@@ -102,7 +102,7 @@ def test_options_of_their_own_keep_their_names(project, workers):
     checked = project.run("--gpu", "1", "--quick")
     checked.assert_outcomes(passed=1)
     checked.stdout.fnmatch_lines(
-        ["aiperf: checking (--aiperf-gpu measures *, --cpu *", "own: 1 True"]
+        ["aiperf: checking on the CPU (--aiperf-gpu measures *, --cpu *", "own: 1 True"]
     )
     done = project.run("--aiperf-gpu", "--aiperf-quick", "--budget=1h", workers)
     done.assert_outcomes(passed=1)

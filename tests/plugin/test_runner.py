@@ -3,14 +3,17 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.records.journal import read_manifest
 from pytest_aiperf.records.results import read_results
+from tests.fake_gpu import FAKE_GPU
 
-from .conftest import by_claim
+from .conftest import PATIENCE_S, by_claim
 
 TWO = """
 def test_faster(compare):
@@ -489,3 +492,15 @@ def test_a_noisy_machine_is_reported_with_its_first_claim_and_in_the_summary(pro
         done = project.run("--gpu", "--quick", *words)
         lines = [line for line in done.outlines if re.match("noisy: two |=+ claims =", line)]
         assert [line[0] for line in lines] == ["n", "=", "n"]
+
+
+def test_a_wait_for_another_pytest_is_printed_without_a_terminal(project):
+    project.tests("def test_it(compare): compare(**usual)")
+    out = project.path / "out"
+    with GpuLock([FAKE_GPU.uuid], project.path / "locks").exclusive_gpu():
+        process = project.start("--gpu", "--quick")
+        end = time.monotonic() + PATIENCE_S
+        while "ch07/it is waiting for " not in out.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+    assert process.wait(PATIENCE_S) == 0
+    assert out.read_text().count("ch07/it is waiting for ") == 1

@@ -94,7 +94,9 @@ def test_work_done_while_preparing_gives_a_wrong_result():
         done = x * 2
         return lambda x: done
 
-    with pytest.raises(WrongResult, match="optimized disagrees"):
+    with pytest.raises(
+        WrongResult, match=r"optimized disagrees.*; inputs are overwritten .*static"
+    ):
         a_bound_claim(optimized=prepared(make)).check_agreement()
 
 
@@ -117,6 +119,20 @@ def test_static_inputs_may_be_consumed_while_preparing():
     words["inputs"] = lambda bench: (inputs(bench)[0], inputs(bench)[1].value)
     with pytest.raises(WrongResult):
         a_bound_claim(**words).check_agreement()
+
+
+def test_a_destination_that_no_arm_writes_is_named():
+    def inputs(bench):
+        rng = np.random.default_rng(bench.seed)
+        unset = np.random.default_rng().random(8)  # as memory of numpy.empty may be
+        return rng.random(8), unset
+
+    names = {"baseline": lambda x, out: x * 2, "reference": lambda x, out: x + x}
+    claim = a_bound_claim(inputs=inputs, optimized=lambda x, out: x + x, **names)
+    with pytest.raises(
+        UsageError, match=r"different values for the same seed: out \(all arms .*empty"
+    ):
+        claim.check_agreement()
 
 
 def test_no_garbage_is_collected_while_an_arm_prepares():
@@ -791,7 +807,8 @@ def test_progress_reports_phases_and_figures():
     reports = []
     measured(a_bound_claim(phases=reports))
     phases = [phase for phase, _ in reports]
-    assert list(dict.fromkeys(phases)) == ["agreeing", "preparing", "warming up", "measuring"]
+    expected = ["checking results", "building inputs", "warming up", "measuring"]
+    assert list(dict.fromkeys(phases)) == expected
     last = reports[-1][1]
     assert (last["replicate"], last["most"]) == (STANDARD.min_replicates, STANDARD.max_replicates)
     assert last["ratio"] == pytest.approx(2, rel=0.01)

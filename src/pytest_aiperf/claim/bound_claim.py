@@ -4,7 +4,6 @@ import gc
 import inspect
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ from pytest_aiperf.correctness import agreement, own_memory, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled, nothing
-from pytest_aiperf.errors import InvalidMeasurement, UsageError
+from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
 from pytest_aiperf.rules import validity
 
+from . import arm_errors
 from .claim import Arm, Claim, Progress, no_progress
 from .side_effects import SideEffects
 
@@ -95,7 +95,7 @@ class BoundClaim:
         try:
             value = self.claim.inputs(Bench(where, seed, self.full))
         except Exception as error:
-            if where == "cpu" and re.search(r"\bcuda\b|nvidia driver", str(error), re.IGNORECASE):
+            if where == "cpu" and arm_errors.needs_gpu(error):
                 raise UsageError(
                     f"inputs() needs a GPU ({error}): allocate on bench.device, which is cpu here"
                 ) from error
@@ -128,12 +128,13 @@ class BoundClaim:
             pairs = zip(values.get(path, ()), earlier[1].get(path, ()), strict=False)
             limit = SAME_VALUE * max(map(abs, values.get(path, ())), default=0.0)
             differs = "values" if any(abs(a - b) > limit for a, b in pairs) else ""
+            todo = agreement.UNSEEDED
             if array_layout != earlier[0].get(path):
-                differs = "strides, alignment or memory"
+                differs, todo = "strides, alignment or memory", agreement.SAME_INPUTS
             if differs:
                 raise UsageError(
-                    f"inputs() gives {self.effects.label(path)} other {differs} when it is called "
-                    "again with the same seed: all arms must get the same inputs"
+                    f"inputs() gives different {differs} for the same seed: "
+                    f"{self.effects.label(path)} ({todo})"
                 )
         is_whole = len(values) == len(arrays.keys() - set(self.effects.write_only))
         if self.full and values and is_whole:  # small inputs of a check may repeat
@@ -188,11 +189,12 @@ class BoundClaim:
 
     def _prepare_observed(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Prepare an arm whose calls are observed: what they hold, change and write."""
-        with self.counting(name):
+        explained = partial(arm_errors.explained, name, on_cpu=self.device.torch_device == "cpu")
+        with explained(), self.counting(name):
             call = self.prepare(name, inputs)
 
         def observed(*args: object) -> object:
-            with self.side_effects.of(name), self.counting(name) as results:
+            with explained(), self.side_effects.of(name), self.counting(name) as results:
                 returned = call(*args)
                 if Metric.MEMORY in self.claim.metrics:
                     results.append(tensors.nbytes((*args, returned)) - tensors.nbytes(args))
@@ -374,8 +376,8 @@ class BoundClaim:
         self, seed: int, shortcuts: agreement.Shortcuts | None = None
     ) -> Sequence[Error]:
         """Check all arms against the reference on one seed; return each arm's errors."""
-        self.progress("agreeing", seed=seed)
-        with self.step():
+        self.progress("checking results", seed=seed)
+        with self.step(), self._explained_if_prepared():
             errors = agreement.agree(
                 {name: partial(self._prepare_observed, name) for name in self.claim.arms},
                 partial(self.make_inputs, seed),
@@ -389,6 +391,20 @@ class BoundClaim:
         if seed == self.seed + AGREEMENT_SEEDS:
             self.device.release()  # only once: this delays other processes' driver calls
         return errors
+
+    @contextmanager
+    def _explained_if_prepared(self) -> Iterator[None]:
+        """Add to the wrong result of a prepared arm what is special about its inputs."""
+        try:
+            yield
+        except WrongResult as wrong:
+            name = str(wrong).partition(" ")[0]
+            if not isinstance(self.claim.arms.get(name), Prepared):
+                raise
+            raise WrongResult(
+                f"{wrong}; inputs are overwritten after the setup of a prepared arm, so mark those "
+                "that the setup may use with static()"
+            ) from None
 
     def result_of(self, name: str, inputs: Inputs) -> list[NamedTensor]:
         """Call an arm, and copy the tensors that it returned or changed."""

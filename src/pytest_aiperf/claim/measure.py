@@ -345,7 +345,7 @@ def _explain(trials: Sequence[_Trial], lock: GpuLock) -> None:
     if not trials:
         return
     context = trials[0].context
-    context.progress("explaining")
+    context.progress("reading evidence")
     timed = [(trial.bound, trial.record) for trial in trials]
     for trial, inspected in zip(
         trials, explanation.inspect(timed, lock, context.step), strict=True

@@ -105,6 +105,12 @@ NEGLIGIBLE = 1e-12
 """Values this small, and this many times smaller than the RMS, have no scale of their own: those of
 exponentials of large arguments are inexact, and underflow."""
 NAMED_PATHS = 8  #: Outputs that a message names; a dict may have thousands.
+SAME_INPUTS = "all arms must get the same inputs"  #: Why inputs of one seed may not differ.
+UNSEEDED = (
+    f"{SAME_INPUTS}: draw them with bench.seed, and if this is a destination from torch.empty, the "
+    "arms must write all of it"
+)
+"""What to do if inputs of one seed have different values."""
 FEW = 64  #: Values of fewer elements are allowed to differ more in size.
 SMALLER_HALF = 8
 """The RMS of a result counts as no more than this many times that of the smaller half of its
@@ -239,8 +245,8 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
     if unseeded_names:
         raise UsageError(
-            f"inputs() gives different values for the same seed: {', '.join(unseeded_names)} (or "
-            "the baseline leaves a part of it unwritten)"
+            f"inputs() gives different values for the same seed: {', '.join(unseeded_names)} "
+            f"({UNSEEDED})"
         )
     return replace(effects, write_only=write_only)
 
@@ -669,7 +675,10 @@ def _judge_output(
         index, actual, expected = output.locate() if found else _NOWHERE
         if output.error > allowed:
             shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
-            why = f"error {output.error:.2g}; baseline's {base.error:.2g}; allowed {allowed:.2g}"
+            of = f" of |expected| + {want.scale:.2g}" if want.rms and not is_exact(base) else ""
+            why = (
+                f"error {output.error:.2g}{of}; baseline's {base.error:.2g}; allowed {allowed:.2g}"
+            )
             if math.isinf(output.error):
                 why = "unwritten or not finite: results must be finite"
             raise WrongResult(

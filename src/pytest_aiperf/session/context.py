@@ -77,7 +77,7 @@ class ItemContext:
             [gpu.uuid for gpu in self.gpus],
             folder,
             on_wait=self.wait_for,
-            on_acquired=lambda: self.progress("its turn"),
+            on_acquired=lambda: self.progress("has the lock"),
             threads=self.settings.threads,
             # a claim that runs in pytest's own process, or as a rank, does not lead a session
             pausable=self.session.role is Role.CLAIM and os.getsid(0) == os.getpid(),

@@ -215,6 +215,6 @@ class Capture:
         except ToolMissing as error:
             pytest.skip(str(error))
         finally:
-            context.progress("reading")
+            context.progress("reading the profile")
         self._profiles.append(profile)
         return profile

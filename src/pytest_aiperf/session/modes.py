@@ -113,7 +113,7 @@ def _profile_arms(claim: Claim, context: ItemContext, spec: str) -> tuple[Result
         profiled = capture.run(claim, request, record, sorted(names), context.wait_for)
     except ToolMissing as missing:
         raise pytest.skip.Exception(str(missing), _use_item_location=True) from None
-    context.progress("reading")
+    context.progress("reading the profile")
     return profiled
 
 
@@ -144,7 +144,7 @@ def _run_in_ranks(
         context.wait_for(f"in {count} ranks")  # stops this deadline: the ranks have another
         arguments = context.arguments([each.item for _, each in claims])
         ending = torchrun.run(job, count, arguments, settings.deadline_s * len(claims), environ)
-        context.progress("reading")
+        context.progress("reading results")
     measured = {result.nodeid: result for result in ending.results}
     if len(claims) > 1 and any(record.nodeid not in measured for record in records):
         apart = [_run_in_ranks([each])[0] for each in claims]

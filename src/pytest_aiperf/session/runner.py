@@ -108,6 +108,7 @@ class Runner:
         self.ladders: dict[str, list[pytest.Item]] = {}  # the rungs of each rung's ladder
         self.terminal: Any = None  # None on an xdist worker
         self.noise_shown = False
+        self.waited: set[str] = set()  #: Claims whose wait was printed.
         self.expected: set[str] = set()  # nodeids of claims that failed as expected (xfail)
         if session.role is Role.WORKER:
             # Linux kills this worker when the controller ends. An exception in the worker instead
@@ -294,6 +295,7 @@ class Runner:
                 measured[item.nodeid].result = first
             elif live is not None:
                 live.show({**message, "claim": claim})
+                self._show_wait(claim, message)
 
         ended = isolation.supervise(
             lambda channel: self._run_in_child(items, channel),
@@ -311,6 +313,17 @@ class Runner:
             reports = measured[only.nodeid].reports
             reports[:] = [r for r in reports if r.when == "setup"] + [lost]
         return measured, how
+
+    def _show_wait(self, claim: str, message: isolation.Message) -> None:
+        """Print that a claim waits for another one, where no live line shows it; once per claim."""
+        phase = str(message.get("phase"))
+        reporter = self.terminal  # None on an xdist worker, whose claims wait for each other
+        if reporter is None or reporter.isatty or claim in self.waited:
+            return
+        if message["kind"] == "waiting" and phase.startswith("waiting for "):
+            self.waited.add(claim)
+            reporter.ensure_newline()
+            reporter.write_line(f"{claim} is {phase}")
 
     def _run_in_child(self, items: Sequence[pytest.Item], channel: isolation.Channel) -> None:
         """Run the items' three phases; called in the process of the claim, a fork of pytest's."""

@@ -301,6 +301,12 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) 
             "--telemetry samples GPUs, and its queries of the driver may disturb a measurement: "
             "add --gpu, and drop --cpu and --update-expectations"
         )
+    profile = config.option.aiperf_profile
+    if measure == "gpu" and not gpus and profile and not profile.startswith("perf"):
+        raise pytest.UsageError(
+            f"--profile={profile} profiles the GPU, and needs an NVIDIA GPU: {nvml.absence()}; "
+            "`pytest --profile=perf` profiles the host claims"
+        )
     if measure == "gpu" and not gpus:
         raise pytest.UsageError(
             f"--gpu needs an NVIDIA GPU: {nvml.absence()}; `pytest` checks without one, "
