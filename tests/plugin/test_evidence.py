@@ -591,14 +591,19 @@ def test_wrong_opcode(compare):
 
 def test_twice(compare):
     claim(compare, 2, evidence.launches(max=1))
+
+def test_unaligned(compare):
+    compare(baseline=lambda x: x * 2, inputs=lambda bench: torch.randn(1001),
+            evidence=[evidence.opcode("LDG.E.128")],
+            optimized=own.double, reference=lambda x: 2 * x.double())
 """
     )
-    project.monkeypatch.setenv("TRITON_INTERPRET", "1")
     run = project.run("-opythonpath=.")
-    run.assert_outcomes(passed=1, failed=2)
+    run.assert_outcomes(passed=1, failed=3)
     run.stdout.fnmatch_lines(
         [
-            "double_tile (own.py, sm_90) has 0 HGMMA; the claim states at least 1",
+            "double_tile (own.py, sm_90, compiled for n=1024) has 0 HGMMA; the claim *",
             "*has 2 launches per call; the claim states at most 1",
+            "own.py for sm_90 (double_tile compiled for n=1001, which is no multiple of 16) has*",
         ]
     )

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -20,6 +21,9 @@ from pytest_aiperf.rules.evidence import Compiled
 from . import sass
 from .nvcc import default_cache, display_path
 
+ALIGNED: Final = 16
+"""Triton specializes a kernel for integers that are multiples of this, and vectorizes accesses
+under a mask only then."""
 DEADLINE_S: Final = 300.0  #: Time limit of the process that compiles the Triton kernels of a claim.
 
 Launch = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
@@ -84,6 +88,7 @@ def compile_for_targets(launches: Sequence[Launch], archs: Sequence[str]) -> lis
             "file": kernel.fn.__code__.co_filename,
             "args": [_to_json(value) for value in args],
             "kwargs": {name: _to_json(value) for name, value in kwargs.items()},
+            "note": _integers(kernel, args, kwargs),
         }
         jobs[json.dumps(job)] = job
     with tempfile.TemporaryDirectory() as folder:
@@ -104,12 +109,39 @@ def compile_for_targets(launches: Sequence[Launch], archs: Sequence[str]) -> lis
             raise BuildError(f"Triton does not compile the kernels of this claim: {lines[-1]}")
         return [
             compiled
-            for cubin, file, arch in json.loads(done.stdout)
-            for compiled in _compiled(Path(cubin).read_bytes(), display_path(Path(file)), arch)
+            for cubin, file, arch, note in json.loads(done.stdout)
+            for compiled in _compiled(
+                Path(cubin).read_bytes(), display_path(Path(file)), arch, note
+            )
         ]
 
 
-def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
+def _integers(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Describe the integers that the code is specialized for; "" if there are none.
+
+    Triton assumes that a pointer plus such an integer is aligned only if the integer is a multiple
+    of 16.
+    """
+    try:
+        parameters = inspect.signature(kernel.fn)
+        values = parameters.bind_partial(*args, **kwargs).arguments
+    except TypeError:  # autotuners supply some of the arguments
+        return ""
+    integers = {
+        name: value
+        for name, value in values.items()
+        if type(value) is int and "constexpr" not in str(parameters.parameters[name].annotation)
+    }
+    if not integers:
+        return ""
+    unaligned = f"which is no multiple of {ALIGNED}"
+    return "compiled for " + ", ".join(
+        f"{name}={value}" + f", {unaligned}" * (value % ALIGNED != 0)
+        for name, value in integers.items()
+    )
+
+
+def _compiled(cubin: bytes, source: str, arch: str, note: str = "") -> Iterator[Compiled]:
     def disassemble() -> dict[str, sass.Code]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
@@ -119,7 +151,7 @@ def _compiled(cubin: bytes, source: str, arch: str) -> Iterator[Compiled]:
     entry = default_cache() / hashlib.sha256(cubin).hexdigest()[:32]
     for name, code in sass.cached(entry, disassemble).items():
         resources = (code.registers, code.stack, code.shared)
-        yield Compiled(KernelRecord(source, arch, name, *resources), code.opcodes)
+        yield Compiled(KernelRecord(source, arch, name, *resources), code.opcodes, note)
 
 
 def _to_json(value: Any) -> Any:
@@ -159,7 +191,7 @@ def _main() -> None:
         compiled = kernel.warmup(*args, grid=(1,), **kwargs)
         file = Path(request["folder"]) / f"{number}.cubin"
         file.write_bytes(compiled.asm["cubin"])
-        cubins.append((str(file), job["file"], f"sm_{target}"))
+        cubins.append((str(file), job["file"], f"sm_{target}", job["note"]))
     json.dump(cubins, stdout)
 
 

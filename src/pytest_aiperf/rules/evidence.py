@@ -240,9 +240,11 @@ class Compiled:
     kernel: KernelRecord
     opcodes: Mapping[str, int] | None = None
     """Number of instructions by SASS opcode; None if the code was not disassembled."""
+    note: str = ""  #: For which arguments it was compiled, if the code depends on them.
 
     def __str__(self) -> str:
-        return f"{self.kernel.function} ({self.kernel.source}, {self.kernel.arch})"
+        note = self.note and f", {self.note}"
+        return f"{self.kernel.function} ({self.kernel.source}, {self.kernel.arch}{note})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +351,17 @@ def _worst(piece: Evidence, code: Sequence[Compiled]) -> tuple[float, str]:
     figures = [(_in_code(piece, compiled), str(compiled)) for compiled in code]
     if piece.kind is EvidenceKind.OPCODE and not piece.kernel:
         sums: dict[str, float] = {}
+        notes: dict[str, dict[str, None]] = {}
         for (count, _), compiled in zip(figures, code, strict=True):
             where = f"{compiled.kernel.source} for {compiled.kernel.arch}"
             sums[where] = sums.get(where, 0) + count
-        figures = [(count, where) for where, count in sums.items()]
+            if compiled.note:
+                note = f"{compiled.kernel.function} {compiled.note}"
+                notes.setdefault(where, {})[note] = None
+        figures = [
+            (count, f"{where} ({'; '.join(notes[where])})" if where in notes else where)
+            for where, count in sums.items()
+        ]
     return min(figures, key=lambda figure: within(piece, figure[0]))
 
 
