@@ -269,6 +269,14 @@ def test_an_unknown_launcher_lists_the_known_ones(host):
     assert (host["mix"].name, host["mix"].needs_gpu) == ("mix", True)
 
 
+def test_a_file_without_launchers_says_how_to_write_one():
+    kernels = Kernels("mangled.cu", "int twice(int n) { return 2 * n; }", None)
+    with pytest.raises(
+        UsageError, match=r'^mangled\.cu has no extern "C" function: write .*twice\('
+    ):
+        kernels["twice"]
+
+
 def test_a_launcher_excluded_by_an_if_is_named(host):
     text = '#if 0\nextern "C" int gone(cudaStream_t s) {}\n#endif\n'
     with pytest.raises(UsageError, match=r"gone\(\) is in less.cu, but an #if excluded it"):

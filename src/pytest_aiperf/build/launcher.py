@@ -264,7 +264,12 @@ class Kernels:
     def __getitem__(self, name: str) -> Launcher:
         """Return the function ``name``; raise UsageError if the file has no such function."""
         if name not in self._declared:
-            names = ", ".join(self._declared) or "none"
+            if not self._declared:
+                raise UsageError(
+                    f'{self.source} has no extern "C" function: write extern "C" cudaError_t '
+                    f"{name}(..., cudaStream_t stream), which launches the kernel"
+                )
+            names = ", ".join(self._declared)
             raise UsageError(
                 f'no launcher {name!r} in {self.source}: its extern "C" functions are {names}'
             )

@@ -210,7 +210,7 @@ def _nvcc(target: str, flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if not re.fullmatch("|".join(_ALLOWED), flag, re.ASCII):
             near = get_close_matches(flag, _ALLOWED.values(), 1, 0.5)
-            hint = f"use {near[0]}" if near else "the page 'Writing a claim' lists those that are"
+            hint = f"use {near[0]}" if near else f"allowed are {', '.join(_ALLOWED.values())}"
             raise UsageError(f"nvcc flag {flag!r} is not allowed; {hint}")
     nvcc, _ = find_nvcc()
     defaults = [d for start, d in _DEFAULTS.items() if not any(f.startswith(start) for f in flags)]
