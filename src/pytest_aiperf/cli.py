@@ -66,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command in problems:
             raise UsageError(problems[command])
-        given = parser.parse_args(words, argparse.Namespace(profiled=profiled))
+        given, unknown = parser.parse_known_args(words, argparse.Namespace(profiled=profiled))
+        if unknown:
+            follows = command == "capture" and "; a command to profile follows --: capture TOOL -- "
+            parser.error(f"unrecognized arguments: {shlex.join(unknown)}{follows or ''}")
         return int(given.run(given))
     except AiperfError as error:
         sys.stderr.write(f"{command}: {error}\n")
@@ -148,6 +151,9 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
     _add_judge(subcommands)
     commands, broken = subcommands.choices, {}
+    for name in ("doctor", "capture"):  # argparse never sees what _split takes off
+        usage = commands[name].format_usage().removeprefix("usage: ").rstrip()
+        commands[name].usage = f"{usage} [-- COMMAND ...]".replace("%", "%%")
     if command not in commands:
         for entry in entry_points(group="pytest_aiperf.commands"):
             try:
@@ -374,6 +380,11 @@ def _capture_function(given: argparse.Namespace, chosen: Sequence[tuple[tools.To
         raise UsageError(f"{unused} is for a command: capture {given.tool} -- python FILE.py")
     job = target.job_from(os.environ)
     path, _, name = given.function.partition("::")
+    if not name:
+        raise UsageError(
+            f"{path!r} names no function: write FILE.py::FUNCTION, or a command after --, such as "
+            f"capture {given.tool} -- python FILE.py"
+        )
     if job is not None:  # only the process under the profiler has a job
         gpus = CudaMachine().gpus()[:1]
         device = CudaMachine().open_device(gpus[0] if gpus else None)

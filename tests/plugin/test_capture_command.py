@@ -228,6 +228,17 @@ def test_a_metric_of_ones_own_of_a_function(monkeypatch, capsys):
     assert "no b.sum: `ncu --query-metrics` lists this GPU's metrics" in printed
 
 
+def test_a_file_without_a_function_and_a_command_without_dashes_say_what_to_write(capsys):
+    assert capture("torch", "step.py") == 2
+    assert "write FILE.py::FUNCTION, or a command after --" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        capture("torch", "python", "step.py")
+    assert "a command to profile follows --: capture TOOL -- " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        capture("--help")
+    assert "[-- COMMAND ...]" in capsys.readouterr().out
+
+
 def test_the_limit_of_the_minimal_preset_is_told(monkeypatch):
     monkeypatch.setattr(ncu, "MAX_LAUNCHES", 5)  # the sample has five kernels
     assert capture("ncu", "--", "true") == 0

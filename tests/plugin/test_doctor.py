@@ -192,6 +192,10 @@ def test_without_a_gpu_there_are_fewer_lines():
     assert "profiles only GPUs" in lines["profile ncu"].found
     assert "profiles only GPUs" not in lines["profile torch"].found
     assert not [check for check in lines.values() if check.state == State.BROKEN]
+    missing = {"ncu": "ncu is not installed: install it"}
+    lines = run_checks(has=[], device=False, missing=missing, **torch(cuda=False, built=""))
+    assert lines["profile ncu"].found == "not needed, profiles only GPUs"
+    assert not lines["profile ncu"].detail  # nothing is to be installed
 
 
 SICK = {

@@ -475,7 +475,7 @@ def _profilers(host: Host, gpus: Sequence[Gpu]) -> Iterator[Check]:
             if has_use:
                 yield _advice(name, "not usable", detail=str(error))
             else:
-                yield _ok(name, f"not usable{why}", detail=str(error))
+                yield _ok(name, f"not needed{why}")
     if gpus:
         admins_only = re.search(r"RmProfilingAdminOnly:\s*(\d)", host.read(DRIVER_PARAMETERS))
         if admins_only and admins_only[1] == "1" and not host.is_privileged():
