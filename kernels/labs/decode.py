@@ -14,7 +14,9 @@ overlapped  Programmatic dependent launch: a kernel's blocks start while the pre
 int8        Each weight is a byte (W8A16). 64 weights of a row are a group with a common scale.
 int4        Each weight is a nibble, two per byte (W4A16). 128 weights of a row are a group.
 
-``compiled`` is the graph rung with torch.compile's kernels.
+``Compiled`` is the graph rung with torch.compile's kernels. ``CompiledInt8`` and ``CompiledInt4``
+add the weight-only products of gpt-fast: for int8 a product that torch.compile generates, with a
+scale per row; for int4 PyTorch's tinygemm kernel, which torchao calls, with the groups of ``int4``.
 
 The tokens are given instead of chosen, so rounding cannot select another token. The result is the
 last hidden state of each token (tokens x width), and the keys and values that were added to the
@@ -97,12 +99,12 @@ def norm(x):
     return rms_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-def project(x, qkv):
+def project(x, qkv, linear=linear):
     """Return the query and the stacked key and value of token x: 1 and 2 x heads x HEAD_DIM."""
     return linear(norm(x), qkv).view(3, -1, HEAD_DIM).split((1, 2))
 
 
-def output_and_mlp(x, attended, out, up, down):
+def output_and_mlp(x, attended, out, up, down, *, linear=linear):
     """Add the output projection of the attention result (1 x width) to x, then the MLP."""
     x = x + linear(attended, out)
     return x + linear(gelu(linear(norm(x), up)), down)
@@ -174,10 +176,10 @@ class Replay:
         self.position += 1
 
 
-def masked_layer(x, slab, position, mask, qkv, *rest):
-    q, kv = project(x, qkv)
+def masked_layer(x, slab, position, mask, qkv, *rest, linear=linear):
+    q, kv = project(x, qkv, linear)
     slab.index_copy_(2, position, kv[:, :, None])
-    return output_and_mlp(x, attention(q, *slab, attn_mask=mask), *rest)
+    return output_and_mlp(x, attention(q, *slab, attn_mask=mask), *rest, linear=linear)
 
 
 class Graph(Replay):
@@ -186,6 +188,51 @@ class Graph(Replay):
 
 class Compiled(Replay):
     layer = staticmethod(torch.compile(masked_layer, dynamic=False))
+
+
+def int8_linear(x, matrix):
+    """Multiply by bytes with a scale per row; torch.compile makes one reduction of it."""
+    weight, scales = matrix
+    return ((weight * x).sum(1, dtype=torch.float32) * scales)[None].to(x.dtype)
+
+
+def int4_linear(x, matrix):
+    """Multiply by nibbles: with tinygemm, or without a GPU by the weights that they stand for."""
+    weight, scales_and_zeros = matrix
+    if x.is_cuda:
+        mm = torch.ops.aten._weight_int4pack_mm  # noqa: SLF001  torchao calls it as well
+        return mm(x, weight, GROUP_WORDS.value * 8, scales_and_zeros)
+    return linear(x, weight)
+
+
+class CompiledInt8(Compiled):
+    @staticmethod
+    @torch.compile(dynamic=False)
+    def layer(*args):
+        return masked_layer(*args, linear=int8_linear)
+
+    def load(self, matrix):
+        scales = matrix.abs().amax(1).float() / 127
+        return (matrix / scales[:, None]).round().to(torch.int8), scales
+
+
+class CompiledInt4(Compiled):
+    @staticmethod
+    @torch.compile(dynamic=False)
+    def layer(*args):
+        return masked_layer(*args, linear=int4_linear)
+
+    def load(self, matrix):
+        """Pack the integers of the rung "int4" for tinygemm, which subtracts 8 from a nibble."""
+        integers, scales = quantized(matrix, 4)
+        zeros_after_scales = torch.stack([scales.T, torch.zeros_like(scales.T)], 2)
+        if not matrix.is_cuda:
+            groups = (integers - 8) * scales[:, :, None]
+            return groups.flatten(1).to(matrix.dtype), zeros_after_scales
+        nibbles = integers.flatten(1).to(torch.uint8)
+        pairs = nibbles[:, ::2] << 4 | nibbles[:, 1::2]
+        pack = torch.ops.aten._convert_weight_to_int4pack  # noqa: SLF001  as above
+        return pack(pairs.contiguous(), 8), zeros_after_scales.contiguous()
 
 
 @triton.jit
@@ -466,21 +513,31 @@ class Int4(Int8):
     bits = 4
 
 
-def packed(weight, bits):
-    """Quantize a matrix; return 32-bit words (rows x words) and scales (rows x groups).
+def quantized(weight, bits):
+    """Return unsigned integers (rows x groups x weights of a group) and scales (rows x groups).
 
     The scale of a group turns its largest weight into the lowest integer, so that all integers are
-    used. They are stored unsigned. Value n of a group's word j is the weight of column 16 n + j.
+    used. Half of their range is added to make them unsigned.
     """
-    per_word, offset, words_per_group = 32 // bits, 1 << (bits - 1), GROUP_WORDS.value
-    groups = weight.unflatten(1, (-1, words_per_group * per_word))
+    per_word, offset = 32 // bits, 1 << (bits - 1)
+    groups = weight.unflatten(1, (-1, GROUP_WORDS.value * per_word))
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     scales = largest / -offset
     integers = (groups.float() / scales.float()).round().clamp(-offset, offset - 1) + offset
-    words = torch.zeros_like(groups[:, :, :words_per_group], dtype=torch.int32)
-    for n, part in enumerate(integers.to(torch.int32).split(words_per_group, 2)):
+    return integers.to(torch.int32), scales.squeeze(2)
+
+
+def packed(weight, bits):
+    """Quantize a matrix; return 32-bit words (rows x words) and scales (rows x groups).
+
+    Value n of a group's word j is the weight of column 16 n + j.
+    """
+    words_per_group = GROUP_WORDS.value
+    integers, scales = quantized(weight, bits)
+    words = torch.zeros_like(integers[:, :, :words_per_group])
+    for n, part in enumerate(integers.split(words_per_group, 2)):
         words |= part << (bits * n)
-    return words.flatten(1), scales.squeeze(2)
+    return words.flatten(1), scales
 
 
 RUNGS = {
