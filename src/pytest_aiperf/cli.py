@@ -382,7 +382,7 @@ def _capture_function(given: argparse.Namespace, chosen: Sequence[tuple[tools.To
     path, _, name = given.function.partition("::")
     if not name:
         raise UsageError(
-            f"{path!r} names no function: write FILE.py::FUNCTION, or a command after --, such as "
+            f"{path} names no function: write FILE.py::FUNCTION, or a command after --, such as "
             f"capture {given.tool} -- python FILE.py"
         )
     if job is not None:  # only the process under the profiler has a job

@@ -408,7 +408,7 @@ def _without_our_frames(raised: pytest.ExceptionInfo[Any]) -> pytest.ExceptionIn
     ours = [i for i, file in enumerate(files) if ROOT in file.parents and file != Path(__file__)]
     kept = frames if not ours else [*frames[: ours[0]], *frames[ours[-1] + 1 :]]
     value = raised.value
-    wrong_call, striptext = _wrong_call(value), ""
+    wrong_call, striptext = _wrong_call(value) or _wrong_field(value), ""
     if isinstance(value, TypeError) and str(value).startswith("Bench.size() "):
         wrong_call = (
             "bench.size() takes the size to measure at and, by name, the size for checking results:"
@@ -452,12 +452,28 @@ def _wrong_call(error: BaseException) -> str | None:
     wrong = re.match(r"got an unexpected keyword argument '(\w+)'", problem)
     if wrong is None:
         return None
-    from difflib import get_close_matches
-
     from .session.fixtures import Compare
 
-    near = get_close_matches(wrong[1], Compare.__call__.__annotations__)
-    return f"compare() has no keyword {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else "")
+    near = _nearest(wrong[1], Compare.__call__.__annotations__)
+    return f"compare() has no keyword {wrong[1]!r}{near}"
+
+
+def _wrong_field(error: BaseException) -> str | None:
+    """Return a message for a field that Work() does not have; None for other errors."""
+    wrong = re.match(r"Work\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if wrong is None or not isinstance(error, TypeError):
+        return None
+    from .model import Work
+
+    return f"Work() has no field {wrong[1]!r}{_nearest(wrong[1], Work.__annotations__)}"
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """Return the end of a message that suggests the nearest name; "" if none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(names))
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

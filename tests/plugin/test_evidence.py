@@ -325,6 +325,7 @@ def test_evidence_of_a_kernel_that_does_not_exist_is_a_usage_error():
             lambda: evidence.counter("dram__bytes.sum"),
             r"counter\('dram__bytes.sum'\) needs a bound: min= or max=",
         ),
+        (evidence.registers, r"registers\(\) needs a bound: min= or max="),
         (
             lambda: evidence.kernels(max=1, per="arm"),
             r"kernels\(per='arm'\): use 'baseline' or 'work'",

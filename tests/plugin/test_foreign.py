@@ -230,6 +230,7 @@ MISTAKES = {
     ),
     "work=lambda x: x.nbytes": "work() must return a Work, not 64",
     "work=lambda x: Work(flops=1, dtype='float16')": "Work(dtype='float16'): use one of fp64, *",
+    "work=lambda x: Work(reads=8)": "Work() has no field 'reads'; did you mean read?",
     "work=lambda: Work()": "work=<lambda>() does not take the 1 values that inputs() returns: *",
     "reference=lambda x, y: x": "reference=<lambda>(x, y) does not take the 1 values *",
     "inputs=lambda: ()": "inputs() must take one argument, the Bench",

@@ -151,7 +151,7 @@ def _names(path: Path, kind: type[AiperfError]) -> dict[str, int]:
         raise kind(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise kind(f"{path}:1: cannot be read: {why}") from None
+        raise kind(f"{path}: cannot be read: {why}") from None
     names: dict[str, int] = {}
     for node in ast.walk(tree):  # a definition may stand inside "if" or "try"
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -171,7 +171,7 @@ def _task(path: Path) -> dict[str, Any]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise FileError(f"{path}:{line}: {error.problem}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise FileError(f"{path}:1: cannot be read: {error}") from None
+        raise FileError(f"{path}: cannot be read: {error}") from None
     if not isinstance(task, dict):
         raise FileError(f"{path}:1: is no task: it must have the keys tests and benchmarks")
     for key in ("tests", "benchmarks", "files"):

@@ -158,7 +158,8 @@ def _evidence(
     kind: EvidenceKind, of: str = "", kernel: str = "", *, min: Bound, max: Bound, per: Per = ""
 ) -> Evidence:
     if min is None and max is None:
-        raise UsageError(f"evidence.{kind.name.lower()}({of!r}) needs a bound: min= or max=")
+        given = repr(of) if of else ""
+        raise UsageError(f"evidence.{kind.name.lower()}({given}) needs a bound: min= or max=")
     if per not in ("", "baseline", "work"):
         raise UsageError(f"evidence.{kind.name.lower()}(per={per!r}): use 'baseline' or 'work'")
     return Evidence(kind, of, kernel, min, max, per)
