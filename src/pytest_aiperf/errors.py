@@ -13,6 +13,10 @@ class NeedsGpu(UsageError):
     """A kernel is launched in a check without a GPU, where it is only built."""
 
 
+class ArmError(AiperfError):
+    """An arm raised an error, its cause, that a sentence explains better than its traceback."""
+
+
 class BuildError(AiperfError):
     """nvcc is missing, or could not build a source file."""
 

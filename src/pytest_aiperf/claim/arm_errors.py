@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from pytest_aiperf.errors import AiperfError, UsageError
+from pytest_aiperf.errors import AiperfError, ArmError
 
 _NEEDS_GPU: Final = re.compile(r"\bcuda\b|nvidia driver", re.IGNORECASE)
 """Errors of libraries that find no GPU, or no support for one."""
@@ -30,7 +30,7 @@ def explained(name: str, *, on_cpu: bool) -> Iterator[None]:
         raise
     except Exception as error:
         if (message := _explain(name, error)) and on_cpu:
-            raise UsageError(message) from error
+            raise ArmError(message) from error
         raise
 
 

@@ -26,6 +26,7 @@ from pytest_aiperf.correctness import tensors
 from pytest_aiperf.correctness.agreement import ERROR_BUDGETS
 from pytest_aiperf.errors import (
     AiperfError,
+    ArmError,
     ClaimNotMet,
     InvalidMeasurement,
     UsageError,
@@ -80,7 +81,7 @@ _DISTURBED: Final = re.compile(
 """What an invalid measurement says if not the solution is the reason."""
 _TIMED: Final = re.compile(r" (?:in|on new values in) a timed block")
 """What a wrong result says that was found only in a timed call, and not by earlier checks."""
-_ERROR: Final = re.compile(r"\(error ([\d.e+-]+);")
+_ERROR: Final = re.compile(r"\(error ([\d.e+-]+)[; ]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +521,8 @@ class _Judging:
 
     def _refuse(self, case: Case, pair: Pair, error: Exception) -> None:
         """Raise what an error of the measurement means for the solution."""
+        if isinstance(error, ArmError) and isinstance(error.__cause__, Exception):
+            raise error.__cause__
         text = re.sub(r"\boptimized\b", "the solution", str(error))
         text = text.replace('claim metric="wall"', "use --metric wall")
         if isinstance(error, WrongResult) and text.startswith(("baseline", "library")):
