@@ -46,7 +46,7 @@ def stream_k(tiles: int, slices: int, workers: int) -> list[list[Segment]]:
 
 
 def run(schedule, a, b, workers):
-    """Execute a schedule; return the product, how often each slice was used, and the makespan.
+    """Execute a schedule; return the product and the makespan.
 
     ``a`` is tiles x slices x rows x depth, ``b`` tiles x slices x depth x columns: the operands of
     each slice of each tile. On the virtual clock, a slice takes 1 unit of time, and so does sending
@@ -54,14 +54,12 @@ def run(schedule, a, b, workers):
     """
     tiles, slices = a.shape[:2]
     out = np.zeros((tiles, a.shape[2], b.shape[3]), a.dtype)
-    covered = np.zeros((tiles, slices), np.int64)
     partial_sums, owners = {}, {}
     clock = np.zeros(workers, np.int64)
     for worker, segments in enumerate(schedule(tiles, slices, workers)):
         for tile, first, last in segments:
             # sum over the segment's slices
             part = np.einsum("srd,sdc->rc", a[tile, first:last], b[tile, first:last])
-            covered[tile, first:last] += 1
             clock[worker] += last - first
             if first:
                 clock[worker] += 1
@@ -74,4 +72,4 @@ def run(schedule, a, b, workers):
         for arrival, part in sorted(parts, key=lambda p: p[0]):
             clock[owners[tile]] = max(clock[owners[tile]], arrival) + 1
             out[tile] += part
-    return out, covered, Score(float(clock.max()), "slice times", "lower")
+    return out, Score(float(clock.max()), "slice times", "lower")

@@ -8,6 +8,7 @@ import ctypes
 import decimal
 import gc
 import io
+import random
 import time
 from dataclasses import dataclass
 
@@ -125,6 +126,26 @@ def an_attribute_that_is_not_written():
 @marked("what calls leave in d: optimized leaves other contents than the baseline")
 def an_array_of_floats_that_is_not_written():
     return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+def draw(d, _x):
+    d.random() if type(d) is random.Random else d.standard_normal(9)
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def a_generator_that_does_not_go_on():
+    return leaving(lambda: np.random.default_rng(1), draw)
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def a_generator_of_python_that_does_not_go_on():
+    return leaving(lambda: random.Random(1), draw)
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def a_generator_of_torch_that_does_not_go_on():
+    seeded = lambda: torch.Generator().manual_seed(1)
+    return leaving(seeded, lambda d, x: torch.rand(9, generator=d))
 
 
 class Total(torch.nn.Module):

@@ -20,6 +20,8 @@ from tests.plugin.claims import vectors
 
 cheat = Corpus()
 CHEATS = cheat.entries
+marked = Corpus()
+MARKED = marked.entries
 
 EASY = "so an arm could skip the work"
 UNLIKE = "all arms must get the same inputs"
@@ -592,6 +594,80 @@ def a_part_that_no_seed_changes():
         return np.concatenate([kept[0], x[3000:] * 2])
 
     return pair(lambda x: x * 2, arm, inputs=inputs, reference=lambda x: x + x)
+
+
+# results that leave work to their reader
+
+
+@cheat("optimized returns arrays that share")
+def one_array_for_many_copies():
+    copies = lambda x: [x * 2 for _ in range(8)]
+    return pair(copies, lambda x: [x * 2] * 8, reference=lambda x: [x + x] * 8)
+
+
+@cheat("optimized returns arrays that share")
+def rows_of_one_array_in_turn():
+    def arm(x):
+        first, second = x * 2, x * 2
+        return {"rows": [first, second] * 4}
+
+    copies = lambda x: {"rows": [x * 2 for _ in range(8)]}
+    return pair(copies, arm, reference=lambda x: {"rows": [x + x] * 8})
+
+
+@cheat("optimized returns result as a lazy copy")
+def a_copy_that_is_made_when_it_is_written():
+    return pair(torch.clone, torch._lazy_clone, inputs=tensors, reference=lambda x: x.double())
+
+
+def parameters(bench):
+    (x,) = tensors(bench)
+    return (x.requires_grad_(),)
+
+
+@cheat("optimized returns result without autograd's graph")
+def no_graph_for_the_gradient():
+    return pair(
+        lambda x: x * 2,
+        torch.no_grad()(lambda x: x * 2),
+        inputs=parameters,
+        reference=lambda x: x.detach().double() * 2,
+    )
+
+
+@marked("gradients of result: return them as well")
+def a_gradient_of_zeros():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 0
+
+    reference = lambda x: x.detach().double() * 2
+    return pair(lambda x: x * 2, Doubled.apply, inputs=parameters, reference=reference)
+
+
+# parts of results that hardly count
+
+
+@marked(r"small parts of result: optimized's error is")
+def a_small_term_that_is_left_out():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).random(999, np.float32),)
+
+    whole = lambda x: x * 2 + np.float32(6e-6) * np.sin(x)
+    reference = lambda x: x.astype(float) * 2 + 6e-6 * np.sin(x.astype(float))
+    return pair(whole, lambda x: x * 2, inputs=inputs, reference=reference)
+
+
+@marked(r"result\[1\]: the result for other inputs would pass for it")
+def a_check_that_never_fails():
+    checked = lambda x: (x * 2, bool((np.sort(x) > -99).all()))
+    reference = lambda x: (x + x, True)
+    return pair(checked, lambda x: (x * 2, True), reference=reference)
 
 
 # inputs of Python that an arm changes

@@ -17,6 +17,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -610,6 +611,13 @@ def one_core():
     return leaving(
         lambda: os.sched_setaffinity(0, {min(cores)}), lambda: os.sched_setaffinity(0, cores)
     )
+
+
+@cheat(SETTINGS + "timer slack", clock="host")
+def sleeps_that_end_late():
+    slack = Path("/proc/self/timerslack_ns")
+    usual = slack.read_text()
+    return leaving(lambda: slack.write_text("30000000"), lambda: slack.write_text(usual))
 
 
 @cheat(SETTINGS + "sys.getswitchinterval", clock="host")

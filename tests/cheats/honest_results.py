@@ -418,6 +418,40 @@ def text_that_differs_at_each_call():
 
 
 @honest()
+def parts_of_one_buffer():
+    """They interleave in memory, but no element is in two of them."""
+    inputs = lambda bench: (np.random.default_rng(bench.seed).random((64, 96)),)
+    reference = lambda x: [x[:, i : i + 32] * 2 for i in (0, 32, 64)]
+    return arms(lambda x: np.split(x * 2, 3, axis=1), inputs=inputs, reference=reference)
+
+
+@honest()
+def a_generator_that_both_arms_draw_from():
+    def arm(x, generator):
+        generator.standard_normal(9)
+        return x * 2
+
+    def inputs(bench):
+        generator = np.random.default_rng(bench.seed)
+        return generator.random(64), generator
+
+    return arms(arm, inputs=inputs, reference=lambda x, generator: x + x)
+
+
+@honest()
+def a_sum_of_doubles_in_another_order():
+    """The reference is no more precise than the arms, so its own error counts twice."""
+
+    def inputs(bench):
+        generator = np.random.default_rng(bench.seed)
+        return generator.standard_normal((99, 4096)), generator.standard_normal(4096)
+
+    return arms(
+        lambda a, x: (a * x).sum(1), inputs=inputs, reference=lambda a, x: a[:, ::-1] @ x[::-1]
+    )
+
+
+@honest()
 def a_border_that_no_seed_changes():
     border = np.random.default_rng(1).random(400)
 

@@ -18,7 +18,11 @@ CHEATS = {
     **dishonest_results.CHEATS,
     **dishonest_timing.CHEATS,
 }
-MARKED = {**dishonest_contents.MARKED, **dishonest_effects.MARKED}
+MARKED = {
+    **dishonest_contents.MARKED,
+    **dishonest_effects.MARKED,
+    **dishonest_results.MARKED,
+}
 
 
 @pytest.mark.parametrize("name", CHEATS)

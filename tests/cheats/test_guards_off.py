@@ -20,7 +20,14 @@ import torch
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.claim import bound_claim, explanation, ladder, sampler, side_effects
 from pytest_aiperf.claim.bound_claim import BoundClaim
-from pytest_aiperf.correctness import agreement, own_memory, references, stored, tensors
+from pytest_aiperf.correctness import (
+    agreement,
+    contents,
+    own_memory,
+    references,
+    stored,
+    tensors,
+)
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.device import cuda, device
 from pytest_aiperf.errors import UsageError
@@ -267,6 +274,25 @@ GUARDS = {
     ),
     "attributes of results are named": Guard(
         {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")
+    ),
+    "results share no memory": Guard(
+        {(tensors, "shared_bytes"): always(0)}, caught("one_array_for_many_copies")
+    ),
+    "copies are not lazy": Guard(
+        {(tensors, "is_lazy_copy"): always(False)},
+        caught("a_copy_that_is_made_when_it_is_written"),
+    ),
+    "graphs are recorded by both arms": Guard(
+        {(tensors, "has_graph"): always(False)}, caught("no_graph_for_the_gradient")
+    ),
+    "gradients that are not compared are named": Guard(
+        {(tensors, "has_graph"): always(False)}, marked("a_gradient_of_zeros")
+    ),
+    "errors that are large beside the baseline's are named": Guard(
+        {(agreement, "_coarse"): always(())}, marked("a_small_term_that_is_left_out")
+    ),
+    "states of generators are compared": Guard(
+        {(contents, "_generator_state"): always(())}, marked("a_generator_that_does_not_go_on")
     ),
     "keys are results": Guard({(tensors, "_table"): always({})}, caught("keys_that_are_wrong")),
     "None is counted": Guard(

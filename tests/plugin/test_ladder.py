@@ -151,7 +151,9 @@ def test_a_slow_arm_takes_fewer_calls_per_block():
     ladder = a_ladder(a_claim(baseline=doubling(9_000), optimized=doubling(10)))
     ladder.bound.check_agreement()
     timing = measure_metric(ladder, Metric.DEVICE, STANDARD)
-    assert timing.calls == {"baseline": 2, "optimized": 51}
+    # as many as there are sets of inputs, whose number depends on the machine's speed
+    assert timing.calls["baseline"] == 2
+    assert timing.calls["optimized"] > 10
     assert speedup(timing).value == pytest.approx(900, rel=0.05)
 
 

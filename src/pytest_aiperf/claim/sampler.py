@@ -531,7 +531,9 @@ class Sampler:
             count = 1 if blocks.is_lone else self.calls[name]
             seconds[name].append(self._time(blocks.batches[name], count, is_new=blocks.is_new))
         self._idle.ends()  # calls that warm up may follow
-        before, self._state = self._state, self.device.telemetry()
+        before = self._state
+        if not blocks.is_lone:  # a disturbed lone call is not repeated
+            self._state = self.device.telemetry()
         round_ = Round(
             order="".join(map(self.ladder.letter, order)),
             seconds={name: tuple(s) for name, s in seconds.items()},
@@ -574,8 +576,7 @@ class Sampler:
                 args = arm.inputs[batch.kept_set].args
                 outputs[:] = agreement.outputs_of(batch.block.kept, args, bound.effects)
                 left[:] = agreement.contents_of(args, bound.effects)
-                with self.device.separate_memory():
-                    outputs[:] = [o if tensors.on_host(o[1]) else _copy(*o) for o in outputs]
+                self._copy(outputs)
             self._problem = self._problem or problem
 
         seconds = batch.block.run(before, after)
@@ -584,15 +585,25 @@ class Sampler:
             self._observe(arm, SideEffects.end)
         if is_kept:
             i = batch.kept_set
-            # the device has written results in host memory only now
-            copies = [_copy(*o) if tensors.on_host(o[1]) else o for o in outputs]
+            self._copy(outputs, is_done=True)  # a GPU has written those in host memory only now
             when = TIMED_ON_NEW if is_new else TIMED
             self.ladder.verify_later(
-                *(arm.name, copies, arm.inputs[i].seed, when, arm.values.get(i)),
+                *(arm.name, outputs, arm.inputs[i].seed, when, arm.values.get(i)),
                 left=left,
             )
         self._idle.begins()
         return seconds / len(batch.order)
+
+    def _copy(self, outputs: list[NamedTensor], *, is_done: bool = False) -> None:
+        """Replace results by copies, those in host memory of a GPU's calls only if it is done.
+
+        The order is random: a thread that still works must not stay ahead of the copies.
+        """
+        with self.device.separate_memory():
+            for i in self.bound.random.sample(range(len(outputs)), len(outputs)):
+                is_late = bool(self.device.gpu) and tensors.on_host(outputs[i][1])
+                if is_late is is_done:
+                    outputs[i] = _copy(*outputs[i])
 
     def _keeps(self, arm: ArmBuffers, *, is_new: bool) -> bool:
         """Whether the result of the arm's next block, on new or on known values, is kept."""

@@ -12,6 +12,7 @@ import decimal
 import fractions
 import hashlib
 import io
+import random
 import sys
 import types
 from collections.abc import Mapping
@@ -76,6 +77,9 @@ class _Reader:
             self._container(value, into, is_compared=is_compared)
         elif stored.is_one_of(kind, (io.BytesIO, io.StringIO)):
             self._text(value.getvalue(), into)
+        elif generator := _generator_state(value):
+            self.has_floats = self.has_floats or into is self.exact  # may draw in another order
+            self.read(generator, into, is_compared=False)
         elif _is_numpy_array(kind):
             items = [value.tolist()] if value.dtype.hasobject else [value.tobytes()]
             self.read(items, into, is_compared=False)
@@ -94,7 +98,12 @@ class _Reader:
                 self._text(label, into)
                 self.read(item, into, is_compared=is_compared)
         else:
-            self._text(sorted(map(self._item, value)), into)
+            simple = all(stored.is_one_of(type(item), _TEXTS) for item in value)
+            texts = map(_text, value) if simple else map(self._item, value)
+            self.has_floats = self.has_floats or (
+                simple and into is self.exact and any(type(item) in _FLOATS for item in value)
+            )
+            self._text(sorted(texts), into)
 
     def _object(self, value: Any, into: Any, *, is_compared: bool) -> None:
         """Add what an object stores. An object that is reached twice counts once."""
@@ -129,7 +138,7 @@ class _Reader:
 
     def _text(self, value: object, into: Any) -> None:
         self.has_floats = self.has_floats or (into is self.exact and type(value) in _FLOATS)
-        into.update(f"{type(value).__name__} {value!r};".encode("utf-8", "surrogatepass"))
+        into.update(_text(value).encode("utf-8", "surrogatepass"))
 
     def _bytes(self, data: memoryview, into: Any) -> None:
         is_float = data.format.lstrip("<>=@!") in tuple("efdgFD")
@@ -137,12 +146,31 @@ class _Reader:
         into.update(f"{data.format} {data.shape};".encode() + data.tobytes())
 
     def _array(self, value: Any, into: Any) -> None:
-        if not tensors.as_array(value):
-            return  # longdouble, whose bits no integer of its size holds
+        if not tensors.as_array(value):  # an integer of more than 64 bits, or longdouble
+            self._text(value, into)
+            return
         kind, sums = tensors.identify(value)
         is_float = not tensors.is_exact(tensors.as_array(value)[0])
         self.has_floats = self.has_floats or (into is self.exact and is_float)
         into.update(f"{kind} {sums if sums is None else sums.tolist()};".encode())
+
+
+def _text(value: object) -> str:
+    return f"{type(value).__name__} {value!r};"
+
+
+def _generator_state(value: Any) -> tuple[object, ...]:
+    """Return the state of a generator of random numbers, in a tuple; () for other values."""
+    kind, numpy, torch = type(value), sys.modules.get("numpy"), sys.modules.get("torch")
+    if kind is random.Random:
+        return (value.getstate(),)
+    if numpy and kind is numpy.random.Generator:
+        return (value.bit_generator.state,)
+    if numpy and kind is numpy.random.RandomState:
+        return (value.get_state(legacy=False),)
+    if torch and kind is torch.Generator:
+        return (value.get_state(),)
+    return ()
 
 
 def _is_ctypes_array(kind: type) -> bool:

@@ -393,6 +393,30 @@ def _is_pending(array: Any) -> bool:
     return bool(is_torch and (array.data.is_conj() or array.data.is_neg()))
 
 
+def is_lazy_copy(leaf: Any) -> bool:
+    """Whether a torch tensor shares its memory until one of its owners writes to it."""
+    torch = sys.modules.get("torch")
+    is_lazy = getattr(torch and torch._C, "_is_cow_tensor", None)  # noqa: SLF001  has no public name
+    is_tensor = bool(backend_of(leaf)) and backend_of(leaf).module is torch
+    return bool(is_lazy and is_tensor and is_lazy(leaf))
+
+
+def has_graph(leaf: Any) -> bool:
+    """Whether a leaf is a torch tensor that autograd can differentiate."""
+    is_torch = bool(backend_of(leaf)) and backend_of(leaf).module.__name__ == "torch"
+    return bool(is_torch and leaf.grad_fn is not None)
+
+
+def shared_bytes(arrays: Sequence[Any]) -> int:
+    """Return by how many bytes arrays are larger than the memory that they span together."""
+    views = {view(array): array for array in arrays}
+    in_all, distinct = (
+        sum(int(math.prod(a.shape) * a.itemsize) for a in group)
+        for group in (arrays, views.values())
+    )
+    return in_all - distinct + max(0, distinct - int(covered(map(span, views.values()))))
+
+
 def layout(array: Any) -> tuple[Any, ...]:
     """Return what a call's time may depend on beside the values of an array."""
     address, strides = backend_of(array).address_and_strides(array)

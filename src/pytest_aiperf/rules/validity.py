@@ -206,11 +206,18 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "CPU affinity": lambda: sorted(os.sched_getaffinity(0)),
     "scheduling policy": lambda: os.sched_getscheduler(0),
     "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
+    "timer slack": lambda: _text_of("/proc/self/timerslack_ns"),  # of all sleeps and timeouts
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
     "logging levels": lambda: (logging.root.level, logging.root.manager.disable),
     "decimal.getcontext": lambda: decimal.getcontext().prec,
 }
 """Settings of the process and of its main thread, with what reads them."""
+
+
+def _text_of(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
 
 
 def _libraries() -> dict[str, object]:
