@@ -62,9 +62,17 @@ course_unmeasured = [
     "ch13/dataloader_workers",
     "ch13/regional_compile",
     "ch13/shared_graph_mempool",
+    "ch14/dynamic_shape_recompiles",
+    "ch15/speculative_decoding",
+    "ch16/fp8_inference",
+    "ch16/piecewise_graphs",
     "ch17/early_exit_compaction",
     "ch18/sliding_window_block_mask",
+    "ch19/fp8_training_block",
+    "ch20/batched_service",
+    "ch20/captured_service",
     "ch20/kernel_search",
+    "labs/decode_ladder",
 ]
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.

@@ -84,7 +84,7 @@ ARMS = {
     "slots.continuous": (slots.continuous(slots.ADMITTED), requests_for_slots),
     "pieces.padded": (pieces.padded, requests_for_pieces),
     "pieces.piecewise": (pieces.piecewise, requests_for_pieces),
-    "serving.graph": (serving.graph, lambda: (*prompts_of_a_model(), COUNT)),
+    "serving.graph": (serving.graph, lambda: (*requests_for_slots(), TEXTS)),
     "decode.Graph": (decode.Graph, requests_for_decode),
 }
 

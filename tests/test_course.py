@@ -57,6 +57,8 @@ def test_a_claim_states_evidence_unless_none_can_be_counted(file):
 def test_the_rungs_of_a_ladder_were_timed_in_the_same_rounds(ladder):
     firsts = {}  # by seed: a second attempt is another measurement
     for rung in ladder:
+        if any(note.startswith("timed by itself") for note in rung.notes):
+            continue  # the ladder could not be timed, for example for lack of memory
         role = "baseline" if rung.first is None else "first"
         blocks = [b.seconds[role] for r in rung.timing.replicates for b in r.rounds]
         firsts.setdefault(rung.seed, []).append(blocks)
