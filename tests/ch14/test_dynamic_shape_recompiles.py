@@ -18,16 +18,13 @@ CUDA graphs need fixed shapes, so decoding prefers buckets.
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad, rms_norm, silu
 
+from kernels import azure_trace
 from pytest_aiperf import Bench, Compare, Score
 
-PERCENTS = 0, 1, 5, 10, 25, 40, 50, 60, 75, 90, 95, 99, 100
-TOKENS = 2, 29, 181, 207, 396, 703, 1020, 1071, 1189, 2734, 4083, 4142, 14050
-"""Percentiles of the prompts in the Azure LLM inference trace 2023, conversations (CC-BY)."""
 SMALLEST_BUCKET = 128
 
 Prompts = tuple[torch.Tensor, tuple[int, ...], torch.Tensor, torch.Tensor]
@@ -39,7 +36,8 @@ def prompts(bench: Bench) -> Prompts:
     The MLP is narrow, because its width changes no count.
     """
     percents = 100 * torch.rand(bench.size(300, check=20)).numpy()
-    lengths = tuple(np.exp(np.interp(percents, PERCENTS, np.log(TOKENS))).astype(int).tolist())
+    tokens = azure_trace.tokens_at(percents, azure_trace.PROMPTS)
+    lengths = tuple(tokens.astype(int).tolist())
     width, hidden = bench.size(512, check=16), bench.size(1408, check=24)
     options = {"device": bench.device, "dtype": torch.bfloat16}
     gate_up = torch.randn(width, 2 * hidden, **options) * width**-0.5

@@ -29,14 +29,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from kernels import azure_trace
 from kernels.ch15.decoder import Decoder, forward, random_decoder
 from kernels.ch20 import serving
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
-PERCENTS = 0, 1, 5, 10, 25, 40, 50, 60, 75, 90, 95, 99, 100
-PROMPTS = 2, 29, 181, 207, 396, 703, 1020, 1071, 1189, 2734, 4083, 4142, 14050
-ANSWERS = 7, 16, 41, 54, 85, 103, 129, 177, 395, 424, 451, 601, 1000
-"""Percentiles of prompts and answers in the Azure trace, conversations (CC-BY)."""
 LONGEST_PROMPT, LONGEST_ANSWER = 2048, 704
 """Longer ones are cut, so that one prompt or answer in a hundred does not decide the padding."""
 
@@ -45,8 +42,8 @@ Service = tuple[Decoder, torch.Tensor, torch.Tensor, int, int]
 
 def lengths(count: int, tokens: tuple[int, ...], longest: int, divisor: int) -> torch.Tensor:
     """Return lengths at evenly spaced quantiles of the trace, in random order."""
-    quantiles = 100 * (np.arange(count) + 0.5) / count
-    of_trace = np.exp(np.interp(quantiles, PERCENTS, np.log(tokens))).clip(max=longest)
+    percents = 100 * (np.arange(count) + 0.5) / count
+    of_trace = azure_trace.tokens_at(percents, tokens).clip(max=longest)
     return torch.from_numpy(np.ceil(of_trace / divisor).astype(np.int64))[torch.randperm(count)]
 
 
@@ -61,8 +58,8 @@ def requests(bench: Bench, batches: int, batch: int) -> Service:
     model.down.mul_(0.5)
     countdown = torch.cat([torch.tensor([serving.END]), 1 + torch.randperm(vocabulary - 1)])
     model.lm_head[countdown[:-1]] = model.embedding[countdown[1:]]
-    prompt_lengths = lengths(count, PROMPTS, LONGEST_PROMPT, divisor)
-    answer_lengths = lengths(count, ANSWERS, LONGEST_ANSWER, divisor)
+    prompt_lengths = lengths(count, azure_trace.PROMPTS, LONGEST_PROMPT, divisor)
+    answer_lengths = lengths(count, azure_trace.ANSWERS, LONGEST_ANSWER, divisor)
     prompts = torch.randint(vocabulary, (count, int(prompt_lengths.max())))
     prompts[torch.arange(count), prompt_lengths - 1] = countdown[answer_lengths]
     longest = LONGEST_ANSWER // divisor
