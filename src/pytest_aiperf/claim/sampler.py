@@ -13,6 +13,7 @@ One block of each arm and replicate, which is drawn, has its result copied.
 
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 LONG_BUILD_S = 0.3
 """Seconds to build a replicate above which others may use the device meanwhile: to wait for the
 exclusive lock again takes about as long."""
+_UNKNOWN = random.SystemRandom()  #: Draws what no seed may tell an arm.
 COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.
 
 
@@ -600,7 +602,7 @@ class Sampler:
         The order is random: a thread that still works must not stay ahead of the copies.
         """
         with self.device.separate_memory():
-            for i in self.bound.random.sample(range(len(outputs)), len(outputs)):
+            for i in _UNKNOWN.sample(range(len(outputs)), len(outputs)):
                 is_late = bool(self.device.gpu) and tensors.on_host(outputs[i][1])
                 if is_late is is_done:
                     outputs[i] = _copy(*outputs[i])

@@ -390,7 +390,7 @@ def agree(
         if named or effects.returned or not shortcuts.stale:
             updates = {effects.label(p) for p in effects.mutated if p not in effects.write_only}
             rows = deviations["baseline"]
-            unchecked.update(shortcuts.refuse(results["baseline"], named, expected, rows, updates))
+            shortcuts.refuse(results["baseline"], named, expected, rows, updates)
     return errors
 
 
@@ -513,12 +513,11 @@ class Shortcuts:
         expected: Sequence[Expected],
         base: Sequence[Deviation],
         updates: Collection[str] = (),
-    ) -> list[str]:
+    ) -> None:
         """Raise UsageError if an output of the baseline could have been found without work.
 
-        Parts of ``updates``, the arguments that a call reads and changes, may be the same for all
-        inputs. So may an integer output, if another output is not; return what that leaves
-        unchecked.
+        A short integer output may be the same for all inputs if another output is not, and so may
+        parts of ``updates``, the arguments that a call reads and changes.
         """
         rows = zip(self.stale, expected, base, strict=False)
         found = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
@@ -529,18 +528,12 @@ class Shortcuts:
                     f"{name} would pass for {output.path}, so an arm could skip the work: choose "
                     "inputs for which the results differ by more than the tolerance"
                 )
-        unchecked = [
-            f"{output.path}: {name} would pass for it"
-            for name, output in zip(found, base, strict=False)
-            if name
-        ]
         for path, array in result:
             # a histogram has the same keys for all seeds, and other values
             values = path.removesuffix(", keys") + ", values"
             has_work = path.endswith(", keys") and not _is_same(stale, dict(result), values)
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)
-        return unchecked
 
     def changes_beside(self, returned: object) -> Iterator[str]:
         """Tell if attributes of a result differ between seeds: nothing compares them."""
