@@ -126,7 +126,10 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
 
 def assert_marked(entry: Entry) -> None:
     """Assert that the record names what was not checked: ``accept`` refuses such records."""
-    result, problem = measure_entry(entry)
+    for _ in range(HOST_TRIES if entry.clock == "host" else 1):
+        result, problem = measure_entry(entry)
+        if problem is None:
+            break
     summary = f"{entry.name}: {result.outcome} {result.unchecked} {result.message}"
     assert problem is None, summary
     assert any(re.match(entry.caught, text) for text in result.unchecked), summary
