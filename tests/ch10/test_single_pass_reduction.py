@@ -13,7 +13,7 @@ about 1 % less time. In the trace, its kernel takes 4.4 µs and the other two 2.
 the ticket and the last block's sum cost more than the second kernel, and save only the gap between
 the two, which is short in a graph. A single pass saves a launch by the host where there is no
 graph; wall time, which contains it, is reported as well. The library arm is DeviceReduce::Sum of
-CUB, which launches a second kernel, too; it takes 1.2 times as long as both.
+CUB also launches a second kernel, and takes 1.2 times as long as both.
 """
 
 import torch

@@ -4,9 +4,9 @@ Served one by one, each request reads the weights and launches the kernels again
 both ("batched", judged against that naive service). Concatenating the new keys and values copies
 the whole cache in every step; written in place into a preallocated slab, they leave only
 attention's read ("slab"). A step then still takes as long as its launches, about a dozen kernels
-per layer. A CUDA graph launches a step at once ("captured"). For this, tokens and position must
-live on the GPU, and attention goes over the whole slab with a mask, which costs the GPU more. Each
-stage is judged against the one before.
+per layer. A CUDA graph launches all of them with one call ("captured"). For this, tokens and
+position must live on the GPU, and attention goes over the whole slab with a mask, which costs the
+GPU more. Each stage is judged against the one before.
 
 The model has 8 layers of width 2048 with heads of 64 channels. Prompts and answers have the
 quantiles of the Azure LLM inference trace of 2023 (conversations), divided by eight and cut at 256

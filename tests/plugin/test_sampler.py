@@ -783,6 +783,21 @@ def test_the_device_is_warmed_up_before_the_first_round(metric):
     assert done in (["lone", *warm_ups, *["round"] * rounds] for rounds in (1, 2))
 
 
+def test_results_are_copied_in_random_order(monkeypatch):
+    """A thread that still fills a list of results must not stay ahead of the copies."""
+    copied, copy = [], sampler._copy
+    monkeypatch.setattr(sampler, "_copy", lambda *o: copied.append(o[0]) or copy(*o))
+    parts = lambda x: [x * i for i in range(1, 41)]
+    arms = {"baseline": parts, "optimized": partial(parts), "reference": parts}
+    timed = a_sampler_of(Metric.WALL, device=HostDevice(), metric="wall", **arms)
+    timed.replicate(2)
+    in_order = [f"result[{i}]" for i in range(40)]
+    blocks = [copied[i : i + 40] for i in range(0, len(copied), 40)]
+    assert len(blocks) > 2
+    assert all(sorted(block) == sorted(in_order) for block in blocks)
+    assert in_order not in blocks
+
+
 def test_an_arm_is_called_alone_by_the_functions_that_call_it_in_a_round():
     def double(x):
         frame, callers = sys._getframe(1), []

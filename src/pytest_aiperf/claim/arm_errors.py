@@ -13,7 +13,7 @@ from pytest_aiperf.errors import AiperfError, ArmError
 _NEEDS_GPU: Final = re.compile(r"\bcuda\b|nvidia driver", re.IGNORECASE)
 """Errors of libraries that find no GPU, or no support for one."""
 _NOT_INTERPRETED: Final = re.compile(r"\d+ active drivers|cpu tensor\?")
-"""Errors of Triton that launches a kernel without a GPU, or on a tensor of the CPU."""
+"""Errors that Triton raises when it launches a kernel without a GPU, or on a CPU tensor."""
 
 
 def needs_gpu(error: BaseException) -> bool:
