@@ -302,17 +302,21 @@ class FakeDevice:
     def held_bytes(self) -> int:
         return _ledger.held
 
-    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
+    def load_tracer(self) -> None:
+        pass
+
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Callable[[], Trace | None]:
         """Count each :func:`spend` as one kernel, without gaps between kernels."""
         before = _ledger.kernels
         (seconds,), _ = self._execute([call], Mode.PLAIN)
         kernels = _ledger.kernels - before
         if not (self.gpu and kernels):
-            return None
+            return lambda: None
         named = {"names": ("spend",), "counts": (kernels,), "grids": (self.gpu.sms,)}
-        return Trace(
+        trace = Trace(
             kernels, kernels, 0, seconds, seconds, **named, total=seconds, api_calls=kernels
         )
+        return lambda: trace
 
     def counters(
         self,

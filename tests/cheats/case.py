@@ -104,8 +104,9 @@ def measure_entry(
     return measure_claim(claim, context)
 
 
-HOST_TRIES = 3
-"""On a busy machine a thread of an arm may get no CPU time in which a guard could see it."""
+HOST_TRIES = 5
+"""On a busy machine a thread of an arm may get no CPU time in which a guard could see it, and times
+may vary too much to decide a claim."""
 
 
 def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> None:
@@ -115,7 +116,7 @@ def assert_caught(entry: Entry, clock: object = None, **fixtures: object) -> Non
             result, problem = measure_entry(entry, clock, **fixtures)
         except RuntimeError as crash:  # a CUDA error also refuses the arm
             result, problem = replace(BLANK, message=str(crash)), crash
-        if problem is not None:
+        if problem is not None and not isinstance(problem, ClaimNotMet):
             break
     summary = f"{entry.name}: {result.outcome} {result.speedup} {result.message}"
     assert problem is not None, summary
@@ -128,11 +129,12 @@ def assert_marked(entry: Entry) -> None:
     """Assert that the record names what was not checked: ``accept`` refuses such records."""
     for _ in range(HOST_TRIES if entry.clock == "host" else 1):
         result, problem = measure_entry(entry)
-        if problem is None:
+        named = any(re.match(entry.caught, text) for text in result.unchecked)
+        if problem is None and named:
             break
     summary = f"{entry.name}: {result.outcome} {result.unchecked} {result.message}"
     assert problem is None, summary
-    assert any(re.match(entry.caught, text) for text in result.unchecked), summary
+    assert named, summary
 
 
 def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> None:

@@ -247,11 +247,11 @@ def a_table_that_becomes_longer():
 @marked("whether another arm slows the baseline down.* with garbage collection on", clock="host")
 def a_baseline_that_is_slow_without_garbage_collection():
     def baseline(x):
-        time.sleep(1e-3 if gc.isenabled() else 6e-3)
+        time.sleep(3e-3 if gc.isenabled() else 30e-3)
         return x * 2
 
     def optimized(x):
-        time.sleep(2e-3)
+        time.sleep(6e-3)
         return x * 2
 
     return {"baseline": baseline, "optimized": optimized, "metric": "wall"}

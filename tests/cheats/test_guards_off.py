@@ -36,6 +36,7 @@ from pytest_aiperf.profilers import capture
 from pytest_aiperf.records import expectations, results, yaml_file
 from pytest_aiperf.report import formatting
 from pytest_aiperf.rules import validity
+from tests.cheats import case
 from tests.cheats.case import Entry, assert_caught, assert_marked
 from tests.cheats.test_dishonest import CHEATS, MARKED
 from tests.plugin import (
@@ -567,6 +568,17 @@ GUARDS = {
 }
 
 FAILURES = (Exception, SystemExit, pytest.fail.Exception)
+OFF_TRIES = 3
+"""On a busy machine another guard, which looks at times, may refuse an arm in one try."""
+
+
+def fails(guard: Guard, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    folder.mkdir()
+    try:
+        guard.test(folder, monkeypatch)
+    except FAILURES:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("name", GUARDS)
@@ -580,8 +592,8 @@ def test_without_the_guard_its_test_fails(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         for (owner, attribute), replacement in guard.off.items():
             patch.setattr(owner, attribute, replacement, raising=attribute not in vars(builtins))
-        with pytest.raises(FAILURES):
-            guard.test(folders[1], patch)
+        patch.setattr(case, "HOST_TRIES", 1)
+        assert any(fails(guard, folders[1] / str(i), patch) for i in range(OFF_TRIES))
 
 
 def test_all_guarded_functions_exist():
@@ -592,7 +604,7 @@ def test_all_guarded_functions_exist():
         assert validity._find(name) == function, name
 
 
-def test_a_caught_cheat_is_not_a_failure():
-    """The test above relies on it: ``pytest.raises(FAILURES)`` fails if the inner test passes."""
-    with pytest.raises(pytest.fail.Exception), pytest.raises(FAILURES):
-        assert_caught(CHEATS["constant"])
+def test_a_caught_cheat_is_not_a_failure(tmp_path, monkeypatch):
+    """The test above relies on it."""
+    guard = Guard({}, caught("constant"))
+    assert not fails(guard, tmp_path / "passes", monkeypatch)

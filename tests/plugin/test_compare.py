@@ -30,12 +30,17 @@ class LoggingLock:
 
     def __init__(self):
         self.log = []
+        self.held = ""
 
     def _scope(self, name):
         @contextmanager
         def scope():
             self.log.append(name)
-            yield
+            self.held = name
+            try:
+                yield
+            finally:
+                self.held = ""
 
         return scope
 

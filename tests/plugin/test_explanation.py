@@ -195,6 +195,35 @@ def test_a_trace_has_the_state_of_the_timing():
     assert states == [(mode, True)] * 2 + [(mode, False)] * 2
 
 
+@pytest.mark.parametrize(
+    ("piece", "loaded"),
+    [(evidence.launches(max=1), ["shared"]), (evidence.page_faults(min=0), [])],
+)
+def test_only_tracing_itself_needs_the_gpu_alone(piece, loaded):
+    lock, seen = LoggingLock(), {"load": [], "trace": [], "read": []}
+
+    class Watched(FakeDevice):
+        def load_tracer(self):
+            seen["load"].append(lock.held)
+
+        def trace(self, call, mode, *, cold):
+            seen["trace"].append(lock.held)
+            read = super().trace(call, mode, cold=cold)
+
+            def reading():
+                seen["read"].append(lock.held)
+                return read()
+
+            return reading
+
+    timed, _ = explained()
+    inspected(timed, lock, device=Watched(FAKE_GPU, Noise.none()), evidence=[piece])
+    assert seen["load"] == loaded
+    assert seen["trace"] == [lock.log[1]] * 2
+    assert lock.log[1].startswith("exclusive_")
+    assert seen["read"] == [""] * 2
+
+
 def test_counters_are_read_on_both_arms_and_kept_for_the_same_code(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_AIPERF_CACHE", str(tmp_path))
     read = []
@@ -295,9 +324,9 @@ def test_noise_may_explain_busy_cores_as_well(piece, undecided):
 def test_the_code_of_each_arm_is_found_by_the_kernels_that_it_launches():
     class Named(FakeDevice):
         def trace(self, call, mode, *, cold):
-            traced = super().trace(call, mode, cold=cold)
+            traced = super().trace(call, mode, cold=cold)()
             name = "slow(float*)" if traced.busy > 1.5e-4 else "fast(float *)"
-            return replace(traced, names=(name,))
+            return lambda: replace(traced, names=(name,))
 
     kernels = tuple(
         KernelRecord("k.cu", "sm_90a", f"{name}(float*)", registers, 0, 0)

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from pytest_aiperf.device.trace import CALLS, MAX_NAMES, RANGE, read, trace
+from pytest_aiperf.device.trace import CALLS, MAX_NAMES, RANGE, load, read, trace
 from pytest_aiperf.model import Mode
 
 
@@ -155,8 +155,17 @@ class OnCpu:
 @pytest.mark.parametrize(("call_s", "calls"), [(0.0, CALLS), (1.0, 1)])
 def test_calls_are_traced_after_a_warm_up_each_in_the_state_of_the_timing(call_s, calls):
     device = OnCpu()
-    assert trace(device.call, device, lambda: device.log.append("before"), call_s) is None
-    assert device.log == ["warm up", "call", *["before", "call", "synchronize"] * calls]
+    assert trace(device.call, device, lambda: device.log.append("before"), call_s)() is None
+    warm_up = ["warm up", "call"] if calls == CALLS else []
+    assert device.log == [*warm_up, *["before", "call", "synchronize"] * calls]
+
+
+def test_traces_are_read_after_later_ones():
+    device = OnCpu()
+    load(device.call, device)
+    assert device.log == ["call", "synchronize"]
+    traces = [trace(device.call, device) for _ in range(2)]
+    assert [read_trace() for read_trace in traces] == [None, None]
 
 
 @pytest.mark.parametrize("kernels", [1, 3])
@@ -168,7 +177,7 @@ def test_the_fake_device_counts_each_spend_as_a_kernel(kernels):
             spend(1e-5)
 
     took = pytest.approx(kernels * 1e-5)
-    found = FakeDevice(FAKE_GPU).trace(call, Mode.PLAIN, cold=True)
+    found = FakeDevice(FAKE_GPU).trace(call, Mode.PLAIN, cold=True)()
     assert (found.kernels, found.busy, found.span, found.total) == (kernels, took, took, took)
     assert found.counts == (kernels,)
-    assert FakeDevice(None).trace(call, Mode.PLAIN, cold=True) is None
+    assert FakeDevice(None).trace(call, Mode.PLAIN, cold=True)() is None

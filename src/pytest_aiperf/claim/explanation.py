@@ -61,6 +61,7 @@ class Inspected:
     """Why figures of a kind could not be read."""
     errors: list[str] = field(default_factory=list)  #: What went wrong; the timing is valid.
     invalid: InvalidMeasurement | None = None  #: Why the arm's timing is not valid.
+    read_trace: Callable[[], Trace | None] = lambda: None
 
 
 Step = Callable[[Call, Inspected], None]
@@ -113,10 +114,11 @@ def inspect(
 ) -> list[dict[str, Inspected]]:
     """Inspect the arms of timed claims, and return each claim's arms by name.
 
-    Time nothing later: CUPTI slows launches down. All arms are prepared first, under the shared
-    lock, and then traced and counted under the exclusive one, which is taken only once: other
-    claims would lengthen their kernels. The caller does not hold ``lock``. An arm that several
-    rungs of a ladder use is inspected once. ``step`` is called before each part.
+    Time nothing later: CUPTI slows launches down. All arms are prepared and called first, under the
+    shared lock, and then traced and counted under the exclusive one, which is taken only once:
+    other claims would lengthen their kernels. The traces are read under no lock. The caller does
+    not hold ``lock``. An arm that several rungs of a ladder use is inspected once. ``step`` is
+    called before each part.
     """
     found: dict[Hashable, Inspected] = {}
     planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
@@ -132,13 +134,20 @@ def inspect(
             arms[name] = found[key]
         results.append(arms)
     planned = [plan for plan in planned if plan[2]]
+    uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in planned)
     calls: list[tuple[Call, Sequence[Step], Inspected]] = []
     with lock.shared() if planned else nullcontext():
         for bound, name, steps, inspected in planned:
             step()
             with _noted(inspected):
-                calls.append((_prepared(bound, name), steps, inspected))
-    uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in planned)
+                call = _prepared(bound, name)
+                call()  # loads modules and libraries
+                bound.device.synchronize()
+                calls.append((call, steps, inspected))
+        # it would add to figures of the host
+        for bound, *_ in planned[: not uses_host]:
+            with _noted(Inspected()):  # to trace an arm then fails, too
+                bound.device.load_tracer()
     with (lock.exclusive_host if uses_host else lock.exclusive_gpu)() if calls else nullcontext():
         for call, steps, inspected in calls:
             for each in steps:
@@ -148,6 +157,9 @@ def inspect(
         calls.clear()
         for bound, *_ in planned[:1]:
             bound.device.release()  # freeing memory later would disturb another claim
+    for inspected in found.values():
+        with _noted(inspected):
+            inspected.trace = inspected.read_trace()
     return results
 
 
@@ -305,7 +317,7 @@ class _Inspection:
     def _trace(self, call: Call, inspected: Inspected) -> None:
         mode = self.timing.mode if self.timing else Mode.PLAIN
         cold = self.bound.claim.cache == "cold"
-        inspected.trace = self.bound.device.trace(call, mode, cold=cold)
+        inspected.read_trace = self.bound.device.trace(call, mode, cold=cold)
 
     def _refuse_unordered(self, name: str, call: Call, _: Inspected) -> None:
         try:
@@ -314,7 +326,6 @@ class _Inspection:
             raise InvalidMeasurement(f"{name}: {why}") from None
 
     def _use_host(self, call: Call, inspected: Inspected) -> None:
-        call()  # the first call also loads code
         start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         call()
         self.bound.device.synchronize()

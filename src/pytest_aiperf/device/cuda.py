@@ -34,7 +34,7 @@ from .device import (
     run_calls,
     seed_all,
 )
-from .trace import trace
+from .trace import load, trace
 
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
 _MIN_BLOCKING_S: Final = 100e-6  #: Shortest spin: the host needs this long for the first launch.
@@ -208,11 +208,13 @@ class CudaDevice:
         gc.collect()
         return int(self._torch.cuda.memory_allocated())
 
-    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None:
+    def load_tracer(self) -> None:
+        load(lambda: self._spin(_MIN_BLOCKING_S), self)
+
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Callable[[], Trace | None]:
         """Trace a call with the cache state and the launch gaps of its timing."""
         flush = counters.flusher(self) if cold else None
         with self.current():
-            call()  # loads modules and libraries
             self.synchronize()
             begun = now()
             call()

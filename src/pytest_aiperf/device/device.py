@@ -102,8 +102,11 @@ class Device(Protocol):
 
     held_noise_bytes: int
 
-    # Trace one warmed-up call in the state in which it was timed; None on the host.
-    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Trace | None: ...
+    # Load what traces calls: it takes up to a second. Time nothing later.
+    def load_tracer(self) -> None: ...
+    # Trace one warmed-up call in the state in which it was timed. Return a function that reads the
+    # trace, which needs no device; it returns None on the host.
+    def trace(self, call: Call, mode: Mode, *, cold: bool) -> Callable[[], Trace | None]: ...
     # Read hardware counters over one call, by name of the metric; empty on the host.
     def counters(
         self, call: Call, metrics: Sequence[str], *, cold: bool
@@ -217,8 +220,10 @@ class HostDevice:
             return int(info.hblkhd + info.uordblks)  # mapped, and in use on the heap
         return 0
 
-    def trace(self, *_call: object, **_state: object) -> Trace | None:
-        return None  # no GPU to trace
+    def load_tracer(self) -> None: ...
+
+    def trace(self, *_call: object, **_state: object) -> Callable[[], Trace | None]:
+        return lambda: None  # no GPU to trace
 
     def counters(self, *_call: object, **_state: object) -> Mapping[str, float]:
         return {}

@@ -21,8 +21,8 @@ CALLS: Final = 3
 """Traced calls, of which the one with the median span is returned: a single one may be disturbed by
 the pause in which the profiler starts to record."""
 LONG_CALL_S: Final = 0.2
-"""Only one call that takes longer is traced: the pause hardly matters then, and traces of many
-thousand kernels take long to write and to read."""
+"""Only one call that takes longer is traced, and clocks are not stabilized before it: the pause
+hardly matters then, and traces of many thousand kernels take long to write and to read."""
 RANGE: Final = "aiperf"  #: Name of the event that marks a traced call.
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
@@ -33,41 +33,64 @@ _HOST_MEMORY: Final = {"Pageable": " (pageable)", "Pinned": " (pinned)"}
 """Suffix of a copy's kind, by the kind of host memory in its event's name."""
 
 
-def trace(
-    call: Callable[[], object],
-    device: Any,
-    before: Callable[[], object] = lambda: None,
-    call_s: float = 0.0,
-) -> Trace | None:
-    """Trace warmed-up calls on the device's stream; None if the call uses no GPU.
+def load(call: Callable[[], object], device: Any) -> None:
+    """Load CUPTI, by a trace of a short call that nobody reads.
 
-    ``before`` runs untraced before each traced call: it puts caches and the queue of the stream
-    into the state in which the claim is timed. A call takes about ``call_s`` seconds. CUPTI traces
-    the launches of all libraries in the process. It stays loaded and slows later launches down:
-    time nothing after a trace.
+    CUPTI stays loaded and slows later launches down: time nothing after this.
     """
     import torch
 
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # restarting CUPTI breaks captured graphs
     kinds = torch.profiler.ProfilerActivity
+    with warnings.catch_warnings(), device.current():
+        warnings.simplefilter("ignore")  # about profiler options that this code does not set
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]):
+            call()
+            device.synchronize()
+
+
+def trace(
+    call: Callable[[], object],
+    device: Any,
+    before: Callable[[], object] = lambda: None,
+    call_s: float = 0.0,
+) -> Callable[[], Trace | None]:
+    """Trace warmed-up calls on the device's stream; return a function that reads the trace.
+
+    To write and read it takes long and needs no GPU. The function returns None if the call uses no
+    GPU. ``before`` runs untraced before each traced call: it puts caches and the queue of the
+    stream into the state in which the claim is timed. A call takes about ``call_s`` seconds. CUPTI
+    traces the launches of all libraries in the process. Time nothing after a trace, see
+    :func:`load`.
+    """
+    import torch
+
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # restarting CUPTI breaks captured graphs
+    kinds = torch.profiler.ProfilerActivity
+    is_long = call_s >= LONG_CALL_S
     # CUPTI starts in the warm-up step, before the traced calls
     steps = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with warnings.catch_warnings(), device.current():
         warnings.simplefilter("ignore")  # about profiler options that this code does not set
         with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], schedule=steps) as profiler:
             # in this step, because starting CUPTI lets the GPU idle, and its clocks drop
-            device.stabilize_clocks(call)
+            if not is_long:
+                device.stabilize_clocks(call)
             profiler.step()
-            for _ in range(CALLS if call_s < LONG_CALL_S else 1):
+            for _ in range(1 if is_long else CALLS):
                 before()
                 with torch.profiler.record_function(RANGE):
                     call()
                 device.synchronize()
+
+    def reading() -> Trace | None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
             content = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    return read(content["traceEvents"])
+        return read(content["traceEvents"])
+
+    return reading
 
 
 @dataclass(frozen=True, slots=True)
