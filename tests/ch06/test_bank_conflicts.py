@@ -1,9 +1,9 @@
-"""One unused word per row removes the bank conflicts of a shared-memory tile and makes it faster.
+"""Shared-memory tiles that are padded or swizzled beat tiles whose columns share a bank.
 
 Shared memory has 32 banks, and each serves one word per clock. With rows of 32 words, the 32 lanes
-that read a column access the same bank and are served one after the other. With rows of 33 words
-("padded"), or with the columns of each row permuted by XOR ("swizzled"), they access 32 different
-banks.
+that read a column access the same bank and are served one after the other. With one unused word per
+row (33 words, "padded"), or with the columns of each row permuted by XOR ("swizzled"), they access
+32 different banks.
 
 Each tile is rotated many times per trip to device memory, so shared memory is the bottleneck: 8
 bytes per element and rotation, at 128 bytes per clock and SM. A rotation writes a row (1 clock per

@@ -1,4 +1,4 @@
-"""Several independent elements per thread hide the latency that one element per thread exposes.
+"""Threads with several independent elements beat threads with one element each.
 
 Load, eight dependent FMAs, store: within one element every instruction waits for the previous one.
 With one element per thread a fully occupied SM has 2048 loads of 4 bytes in flight, 8 KiB, too

@@ -6,12 +6,12 @@ goes to local memory, which is device memory behind the caches: two kilobytes of
 many of spill loads per thread, where the transform itself moves one kilobyte. Both arms are
 launched with blocks of 128 threads, and only the bounds differ.
 
-The bound of the optimized arm is that block size. The compiler then uses over 200 registers, as it
-does without any bound, which is what most kernels have; the baseline is naive. Fewer threads are
-resident than the baseline has, but occupancy serves to hide latency, and 128 independent loads per
-thread hide it as well. Asking for a third resident block would cap the registers at 168: that pays
-off only where latency is exposed and the compiler can save the registers at no cost. The limit is
-one read and one write at memory bandwidth.
+The bound of the optimized arm is that block size. The compiler then uses over 200 registers. It
+does the same without any bound, as most kernels are written, so the baseline is declared naive.
+Fewer threads are resident than the baseline has, but occupancy serves to hide latency, and 128
+independent loads per thread hide it as well. Asking for a third resident block would cap the
+registers at 168: that pays off only where latency is exposed and the compiler can save the
+registers at no cost. The limit is one read and one write at memory bandwidth.
 """
 
 import torch

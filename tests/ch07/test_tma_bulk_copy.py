@@ -1,4 +1,4 @@
-"""Asynchronous copies beat a warp per SM that loads and stores, and bulk copies need one thread.
+"""Asynchronous copies beat a warp that loads and stores; bulk copies are as fast from one thread.
 
 To saturate device memory, an SM needs tens of kilobytes in flight. A single warp with eight 16-byte
 loads per lane has 4 KiB, and each load takes registers. cp.async ("async") writes to shared memory,
@@ -6,16 +6,17 @@ so a ring of stages has room for 128 KiB in flight without registers; but the wa
 three instructions per 16 bytes and lane: copy, load and store. A bulk copy ("bulk") moves 16 KiB
 with one instruction of one thread. The tensor memory accelerator (TMA) computes the addresses and
 counts the bytes on an mbarrier, a barrier in shared memory: the thread announces how many bytes
-will come, and waits there until they have. A second bulk copy writes them back.
+will come, and waits there until they have. A second bulk copy writes them back. cudaMemcpyAsync,
+the library arm, fills all SMs and is faster than both rungs: a kernel that only copies needs no
+bulk copies.
 
 The grid is the same in all rungs: one block of 32 threads per SM. It is built to be small, as for
 the producer warp of a warp-specialized kernel, so the first baseline is naive; each rung is
 measured against the one before it. Bytes in flight decide the time: "async" brings the gain. "bulk"
 has a ring of the same size and must be as fast, with a tenth of the instructions, which leaves the
 other issue slots to the other warps of such a kernel. The limit is a copy, of which the rungs reach
-nine tenths; what keeps a single block per SM from the rest was not measured. cudaMemcpyAsync, the
-library arm, fills all SMs and is faster than both rungs: a kernel that only copies needs no bulk
-copies. Addresses and sizes must be multiples of 16 bytes.
+nine tenths; what keeps a single block per SM from the rest was not measured. Addresses and sizes
+must be multiples of 16 bytes.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Higher occupancy hides memory latency better, until the bandwidth is used up.
+"""A kernel with many resident warps beats one with few, until the memory bandwidth is used up.
 
 A block that reserves all shared memory of an SM is the only one resident: 8 of 64 warps, each of
 which waits most of the time for its load of 16 bytes per lane. By Little's law, 4 KiB in flight per

@@ -1,4 +1,4 @@
-"""Comparing a query with vectors of halves, half the bytes of floats, is almost twice as fast.
+"""Comparing a query with vectors of halves is almost twice as fast as with vectors of floats.
 
 Nearest-neighbour search computes the distance of a query to every stored vector. That is one
 subtraction, square and addition per element, far below the ridge of the roofline, so the bytes of

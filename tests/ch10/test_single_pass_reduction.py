@@ -12,8 +12,8 @@ are timed in a CUDA graph, and there the claim is one of parity: on an H200 the 
 about 1 % less time. In the trace, its kernel takes 4.4 µs and the other two 2.7 and 1.3: the fence,
 the ticket and the last block's sum cost more than the second kernel, and save only the gap between
 the two, which is short in a graph. A single pass saves a launch by the host where there is no
-graph; wall time, which contains it, is reported as well. The library arm is DeviceReduce::Sum of
-CUB also launches a second kernel, and takes 1.2 times as long as both.
+graph; wall time, which contains it, is reported as well. The library arm, CUB's DeviceReduce::Sum,
+also launches a second kernel, and takes 1.2 times as long as either arm.
 """
 
 import torch

@@ -1,16 +1,20 @@
-"""On Blackwell, warp specialisation beats one thread that alternates loading and multiplying.
+"""On Blackwell, warp specialisation should beat one thread that does all (not measured).
 
-Not measured: the kernels compile for sm_100a and sm_103a but have not been executed.
+Nothing here has been measured. The kernels compile for sm_100a and sm_103a, and have never been
+executed: neither that they are right nor that one is faster has been shown, and there is no bar.
+The text below says what is expected.
 
-A single thread issues tcgen05.mma, which accumulates in tensor memory (TMEM). A thread that
-alternates between loading and multiplying has one load in flight beside one product, and the tensor
-cores idle during the epilogue. Warp specialisation overlaps all three: a producer warp loads four
-stages ahead (TMA), an MMA warp issues the products, and four warps run the epilogue. Two
-accumulators in TMEM alternate, so the epilogue of a tile overlaps the products of the next.
+A single thread issues tcgen05.mma, which accumulates in tensor memory (TMEM). In the baseline, that
+thread also requests the tiles. A thread that alternates between loading and multiplying has one
+load in flight beside one product, and the tensor cores idle during the epilogue. Warp
+specialisation overlaps all three: a producer warp loads four stages ahead (TMA), an MMA warp issues
+the products, and four warps run the epilogue. Two accumulators in TMEM alternate, so the epilogue
+of a tile overlaps the products of the next.
 
 cuBLAS is the library arm. The gain shrinks as k grows, because the epilogue weighs less, and with
-two blocks per SM, which fill each other's gaps. Both arms use the same instructions; only the
-specialised one has one block per SM, which loops over tiles.
+two blocks per SM, which fill each other's gaps. Both arms use the same instructions. Three things
+change together: the specialised arm has roles, four stages instead of two, and one block per SM,
+which loops over tiles.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Stream-K and split-K finish a GEMM with a nearly empty last wave sooner than whole tiles do.
+"""Stream-K and split-K finish a GEMM whose last wave is not full sooner than whole tiles do.
 
 With one tile more than there are SMs, a grid of whole tiles takes twice as long: its second wave is
 almost empty (wave quantisation). Split-K halves the tiles and thus the length of the last wave, but
