@@ -11,7 +11,8 @@ packed     all sequences concatenated into one row of tokens; variable-length at
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.ch15.decoder import attention, block, forward
+from kernels.ch15.decoder import attention
+from kernels.ch15.decoder128 import block, forward
 
 BATCH = 32
 """Sequences per batch."""
