@@ -1,4 +1,4 @@
-"""Below the ridge of the roofline, more FMAs per element in one pass take no more time.
+"""One pass with k FMAs per element beats k passes; below the ridge it takes no longer than one FMA.
 
 x -> a x + b is applied k times. With a kernel per step, as eager PyTorch runs it, each step reads
 and writes the array: k times the bytes, 0.25 operations per byte whatever k is. The fused kernel

@@ -11,9 +11,9 @@ per slot tells when its previous batch has arrived on the GPU. PyTorch reuses pi
 so the baseline does not pin pages anew for each batch; that would be slower still.
 
 The claim is judged on wall time for four batches of 64 images, their copies to the GPU included.
-The limit is one copy by the CPU. The gain is smaller for batches of a few megabytes, whose memory
-the allocator of the CPU keeps, and hidden where worker processes collate and the GPU takes longer
-than they do.
+The limit is one copy by the CPU. The gain is smaller for batches below 32 MiB (malloc's largest
+mmap threshold; these have 38.5 MB), whose memory the allocator keeps. It is hidden where worker
+processes collate and the GPU takes longer than they do.
 """
 
 import pytest
