@@ -21,7 +21,6 @@ UNCOUNTABLE = {
     "ch07/test_contiguous_access_host.py": "cache misses need the CPU's hardware counters",
     "ch08/test_ilp_accumulators_host.py": "instructions per clock need the CPU's counters",
     "ch13/test_vectorized_collate_host.py": "calls of NumPy: a tracer that counts them slows them",
-    "ch16/test_prefix_cache_host.py": "tokens that are not computed leave nothing to count",
     "ch20/test_kernel_search_host.py": "loads and stores need the CPU's hardware counters",
 }
 """Claims on the host that state no evidence, and why none can be counted."""
