@@ -64,9 +64,12 @@ def prefetching(batches, layers, out):
 
 
 def in_fp64(batches, layers, out):
-    outputs = torch.empty_like(out, dtype=torch.float64)
-    model(batches.to(out.device).double(), layers.double(), outputs)
-    return outputs
+    x = batches.to(out.device).double()
+    for number, layer in enumerate(layers.double(), 1):
+        x = torch.einsum("brw,wv->brv", x, layer)
+        if number < LAYERS:
+            x = x.clamp(min=0)
+    return x
 
 
 @pytest.mark.gpu

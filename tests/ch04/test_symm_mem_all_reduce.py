@@ -1,12 +1,12 @@
-"""After a GEMM into symmetric memory, a one-shot all-reduce beats NCCL for small messages.
+"""In symmetric memory, one-shot all-reduce beats NCCL for small messages, and two-shot for large.
 
-For larger ones, a two-shot all-reduce beats NCCL, and one-shot loses to it at 32 MiB. In a
-tensor-parallel layer whose weight is split by rows, each rank computes a partial sum of the whole
-output, and an all-reduce adds them up. Symmetric memory is mapped into every rank's address space.
-If the GEMM writes its partial sum there, the other ranks read it directly over NVLink, and nothing
-is copied. In a one-shot all-reduce each rank reads all partial sums and adds them, in one kernel
-and one hop. In a two-shot one, each rank adds up one part and writes the sum to all ranks: two
-hops, but fewer bytes if there are more than two ranks, and the sum needs no other buffer.
+One-shot loses to NCCL at 32 MiB. In a tensor-parallel layer whose weight is split by rows, each
+rank computes a partial sum of the whole output, and an all-reduce adds them up. Symmetric memory is
+mapped into every rank's address space. If the GEMM writes its partial sum there, the other ranks
+read it directly over NVLink, and nothing is copied. In a one-shot all-reduce each rank reads all
+partial sums and adds them, in one kernel and one hop. In a two-shot one, each rank adds up one part
+and writes the sum to all ranks: two hops, but fewer bytes if there are more than two ranks, and the
+sum needs no other buffer.
 
 The layer is the output projection of Llama 3 8B's attention, split over two GPUs: 8 tokens (64 KiB)
 and 256 tokens (2 MiB) are steps of decoding, 4096 tokens (32 MiB) are a prefill. All arms run the
