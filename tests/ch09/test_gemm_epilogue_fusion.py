@@ -1,20 +1,20 @@
-"""Adding a bias and GELU in the epilogue of a GEMM saves two passes over its result.
+"""Adding a bias and GELU in the epilogue of a GEMM beats two more passes over its result.
 
 A GEMM holds its result in registers before it stores it. What is computed there, in the epilogue,
 costs neither a kernel nor a byte: the library has variants that add a bias per column and apply an
-activation function. With an inner dimension of 1024, the three kernels of "eager" move the result
-five times (one write, then two reads and two writes), and on an H200 the two passes take longer
-than the GEMM. The larger part is the addition: PyTorch's kernel for a broadcast takes twice as long
-as GELU's, which moves as many bytes. So part of the gain of "addmm" is that kernel; against
-torch.compile it is 6 %. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies GELU as
-well: one kernel, one write. Each is measured against the rung before. torch.nn.Linear calls addmm,
-so its users have the first rung already and gain what "gelu_epilogue" adds: 1.27x on an H200.
+activation function. The three kernels of "eager" move the result five times: one write, then two
+reads and two writes. "addmm" adds the bias in the epilogue, "gelu_epilogue" applies GELU as well:
+one kernel, one write. Each is measured against the rung before. torch.nn.Linear calls addmm, so its
+users have the first rung already, and `x @ weight + bias` is declared naive; most of what "addmm"
+gains over it is PyTorch's slow kernel for a broadcast addition. torch.compile is the library arm:
+it makes one kernel of bias and GELU, behind the GEMM, and so moves the result as often as "addmm".
+"gelu_epilogue" must beat it.
 
 torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
 has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is
-the tanh approximation, which all arms use. torch.compile is the library arm: it makes one kernel of
-bias and GELU, behind the GEMM. A larger inner dimension makes the GEMM longer and the passes no
-longer, so the gain falls. Training needs the input of GELU for the backward pass, so the epilogue
+the tanh approximation, which all arms use. The layer has 2048 inputs and 8192 outputs, for 16384
+tokens. A larger inner dimension makes the GEMM longer and the passes no longer, so the gain falls
+with the width of the model. Training needs the input of GELU for the backward pass, so the epilogue
 has to store it, too.
 """
 
@@ -26,7 +26,7 @@ from pytest_aiperf import Bench, Compare, Work, evidence
 
 
 def layer(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, width = bench.size(16384, check=40), bench.size(1024, check=64)
+    tokens, width = bench.size(16384, check=40), bench.size(2048, check=64)
     options = {"device": bench.device, "dtype": torch.bfloat16}
     weight = torch.randn(width, 4 * width, **options) * width**-0.5
     return torch.randn(tokens, width, **options), weight, torch.randn(4 * width, **options)
@@ -45,9 +45,10 @@ def gelu_epilogue(x, weight, bias):
 
 
 RUNGS = {
-    # baseline, optimized, kernels, and the result's reads and writes: 3 of 5, then 1 of 3
+    # baseline, optimized, kernels, and bytes: the result is moved 3 times instead of 5, and then
+    # once instead of 3 times; the operands come on top
     "addmm": (eager, addmm, 2, 0.75),
-    "gelu_epilogue": (addmm, gelu_epilogue, 1, 0.5),
+    "gelu_epilogue": (addmm, gelu_epilogue, 1, 0.6),
 }
 compiled = torch.compile(eager, dynamic=False)
 
@@ -64,7 +65,7 @@ def test_gemm_epilogue_fusion(compare: Compare, rung: str) -> None:
         baseline=baseline,
         optimized=optimized,
         library=compiled,
-        against="idiomatic" if rung == "addmm" else "previous rung",
+        against="naive" if rung == "addmm" else "previous rung",
         inputs=layer,
         work=lambda x, weight, bias: Work(
             read=x.nbytes + weight.nbytes + bias.nbytes,
