@@ -6,14 +6,16 @@ GPU needs for the model's step. The GPU could do this faster; workers are for pr
 cannot do, such as decoding. With ``num_workers=12``, up to 12 processes prepare batches ahead, each
 a whole batch, and a thread pins finished batches for asynchronous copies. The baseline pins its
 batches, too. As long as the workers together prepare batches faster than the GPU consumes them, the
-GPU is busy from the first batch to the last; the evidence is its busy share in this time.
+GPU is mostly busy from the first batch to the last; the evidence is its busy share in this time.
+95 % is the aim. Gaps remain where the model's process takes a batch from the workers' queue and
+launches a step; how long they are was not measured.
 
 The claim is judged on wall time per epoch. The gain is at most preparation / step, because launches
 are asynchronous and the baseline's GPU already runs one step while the next batch is prepared, and
-at most the number of workers, which need as many cores. The first batch of each epoch arrives no
-sooner than before: the shorter the epoch, the more of it passes until then. Starting the workers
-takes longer than a short epoch; with persistent_workers it happens once, outside the timed region.
-Where preparation takes less time than the step, one worker is enough.
+at most the number of workers, which need as many cores. Workers do not make the first batch of an
+epoch arrive sooner, and in a short epoch that wait is a large share. Starting the workers takes
+longer than a short epoch; with persistent_workers it happens once, outside the timed region. Where
+preparation takes less time than the step, one worker is enough.
 """
 
 import torch

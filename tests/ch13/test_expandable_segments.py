@@ -7,8 +7,8 @@ MiB, and keeps it for later tensors that fit. The next one never does, and segme
 merged: memory that is reserved but not allocated (fragmentation) accumulates until the device is
 full, and only then are unused segments returned. With expandable segments there is one range of
 addresses, into which the allocator maps device memory page by page. Neighbouring free blocks merge,
-and the range grows at its end. The least memory takes the library arm, which allocates each layer's
-cache once, at its final length: where that length is known, it beats both settings, and it copies
+and the range grows at its end. The library arm takes the least memory: it allocates each layer's
+cache once, at its final length. Where that length is known, it beats both settings, and it copies
 nothing.
 
 The score is the memory that PyTorch has reserved for a call: on an H200 4.4x less with expandable

@@ -1,29 +1,29 @@
-"""Computing loss and gradients of the output layer in chunks needs less peak memory than at once.
+"""Loss and gradients of the output layer need less memory and time in fused chunks than at once.
 
 The logits of a language model are its largest array: 8,192 tokens times a vocabulary of 128,256 are
 2.1 GB in bf16 and 4.2 GB in fp32, in which the loss is computed. Autograd keeps the log
 probabilities for the backward pass, and there adds their gradient and that of the logits: three
 fp32 arrays of 4.2 GB at the peak. But rows do not depend on each other, and the gradient of a loss
 is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at a time, so
-that only an eighth of the logits exists. "fused" does not even hold three copies of that: a Triton
-kernel sweeps each row of bf16 logits with an online softmax (test_online_softmax.py), and a second
-sweep writes the gradient over them. What remains is mostly the gradient of the weights.
+that only an eighth of the logits exists; that takes 2 % more time than eager PyTorch. "fused" does
+not even hold three copies of that: a Triton kernel sweeps each row of bf16 logits with an online
+softmax (test_online_softmax.py), and a second sweep writes the gradient over them. What remains is
+mostly the gradient of the weights. The library arm is torch.compile, which fuses the passes but
+keeps all logits: "fused" needs 3.3 times less memory than it, and about as much time.
 
 The second claim judges the time of "fused" against eager PyTorch. Both run the same three products,
 which take most of it. Between them, eager PyTorch makes about ten passes over arrays of 2.1 or 4.2
 GB; the kernel makes two reads, the second meant to hit the L2 cache, and one write of 2.1 GB in
-all. It takes a tenth of the time, about twice as long as a copy of the logits, and what it waits
-for was not measured. Chunks have a price, too: each reads the weights twice and adds its gradient
-to theirs, so smaller chunks save memory and lose time. That sum is rounded to bf16 after each
-chunk; in fp32 it would take twice the memory. The library arm is torch.compile, which fuses the
-passes but keeps all logits. In time, "fused" is not faster than it; the gain over it is memory, 3.3
-times less.
+all. The evidence is the bytes that device memory reads and writes. The kernel takes a tenth of
+the time, about twice as long as a copy of the logits, and what it waits for was not measured.
+Chunks have a price, too: each reads the weights twice and adds its gradient to theirs, so smaller
+chunks save memory and lose time. That sum is rounded to bf16 after each chunk; in fp32 it would
+take twice the memory.
 
 The gradients are computed in the forward pass, for the mean loss: a loss that is scaled later must
 scale them as well. Liger Kernel (arXiv 2410.10989) has this method; Cut Cross-Entropy (arXiv
-2411.09009) keeps even the chunk's logits out of device memory. From version 2.13, PyTorch's
-linear_cross_entropy works in chunks if asked to. The gain grows with the vocabulary and vanishes
-where logits are smaller than the weights, at fewer tokens than the width of the model.
+2411.09009) keeps even the chunk's logits out of device memory. The gain grows with the vocabulary
+and vanishes where logits are smaller than the weights, at fewer tokens than the width of the model.
 """
 
 import pytest
@@ -103,7 +103,9 @@ def test_fused_linear_cross_entropy_time(compare: Compare) -> None:
         cache="warm",
         precision="bf16",
         evidence=[
-            evidence.peak_memory(max=0.25, per="baseline"),
+            # if each array that exceeds the L2 cache is moved once per use, eager PyTorch moves at
+            # least 42 GB, and the chunks move 27 to 30, most of them for their products
+            evidence.counter("dram__bytes.sum", max=0.7, per="baseline"),
             evidence.spills(kernel="_loss_and_gradient"),
         ],
     )

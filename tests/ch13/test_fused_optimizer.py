@@ -8,10 +8,11 @@ implementations process lists of tensors in chunks (multi-tensor apply), so that
 different sizes need few launches.
 
 The ratio of bytes is 2.9x. It is the limit where both reach the same share of copy bandwidth; the
-fused kernel reaches a larger one: its two launches run at 0.89 of the copy rate, and a smaller
-kernel, a fill and the gaps between the four take the rest of the time. A loop over tensors would
-move as many bytes as foreach, with one launch per tensor and operation. The update matters in steps
-with few tokens per parameter. With sharded optimizer states each GPU updates only its part.
+fused kernel reaches a larger one: its two launches run at 0.89 of the copy rate. Two further
+kernels, both tiny, and the gaps between the four launches take the rest of the time. A loop over
+tensors would move as many bytes as foreach, with one launch per tensor and operation. The update
+matters in steps with few tokens per parameter. With sharded optimizer states each GPU updates only
+its part.
 """
 
 import torch
