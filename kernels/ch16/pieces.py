@@ -1,61 +1,124 @@
-"""A transformer's forward pass over prompts of any length, launched in four ways.
+"""A transformer's forward pass over batches of prompts of any length, launched in four ways.
+
+The tokens of a batch are packed: its prompts follow each other without padding, and offsets say
+where each begins. Variable-length attention attends within each prompt.
 
 eager       operation by operation.
-padded      the whole pass as one CUDA graph for the longest prompt. Each prompt is padded to it.
-bucketed    the whole pass as a graph for each of a few lengths (buckets). A prompt uses the
-            smallest bucket that fits.
+padded      the whole pass as one CUDA graph for the most tokens. Each batch is padded to them.
+bucketed    the whole pass as a graph for each of a few numbers of tokens (buckets). A batch uses
+            the smallest bucket that fits.
 piecewise   one graph per bucket and piece, where a piece is what lies between two attentions. The
             pieces treat each token independently, so they may run on padding. Attention is launched
-            eagerly, for exactly the prompt's tokens.
+            eagerly, for exactly the batch's prompts.
 
-Padding follows the prompt, and the attention is causal: it does not change the prompt's results.
-Each of the four writes the last hidden state of each prompt.
+Padding follows the last prompt and belongs to none, so it does not change their results. Each of
+the four writes the hidden state of each prompt's last token.
 
-Attention is forced to FlashAttention 2, which takes any length at once. cuDNN, the default on
-Hopper, builds an execution plan for each length that it has not seen; the ways that launch
-attention for exactly the prompt's tokens would wait for that.
+Attention is FlashAttention 2. Its grid covers the longest prompt times the number of prompts, which
+the host passes; the offsets are read on the GPU. So whole graphs can capture it for the largest
+grid: blocks without tokens end at once.
 """
 
+import itertools
+from typing import NamedTuple
+
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.ch15.decoder import HEAD_DIM, captured, causal, forward, norm, output_and_mlp
+from kernels.ch15.decoder import captured, causal, norm, output_and_mlp
+from kernels.ch15.decoder128 import HEAD_DIM, forward
 
-BUCKETS = 256, 512, 1024, 2048
+BUCKETS = 128, 256, 512, 1024
 """Token counts for which graphs are captured."""
 
-with_flash_attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+SIZES = 1, 2, 3, 4, 5, 6, 7, 8
+"""Prompts per batch, in turn: the load of a server changes."""
 
 
-@with_flash_attention
+class Batch(NamedTuple):
+    rows: slice
+    """Its prompts."""
+    tokens: torch.Tensor
+    """The tokens of all prompts, packed."""
+    offsets: torch.Tensor
+    """Where each prompt begins. The end follows, once for the last and for each missing prompt."""
+    longest: int
+
+    @property
+    def exact_offsets(self):
+        return self.offsets[: self.rows.stop - self.rows.start + 1]
+
+
+def batches(prompts, lengths):
+    """Yield the batches. Offsets reach the GPU in one copy."""
+    counts, sizes, batches_of_counts = lengths.tolist(), itertools.cycle(SIZES), []
+    while counts:
+        size = next(sizes)
+        batches_of_counts.append(counts[:size])
+        counts = counts[size:]
+    offsets = []
+    for batch in batches_of_counts:
+        missing = [0] * (max(SIZES) - len(batch))
+        offsets.append(list(itertools.accumulate([*batch, *missing], initial=0)))
+    offsets = torch.tensor(offsets, dtype=torch.int32).to(prompts.device)
+    first = 0
+    for batch, offsets_of_batch in zip(batches_of_counts, offsets, strict=True):
+        rows = slice(first, first + len(batch))
+        pairs = zip(prompts[rows], batch, strict=True)
+        tokens = torch.cat([prompt[:count] for prompt, count in pairs])
+        yield Batch(rows, tokens, offsets_of_batch, max(batch))
+        first = rows.stop
+
+
+def attend(q, k, v, offsets, longest):
+    """Run causal attention within each prompt on packed tokens (tokens x heads x HEAD_DIM)."""
+    if q.is_cuda:
+        # varlen_attn() calls it too, but its argument for a causal mask differs between versions
+        flash = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+        return flash(q, k, v, offsets, offsets, longest, longest, 0.0, True, False)[0]
+    out = torch.zeros_like(q)
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        if begin < end:
+            out[begin:end] = causal(*(x[None, begin:end] for x in (q, k, v)))[0]
+    return out
+
+
+def write_last(batch, x, out):
+    """Write the hidden state of each prompt's last token."""
+    torch.index_select(x, 0, batch.exact_offsets[1:] - 1, out=out[batch.rows])
+
+
 def eager(model, prompts, lengths, out):
-    for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
-        answer.copy_(forward(model, prompt[None, :length])[0, -1])
+    for batch in batches(prompts, lengths):
+        layout = batch.exact_offsets, batch.longest
+        x = forward(model, batch.tokens, lambda *qkv, layout=layout: attend(*qkv, *layout))
+        write_last(batch, x, out)
 
 
 class Whole:
     """The graph of the whole pass for one bucket, and the tensors that it reads and writes."""
 
-    def __init__(self, model, bucket):
-        self.model = model
-        self.tokens = torch.zeros(1, bucket, dtype=torch.long, device=model.embedding.device)
+    def __init__(self, model, bucket, longest):
+        self.model, self.longest, device = model, longest, model.embedding.device
+        self.tokens = torch.zeros(bucket, dtype=torch.long, device=device)
+        self.offsets = torch.zeros(max(SIZES) + 1, dtype=torch.int32, device=device)
         self.x = model.embedding.new_zeros(bucket, model.embedding.shape[1])
-        self.replay = captured(self.step, self.x.device)
+        self.replay = captured(self.step, device)
 
     def step(self):
-        self.x.copy_(forward(self.model, self.tokens)[0])
+        layout = self.offsets, self.longest
+        self.x.copy_(forward(self.model, self.tokens, lambda *qkv: attend(*qkv, *layout)))
 
-    def run(self, prompt, answer):
-        length = len(prompt)
-        self.tokens[0, :length] = prompt
+    def run(self, batch):
+        self.tokens[: len(batch.tokens)] = batch.tokens
+        self.offsets.copy_(batch.offsets)
         self.replay()
-        answer.copy_(self.x[length - 1])
+        return self.x
 
 
 class Pieces:
     """The graphs of one bucket, and the tensors that they read and write."""
 
-    def __init__(self, model, bucket):
+    def __init__(self, model, bucket, _longest):
         width = model.embedding.shape[1]
         self.model, self.layers = model, model.layers()
         self.tokens = torch.zeros(bucket, dtype=torch.long, device=model.embedding.device)
@@ -74,38 +137,38 @@ class Pieces:
         if i < len(self.layers):
             torch.mm(norm(self.x), self.layers[i][0], out=self.qkv)
 
-    def run(self, prompt, answer):
-        length = len(prompt)
-        self.tokens[:length] = prompt
+    def run(self, batch):
+        count = len(batch.tokens)
+        self.tokens[:count] = batch.tokens
+        qkv = self.qkv[:count].unflatten(-1, (3, -1, HEAD_DIM)).unbind(1)
         self.replays[0]()
         for replay in self.replays[1:]:
-            q, k, v = self.qkv[None, :length].unflatten(-1, (3, -1, HEAD_DIM)).unbind(-3)
-            self.attended[:length] = causal(q, k, v)[0].flatten(1)
+            attended = attend(*qkv, batch.exact_offsets, batch.longest)
+            self.attended[:count] = attended.flatten(1)
             replay()
-        answer.copy_(self.x[length - 1])
+        return self.x
 
 
 def padded(model, prompts, _lengths, _out):
-    return _by_bucket(Whole, model, prompts.shape[1:])
+    longest = prompts.shape[1]
+    return _by_bucket(Whole, model, [max(SIZES) * longest], longest)
 
 
-def bucketed(model, _prompts, _lengths, _out):
-    return _by_bucket(Whole, model, BUCKETS)
+def bucketed(model, prompts, _lengths, _out):
+    return _by_bucket(Whole, model, BUCKETS, prompts.shape[1])
 
 
-def piecewise(model, _prompts, _lengths, _out):
-    return _by_bucket(Pieces, model, BUCKETS)
+def piecewise(model, prompts, _lengths, _out):
+    return _by_bucket(Pieces, model, BUCKETS, prompts.shape[1])
 
 
-@with_flash_attention
-def _by_bucket(graphs, model, buckets):
-    """Capture graphs for each bucket, and return an arm that runs each prompt in the smallest."""
-    graphs_of = {bucket: graphs(model, bucket) for bucket in buckets}
+def _by_bucket(graphs, model, buckets, longest):
+    """Capture graphs for each bucket, and return an arm that runs each batch in the smallest."""
+    graphs_of = {bucket: graphs(model, bucket, longest) for bucket in buckets}
 
-    @with_flash_attention
     def run(_model, prompts, lengths, out):
-        for prompt, length, answer in zip(prompts, lengths.tolist(), out, strict=True):
-            bucket = next(bucket for bucket in buckets if bucket >= length)
-            graphs_of[bucket].run(prompt[:length], answer)
+        for batch in batches(prompts, lengths):
+            bucket = next(bucket for bucket in buckets if bucket >= len(batch.tokens))
+            write_last(batch, graphs_of[bucket].run(batch), out)
 
     return run

@@ -1,27 +1,28 @@
 """CUDA graphs of the pieces between attentions beat eager launches and one graph with padding.
 
-Launches are the limit for a small model on short prompts, and a CUDA graph removes them. But a
-graph fits one length, and prompts have any length. One graph for the longest prompt ("padded", a
-naive baseline) computes 2048 tokens for each. Only attention needs the exact length. All other
-layers treat each token alone and may run on padding, so they are captured in pieces for 256, 512,
-1024 and 2048 tokens when the model is loaded. A prompt uses the smallest size that fits, and
-attention between the pieces is launched eagerly for exactly its tokens. 6 layers have 7 pieces, so
-28 captures serve all lengths. Whole graphs for the same four sizes, the library arm, have fewer
-launches and are the better choice where lengths fall into few sizes and attention can be captured
-too, as here, where prompts come one by one and a causal mask makes padding harmless. Servers use
-pieces for batches of prompts: there the shape of attention depends on every length, and its kernels
-choose their grid on the host.
+Launches are the limit where a batch has few tokens, and a CUDA graph removes them. But a graph fits
+one number of tokens, and batches of prompts have any. One graph for the largest batch ("padded", a
+naive baseline) computes 1,024 tokens for each. Only attention needs to know where a prompt begins
+and ends. All other layers treat each token alone and may run on padding, so they are captured in
+pieces for 128, 256, 512 and 1,024 tokens when the model is loaded. A batch uses the smallest size
+that fits, and variable-length attention between the pieces is launched eagerly for exactly its
+prompts. 6 layers have 7 pieces, so 28 captures serve all batches. Whole graphs for the same four
+sizes, the library arm, have fewer launches and are the better choice where attention can be
+captured too, as here: FlashAttention 2 reads the offsets of the prompts on the GPU, so one capture
+with the largest grid serves all batches. Pieces are for attention that cannot be captured, because
+the host chooses its grid, its splits or a plan from the lengths.
 
-The claim is judged on wall time, for 32 prompts whose lengths are spread evenly on a logarithmic
-scale from 16 to 2048 tokens. All arms use FlashAttention 2: cuDNN, PyTorch's default on Hopper,
-builds an execution plan for each new length. The gain over eager launches ends where kernels take
-longer than their launches; the gain over one padded graph ends where most prompts have its length.
+The claim is judged on wall time, for 32 batches of one to eight packed prompts. Prompts have 16 to
+128 tokens, spread evenly on a logarithmic scale. The model has width 2048 and heads of 128
+channels. The gain over eager launches ends where kernels take longer than their launches, with more
+tokens or a larger model; the gain over one padded graph ends where most batches have its size.
 """
 
 import pytest
 import torch
 
-from kernels.ch15.decoder import HEAD_DIM, Decoder, random_decoder
+from kernels.ch15.decoder import Decoder, random_decoder
+from kernels.ch15.decoder128 import HEAD_DIM
 from kernels.ch16 import pieces
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
@@ -37,30 +38,29 @@ BASELINES = {
 
 def requests(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make prompts of different lengths; the lengths are on the host, as in a server."""
-    count, longest = bench.size(32, check=4), bench.size(2048, check=64)
-    width, layers = bench.size(1024, check=64), bench.size(6, check=2)
+    count, longest = bench.size(4 * sum(pieces.SIZES), check=8), bench.size(128, check=16)
+    shortest, layers = bench.size(16, check=2), bench.size(6, check=2)
+    width = bench.size(2048, check=128)
     model = random_decoder(layers, width, 1000, device=bench.device, dtype=torch.bfloat16)
     prompts = torch.randint(1000, (count, longest), device=bench.device)
     quantiles = (torch.randperm(count) + torch.rand(count)) / count
-    lengths = (16 * (longest / 16) ** quantiles).long()
+    lengths = (shortest * (longest / shortest) ** quantiles).long()
     return static(model), prompts, lengths, model.embedding.new_empty(count, width)
 
 
 def in_fp64(model, prompts, lengths, out):
-    """Compute each prompt's last hidden state with explicit scores, softmax and mask."""
-    model, states = model.to(torch.float64), []
-    for prompt, length in zip(prompts, lengths.tolist(), strict=True):
-        x = model.embedding[prompt[:length]]
-        hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        for qkv, out_proj, up, down in model.layers():
-            heads = (normalized(x) @ qkv).view(length, 3, -1, HEAD_DIM)
-            q, k, v = heads.permute(1, 2, 0, 3)
-            scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf)
-            x = x + (scores.softmax(-1) @ v).permute(1, 0, 2).reshape(x.shape) @ out_proj
-            up_x = normalized(x) @ up
-            x = x + up_x * (1 + torch.erf(up_x / 2**0.5)) / 2 @ down
-        states.append(x[-1])
-    return torch.stack(states)
+    """Compute all prompts, padded to the longest, with explicit scores, softmax and mask."""
+    model, (count, longest) = model.to(torch.float64), prompts.shape
+    x = model.embedding[prompts]
+    hidden = torch.ones(longest, longest, dtype=torch.bool, device=x.device).triu(1)
+    for qkv, out_proj, up, down in model.layers():
+        heads = (normalized(x) @ qkv).view(count, longest, 3, -1, HEAD_DIM)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT * HEAD_DIM**-0.5).masked_fill(hidden, -torch.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape) @ out_proj
+        up_x = normalized(x) @ up
+        x = x + up_x * (1 + torch.erf(up_x / 2**0.5)) / 2 @ down
+    return x[torch.arange(count), lengths - 1]
 
 
 def normalized(x):
