@@ -3,10 +3,10 @@
 By Little's law, bandwidth is bytes in flight over latency. An SM holds up to 2048 threads. With one
 4-byte load each they have 8 KiB in flight, too little to cover the latency of fast memory. With
 16-byte loads they have 32 KiB, and need a quarter of the instructions. That is enough on an H200:
-one such load per thread copies as fast as memory allows. It is as fast as cudaMemcpyAsync, the
-library arm. Four loads per thread ("vector_unrolled", judged against one) gain nothing: they are a
-few percent slower than one, and slower than cudaMemcpyAsync. That rung is only required to lose no
-more.
+one such load per thread copies as fast as memory allows, and as fast as cudaMemcpyAsync, the
+library arm. "vector_unrolled" makes a second change, four such loads per thread, which gains
+nothing: it beats the 4-byte copy as well, against which both rungs are judged, but it is a few
+percent slower than "vector" and than cudaMemcpyAsync.
 
 The evidence shows wider and fewer accesses, which is what the title claims. Neither the latency nor
 the bytes that are really in flight are measured, and fewer instructions come with wider accesses:
@@ -28,27 +28,23 @@ def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
-RUNGS = {
-    # baseline, vectors in flight, and requests: vectors of four floats, then as many vectors
-    "vector": ("coalesced", 1, [evidence.counter(REQUESTS, max=0.26, per="baseline")]),
-    "vector_unrolled": ("vector", 4, []),
-}
+IN_FLIGHT = {"vector": 1, "vector_unrolled": 4}
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", IN_FLIGHT)
 def test_vectorized_copy(compare: Compare, nvcc: Nvcc, rung: str) -> None:
-    copy, (baseline, wide, proof) = nvcc("ch07/copy.cu"), RUNGS[rung]
+    copy, wide = nvcc("ch07/copy.cu"), IN_FLIGHT[rung]
     compare(
-        baseline=copy[baseline],
+        baseline=copy["coalesced"],
         optimized=copy[rung],
         library=copy["cuda_memcpy"],
-        against="idiomatic" if rung == "vector" else "previous rung",
+        against="idiomatic",
         inputs=floats,
         work=lambda a, out, n: Work(read=a.nbytes, written=out.nbytes),
         reference=lambda a, out, n: a,
         evidence=[
             evidence.opcode("LDG.E.128", f"copy_vectors<{wide}>", min=wide, max=wide),
             evidence.opcode("STG.E.128", f"copy_vectors<{wide}>", min=wide, max=wide),
-            *proof,
+            evidence.counter(REQUESTS, max=0.26, per="baseline"),
         ],
     )
