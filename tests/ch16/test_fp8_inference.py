@@ -2,18 +2,24 @@
 
 "prefill" runs 2048 tokens at once. The tensor cores are the limit, and they multiply fp8 at twice
 the rate of bf16. The tokens must be quantized for that, each with a scale of its own. A separate
-pass for it would cost much of the gain, so the kernels that normalize and that apply the gate
-quantize as they write. "decode" runs one token and is bound by reading the weights, which take half
-the bytes in fp8; they are converted in registers and multiplied with the unquantized token.
+pass for it would read and write the tokens once more, so the kernels that normalize and that apply
+the gate quantize as they write. "decode" runs one token and is bound by reading the weights, which
+take half the bytes in fp8; they are converted in registers and multiplied with the unquantized
+token.
 
-The baseline is the same gated MLP in bf16 under torch.compile. Weights are quantized once, when the
-model is loaded, with one scale per output. The results differ by some percent of a typical value,
-which `precision` declares: fp8 trades accuracy for speed. Both gains are below the limit of 2x. In
+The baseline is the same gated MLP in bf16 under torch.compile. The library arms are the same two
+methods, as torch.compile fuses them: quantization of the tokens around PyTorch's fp8 GEMM
+(`torch._scaled_mm`, as in torchao), and for one token a product with weights that are converted as
+they are read (weight-only fp8, as in gpt-fast). Weights are quantized once, when the model is
+loaded, with one scale per output. The results differ by some percent of a typical value, which
+`precision` declares: fp8 trades accuracy for speed. Both gains are below the limit of 2x. In
 prefill the power cap lowers the clock, and norm and gate remain. The decode kernels read their
 weights at a lower rate than the bf16 baseline does: on an H200, at 3.4 TB/s and, the second and
 shorter one, at 2.2, where the baseline's read at 4.2 and 3.6. At some dozens of tokens, between the
 two phases, bytes are still the limit, but GEMMs with quantized tokens are faster.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -49,6 +55,46 @@ def in_fp64(x, gate_up, down, _):
     return x + gate / (1 + (-gate).exp()) * up @ down.double().T
 
 
+def quantize_and_multiply(x, weight, scale):
+    rows = x.float()
+    row_scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / fp8_mlp.FP8_MAX
+    quantized_rows = (rows / row_scale).to(weight.dtype)
+    return fp8_mlp.fp8_gemm(quantized_rows, row_scale, weight, scale, x.dtype)
+
+
+@partial(torch.compile, dynamic=False)
+def compiled_prefill(x, gate_up, gate_up_scale, down, down_scale):
+    normalized = rms_norm(x, x.shape[1:], eps=1e-6)
+    gate, up = quantize_and_multiply(normalized, gate_up, gate_up_scale).chunk(2, 1)
+    return x + quantize_and_multiply(silu(gate) * up, down, down_scale)
+
+
+def weight_only_product(x, weight, scale):
+    # a sum of products, because a GEMM would need the whole weight in 16 bits first
+    return ((weight.float() * x.float()).sum(1) * scale[:, 0])[None].to(x.dtype)
+
+
+compile_gemv = partial(torch.compile, dynamic=False, options={"coordinate_descent_tuning": True})
+
+
+@compile_gemv
+def compiled_gate_up(x, gate_up, gate_up_scale):
+    normalized = rms_norm(x, x.shape[1:], eps=1e-6)
+    gate, up = weight_only_product(normalized, gate_up, gate_up_scale).chunk(2, 1)
+    return silu(gate) * up
+
+
+@compile_gemv
+def compiled_down(x, hidden, down, down_scale):
+    return x + weight_only_product(hidden, down, down_scale)
+
+
+def compiled_decode(x, gate_up, gate_up_scale, down, down_scale):
+    # in two parts, because in one the second product would repeat the gate for each output
+    hidden = compiled_gate_up(x, gate_up, gate_up_scale)
+    return compiled_down(x, hidden, down, down_scale)
+
+
 def in_fp8(phase):
     def quantize_weights(x, gate_up, down, weight_dtype):
         layers = *fp8_mlp.quantized(gate_up, weight_dtype), *fp8_mlp.quantized(down, weight_dtype)
@@ -60,6 +106,7 @@ def in_fp8(phase):
 PHASES = {
     "prefill": (
         fp8_mlp.prefill,
+        compiled_prefill,
         2048,
         lambda tokens, weights: Work(flops=2 * tokens * weights, dtype="fp8"),
         [
@@ -71,6 +118,7 @@ PHASES = {
     ),
     "decode": (
         fp8_mlp.decode,
+        compiled_decode,
         1,
         lambda _, weights: Work(read=weights),  # one byte per weight; one token is negligible
         [
@@ -85,10 +133,11 @@ PHASES = {
 @pytest.mark.gpu(min_sm=89, cpu=True)
 @pytest.mark.parametrize("phase", PHASES)
 def test_fp8_inference(compare: Compare, phase: str) -> None:
-    run, tokens, work, evidence_of_phase = PHASES[phase]
+    run, compiled, tokens, work, evidence_of_phase = PHASES[phase]
     compare(
         baseline=torch.compile(mlp, dynamic=False),
         optimized=in_fp8(run),
+        library=in_fp8(compiled),
         against="library",
         inputs=lambda bench: gated_mlp(bench, bench.size(tokens, check=min(tokens, 5))),
         work=lambda x, gate_up, down, weight_dtype: work(len(x), gate_up.numel() + down.numel()),
