@@ -2,13 +2,14 @@
 
 import json
 import multiprocessing
+from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 
 import numpy as np
 
 WORKERS = 2
-"""Processes of a pool. Two are enough for tasks that take less time than a process start."""
+"""Processes at a time. Two are enough for tasks that take less time than a process start."""
 
 # fork is the fastest way to start a process: spawn starts an interpreter and imports again
 _context = multiprocessing.get_context("fork")
@@ -22,17 +23,23 @@ def summarize(shard):
 
 
 def process_per_task(*shards):
-    """Start all processes, then collect their results."""
-    tasks = []
+    """Start a process for each shard, as many at a time as a pool has."""
+    running, summaries = deque(), []
     for shard in shards:
+        if len(running) == WORKERS:
+            summaries.append(_end(*running.popleft()))
         receiver, sender = _context.Pipe(duplex=False)
         process = _context.Process(target=_send_summary, args=(sender, shard))
         process.start()
-        tasks.append((process, receiver))
-    summaries = [receiver.recv() for _, receiver in tasks]
-    for process, _ in tasks:
-        process.join()
+        running.append((process, receiver))
+    summaries += [_end(*task) for task in running]
     return np.array(summaries)
+
+
+def _end(process, receiver):
+    summary = receiver.recv()
+    process.join()
+    return summary
 
 
 def _send_summary(sender, shard):
