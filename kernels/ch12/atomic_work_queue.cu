@@ -1,7 +1,7 @@
 // Items of very different length on a persistent grid: static or dynamic assignment to blocks.
 //
 // An item is a walk of lengths[item] dependent loads from a table of 16 Ki words, by 256 threads. A
-// block first copies the table to shared memory (64 KiB), which only pays for many items, so the
+// block first copies the table to shared memory (64 KiB). That pays where many items follow, so the
 // grid is persistent. It has one block per SM in every rung, although three would fit.
 //
 //   static_split  Block b processes items b, b + gridDim, b + 2 gridDim, ... A block with several
@@ -11,6 +11,9 @@
 //                 it starts the current one.
 //   chunked       The same with 4 items per atomicAdd, requested when the last of the 4 starts: a
 //                 quarter of the atomics, but coarser load balance at the end.
+//
+// The alternative is `block_per_item`, a grid of one block per item. Three blocks run per SM, and
+// when one ends, the hardware starts that of the next item. Each copies the table for one item.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -63,12 +66,15 @@ walk_queue(const int* table, const int* lengths, int* out, int items) {
 
 using Kernel = void (*)(const int*, const int*, int*, int);
 
-cudaError_t launch(Kernel kernel, const int* table, const int* lengths, int* out, int items,
-                   cudaStream_t stream) {
+// Launch `blocks` blocks, or one per SM if it is 0.
+cudaError_t launch(Kernel kernel, int blocks, const int* table, const int* lengths, int* out,
+                   int items, cudaStream_t stream) {
     constexpr int bytes = WORDS * sizeof(int);
-    int device, blocks;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+    if (blocks == 0) {
+        int device;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
+    }
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
@@ -84,17 +90,22 @@ cudaError_t reset_queue(cudaStream_t stream) {
 
 extern "C" cudaError_t static_split(const int* table, const int* lengths, int* out, int items,
                                     cudaStream_t stream) {
-    return launch(walk_static, table, lengths, out, items, stream);
+    return launch(walk_static, 0, table, lengths, out, items, stream);
 }
 
 extern "C" cudaError_t queue(const int* table, const int* lengths, int* out, int items,
                              cudaStream_t stream) {
     if (cudaError_t error = reset_queue(stream)) return error;
-    return launch(walk_queue<1>, table, lengths, out, items, stream);
+    return launch(walk_queue<1>, 0, table, lengths, out, items, stream);
 }
 
 extern "C" cudaError_t chunked(const int* table, const int* lengths, int* out, int items,
                                cudaStream_t stream) {
     if (cudaError_t error = reset_queue(stream)) return error;
-    return launch(walk_queue<4>, table, lengths, out, items, stream);
+    return launch(walk_queue<4>, 0, table, lengths, out, items, stream);
+}
+
+extern "C" cudaError_t block_per_item(const int* table, const int* lengths, int* out, int items,
+                                      cudaStream_t stream) {
+    return launch(walk_static, items, table, lengths, out, items, stream);
 }

@@ -9,12 +9,12 @@ most two items of the slowest.
 The limit is 1.6x, and 1.5x with 4 items per atomicAdd ("chunked"), in a simulation of 132 blocks
 whose counter costs nothing. The largest static share is 2.2 times the mean, but one long item is a
 quarter of a mean share and cannot be split. On an H200 "queue" reaches 1.36x and "chunked" 1.39x: a
-quarter of the atomics saves more than the coarser split loses. All rungs run one block per SM,
-although shared memory would allow three, which would hide more latency. A grid of one block per
-item is balanced by the hardware; queues are for persistent blocks with a costly prologue (here a
-table that each block copies to shared memory). Neither alternative is measured here. Items of equal
-length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the counter; chunks
-reduce that.
+quarter of the atomics saves more than the coarser split loses. All rungs run one block per SM;
+shared memory would allow three, which would hide more latency. The library arm is a grid of one
+block per item, three per SM, which the hardware balances. It repeats the prologue for each item:
+here the copy of a table to shared memory. Queues are for persistent blocks with a costly prologue.
+Items of equal length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the
+counter; chunks reduce that.
 """
 
 import pytest
@@ -54,6 +54,7 @@ def test_atomic_work_queue(compare: Compare, nvcc: Nvcc, rung: str) -> None:
     compare(
         baseline=walk["static_split"],
         optimized=walk[rung],
+        library=walk["block_per_item"],
         inputs=items,
         reference=walked,
         cache="warm",

@@ -12,8 +12,10 @@ cache once, at its final length. Where that length is known, it beats both setti
 nothing.
 
 The score is the memory that PyTorch has reserved for a call: on an H200 4.4x less with expandable
-segments. The peak of the allocated bytes is the same. Tensors whose sizes recur, as in a training
-loop of fixed shapes, do not fragment the default allocator either.
+segments. The peak of the allocated bytes is the same, so the difference is fragmentation. The test
+also compares the score with the bytes of the caches at their final length: by default they must be
+less than a quarter of what is reserved, and with expandable segments more than half. Tensors whose
+sizes recur, as in a training loop of fixed shapes, do not fragment the default allocator either.
 
 Programs set ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` before they start. Here both arms
 run in one process, where a private function of PyTorch changes the setting for one call.
@@ -28,15 +30,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from pytest_aiperf import Bench, Compare, Score, evidence
 
 LENGTH, CHUNK = 2048, 128
+LAYERS, BATCH, HEADS, WIDTH = 8, 4, 8, 128
+CACHES_MIB = LAYERS * 2 * BATCH * HEADS * LENGTH * WIDTH * 2 / 2**20
+"""Final size of all caches: two bytes for each value."""
+
+MAX_SHARE = 1 / 4
+"""Largest part of the default allocator's reserved memory that the caches may be."""
+
+MIN_SHARE = 1 / 2
+"""Smallest part of the expandable segments that the caches may be."""
+
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 def tokens(bench: Bench) -> Tokens:
     """Draw one query per layer, and the keys and values of all tokens."""
-    layers, batch, heads, width = 8, 4, 8, 128
     options = {"device": bench.device, "dtype": torch.bfloat16}
-    q = torch.randn(layers, batch, heads, 1, width, **options)
-    return q, torch.randn(layers, 2, batch, heads, LENGTH, width, **options)
+    q = torch.randn(LAYERS, BATCH, HEADS, 1, WIDTH, **options)
+    return q, torch.randn(LAYERS, 2, BATCH, HEADS, LENGTH, WIDTH, **options)
 
 
 def concatenated(q, kv):
@@ -86,7 +97,7 @@ def in_fp64(q, kv):
 
 @pytest.mark.gpu
 def test_expandable_segments(compare: Compare) -> None:
-    compare(
+    result = compare(
         baseline=partial(reserving, concatenated, False),
         optimized=partial(reserving, concatenated, True),
         library=partial(reserving, preallocated, False),
@@ -96,3 +107,10 @@ def test_expandable_segments(compare: Compare) -> None:
         # both arms allocate the same bytes, so this holds for both: the difference is fragmentation
         evidence=[evidence.peak_memory(max=1.05, per="baseline")],
     )
+    for replicate in result.timing.replicates if result.timing else ():
+        [blocks] = replicate.rounds  # of a score: one value per arm
+        default, expandable = (
+            CACHES_MIB / blocks.seconds[arm][0] for arm in ("baseline", "optimized")
+        )
+        assert default < MAX_SHARE
+        assert expandable > MIN_SHARE
