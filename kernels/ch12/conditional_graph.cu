@@ -167,9 +167,9 @@ struct BurstEvents {
     }
 };
 
-// Launch a graph of `build_burst` until the flag of the burst before is 0. From convergence on, each
+// Launch a graph of `build_burst` until the flag of the burst before is 0. After convergence each
 // burst writes 0, so it does not matter if the burst that still runs has overwritten the flag. The
-// first flag is read when a burst of this call is finished, and with it all bursts of earlier calls.
+// first flag is read when a burst of this call is finished, and so are all bursts of earlier calls.
 extern "C" cudaError_t late_poll(float* x, int n, int* state, volatile int* host_flag,
                                  int64_t handle, cudaStream_t stream) {
     static const BurstEvents events;
