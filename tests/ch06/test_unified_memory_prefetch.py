@@ -4,16 +4,18 @@ Managed (unified) memory has one address for CPU and GPU. After the CPU has writ
 are in host memory, and the first access of a kernel to each of them faults: the GPU collects
 faults, the driver on the CPU migrates these pages and some of their neighbours, and the warps wait
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
-faults. The kernel is the same.
+faults. The kernel is the same. The library arm uses no managed memory, but copies the same data
+from pinned memory, as a program would whose data can be there; it is a tenth faster than the
+prefetch.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
-not part of it. The library arm uses no managed memory, but copies the same data from pinned memory,
-as a program would whose data can be there; it is a tenth faster. On an H200, data arrives at 9 GB/s
-on demand, at 46 with the prefetch and at 50 from pinned memory. Faults are fine where a kernel
-touches few of the pages, and nobody knows in advance which ones. For data beyond the GPU's memory,
-pages must also move back, which is slower still. Where the hardware keeps the memory of CPU and GPU
-coherent (GH200, GB200), a kernel can read host memory without a fault. No evidence is declared: the
-GPU's page faults are not counted here, so the time is all that shows them.
+not part of it. On an H200, data arrives at 9 GB/s on demand, at 46 with the prefetch and at 50 from
+pinned memory. Faults are fine where a kernel touches few of the pages, and nobody knows in advance
+which ones. For data beyond the GPU's memory, pages must also move back, which is slower still.
+Where the hardware keeps the memory of CPU and GPU coherent (GH200, GB200), a kernel can read host
+memory without a fault. The GPU's page faults are not counted here. The evidence is their effect:
+the clocks in which the SMs hold warps. On demand they hold them until the last page has come, and
+after a prefetch only for as long as the kernel takes to read device memory.
 """
 
 import time
@@ -22,7 +24,7 @@ from functools import partial
 import pytest
 import torch
 
-from pytest_aiperf import Bench, Compare, Nvcc, Score
+from pytest_aiperf import Bench, Compare, Nvcc, Score, evidence
 
 
 def host_data(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -51,4 +53,6 @@ def test_unified_memory_prefetch(compare: Compare, nvcc: Nvcc) -> None:
         inputs=host_data,
         reference=lambda values, out, n: 2 * values.to(out.device).double() + 1,
         metric="score",
+        # warps are on the SMs for as long as their pages take to arrive, or find them there
+        evidence=[evidence.counter("sm__cycles_active.max", max=0.05, per="baseline")],
     )
