@@ -6,9 +6,9 @@ memory and one barrier is left ("shuffle"), but each thread still reads one elem
 in a reduction for it. "grid_stride" starts only as many blocks as the SMs hold at once. Their
 threads walk through the whole array in steps of the size of the grid (a grid-stride loop), add into
 registers, and combine their sums once at the end, with one atomicAdd per block instead of further
-passes. "in_flight" loads four elements per thread before it adds them. In "wide" each of these
-loads has 16 bytes instead of 4, and nothing else changes; it is required to be no slower, because
-the loads of 4 bytes keep memory busy already.
+passes. These three need each other, so they are one rung. "in_flight" loads four elements per
+thread before it adds them. In "wide" each of these loads has 16 bytes instead of 4, and nothing
+else changes; it is required to be no slower, because the loads of 4 bytes keep memory busy already.
 
 Each rung is measured against the one before it; the library arm is CUB, which the last rung beats.
 The limit is one read of the array at memory bandwidth. On short arrays, launches and the final
@@ -44,7 +44,7 @@ PROOF = {
 def floats(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, int]:
     n = bench.size(2**27 - 5, check=5003)  # three are left after the last whole vector
     a = torch.rand(n, device=bench.device)
-    a[-512:] *= 1000  # a sum without the last tile, of all these summands, is wrong by 0.4 %
+    a[-512:] *= 1000  # without the last tile the sum is wrong by at least 0.4 %,
     a[-3:] *= 1000  # and without the three that are left over, by 2 %
     return a, torch.empty(1, device=bench.device), n
 
