@@ -4,9 +4,11 @@ A product of rounded factors, logit = hidden . weight[token], is off by at most
 ``margin = 4 * unit * |hidden| * max|weight[token]|``, where ``unit`` bounds the relative error of a
 rounded factor: 2 units come from the two factors, 1 from rounding the logit itself, and the rest
 covers the accumulation in fp32. A token whose logit lies more than two margins below the largest
-one therefore cannot win. All others are candidates: ``_rescore`` computes their logits again from
-the fp32 weights and keeps the largest. There are as many candidates as the bound admits, in the
-worst case all tokens, so the result needs no assumption about the logits.
+one therefore cannot win. All others are candidates: ``_collect`` lists them, and ``_rescore``
+computes their logits again from the fp32 weights and keeps the largest. There are as many
+candidates as the bound admits, in the worst case all tokens, so the result needs no assumption
+about the logits. Frequent words have small numbers and are candidates most often, so most
+candidates of a sequence are close together: the list spreads them evenly among the programs.
 """
 
 import torch
@@ -25,38 +27,62 @@ UNIT_TF32 = 2.0**-10
 """Largest relative error of a value truncated to TF32, which tensor cores do with fp32 operands."""
 
 
+PROGRAMS = 1024
+"""Programs that share the candidates: some eight per SM, each with a row of 16 KiB in flight."""
+
+
 @triton.jit
-def _rescore(  # noqa: PLR0917  a Triton launch passes arguments by position
-    logits, thresholds, hidden, weight, best, vocabulary, WIDTH: tl.constexpr, TILE: tl.constexpr
+def _collect(  # noqa: PLR0917  a Triton launch passes arguments by position
+    logits, thresholds, candidates, count, vocabulary, TILE: tl.constexpr
 ):
+    """Append the positions of a tile's candidates among all logits to a list."""
     row = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    offsets = row.to(tl.int64) * vocabulary + token
-    logit = tl.load(logits + offsets, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-    threshold = tl.load(thresholds + row)
-    candidate = tl.min(tl.where(logit >= threshold, token, vocabulary), 0)
+    position = row.to(tl.int64) * vocabulary + token
+    logit = tl.load(logits + position, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    is_candidate = (logit >= tl.load(thresholds + row)).to(tl.int32)
+    found = tl.sum(is_candidate, 0)
+    if found > 0:
+        start = tl.atomic_add(count, found)
+        index = start + tl.cumsum(is_candidate, 0) - 1
+        tl.store(candidates + index, position, mask=is_candidate == 1)
+
+
+@triton.jit
+def _rescore(  # noqa: PLR0917  as above
+    candidates, count, hidden, weight, best, vocabulary, WIDTH: tl.constexpr
+):
+    """Compute the fp32 logits of the listed candidates; keep the best token of each sequence."""
     column = tl.arange(0, WIDTH)
-    while candidate < vocabulary:
-        x = tl.load(hidden + row.to(tl.int64) * WIDTH + column)
-        w = tl.load(weight + candidate.to(tl.int64) * WIDTH + column)
+    for i in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        position = tl.load(candidates + i)
+        row, token = position // vocabulary, position % vocabulary
+        x = tl.load(hidden + row * WIDTH + column)
+        w = tl.load(weight + token * WIDTH + column)
         exact = tl.sum(x * w, 0)
         # one integer orders by logit, then by the smaller token, so that one atomic keeps both
         bits = exact.to(tl.int32, bitcast=True)
         ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        tl.atomic_max(best + row, (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - candidate))
-        later = (logit >= threshold) & (token > candidate)
-        candidate = tl.min(tl.where(later, token, vocabulary), 0)
+        tl.atomic_max(best + row, (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token))
 
 
 def rescored(logits, margin, hidden, weight):
-    """Return the token with the largest fp32 logit among those within two margins of the top."""
+    """Return the token with the largest fp32 logit among those within two margins of the top.
+
+    Also return the number of these candidates, of all sequences together.
+    """
     rows, vocabulary = logits.shape
     thresholds = logits.amax(1).float() - 2 * margin
+    candidates = torch.empty(rows * vocabulary, dtype=torch.int64, device=logits.device)
+    count = torch.zeros(1, dtype=torch.int32, device=logits.device)
     best = torch.full((rows,), torch.iinfo(torch.int64).min, device=logits.device)
-    _rescore[rows, triton.cdiv(vocabulary, TILE)](
-        logits, thresholds, hidden, weight, best, vocabulary, WIDTH=weight.shape[1], TILE=TILE
+    _collect[rows, triton.cdiv(vocabulary, TILE)](
+        logits, thresholds, candidates, count, vocabulary, TILE=TILE
     )
-    return 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    _rescore[(PROGRAMS,)](
+        candidates, count, hidden, weight, best, vocabulary, WIDTH=weight.shape[1]
+    )
+    return 0x7FFFFFFF - (best & 0x7FFFFFFF), count
 
 
 def largest_norm(weight):

@@ -9,9 +9,9 @@ judged against the step before it.
 tokens per step in bf16; losses, weights and moments must agree. Their share of the bf16 limit is
 the model FLOPs utilization (MFU): the work is 6 operations per weight and token, and attention. The
 optimizer's time depends on the weights alone, so that more tokens per step raise the MFU and shrink
-the gain. Both rungs together reach 1.32x, where 1.5x was the aim: the eager step takes 23.8 ms on
-an H200, 10.6 of them GEMMs and 7.9 AdamW. Of the 18.0 ms that remain, the same GEMMs take 10.6,
-AdamW 3.0, the fused kernels 2.8 and attention 1.5. Fewer bits are the next step
+the gain. Both rungs together reach 1.32x, where 1.5x was the aim: the eager step's kernels take
+23.8 ms on an H200, of which 10.6 are GEMMs and 7.9 AdamW. Of the 18.0 ms that remain, the same
+GEMMs take 10.6, AdamW 3.0, the fused kernels 2.8 and attention 1.7. Fewer bits are the next step
 (ch19/fp8_training_block).
 
 "graph" removes the launch overhead of Python. A large model hides that overhead behind its kernels.

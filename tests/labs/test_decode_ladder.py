@@ -24,9 +24,9 @@ torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. 
 products read weights at three quarters of the read rate, attention the cache at half of it. The
 share falls with the bytes, and "int8" and "int4" gain less than their bytes promise. The cache
 stays in bf16, so attention takes as long as before, and so does starting and draining the kernels.
-And each packed weight takes instructions to unpack: counted in the compiled loops, "int4" has more
-of them than an SM can issue while the memory delivers its bytes, "int8" two thirds of that. This
-explains only a part: what else the packed products wait for was not measured. Marlin is not
+And each packed weight takes instructions to unpack. In the compiled loops, "int4" has more of them
+than an SM can issue in the time in which its bytes arrive; "int8" has two thirds of that number.
+This explains only a part: what else the packed products wait for was not measured. Marlin is not
 compared. Batches share one read of the weights and turn the matrix-vector products into GEMMs.
 """
 
