@@ -21,9 +21,12 @@ void ikj(const float* a, const float* b, float* c, int m, int k, int n) {
 """
 
 
+SCALAR = "-fno-tree-vectorize", "-fno-tree-slp-vectorize"
+"""Compiler flags for scalar code."""
+
+
 def multiply(order, a, b, out, *, vectorize=True):
     """Write ``a @ b`` into ``out``; all three are C-contiguous float32 arrays."""
     # without restrict the pointers may alias, so the compiler cannot interchange the loops
-    flags = () if vectorize else ("-fno-tree-vectorize", "-fno-tree-slp-vectorize")
-    function = getattr(host_c.build(SOURCE, *flags), order)
+    function = getattr(host_c.build(SOURCE, *(() if vectorize else SCALAR)), order)
     function(*host_c.pointers(a, b, out), *a.shape, b.shape[1])
