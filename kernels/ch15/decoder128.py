@@ -3,6 +3,10 @@
 Weights, norm and MLP are the same. Heads of 64 channels remain in ``decoder.py``.
 """
 
+import itertools
+
+import torch
+
 from kernels.ch15.decoder import causal, norm, output_and_mlp
 
 HEAD_DIM = 128
@@ -26,3 +30,22 @@ def forward(model, tokens, attend=causal):
     for layer in model.layers():
         x = block(x, layer, attend)
     return x
+
+
+def packed_causal(q, k, v, offsets, longest):
+    """Run causal attention within each prompt on packed tokens (tokens x heads x HEAD_DIM).
+
+    ``offsets`` (int32) are where each prompt begins and where the last one ends; rows after it are
+    padding and remain undefined. FlashAttention 2 reads them on the GPU. Its grid covers the number
+    of prompts times ``longest``, which the host passes, so a CUDA graph can capture it for the most
+    and longest prompts: blocks without tokens end at once.
+    """
+    if q.is_cuda:
+        # varlen_attn() calls it too, but its argument for a causal mask differs between versions
+        flash = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+        return flash(q, k, v, offsets, offsets, longest, longest, 0.0, True, False)[0]
+    out = torch.zeros_like(q)
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        if begin < end:
+            out[begin:end] = causal(*(x[None, begin:end] for x in (q, k, v)))[0]
+    return out

@@ -7,9 +7,12 @@ decide when that happens:
 
 static       When the requests of all slots have ended. All prompts of a batch are prefilled at
              once; until the last request has ended, the other slots compute padding.
+             ``sorted_static`` makes the batches of requests whose answers have similar lengths.
 continuous   As soon as its request has ended. Every third step takes up to eight waiting requests
              into idle slots and prefills their prompts. Their tokens share that step's GEMMs with
              the decoding tokens, so prefill does not read the weights again.
+
+Prefill packs prompts without padding, and variable-length attention attends within each.
 
 The GPU decides which slots are refilled. The host only counts ended requests: each step copies the
 count to pinned memory, and the host reads it LAG steps late, so that the GPU never waits for it.
@@ -17,10 +20,13 @@ count to pinned memory, and the host reads it LAG steps late, so that the GPU ne
 
 import itertools
 from collections import deque
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
-from kernels.ch15.decoder import HEAD_DIM, attention, block, captured, causal, norm
+from kernels.ch15.decoder import attention, captured, norm
+from kernels.ch15.decoder128 import HEAD_DIM, block, packed_causal
 
 END = 0
 """The token that ends a text."""
@@ -29,6 +35,10 @@ ADMITTED = 8
 """Requests admitted per step with prefill. Such a step takes as long for one request as for eight,
 because the captured step launches the same kernels and reads the same weights: rare admissions of
 many requests cost less than frequent ones of a few."""
+
+BUDGET = 0.5
+"""Most tokens in the prompts admitted per step, as a share of ADMITTED of the longest prompts. The
+captured step computes all of them, whether there are prompts or padding."""
 
 ADMISSION_INTERVAL = 3
 """Steps between admissions: a slot idles for half of them on average. Together with ADMITTED, this
@@ -39,6 +49,19 @@ LAG = 2
 
 SAMPLING_INTERVAL = 16
 """Logits are returned of one request in so many, because the oracle computes them in fp64."""
+
+
+class Admission(NamedTuple):
+    """The requests that a step takes into idle slots, with their prompts packed."""
+
+    slot: torch.Tensor
+    request: torch.Tensor
+    tokens: torch.Tensor
+    """The tokens of all prompts, then padding."""
+    row: torch.Tensor
+    """The row of each token in a cache that is viewed as one row per token."""
+    offsets: torch.Tensor
+    """Where each prompt begins among the tokens, and where the last one ends."""
 
 
 class Engine:
@@ -69,9 +92,9 @@ class Engine:
         self.ended_on_host = torch.zeros((), dtype=torch.long, pin_memory=on_gpu)
         self.lag = LAG if on_gpu else None
 
-    def capture(self, admitted):
-        """Capture a step that admits up to ``admitted`` requests; return its replay."""
-        return captured(lambda: self.step(admitted), self.device)
+    def capture(self, admitted=0, budget=0):
+        """Capture a step that admits requests; return its replay."""
+        return captured(lambda: self.step(admitted, budget), self.device)
 
     def start(self, prompts, prompt_lengths):
         self.prompts[:-1], self.prompt_lengths[:-1] = prompts, prompt_lengths
@@ -80,49 +103,58 @@ class Engine:
             state.zero_()
         self.expected = self.ended.item()  # waits for the steps that an earlier call left over
 
-    def step(self, admitted):
-        """Decode one token in each slot, and prefill the prompts of up to ``admitted`` requests."""
+    def step(self, admitted=0, budget=0):
+        """Decode one token in each slot, and admit and prefill requests.
+
+        They are up to ``admitted`` requests with up to ``budget`` tokens in their prompts.
+        """
         slots, model, decoding = self.slots, self.model, slice(self.slots)
         position, tokens = self.position[decoding], self.token[decoding]
         mask = (self.positions <= position[:, None])[:, None, None]
-        slot, request = self.admit(admitted) if admitted else (self.request[:0], self.request[:0])
-        prompts = self.prompts[request]
-        x = model.embedding[torch.cat([tokens, prompts.flatten()])]
+        new = self.admit(admitted, budget) if admitted else None
+        offsets = new.offsets.int() if new else None
+        x = model.embedding[torch.cat([tokens, new.tokens]) if new else tokens]
         for layer, cache in zip(model.layers(), self.caches, strict=True):
 
             def attend(q, k, v, cache=cache):
-                for cached, new in zip(cache, (k, v), strict=True):
-                    cached[decoding].view(-1, *new.shape[1:])[self.row(position)] = new[decoding]
+                write(cache, self.row(position), k[decoding], v[decoding])
                 attended = attention(q[decoding, None], *cache[:, decoding], attn_mask=mask)[:, 0]
-                if not admitted:
+                if not new:
                     return attended
-                of_prompts = [y[slots:].unflatten(0, prompts.shape) for y in (q, k, v)]
-                for cached, new in zip(cache, of_prompts[1:], strict=True):
-                    cached[slot, : self.padded_length] = new
-                return torch.cat([attended, causal(*of_prompts).flatten(0, 1)])
+                packed = [y[slots:] for y in (q, k, v)]
+                write(cache, new.row, *packed[1:])
+                of_prompts = packed_causal(*packed, offsets, self.padded_length)
+                return torch.cat([attended, of_prompts])
 
             x = block(x, layer, attend)
-        last = torch.arange(admitted, device=self.device) * self.padded_length
-        last = last + slots + self.prompt_lengths[request] - 1
-        x = torch.cat([x[decoding], x[last]])
+        if new:
+            x = torch.cat([x[decoding], x[slots + new.offsets[1:] - 1]])
         logits = norm(x) @ model.lm_head.T
-        self.emit(logits, slot, request)
+        nobody = self.request[:0]
+        self.emit(logits, *((new.slot, new.request) if new else (nobody, nobody)))
 
     def row(self, position):
         """Return the row of each slot's position in a cache that is viewed as one row per token."""
         return torch.arange(self.slots, device=self.device) * len(self.positions) + position
 
-    def admit(self, admitted):
-        """Return up to ``admitted`` idle slots and the requests for them; the rest are nobody."""
+    def admit(self, admitted, budget):
+        """Admit waiting requests to idle slots; the rest of the admitted are nobody."""
         is_idle = self.request[: self.slots] == self.nobody
         slot = is_idle.long().argsort(descending=True, stable=True)[:admitted]
         request = self.next_request + torch.arange(admitted, device=self.device)
-        is_admitted = is_idle[slot] & (request < self.count)
+        request = request.clamp(max=self.nobody)
+        fits = self.prompt_lengths[request].cumsum(0) <= budget
+        is_admitted = is_idle[slot] & fits & (request < self.nobody)
         self.next_request += is_admitted.sum()
-        return (
-            torch.where(is_admitted, slot, self.slots),
-            torch.where(is_admitted, request, self.nobody),
-        )
+        slot = torch.where(is_admitted, slot, self.slots)
+        request = torch.where(is_admitted, request, self.nobody)
+        offsets = pad(self.prompt_lengths[request].cumsum(0), (1, 0))  # nobody's prompt is empty
+        token = torch.arange(budget, device=self.device)
+        prompt = torch.searchsorted(offsets[1:], token, right=True)  # ``admitted`` for padding
+        within = (token - offsets[prompt]).clamp(max=self.padded_length - 1)
+        tokens = self.prompts[pad(request, (0, 1), value=self.nobody)[prompt], within]
+        row = pad(slot, (0, 1), value=self.slots)[prompt] * len(self.positions) + within
+        return Admission(slot, request, tokens, row, offsets)
 
     def emit(self, logits, slot, admitted):
         """Append a token to each request that runs, and end the requests whose token is END."""
@@ -163,20 +195,34 @@ class Engine:
             if ended >= self.expected:
                 return
 
-    def results(self):
-        return self.answers[:-1].clone(), self.logits_of_end[:-1:SAMPLING_INTERVAL].clone()
+    def results(self, rows=slice(None)):
+        """Return the answers in the order of ``rows``, and the sampled logits."""
+        logits = self.logits_of_end[:-1][rows][::SAMPLING_INTERVAL]
+        return self.answers[:-1][rows].clone(), logits.clone()
+
+    def serve_in_batches(self, decode, prompts, prompt_lengths):
+        """Serve static batches; the host knows the prompts' lengths, so prefill is exact."""
+        self.start(prompts, prompt_lengths)
+        lengths, slots = prompt_lengths.tolist(), self.slots
+        for first in range(0, len(prompts), slots):
+            batch = lengths[first : first + slots]
+            self.step(slots, sum(batch))
+            self.replay_until_ended([decode], len(batch))
+
+
+def write(cache, rows, *kv):
+    """Write keys and values to rows of a cache, which is viewed as one row per token."""
+    for cached, new in zip(cache, kv, strict=True):
+        cached.view(-1, *new.shape[1:])[rows] = new
 
 
 def static(slots):
     def prepare(model, prompts, _prompt_lengths, longest):
         engine = Engine(model, prompts, longest, slots)
-        prefill, decode = engine.capture(slots), engine.capture(0)
+        decode = engine.capture()
 
         def run(_model, prompts, prompt_lengths, _longest):
-            engine.start(prompts, prompt_lengths)
-            for first in range(0, len(prompts), slots):
-                prefill()
-                engine.replay_until_ended([decode], min(slots, len(prompts) - first))
+            engine.serve_in_batches(decode, prompts, prompt_lengths)
             return engine.results()
 
         return run
@@ -184,10 +230,46 @@ def static(slots):
     return prepare
 
 
+def sorted_static(slots):
+    """Sort by the length of the answers, which only an oracle knows beforehand.
+
+    Here it follows from the last token of the prompt, because the model's output layer is
+    constructed.
+    """
+
+    def prepare(model, prompts, _prompt_lengths, longest):
+        engine = Engine(model, prompts, longest, slots)
+        decode, steps_to_end = engine.capture(), steps_after_token(model, longest)
+
+        def run(_model, prompts, prompt_lengths, _longest):
+            last_token = prompts.gather(1, prompt_lengths[:, None] - 1)[:, 0]
+            order = steps_to_end[last_token].argsort()
+            engine.serve_in_batches(decode, prompts[order], prompt_lengths[order])
+            return engine.results(order.argsort())
+
+        return run
+
+    return prepare
+
+
+def steps_after_token(model, longest):
+    """Return for each token how many steps END takes to follow, up to ``longest``."""
+    successor = (model.embedding.float() @ model.lm_head.T.float()).argmax(1)
+    token = torch.arange(len(successor), device=successor.device)
+    steps, runs = torch.zeros_like(token), torch.ones_like(token, dtype=torch.bool)
+    for _ in range(longest):
+        steps += runs
+        token = successor[token]
+        runs &= token != END
+    return steps
+
+
 def continuous(slots):
     def prepare(model, prompts, _prompt_lengths, longest):
         engine = Engine(model, prompts, longest, slots)
-        steps = [engine.capture(ADMITTED), *[engine.capture(0)] * (ADMISSION_INTERVAL - 1)]
+        budget = int(BUDGET * ADMITTED * prompts.shape[1])
+        admit = engine.capture(ADMITTED, budget)
+        steps = [admit, *[engine.capture()] * (ADMISSION_INTERVAL - 1)]
 
         def run(_model, prompts, prompt_lengths, _longest):
             engine.start(prompts, prompt_lengths)

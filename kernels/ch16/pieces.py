@@ -13,10 +13,6 @@ piecewise   one graph per bucket and piece, where a piece is what lies between t
 
 Padding follows the last prompt and belongs to none, so it does not change their results. Each of
 the four writes the hidden state of each prompt's last token.
-
-Attention is FlashAttention 2. Its grid covers the longest prompt times the number of prompts, which
-the host passes; the offsets are read on the GPU. So whole graphs can capture it for the largest
-grid: blocks without tokens end at once.
 """
 
 import itertools
@@ -24,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.ch15.decoder import captured, causal, norm, output_and_mlp
-from kernels.ch15.decoder128 import HEAD_DIM, forward
+from kernels.ch15.decoder import captured, norm, output_and_mlp
+from kernels.ch15.decoder128 import HEAD_DIM, forward, packed_causal
 
 BUCKETS = 128, 256, 512, 1024
 """Token counts for which graphs are captured."""
@@ -69,19 +65,6 @@ def batches(prompts, lengths):
         first = rows.stop
 
 
-def attend(q, k, v, offsets, longest):
-    """Run causal attention within each prompt on packed tokens (tokens x heads x HEAD_DIM)."""
-    if q.is_cuda:
-        # varlen_attn() calls it too, but its argument for a causal mask differs between versions
-        flash = torch.ops.aten._flash_attention_forward  # noqa: SLF001
-        return flash(q, k, v, offsets, offsets, longest, longest, 0.0, True, False)[0]
-    out = torch.zeros_like(q)
-    for begin, end in itertools.pairwise(offsets.tolist()):
-        if begin < end:
-            out[begin:end] = causal(*(x[None, begin:end] for x in (q, k, v)))[0]
-    return out
-
-
 def write_last(batch, x, out):
     """Write the hidden state of each prompt's last token."""
     torch.index_select(x, 0, batch.exact_offsets[1:] - 1, out=out[batch.rows])
@@ -90,7 +73,7 @@ def write_last(batch, x, out):
 def eager(model, prompts, lengths, out):
     for batch in batches(prompts, lengths):
         layout = batch.exact_offsets, batch.longest
-        x = forward(model, batch.tokens, lambda *qkv, layout=layout: attend(*qkv, *layout))
+        x = forward(model, batch.tokens, lambda *qkv, layout=layout: packed_causal(*qkv, *layout))
         write_last(batch, x, out)
 
 
@@ -106,7 +89,7 @@ class Whole:
 
     def step(self):
         layout = self.offsets, self.longest
-        self.x.copy_(forward(self.model, self.tokens, lambda *qkv: attend(*qkv, *layout)))
+        self.x.copy_(forward(self.model, self.tokens, lambda *qkv: packed_causal(*qkv, *layout)))
 
     def run(self, batch):
         self.tokens[: len(batch.tokens)] = batch.tokens
@@ -143,7 +126,7 @@ class Pieces:
         qkv = self.qkv[:count].unflatten(-1, (3, -1, HEAD_DIM)).unbind(1)
         self.replays[0]()
         for replay in self.replays[1:]:
-            attended = attend(*qkv, batch.exact_offsets, batch.longest)
+            attended = packed_causal(*qkv, batch.exact_offsets, batch.longest)
             self.attended[:count] = attended.flatten(1)
             replay()
         return self.x
