@@ -3,8 +3,9 @@
 A variant is a loop order, a number of rows that are computed together (register blocking), and a
 tile of the inner dimension (cache blocking). Two more variants are wrong: they skip the rows that
 do not fill a group, and the oracle must reject them. `halving` is successive halving: it times
-all variants once, keeps the better quarter and times these four times as often, and so on. An
-exhaustive search would time every variant CALLS times.
+all variants once, keeps the better half and times these twice as often, and so on, until two are
+left. The shortest time of a variant counts, of all its calls. An exhaustive search times every
+variant CALLS times.
 """
 
 import time
@@ -130,13 +131,32 @@ def _best_time(variant, calls, a, b, out):
 def halving(variants, a, b):
     """Return the fastest variant and the number of timed calls that the search took."""
     out, calls, total_calls = np.empty_like(a), 1, 0
-    while len(variants) > 1:
-        times = {v: _best_time(v, calls, a, b, out) for v in variants}
+    times = dict.fromkeys(variants, float("inf"))
+    while len(variants) > 2:
+        for variant in variants:
+            times[variant] = min(times[variant], _best_time(variant, calls, a, b, out))
         total_calls += calls * len(variants)
-        variants = sorted(variants, key=times.get)[: max(1, len(variants) // 4)]
-        calls *= 4
+        variants = sorted(variants, key=times.get)[: len(variants) // 2]
+        calls *= 2
     return variants[0], total_calls
 
 
 def exhaustive_calls(variants):
     return CALLS * len(variants)
+
+
+def exhaustive(variants, a, b):
+    """Return the variant that is fastest in CALLS calls of each."""
+    out = np.empty_like(a)
+    return min(variants, key=lambda variant: _best_time(variant, CALLS, a, b, out))
+
+
+def relative_speed(variant, other, a, b):
+    """Return how fast a variant is relative to another, from CALLS calls of each in turn."""
+    if variant == other:
+        return 1.0
+    out, times = np.empty_like(a), {variant: [], other: []}
+    for _ in range(CALLS):
+        for each, seconds in times.items():
+            seconds.append(_best_time(each, 1, a, b, out))
+    return min(times[other]) / min(times[variant])

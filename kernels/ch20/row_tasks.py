@@ -1,8 +1,10 @@
 """Five operations on long rows, as source code of Triton kernels that a search can vary.
 
-A variant is a number of passes over the row, a tile and a number of warps. With several passes a
-kernel first computes the statistics of the row, such as its maximum and its sum, and then reads the
-row again for the result. With one pass the whole row is one tile and stays in registers.
+A variant is a number of passes over the row, a tile, a number of warps, and whether loads and
+stores have cache hints. With several passes a kernel first computes the statistics of the row, such
+as its maximum and its sum, and then reads the row again for the result. With one pass the whole row
+is one tile and stays in registers. The hints are eviction priorities in the L2 cache: evict_last
+for a row that is read again, evict_first for what is not.
 
 Each of TASKS is a task for examples/kernel_search.py.
 """
@@ -26,18 +28,25 @@ def _kernel(x, out, columns, TILE: tl.constexpr):
 
 LOOP = """    for start in range(0, columns, TILE):
         valid = start + column < columns
-        value = tl.load(x + row + start + column, mask=valid, other={padding})
+        value = tl.load(x + row + start + column, mask=valid, other={padding}{hint})
 """
 
-STORE = """        tl.store(out + row + start + column, {result}, mask=valid)
+STORE = """        tl.store(out + row + start + column, {result}, mask=valid{hint})
 """
 
 WHOLE_ROW = """    valid = column < columns
-    value = tl.load(x + row + column, mask=valid, other={padding})
+    value = tl.load(x + row + column, mask=valid, other={padding}{hint})
 """
 
-STORE_ROW = """    tl.store(out + row + column, {result}, mask=valid)
+STORE_ROW = """    tl.store(out + row + column, {result}, mask=valid{hint})
 """
+
+HINTS = {
+    "": "",
+    "again": ', eviction_policy="evict_last"',
+    "once": ', eviction_policy="evict_first"',
+}
+"""What a load or a store says about its data: nothing, read again, or not needed again."""
 
 TAIL = """
 
@@ -94,26 +103,31 @@ class RowTask:
         """Return the task in words."""
         return PROMPT.format(name=self.name)
 
-    def variant(self, passes=None, tile=1024, warps=4):
+    def variant(self, passes=None, tile=1024, warps=4, hints=False):
         """Return the name and the source code of a variant, by default of the start."""
         passes = passes or len(self.passes[0]) + 1
+        first, last = "", ""
         if passes == 1:
-            body, tile = WHOLE_ROW + self.whole_row + STORE_ROW, "row"
+            last, tile = WHOLE_ROW + self.whole_row + STORE_ROW, "row"
             tile_source = "triton.next_power_of_2(x.shape[1])"
         else:
             statistics = next(loops for loops in self.passes if len(loops) + 1 == passes)
-            body, tile_source = "", tile
+            tile_source = tile
             for before, inside, after in statistics:
-                body += indented(before, 4) + LOOP + indented(inside, 8) + indented(after, 4)
-            body += LOOP + STORE
-        body = body.format(padding=self.padding, result=self.result)
+                first += indented(before, 4) + LOOP + indented(inside, 8) + indented(after, 4)
+            last = LOOP + STORE
+        values = {"padding": self.padding, "result": self.result}
+        body = first.format(**values, hint=HINTS["again" if hints else ""])
+        body += last.format(**values, hint=HINTS["once" if hints else ""])
         source = HEAD + body + TAIL.format(tile=tile_source, warps=warps)
-        return f"passes={passes}, tile={tile}, warps={warps}", source
+        return f"passes={passes}, tile={tile}, warps={warps}" + ", hints" * hints, source
 
     def generations(self, history):
         """Yield lists of names and sources: a coordinate search around the best variant so far.
 
         Two of the first list are wrong and must be rejected: a typical mistake, and cached results.
+        With the hints come two variants of the shape that torch.compile generates: two passes with
+        large tiles, the second of which finds the row in the L2 cache.
         """
         name, right, wrong = self.mistake
         others = [
@@ -121,12 +135,20 @@ class RowTask:
             ("wrong: cached results", self.START + CACHING),
         ]
         most = len(self.passes[0]) + 1
-        best, speedup = {"passes": most, "tile": 1024, "warps": 4}, 1
-        knobs = {"passes": range(most - 1, 0, -1), "warps": (8, 16, 32), "tile": (4096, 8192)}
+        best, speedup = {"passes": most, "tile": 1024, "warps": 4, "hints": False}, 1
+        knobs = {
+            "passes": range(most - 1, 0, -1),
+            "warps": (8, 16, 32),
+            "hints": (True,),
+            "tile": (4096, 8192),
+        }
         for knob, values in knobs.items():
             if knob == "tile" and best["passes"] == 1:
                 continue  # with one pass the tile is always the row
             variants = [best | {knob: value} for value in values]
+            if knob == "hints":
+                two_passes = {"passes": 2, "warps": 16, "hints": True}
+                variants += [two_passes | {"tile": tile} for tile in (2048, 4096)]
             yield [*others, *(self.variant(**variant) for variant in variants)]
             others = []
             for variant, judged in zip(variants, history[-len(variants) :], strict=True):

@@ -2,13 +2,15 @@
 
 There are five tasks, from softmax to dividing each row by its largest magnitude. Each starts from a
 typical first version, which makes two or three passes over a row with Triton's default number of
-warps. The search varies one parameter at a time (passes, warps, tile) and keeps the fastest
-variant. The rows that are in flight together exceed the L2 cache, so each pass reads its row from
-memory again. The best variant makes one pass and keeps the row in registers: it moves a half or two
-thirds of the bytes, which limits the gain. The list of candidates contains this variant from the
-start: the claim is that the search selects it and rejects wrong candidates, not that it invents it.
-torch.compile, the library arm, remains 3 to 4 % faster for three tasks (layer_norm, rms_norm,
-absmax); the search is faster for both softmaxes.
+warps. The search varies one parameter at a time (passes, warps, cache hints, tile) and keeps the
+fastest variant. The rows that are in flight together exceed the L2 cache, so each pass of the start
+reads its row from memory again. One pass that keeps the row in registers moves a half or two thirds
+of the bytes, which limits the gain. So do two passes with hints, if the second one finds the row in
+the L2 cache; the kernels that torch.compile generates are of this kind. The list of candidates
+contains all variants from the start: the claim is that the search selects a good one and rejects
+wrong ones, not that it invents it. The search is faster than torch.compile, the library arm, for
+both softmaxes. For the other three tasks (layer_norm, rms_norm, absmax) torch.compile was about 3 %
+faster while the search had no hints to choose from.
 
 A search finds whatever its judge accepts, so the judge must be strict. It compares each candidate
 with fp64 on fresh inputs, times all candidates of a generation in the same mirrored rounds, and
@@ -38,7 +40,7 @@ def searched(name: str, device: str) -> str:
     if FOUND + name in os.environ:
         return os.environ[FOUND + name]
     # on the CPU candidates are only checked: the two wrong ones and two others
-    budget = 9 if device == "cuda" else 4
+    budget = 12 if device == "cuda" else 4
     task = TASKS[name]
     history = search(task.generations, budget, lambda candidates: judge(candidates, task, device))
     for judged in history:

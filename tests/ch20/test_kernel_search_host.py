@@ -1,18 +1,22 @@
-"""Successive halving finds a faster kernel with an eighth of an exhaustive search's timed calls.
+"""Successive halving finds a faster kernel with a fifth of an exhaustive search's timed calls.
 
 Variants of a matrix product in C differ in loop order, in the rows computed together and in the
 tile of the inner dimension. Which one is fastest depends on caches and compiler, so it has to be
 measured. Timing each variant 16 times would spend most calls on variants that lose by far.
-Successive halving times all of them once, keeps the better quarter, times these four times as
-often, and so on: the calls go to the variants that are hard to tell apart.
+Successive halving times all of them once, keeps the better half, times these twice as often, and so
+on: the calls go to the variants that are hard to tell apart.
 
 The oracle comes first. Two variants skip the last rows and are among the fastest; a search without
-an oracle would return one of them. The gain over the first variant comes from the loop order and
-from keeping sums in registers. A search is no better than its variants: NumPy's matrix product, the
-library arm, is usually faster than all of them. That the find is as fast as that of an exhaustive
-search is not checked. The search cannot resolve differences below the timing noise, and there any
-of the best variants will do.
+an oracle would return one of them. The gain over the first variant comes from the order of the
+loops and from the rows that are computed together. A search is no better than its variants: NumPy's
+matrix product, the library arm, is usually faster than all of them. The search runs once per
+replicate, and the claim fails if half of the finds are slower than 0.9 times that of an exhaustive
+search. Differences below the timing noise cannot be resolved, and there any of the best variants
+will do.
 """
+
+from functools import cache
+from statistics import median
 
 import numpy as np
 import pytest
@@ -27,11 +31,25 @@ def matrices(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, b, np.empty_like(a)
 
 
+RELATIVE_SPEEDS: list[float] = []
+"""Speed of each find relative to that of an exhaustive search: one alone may be a noisy one."""
+
+
+@cache
+def found_by_exhaustive_search(n: int) -> c_variants.Variant:
+    a, b = np.random.default_rng(0).standard_normal((2, n, n), np.float32)
+    return c_variants.exhaustive(c_variants.correct(c_variants.VARIANTS, a, b), a, b)
+
+
 def searched(a, b, _):
     correct = c_variants.correct(c_variants.VARIANTS, a, b)
     assert correct == [variant for variant in c_variants.VARIANTS if variant.tail]
     best, calls = c_variants.halving(correct, a, b)
-    assert calls < 0.2 * c_variants.exhaustive_calls(correct)
+    assert calls <= c_variants.exhaustive_calls(correct) / 5
+    if len(a) > 100:  # the calls of the check are too short to rank variants by them
+        other = found_by_exhaustive_search(len(a))
+        RELATIVE_SPEEDS.append(c_variants.relative_speed(best, other, a, b))
+        assert len(RELATIVE_SPEEDS) < 3 or median(RELATIVE_SPEEDS) >= 0.9, RELATIVE_SPEEDS
     return c_variants.arm(best)
 
 

@@ -79,7 +79,7 @@ def test_the_search_of_a_row_kernel_follows_what_is_faster(name):
         return [
             Judged(each, source, rejected="wrong")
             if each.startswith("wrong")
-            else Judged(each, source, times[each[:8]] + ("warps=16" in each))
+            else Judged(each, source, times[each[:8]] + ("warps=16" in each) - ("hints" in each))
             for each, source in candidates
         ]
 
@@ -89,10 +89,15 @@ def test_the_search_of_a_row_kernel_follows_what_is_faster(name):
     assert seen == [
         [*wrong, *several, "passes=1, tile=row, warps=4"],
         [f"passes=1, tile=row, warps={warps}" for warps in (8, 16, 32)],
+        [
+            "passes=1, tile=row, warps=16, hints",
+            "passes=2, tile=2048, warps=16, hints",
+            "passes=2, tile=4096, warps=16, hints",
+        ],
     ]
     assert fastest(history, task.START).name == "passes=1, tile=row, warps=16"
     assert len(search(task.generations, 4, judge_by_name)) == 4
-    assert sum(map(len, seen[2:])) == 4
+    assert sum(map(len, seen[3:])) == 4
 
 
 def test_a_search_that_finds_nothing_faster_keeps_the_start():
