@@ -10,7 +10,7 @@ reads device memory, and the others find the frames in the L2 cache.
 "chunks" runs the same kernel in that order, on six frames (24 MiB) at a time. The price is that
 each of its 132 kernels is short: its start, first loads and last sums are estimated to cost about
 as much time as the L2 cache saves. So "chunks" alone is only required to be no slower than
-"sweeps", and the gain is due to "resident". This is one persistent kernel, in which a group of
+"sweeps", and a gain is required of "resident". This is one persistent kernel, in which a group of
 blocks takes a frame through all passes and meets at a barrier in device memory (a cooperative
 launch). Each SM has blocks of several groups, so that some load while others wait.
 
