@@ -14,10 +14,28 @@ led to END (requests x width). All of them run prefill eagerly, inside the timed
 
 import torch
 
-from kernels.ch15.decoder import HEAD_DIM, attention, block, captured, causal, forward, norm
+from kernels.ch15.decoder import attention, captured, causal, norm, output_and_mlp
+
+HEAD_DIM = 128
+"""Channels per attention head."""
 
 END = 0
 """The token that ends a text."""
+
+
+def block(x, layer, attend):
+    """Run one layer; ``attend`` maps queries, keys and values to the attention result."""
+    qkv, *rest = layer
+    heads = (norm(x) @ qkv).unflatten(-1, (3, -1, HEAD_DIM)).unbind(-3)
+    return output_and_mlp(x, attend(*heads).flatten(-2), *rest)
+
+
+def forward(model, tokens, attend=causal):
+    """Return the hidden states of the last layer for sequences (requests x tokens)."""
+    x = model.embedding[tokens]
+    for layer in model.layers():
+        x = block(x, layer, attend)
+    return x
 
 
 def greedy_token(model, x):
