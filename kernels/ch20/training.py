@@ -5,6 +5,9 @@ fused     AdamW in one kernel.
 compiled  The forward and backward pass compiled as well.
 graph     The whole step in one CUDA graph.
 
+`reduce_overhead` is the compiled step with the graphs that torch.compile captures by itself, one
+per pass.
+
 The step updates weights and both moments in place and returns the loss of each token. Weights and
 moments are each a Decoder: embedding, lm_head and one tensor per kind of weight
 (kernels/ch15/decoder.py).
@@ -83,6 +86,33 @@ def fused(*state):
 
 def compiled(*state):
     return step(*state, fused=True, loss=COMPILED)
+
+
+class Network(torch.nn.Module):
+    """The loss as a module: torch.compile does not copy a module's weights into its graphs."""
+
+    def __init__(self, model):
+        super().__init__()
+        # shares the memory of the weights
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(w) for w in flat(model))
+        self.layers = len(model[2])
+
+    def forward(self, x, target):
+        return loss_of(x, target, list(self.weights), self.layers, torch.bfloat16)
+
+
+def reduce_overhead(_x, _target, model, *_moments):
+    network = Network(model)
+    loss = torch.compile(network, mode="reduce-overhead", dynamic=False)
+    parameters = list(network.parameters())
+
+    def run(x, target, model, means, squares):
+        torch.compiler.cudagraph_mark_step_begin()
+        mean, losses = loss(x, target)
+        update(model, means, squares, torch.autograd.grad(mean, parameters), fused=True)
+        return losses.clone()  # the next replay overwrites the graph's own output
+
+    return run
 
 
 def graph(*state):
