@@ -1,10 +1,10 @@
 """A linear layer in fp8 with a scale per row, as in torchao's recipe "rowwise".
 
-A scale can be taken out of a sum only if all its terms share it, so scales are along the rows that a
-product keeps, not along the dimension that it sums over. An operand takes part in two of the three
-products, in two orientations. So it is quantized twice, the second time from its transpose, where
-`fp8_linear.py` transposes what is quantized already. On the other hand, a row's scale is known as
-soon as the row has been read, and a scale per tensor only after the whole tensor.
+A scale can be taken out of a sum only if all its terms share it, so scales are along the rows that
+a product keeps, not along the dimension that it sums over. An operand takes part in two of the
+three products, in two orientations. So it is quantized twice, the second time from its transpose,
+where `fp8_linear.py` transposes what is quantized already. On the other hand, a row's scale is
+known as soon as the row has been read, and a scale per tensor only after the whole tensor.
 """
 
 import torch
