@@ -77,7 +77,7 @@ EVIDENCE = {
 @cache
 def model_and_states(device: str, full: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Train the model; return its output matrix and the hidden states of unseen texts."""
-    vocabulary, width, steps, batch = (131072, 4096, 150, 2048) if full else (1000, 256, 20, 64)
+    vocabulary, width, steps, batch = (131072, 4096, 200, 2048) if full else (1000, 256, 20, 64)
     text, unseen = trained_logits.texts(vocabulary, None if full else 40)
     model = trained_logits.train(vocabulary, width, text.to(device), steps, batch)
     ends = torch.linspace(trained_logits.CONTEXT, len(unseen) - 1, 4096 if full else 200).long()
