@@ -15,10 +15,10 @@ setup. For "fp32" that is the whole vocabulary.
 
 Output matrix and hidden states are those of a language model that is trained for this claim, on
 the source code of PyTorch (kernels/ch19/trained_logits.py). It has the vocabulary and the width of
-a model with eight billion weights, but one layer and seconds of training: its predictions are less
-sure than those of a good model, so that more logits are close. The sequences are from files that
-it was not trained on. Where fp32 itself cannot tell the two best tokens apart, the sequence is left
-out.
+a model with eight billion weights, but one layer and seconds of training. A better model is surer
+of some words and has other norms, so its number of candidates differs. The sequences are from files
+that it was not trained on. Where fp32 itself cannot tell the two best tokens apart, the sequence is
+left out.
 
 "tf32" is compared with fp32, a naive baseline, so its bar is also a share of the read rate; "bf16"
 is compared with "tf32", which shares all the rest. The bf16 copy adds half of the matrix's memory.
