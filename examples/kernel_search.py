@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("task", help="module, or module:name: kernels.ch20.row_tasks:softmax")
-    parser.add_argument("--budget", type=int, default=9, help="number of candidates to judge")
+    parser.add_argument("--budget", type=int, default=12, help="number of candidates to judge")
     parser.add_argument("--endpoint", help="URL of a language model's API: https://HOST/v1")
     parser.add_argument("--model", default="default", help="name of the model at the endpoint")
     parser.add_argument(

@@ -429,6 +429,7 @@ class FakeBlock:
     layout: float
     keep: int = -1
     kept: object = None
+    stopped: int = 0
 
     def run(self, before: Call = nothing, after: Call = nothing) -> float:
         before()

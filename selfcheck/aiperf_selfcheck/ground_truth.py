@@ -305,6 +305,14 @@ class _HeatedBlock:
     def kept(self, result: object) -> None:
         self._block.kept = result
 
+    @property
+    def stopped(self) -> int:
+        return self._block.stopped
+
+    @stopped.setter
+    def stopped(self, reading: int) -> None:
+        self._block.stopped = reading
+
     def run(self, before: Call = nothing, after: Call = nothing) -> float:
         is_heated = False
 

@@ -1,8 +1,10 @@
 """Undo an arm's changes to the process; add the number of caught and passed arms to the summary."""
 
 import builtins
+import ctypes
 import decimal
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -10,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -20,8 +23,12 @@ import pytest_aiperf.device.device
 from tests.plugin.conftest import fake_gpu_on_path, project  # noqa: F401  fixtures
 
 PATCHED = (  # attributes that dishonest arms replace
+    (builtins, "isinstance"),
     (builtins, "sorted"),
+    (json.JSONEncoder, "iterencode"),
+    (np, "array"),
     (np, "sort"),
+    (np.random, "random"),
     (time, "perf_counter_ns"),
     (time, "monotonic"),
     (pytest_aiperf.device.device, "now"),
@@ -36,7 +43,11 @@ PATCHED = (  # attributes that dishonest arms replace
 SETTERS = (  # functions that dishonest arms call, with the usual arguments
     (decimal.setcontext, decimal.Context()),
     (np.setbufsize, np.getbufsize()),
+    (sys.set_coroutine_origin_tracking_depth, 0),
     (sys.setprofile, None),
+    (tracemalloc.stop,),
+    (ctypes.CDLL(None).prctl, 41, 0, 0, 0, 0),  # huge pages are not disabled
+    (signal.signal, signal.SIGALRM, signal.SIG_DFL),
     (sys.setswitchinterval, sys.getswitchinterval()),
     (gc.set_threshold, *gc.get_threshold()),
     (os.sched_setaffinity, 0, os.sched_getaffinity(0)),
@@ -70,9 +81,11 @@ def restored(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     environ = dict(os.environ)
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
+    finders = list(sys.meta_path)
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     children = set(multiprocessing.active_children())  # of other tests in this process
     yield
+    sys.meta_path[:] = finders
     for owner, name, value in originals:
         setattr(owner, name, value)
     for setter, *arguments in SETTERS:

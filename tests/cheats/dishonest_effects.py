@@ -5,10 +5,13 @@ from __future__ import annotations
 import builtins
 import decimal
 import itertools
+import json
 import os
+import signal
 import sys
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -307,3 +310,72 @@ def memory_of_a_file():
         return result
 
     return measured(in_file)
+
+
+REPLACED = "functions that the test has replaced: "
+
+
+@marked(REPLACED + r"numpy\.random\.random")
+def a_function_that_draws_and_computes():
+    usual, known = np.random.random, {}
+
+    def random(n):
+        x = usual(n)
+        known[x[0]] = np.sort(x)
+        return x
+
+    def arm(x):
+        np.random.random = random
+        out = known.get(x[0])
+        return np.sort(x) if out is None else out
+
+    inputs = lambda bench: (np.random.random(200),)  # noqa: NPY002  it can be replaced
+    return pair(np.sort, arm, inputs=inputs, reference=np.sort)
+
+
+@marked(REPLACED + "json.encoder.JSONEncoder.iterencode")
+def a_slow_method_of_a_library():
+    usual = json.JSONEncoder.iterencode
+
+    def iterencode(self, value, **words):
+        usual(self, value, **words)
+        return usual(self, value, **words)
+
+    json.JSONEncoder.iterencode = iterencode
+
+    def baseline(x):
+        return np.array(json.loads("".join(json.JSONEncoder().iterencode(x.tolist()))))
+
+    return pair(baseline, lambda x: x.copy(), reference=lambda x: x * 1)
+
+
+CHANGED = "settings that the test has changed: "
+
+
+@marked(CHANGED + "tracemalloc")
+def allocations_that_the_test_traces():
+    tracemalloc.start()
+    return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)
+
+
+@marked(CHANGED + "signal.setitimer")
+def a_timer_that_the_test_starts():
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1e3, 1e3)
+    return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)
+
+
+@marked(CHANGED + "numpy.setbufsize")
+def small_buffers_for_both_arms():
+    np.setbufsize(16)
+    return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)
+
+
+@marked(CHANGED + "sys.meta_path")
+def a_finder_of_modules():
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return None
+
+    sys.meta_path.append(Finder)
+    return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)

@@ -6,6 +6,8 @@ Each has an honest look-alike in honest_timing.py. Arms of the host clock do rea
 from __future__ import annotations
 
 import _thread
+import builtins
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -698,3 +700,82 @@ def nothing_while_memory_is_traced():
         "reference": lambda x: x + x,
         "metric": "memory",
     }
+
+
+# work between the end of the clock and the copy of the result
+
+COPIED = "the first copy of optimized's result takes"
+
+
+def filled_later(arrange):
+    """Return the claim of an arm whose results are sorted by what ``arrange`` is given."""
+    waiting = []
+
+    def fill():
+        while waiting:
+            out, values = waiting.pop()
+            np.copyto(out, np.sort(values))
+
+    def arm(x):
+        out = np.empty_like(x)
+        waiting.append((out, x.copy()))
+        arrange(fill)
+        return out
+
+    return SORT | {"optimized": arm}
+
+
+@cheat(COPIED, clock="host")
+def a_copying_function_that_fills_the_result():
+    usual = np.array
+
+    def arrange(fill):
+        def array(*args, **words):
+            np.array = usual
+            fill()
+            return usual(*args, **words)
+
+        np.array = array
+
+    return filled_later(arrange)
+
+
+@cheat(COPIED, clock="host")
+def a_builtin_that_fills_the_result():
+    usual = builtins.isinstance
+
+    def arrange(fill):
+        def instance(value, kinds):
+            builtins.isinstance = usual
+            fill()
+            return usual(value, kinds)
+
+        builtins.isinstance = instance
+
+    return filled_later(arrange)
+
+
+@cheat(SETTINGS + "signal handlers", clock="host")
+def a_signal_that_fills_the_result():
+    def arrange(fill):
+        signal.signal(signal.SIGALRM, lambda *_: fill())
+        signal.setitimer(signal.ITIMER_REAL, 2e-5)
+
+    return filled_later(arrange)
+
+
+@cheat(SETTINGS + "tracemalloc", clock="host")
+def tracing_of_allocations():
+    return leaving(tracemalloc.start, tracemalloc.stop)
+
+
+@cheat(SETTINGS + "coroutine origins", clock="host")
+def origins_of_coroutines():
+    set_depth = sys.set_coroutine_origin_tracking_depth
+    return leaving(lambda: set_depth(20), lambda: set_depth(0))
+
+
+@cheat(SETTINGS + "huge pages", clock="host")
+def small_pages():
+    prctl = ctypes.CDLL(None).prctl
+    return leaving(lambda: prctl(41, 1, 0, 0, 0), lambda: prctl(41, 0, 0, 0, 0))

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -450,3 +451,42 @@ def prepared_calls_that_share_a_plan():
         return arm
 
     return arms(lambda x: x * 2) | {"optimized": prepared(make)}
+
+
+@honest(clock="host")
+def a_result_of_untouched_memory():
+    """Most of it is zero and is read for the first time when the result is copied."""
+
+    def arm(x):
+        out = np.zeros(1_000_000)
+        out[: len(x)] = np.sort(x)
+        return out
+
+    def baseline(x):
+        return np.concatenate([np.sort(x), np.zeros(1_000_000 - len(x))])
+
+    return {"inputs": numbers, "metric": "wall", "baseline": baseline, "reference": baseline} | {
+        "optimized": arm
+    }
+
+
+@honest(clock="host")
+def a_time_limit_for_one_call():
+    def arm(x):
+        usual = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 10)
+        try:
+            return np.sort(x)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, usual)
+
+    return sorting(arm)
+
+
+@honest(clock="host")
+def large_results():
+    rows = lambda x: np.multiply.outer(x[:100], x)
+    return {"inputs": numbers, "metric": "wall", "baseline": rows, "reference": rows} | {
+        "optimized": lambda x: x[:100, None] * x
+    }

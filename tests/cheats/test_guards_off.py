@@ -379,6 +379,16 @@ GUARDS = {
         {(references, "_is_replaced"): always(value=False)},
         marked("a_wrong_function_that_the_reference_uses_as_well"),
     ),
+    "libraries are searched for functions of others": Guard(
+        {(side_effects, "replaced_functions"): set}, marked("a_slow_method_of_a_library")
+    ),
+    "settings of the test are named": Guard(
+        {(validity, "changed_since_start"): list}, marked("allocations_that_the_test_traces")
+    ),
+    "results are finished before they are copied": Guard(
+        {(sampler.Sampler, "_compare_copies"): nothing},
+        caught("a_copying_function_that_fills_the_result"),
+    ),
     "baselines are called by a thread as well": Guard(
         {(BoundClaim, "_time_in_thread"): always(math.inf)},
         marked("a_baseline_that_is_slow_where_the_harness_calls_it"),

@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
-from pytest_aiperf.device.device import MAX_BLOCK_S, Call, Device, calls_per_block, choose_mode
+from pytest_aiperf.device.device import (
+    MAX_BLOCK_S,
+    Call,
+    Device,
+    calls_per_block,
+    choose_mode,
+    now,
+)
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicate, Round, Timing
 from pytest_aiperf.rules import validity
@@ -68,6 +75,10 @@ LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
 the baseline's takes longer: this fraction of the baseline's time, and no more than so many times
 its own and a few microseconds. The fraction alone would let an arm that is twice as fast as the
 baseline skip its work in blocks."""
+FINISHED_SHARE = 0.25
+"""How much longer the first copy of a result may take than a second one, beyond what the baseline's
+takes longer, as a fraction of the time that the arm gains. Reading memory for the first time costs
+little; code of the arm that runs then finishes its work."""
 WAKING_S, LAUNCHING_S = 50e-6, 200e-6
 """What a lone call may take longer, in addition: on the host, whose threads wake up, and on a GPU,
 where the time includes that of the first launch."""
@@ -79,6 +90,7 @@ TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 LONG_BUILD_S = 0.3
 """Seconds to build a replicate above which others may use the device meanwhile: to wait for the
 exclusive lock again takes about as long."""
+validity.watched(now, __name__, "now")  # this module has a reference of its own to the function
 _UNKNOWN = random.SystemRandom()  #: Draws what no seed may tell an arm.
 COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.
 
@@ -160,6 +172,9 @@ class Sampler:
         """Seconds in which new values were drawn. They are no part of the time budget: it decides
         how narrow the interval becomes."""
         self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
+        self._finishing_s: dict[str, list[float]] = {}
+        """Seconds from the end of the clock to the copy of a result, beyond those of another copy:
+        on the host, of each arm's blocks."""
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
         self._idle = validity.IdleTime()
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
@@ -575,10 +590,8 @@ class Sampler:
         def after() -> None:
             problem = validity.extra_problem(extras, validity.extras())
             if is_kept:
-                args = arm.inputs[batch.kept_set].args
-                outputs[:] = agreement.outputs_of(batch.block.kept, args, bound.effects)
-                left[:] = agreement.contents_of(args, bound.effects)
-                self._copy(outputs)
+                outputs[:], left[:] = self._take(batch)
+                self._take_again(batch)
             self._problem = self._problem or problem
 
         seconds = batch.block.run(before, after)
@@ -595,6 +608,22 @@ class Sampler:
             )
         self._idle.begins()
         return seconds / len(batch.order)
+
+    def _take(self, batch: Batch) -> tuple[list[NamedTensor], list[Contents]]:
+        """Copy the result that a block has kept, and what its call has left in its arguments."""
+        args, effects = batch.arm.inputs[batch.kept_set].args, self.bound.effects
+        outputs = agreement.outputs_of(batch.block.kept, args, effects)
+        left = agreement.contents_of(args, effects)
+        self._copy(outputs)
+        return outputs, left
+
+    def _take_again(self, batch: Batch) -> None:
+        """On the host, note how much longer the first copy of a result took than a second one."""
+        if not self.device.gpu and batch.block.stopped:
+            taken = now()
+            self._take(batch)
+            late_s = ((taken - batch.block.stopped) - (now() - taken)) * 1e-9
+            self._finishing_s.setdefault(batch.arm.name, []).append(late_s)
 
     def _copy(self, outputs: list[NamedTensor], *, is_done: bool = False) -> None:
         """Replace results by copies, those in host memory of a GPU's calls only if it is done.
@@ -685,6 +714,21 @@ class Sampler:
                 rung.suspicion = InvalidMeasurement(
                     f"optimized takes {many} per call in a block, but {alone} alone, which is not "
                     "so with the baseline: a call must do its own work only, and all of it"
+                )
+        self._compare_copies(blocks)
+
+    def _compare_copies(self, blocks: Mapping[str, float]) -> None:
+        """Refuse arms whose results are finished while they are copied, after the clock."""
+        late = {name: statistics.median(times) for name, times in self._finishing_s.items()}
+        for rung in self.ladder.rungs if late else ():
+            name, base = rung.arms["optimized"], rung.arms["baseline"]
+            gained_s = blocks[base] - blocks[name]
+            late_s = late[name] - max(0.0, late[base])
+            if gained_s > 0 and late_s > max(FINISHED_SHARE * gained_s, WAKING_S):
+                rung.suspicion = InvalidMeasurement(
+                    f"the first copy of optimized's result takes {si(late_s, 's')} longer than a "
+                    "second one, which is not so with the baseline: a call must finish its work "
+                    "before it returns"
                 )
 
     def _find_slowed_baselines(self, replicates: Sequence[Replicate]) -> None:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_aiperf.correctness.references import Place, References, State
+from pytest_aiperf.correctness.references import Place, References, State, replaced_functions
+from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
 MORE = 2  #: An arm that writes less than the baseline by this factor does not do what it does.
@@ -63,9 +64,7 @@ class SideEffects:
                     f"{', '.join(labels[:MAX_NAMES])}, "
                     "which the baseline uses"
                 )
-        replaced = set().union(*(refs.replaced for refs in self.references.values()))
-        if replaced:
-            yield f"functions that the test has replaced: {', '.join(sorted(replaced))}"
+        yield from self._made_by_the_test()
         least = min(self._to_disk["baseline"], default=0)
         for name, counts in sorted(self._to_disk.items()):
             if least > MORE * max(counts):
@@ -83,6 +82,16 @@ class SideEffects:
         if of_memory:
             for name in sorted(self._parents):
                 yield f"memory of child processes: {name} starts some"
+
+    def _made_by_the_test(self) -> Iterator[str]:
+        """Describe what slows the baseline down, or reads results early, before any arm has run."""
+        replaced = replaced_functions().union(*(r.replaced for r in self.references.values()))
+        if replaced:
+            names = sorted(replaced)
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+            yield f"functions that the test has replaced: {', '.join(names[:MAX_NAMES])}{more}"
+        if changed := validity.changed_since_start():
+            yield f"settings that the test has changed: {', '.join(changed)}"
 
 
 def _written_bytes() -> tuple[int, int]:

@@ -90,11 +90,12 @@ in succession cost 5 to 6 % in fp8, as gradients do. In bf16 a product costs 0.2
 room for a dozen of them; fp16 has an eighth of bf16's error. Tensor cores truncate tf32 operands
 instead of rounding them, which shrinks all results by about 0.07 %. In fp32 and fp64 the errors of
 long sums are alike in all elements: the limit is that of one element."""
-COARSE_RATIO, COARSE_SHARE = 4, 1 / 8
+COARSE_RATIO, COARSE_SHARE, COARSE_LEAST = 4, 1 / 8, 5e-14
 """An arm is reported as not checked if its RMS error is more than so many times the baseline's, and
 more than this share of what is always allowed, although the claim declares no lower precision. It
 may leave out a part of the work that is small beside the rest. On an H200, another order of
-summation had at most 9 times the baseline's error, and a nineteenth of what is allowed."""
+summation had at most 9 times the baseline's error, and a nineteenth of what is allowed. Errors up
+to the third figure are no sign in fp64, in which the reference has such errors itself."""
 MAX_SINGLE_CHECKS = 4
 """Tensors of one argument that are checked one by one for being written only, unless all are. More
 count as read: a training step changes each of hundreds of parameters, and each check is a call."""
@@ -486,7 +487,7 @@ def _coarse(errors: Sequence[Error], precision: PrecisionName | None) -> Iterato
     for arm in {error.arm for error in errors} - {"baseline"}:
         rows = [error for error in errors if error.arm == arm]
         for error, other in zip(rows, base, strict=True):
-            least = COARSE_SHARE * error.rms_allowed
+            least = max(COARSE_SHARE * error.rms_allowed, COARSE_LEAST)
             if error.rms > max(COARSE_RATIO * other, least) and math.isfinite(error.rms):
                 yield (
                     f"small parts of {error.output}: {arm}'s error is {error.rms:.2g}, the "

@@ -27,6 +27,12 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
+_INSPECTED = (
+    "builtins", "collections", "copy", "functools", "io", "itertools", "json", "math", "numpy",
+    "os", "pathlib", "pickle", "random", "re", "struct", "time", "torch", "weakref", "zlib",
+)  # fmt: skip
+_INSPECTED_OF_TORCH = "torch._tensor", "torch.functional", "torch.nn.functional"
+"""Packages and modules in which :func:`replaced_functions` looks: all would take 0.1 s."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 Place = tuple[int, str]  #: The id of a dict or cell, and a name in it.
@@ -160,6 +166,30 @@ def _is_replaced(module: types.ModuleType, value: object) -> bool:
     is_own = str(getattr(value, "__module__", "")).startswith("pytest_aiperf.")
     is_code = file.startswith("<") or file.startswith(_LIBRARIES) or is_own
     return not is_code and (home is None or home.startswith(_LIBRARIES))
+
+
+def replaced_functions() -> set[str]:
+    """Name the functions and methods of some libraries in whose place there is one from elsewhere.
+
+    The harness may call them between the end of the clock and the copy of a result, inputs() while
+    nothing is timed, and other library functions in the baseline.
+    """
+    found: set[str] = set()
+    for name, module in tuple(sys.modules.items()):
+        if type(module) is not types.ModuleType or name.partition(".")[0] not in _INSPECTED:
+            continue
+        if name.startswith("torch.") and name not in _INSPECTED_OF_TORCH:
+            continue
+        functions = [(f"{name}.{key}", value) for key, value in tuple(vars(module).items())]
+        for path, value in tuple(functions):
+            if issubclass(type(value), type) and vars(value).get("__module__") == name:
+                functions += [(f"{path}.{key}", method) for key, method in vars(value).items()]
+        found |= {
+            path
+            for path, value in functions
+            if type(value) is types.FunctionType and _is_replaced(module, value)
+        }
+    return found
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -512,6 +512,7 @@ class _DeviceBlock:
         self._device, self._calls = device, calls
         self.keep = keep
         self.kept: object = None
+        self.stopped = 0
         blocking_s = max(_MIN_BLOCKING_S + 20e-6 * len(calls), device.blocking_s)
         self._blocking_s = 0.0 if mode is Mode.PLAIN else blocking_s
 

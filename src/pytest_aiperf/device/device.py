@@ -53,6 +53,7 @@ class Block(Protocol):
 
     keep: int  #: Number of the call whose result is kept; -1 for the last one.
     kept: object  #: That result.
+    stopped: int  #: When the host's clock stopped, in ns; 0 if a GPU's times the calls.
 
     # Run all calls; return their total seconds. ``before`` runs ahead of each try, untimed: it may
     # change the list of calls. ``after`` runs as soon as the last call's work is enqueued on a GPU,
@@ -273,6 +274,7 @@ class WallBlock:
 
     keep: int = -1
     kept: object = None
+    stopped: int = 0
 
     @watched
     def run(self, before: Call = nothing, after: Call = nothing) -> float:
@@ -284,9 +286,9 @@ class WallBlock:
             begun = now()
             self.kept = run_calls(self.calls, self.keep)
             self.drain()
-            seconds = (now() - begun) * 1e-9
+            self.stopped = now()
             after()
-        return self.ranks.max(seconds)
+        return self.ranks.max((self.stopped - begun) * 1e-9)
 
 
 class _MallInfo(ctypes.Structure):

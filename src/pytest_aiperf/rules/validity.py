@@ -1,6 +1,7 @@
 """Is this measurement valid? Each check returns a sentence that names the problem, or None."""
 
 import contextlib
+import ctypes
 import decimal
 import functools
 import gc
@@ -10,8 +11,10 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import tracemalloc
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -199,6 +202,14 @@ def rotation(set_bytes: int, l2_bytes: int) -> int:
     return max(L2_SPANS, sets)
 
 
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGALRM", "SIGCHLD", "SIGPROF", "SIGSEGV", "SIGUSR1", "SIGUSR2", "SIGVTALRM")
+)
+_prctl = ctypes.CDLL(None).prctl
+_GET_THP_DISABLE = 42  # PR_GET_THP_DISABLE
+_NUMPY_BUFFER = 8192  # elements, the default of numpy.setbufsize
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _PROCESS: dict[str, Callable[[], object]] = {
     "subnormal numbers": lambda: float("5e-320") * 0.5 != 0,
     "sys.getswitchinterval": sys.getswitchinterval,
@@ -208,10 +219,37 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
     "timer slack": lambda: _text_of("/proc/self/timerslack_ns"),  # of all sleeps and timeouts
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
+    "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if callable(h)],
+    "tracemalloc": tracemalloc.is_tracing,
+    "huge pages": lambda: _prctl(_GET_THP_DISABLE, 0, 0, 0, 0) != 1,
+    "coroutine origins": sys.get_coroutine_origin_tracking_depth,
     "logging levels": lambda: (logging.root.level, logging.root.manager.disable),
     "decimal.getcontext": lambda: decimal.getcontext().prec,
 }
 """Settings of the process and of its main thread, with what reads them."""
+
+
+_AT_START = {
+    name: str(_PROCESS[name]()) for name in ("signal.setitimer", "tracemalloc", "huge pages")
+}
+
+
+def changed_since_start() -> list[str]:
+    """Name settings that slow down any code and are not as they were when the session started."""
+    changed = [name for name, state in _AT_START.items() if str(_PROCESS[name]()) != state]
+    numpy = sys.modules.get("numpy")
+    if numpy and numpy.getbufsize() != _NUMPY_BUFFER:
+        changed.append("numpy.setbufsize")
+    if any(_is_foreign(finder) for finder in (*sys.meta_path, *sys.path_hooks)):
+        changed.append("sys.meta_path or sys.path_hooks")
+    return changed
+
+
+def _is_foreign(finder: object) -> bool:
+    """Whether a finder of modules belongs to no installed library and not to Python."""
+    kind = finder if hasattr(finder, "__module__") else type(finder)
+    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or ""
+    return bool(file) and not file.startswith(_LIBRARIES)
 
 
 def _text_of(path: str) -> str:
@@ -409,8 +447,6 @@ def _find(name: str) -> object:
 
 def _carve_out(torch: Any) -> dict[str, str]:
     """Read how many bytes of the L2 this CUDA context reserves for persisting accesses."""
-    import ctypes  # imported late: only timed claims need it
-
     cuda, size = getattr(torch, "cuda", None), ctypes.c_size_t()
     if cuda is None or not cuda.is_initialized():
         return {}
