@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ SETTERS = (  # functions that dishonest arms call, with the usual arguments
     (tracemalloc.stop,),
     (ctypes.CDLL(None).prctl, 41, 0, 0, 0, 0),  # huge pages are not disabled
     (signal.signal, signal.SIGALRM, signal.SIG_DFL),
+    (Path("/proc/self/timerslack_ns").write_text, Path("/proc/self/timerslack_ns").read_text()),
     (sys.setswitchinterval, sys.getswitchinterval()),
     (gc.set_threshold, *gc.get_threshold()),
     (os.sched_setaffinity, 0, os.sched_getaffinity(0)),
