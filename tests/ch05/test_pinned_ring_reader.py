@@ -7,11 +7,12 @@ is measured against the one before it.
 
 "reused" reads into the same pageable buffer every time: no fresh pages. In "pinned" this buffer is
 pinned memory, which the GPU reads directly: one copy less. "blocks" reads and sends 2 MiB at a time
-through one small buffer, which stays in the CPU's cache, but each transfer is still waited for.
-"ring" has several such buffers, and a thread reads into one while others are being sent. An event
-per block keeps a read from overwriting a block before its transfer is complete. The transfers are
-short, so the overlap alone is only required to be no slower. Reading is one CPU core's memory copy
-and slower than PCIe, so "threaded_ring" has four readers, and gains most.
+through one small buffer, which stays in the CPU's cache, but each transfer is still waited for: it
+is only required to be no slower. "ring" has several such buffers, and a thread reads into one while
+others are being sent. An event per block keeps a read from overwriting a block before its transfer
+is complete. The transfers are short, so the overlap alone is only required to be no slower, too.
+Reading is one CPU core's memory copy and slower than PCIe, so "threaded_ring" has four readers, and
+gains most.
 
 The limit is PCIe, at about 50 GB/s on an H200; four readers reach 12 GB/s, as the CPU's copies
 still take most of the time. The page cache is warm for all arms, since the file was just written;
@@ -99,8 +100,8 @@ PROOF = {
     # the driver stages copies from pageable memory only
     "pinned": evidence.copied_bytes("host to device", memory="pageable", max=0),
     "blocks": evidence.launches(min=2),  # a copy per block, where the baseline has a single one
-    # the thread that sends waits for most reads
-    "ring": evidence.context_switches(min=BLOCKS / 2),
+    # two threads work at the same time, one reads while the other sends
+    "ring": evidence.busy_cores(min=1.05, per="baseline"),
     "threaded_ring": evidence.busy_cores(min=1.3, per="baseline"),
 }
 

@@ -1,4 +1,4 @@
-"""Wide asynchronous copies of a tile and its halo beat loads by element; TMA saves a little more.
+"""Wide copies of a tile and its halo beat loads by element; TMA saves a little more.
 
 A stencil computes each point of an array from its neighbours, here two on each side. A block that
 computes a tile also loads its halo, the points around the tile that the stencil reads, and zeros
@@ -6,7 +6,8 @@ beyond the edges of the array. Loaded by hand, each thread computes the row and 
 points, tests four edges, loads and stores: a dozen instructions for 2 bytes. In half precision that
 costs more issue slots than the stencil and leaves memory idle. "by_pair" loads two points at a
 time. cp.async copies from device to shared memory without registers: two points per copy as well
-("async_words"), or eight, in a box that is widened to whole units of 16 bytes ("async_vectors").
+("async_words", which is only required to be about as fast), or eight, in a box that is widened to
+whole units of 16 bytes ("async_vectors").
 With a tensor map, one thread requests that same box by its corner ("tensor_map"). The tensor memory
 accelerator (TMA) computes the addresses, fills in zeros outside the array, and counts the bytes on
 an mbarrier.

@@ -2,11 +2,9 @@
 
 In a tensor-parallel layer each rank computes its share of the rows and gathers the others. With
 `all_gather` into a list, each layer allocates one tensor per rank, NCCL copies its result into
-them, and `cat` copies them again. In "one_tensor", `all_gather_into_tensor` writes the shards in
-rank order, which already is the concatenation: 48 launches instead of 96 save host time, and the
-device avoids copies of a few megabytes per layer. "preallocated" also lets two buffers alternate
-between the layers. It is judged against "one_tensor" and only required to be no slower, because
-PyTorch's caching allocator makes an allocation cheap: what it saves is memory.
+them, and `cat` copies them again. `all_gather_into_tensor` writes the shards in rank order, which
+already is the concatenation: 48 launches instead of 96 save host time, and the device avoids copies
+of a few megabytes per layer.
 
 Weights are split by rows and activations kept as columns, so a shard is contiguous. Where the split
 runs along the inner dimension, a copy is needed either way. The gain ends where the GEMM of a layer
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pytest_aiperf import Bench, Compare, evidence, prepared, static
+from pytest_aiperf import Bench, Compare, evidence, static
 
 
 def network(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,26 +37,12 @@ def gather_list_and_cat(x, shard_weights):
     return x
 
 
-def one_tensor(x, shard_weights):
+def gather_into_tensor(x, shard_weights):
     for weight in shard_weights:
         gathered = torch.empty_like(x)
         dist.all_gather_into_tensor(gathered, torch.tanh(weight @ x))
         x = gathered
     return x
-
-
-@prepared
-def preallocated(x, shard_weights):
-    buffers = torch.empty_like(x), torch.empty_like(x)
-
-    def run(x, shard_weights):
-        for layer, weight in enumerate(shard_weights):
-            gathered = buffers[layer % 2]
-            dist.all_gather_into_tensor(gathered, torch.tanh(weight @ x))
-            x = gathered
-        return x
-
-    return run
 
 
 def in_fp64(x, shard_weights):
@@ -70,34 +54,14 @@ def in_fp64(x, shard_weights):
     return x
 
 
-RUNGS = {
-    "one_tensor": (
-        gather_list_and_cat,
-        one_tensor,
-        "idiomatic",
-        evidence.launches(max=0.8, per="baseline"),
-    ),
-    # only shards are allocated
-    "preallocated": (
-        one_tensor,
-        preallocated,
-        "previous rung",
-        evidence.peak_memory(max=0.7, per="baseline"),
-    ),
-}
-
-
 @pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("rung", RUNGS)
-def test_tp_prealloc_gather(compare: Compare, rung: str) -> None:
-    baseline, optimized, against, proof = RUNGS[rung]
+def test_tp_gather_into_tensor(compare: Compare) -> None:
     compare(
-        baseline=baseline,
-        optimized=optimized,
-        against=against,
+        baseline=gather_list_and_cat,
+        optimized=gather_into_tensor,
         inputs=network,
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        evidence=[proof],
+        evidence=[evidence.launches(max=0.8, per="baseline")],
     )
