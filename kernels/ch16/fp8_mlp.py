@@ -104,8 +104,7 @@ def quantized(weight, dtype):
     return (weight / scale).to(dtype), scale
 
 
-def fp8_gemm(a, a_scale, b, b_scale, out_dtype):
-    """Return a @ b.T; each row of either operand has a scale."""
+def _fp8_gemm(a, a_scale, b, b_scale, out_dtype):
     if not a.is_cuda:  # PyTorch has no fp8 GEMM on the CPU
         return ((a.float() @ b.float().T) * a_scale * b_scale.T).to(out_dtype)
     return torch._scaled_mm(  # noqa: SLF001  torch has no public name for it
@@ -118,10 +117,10 @@ def prefill(x, gate_up, gate_up_scale, down, down_scale):
     scales = torch.empty(tokens, 1, device=x.device)
     x_fp8 = torch.empty_like(x, dtype=down.dtype)
     _norm_quantize[(tokens,)](x, x_fp8, scales, width, FP8_MAX, num_warps=8)
-    projected = fp8_gemm(x_fp8, scales, gate_up, gate_up_scale, x.dtype)
+    projected = _fp8_gemm(x_fp8, scales, gate_up, gate_up_scale, x.dtype)
     scales, hidden = torch.empty_like(scales), projected.new_empty(tokens, inner, dtype=down.dtype)
     _gate_quantize[(tokens,)](projected, hidden, scales, inner, FP8_MAX, num_warps=16)
-    return x + fp8_gemm(hidden, scales, down, down_scale, x.dtype)
+    return x + _fp8_gemm(hidden, scales, down, down_scale, x.dtype)
 
 
 def decode(x, gate_up, gate_up_scale, down, down_scale):

@@ -59,7 +59,7 @@ def quantize_and_multiply(x, weight, scale):
     rows = x.float()
     row_scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / fp8_mlp.FP8_MAX
     quantized_rows = (rows / row_scale).to(weight.dtype)
-    return fp8_mlp.fp8_gemm(quantized_rows, row_scale, weight, scale, x.dtype)
+    return fp8_mlp._fp8_gemm(quantized_rows, row_scale, weight, scale, x.dtype)
 
 
 @partial(torch.compile, dynamic=False)
