@@ -2,7 +2,7 @@
 //
 // An item is a walk of lengths[item] dependent loads from a table of 16 Ki words, by 256 threads. A
 // block first copies the table to shared memory (64 KiB). That pays where many items follow, so the
-// grid is persistent. It has one block per SM in every rung, although three would fit.
+// grid is persistent: as many blocks as fit on the GPU, which is three per SM.
 //
 //   static_split  Block b processes items b, b + gridDim, b + 2 gridDim, ... A block with several
 //                 long items finishes last, and all others wait for it.
@@ -12,8 +12,9 @@
 //   chunked       The same with 4 items per atomicAdd, requested when the last of the 4 starts: a
 //                 quarter of the atomics, but coarser load balance at the end.
 //
-// The alternative is `block_per_item`, a grid of one block per item. Three blocks run per SM, and
-// when one ends, the hardware starts that of the next item. Each copies the table for one item.
+// The alternative is `block_per_item`, a grid of one block per item. As many blocks run at a time,
+// and when one ends, the hardware starts that of the next item: this balances as well as a queue,
+// and needs no counter. But each block copies the table for one item.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -66,18 +67,28 @@ walk_queue(const int* table, const int* lengths, int* out, int items) {
 
 using Kernel = void (*)(const int*, const int*, int*, int);
 
-// Launch `blocks` blocks, or one per SM if it is 0.
+// Launch `blocks` blocks, or as many as fit on the GPU at a time if it is 0.
 cudaError_t launch(Kernel kernel, int blocks, const int* table, const int* lengths, int* out,
                    int items, cudaStream_t stream) {
     constexpr int bytes = WORDS * sizeof(int);
-    if (blocks == 0) {
-        int device;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-    }
     if (cudaError_t error = cudaFuncSetAttribute(
             kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
         return error;
+    // the walks read shared memory alone, so it may take the place of the L1 cache
+    if (cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared))
+        return error;
+    if (blocks == 0) {
+        int device, sms, blocks_per_sm;
+        if (cudaError_t error = cudaGetDevice(&device)) return error;
+        if (cudaError_t error =
+                cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device))
+            return error;
+        if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks_per_sm, kernel, THREADS, bytes))
+            return error;
+        blocks = sms * blocks_per_sm;
+    }
     kernel<<<blocks, THREADS, bytes, stream>>>(table, lengths, out, items);
     return cudaGetLastError();
 }

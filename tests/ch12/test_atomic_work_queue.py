@@ -1,20 +1,23 @@
 """Persistent blocks that take items from an atomic work queue beat a static split of uneven items.
 
 One item in 32 is about 32 times as long as the others. In a static split of 64 items per block, a
-block with many long items delays the whole grid. With a queue, one atomicAdd per item, a block that
-becomes free takes the next item (dynamic load balancing). A block requests its next item when it
-starts the current one, so it does not wait for the atomic. At the end, the other blocks wait for at
-most two items of the slowest.
+block with many long items ends last, and the GPU is partly idle until then. With a queue, one
+atomicAdd per item, a block that becomes free takes the next item (dynamic load balancing). The
+library arm needs neither: it is a grid of one block per item, and the hardware starts the next
+block where one ends. But it repeats the prologue for each item, here the copy of a table to shared
+memory, and loses to the queue. That is what a queue is for: blocks that stay because their prologue
+is costly, and items of uneven length. Without a prologue, one block per item is the better choice.
 
-The limit is 1.6x, and 1.5x with 4 items per atomicAdd ("chunked"), in a simulation of 132 blocks
-whose counter costs nothing. The largest static share is 2.2 times the mean, but one long item is a
-quarter of a mean share and cannot be split. On an H200 "queue" reaches 1.36x and "chunked" 1.39x: a
-quarter of the atomics saves more than the coarser split loses. All rungs run one block per SM;
-shared memory would allow three, which would hide more latency. The library arm is a grid of one
-block per item, three per SM, which the hardware balances. It repeats the prologue for each item:
-here the copy of a table to shared memory. Queues are for persistent blocks with a costly prologue.
-Items of equal length gain nothing. Where items are shorter than an atomicAdd, blocks wait for the
-counter; chunks reduce that.
+All arms have as many blocks at a time as fit on the GPU, three per SM, so they differ only in how
+items are distributed. A block requests its next item when it starts the current one, so it does not
+wait for the atomic. At the end, the other blocks wait for at most two items of the slowest.
+"chunked" takes 4 items per atomicAdd: a quarter of the atomics, and a coarser split.
+
+The limit is about 1.6x for "queue" and 1.4x for "chunked", in a simulation of the blocks of an H200
+whose counter and table cost nothing. The largest static share is more than twice the mean. But its
+block runs faster once others on the SM have ended, and the queue, too, ends with long items that
+cannot be split. Items of equal length gain nothing. Where items are shorter than an atomicAdd,
+blocks wait for the counter; chunks reduce that.
 """
 
 import pytest
@@ -27,7 +30,8 @@ LEAST_BUSY_SM = "sm__cycles_active.min"
 
 
 def items(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    count, options = bench.size(8448, check=40), {"device": bench.device, "dtype": torch.int32}
+    # 64 items for each block of the static split: an H200 has 132 SMs, and three blocks fit on each
+    count, options = bench.size(25344, check=40), {"device": bench.device, "dtype": torch.int32}
     table = torch.randint(2**30, (WORDS,), **options)
     usual = torch.randint(16, 49, (count,), **options)
     is_long = torch.rand(count, device=bench.device) < 1 / 32
