@@ -11,13 +11,14 @@ run the same kernels in both arms, and the wall time is judged as well: with one
 most 1/0.98 of that with separate pools. The price is that a graph may overwrite what another has
 left in the pool, so results must be copied out before the next replay or, as here, be written to
 tensors that were allocated outside. The limit is the sum of the batch sizes over the largest one,
-4.5, which is reached: each private pool is as large as its batch needs, and the shared one is as
-large as the largest. If the smallest batch were captured first, each larger one would find the
-blocks too small and reserve new ones.
+4.5, if each private pool is as large as its batch needs, and the shared one as large as the
+largest. The gain is somewhat larger, because PyTorch reserves 20 MiB at a time for tensors of 1 to
+10 MiB, which leaves the pools of the smallest batches partly empty. If the smallest batch were
+captured first, each larger one would find the blocks too small and reserve new ones.
 """
 
 from functools import partial
-from statistics import fmean
+from statistics import median
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ from torch.nn.functional import silu
 from kernels.ch15.decoder import capture_graph
 from pytest_aiperf import Bench, Compare, Score, evidence, prepared, static
 
-SIZES = tuple(1024 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
-"""Tokens per batch."""
+SIZES = tuple(256 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
+"""Tokens per batch. With twice as many, the graphs of all replicates would need 20 GB."""
 
 MAX_PRICE = 1 / 0.98
 """Most that the wall time of all replays may be longer with one pool."""
@@ -88,9 +89,10 @@ def test_shared_graph_mempool(compare: Compare) -> None:
         # both arms replay the same kernels; the difference is the memory that they use
         evidence=[evidence.kernels(min=1, max=1, per="baseline")],
     )
-    for walls in result.also:  # none if the claim was only checked
+    assert result.also or result.timing is None  # the price was measured, too, if anything was
+    for walls in result.also:
         blocks = [block.seconds for r in walls.replicates for block in r.rounds]
         shared, private = (
-            fmean(s for block in blocks for s in block[arm]) for arm in ("optimized", "baseline")
+            median(s for block in blocks for s in block[arm]) for arm in ("optimized", "baseline")
         )
         assert shared <= MAX_PRICE * private
