@@ -7,11 +7,13 @@ output matrix, hidden states and logits are what training makes of them, not wha
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy, embedding, gelu, rms_norm
 
@@ -20,6 +22,9 @@ CONTEXT, CHANNELS = 8, 128
 
 BATCH = 2048
 """Predictions per training step."""
+
+WORD = re.compile(r" ?\w+|\s+|[^\w\s]", re.ASCII)
+"""A word, white space or a symbol. ASCII halves the time and differs in a few comments only."""
 
 
 class Model(NamedTuple):
@@ -43,16 +48,19 @@ def texts(vocabulary, files):
     ``vocabulary`` most frequent ones are left out. Every tenth file is part of the test text.
     """
     paths = sorted(Path(torch.__file__).parent.rglob("*.py"))[:files]
-    split = [re.findall(r" ?\w+|\s+|[^\w\s]", path.read_text("utf-8", "ignore")) for path in paths]
-    frequent = Counter(word for words in split for word in words).most_common(vocabulary)
-    number = {word: i for i, (word, _) in enumerate(frequent)}
-
-    def numbers(files):
-        return torch.tensor([number[word] for words in files for word in words if word in number])
-
-    test = split[::10]
-    del split[::10]
-    return numbers(split), numbers(test)
+    ids = defaultdict(count().__next__)  # by word, in the order of their first use
+    split = (WORD.findall(path.read_text("utf-8", "ignore")) for path in paths)
+    of_files = [
+        torch.from_numpy(np.fromiter(map(ids.__getitem__, words), np.int64)) for words in split
+    ]
+    by_frequency = torch.cat(of_files).bincount().argsort(descending=True, stable=True)
+    number = torch.empty_like(by_frequency)
+    number[by_frequency] = torch.arange(len(number))
+    numbers = [number[file] for file in of_files]
+    frequent = [file[file < vocabulary] for file in numbers]
+    test = frequent[::10]
+    del frequent[::10]
+    return torch.cat(frequent), torch.cat(test)
 
 
 def contexts_of(text, ends):
