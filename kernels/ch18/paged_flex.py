@@ -41,8 +41,16 @@ def block_mask(table, lengths, pages, page, queries):
     )
 
 
-def attend(q, keys, values, table, lengths):
+def prepare(q, keys, _values, table, lengths):
+    """Make the block mask; return attention with it, which takes the same arguments.
+
+    The mask depends on table and lengths alone, so these must keep their values.
+    """
     heads, pages, page, width = keys.shape
     mask = block_mask(table, lengths, pages, page, q.shape[2])
-    pools = (pool.view(1, heads, pages * page, width) for pool in (keys, values))
-    return COMPILED(q, *pools, block_mask=mask)
+
+    def attend(q, keys, values, _table, _lengths):
+        pools = (pool.view(1, heads, pages * page, width) for pool in (keys, values))
+        return COMPILED(q, *pools, block_mask=mask)
+
+    return attend
