@@ -1,4 +1,4 @@
-"""Larger tiles, grouped tile order and autotuning make a Triton GEMM nearly as fast as cuBLAS.
+"""Larger tiles, then tile order and tuning together, make a Triton GEMM nearly as fast as cuBLAS.
 
 A 64x64 tile of the result does 32 multiplications per value that it loads, and the tensor cores
 wait for the traffic between L2 and the SMs. A 128x256 tile loads three eighths as much ("larger").
@@ -8,10 +8,11 @@ order at its first call, outside the timed region, and keeps the fastest, becaus
 differs between GPUs. On an H200 "larger" reaches 0.85 of the speed of cuBLAS, the library arm, and
 "autotuned" 0.98.
 
-Both "grouped" and "autotuned" are judged against "larger": what "autotuned" gains over "grouped" is
-what tuning adds. Its schedules differ in tile shape, pipeline stages and group size. What each of
-these contributes was not measured separately. The evidence is about the grouped order alone: the
-reads of device memory that it saves.
+Both "grouped" and "autotuned" are judged against "larger". So in "autotuned" two things change
+together: the order and the schedule. "grouped" is itself one of the five schedules, and tuning may
+keep it, so no evidence is sure to tell the two apart, and no bar judges what tuning adds. The
+evidence of both is the grouped order's: device memory is read less. The schedules differ in tile
+shape, pipeline stages and group size; what each of these contributes was not measured separately.
 
 The accumulators of a 128x256 tile take half of all registers of an SM. Triton's tile sides are
 powers of two, so the next larger tile would take all of them. cuBLAS can choose tiles in between.
