@@ -64,7 +64,6 @@ course_unmeasured = [
     "ch07/transpose_ladder",
     "ch08/smem_weight_mlp",
     "ch08/threshold_predication",
-    "ch09/fp8_gemm",
     "ch09/gemm_epilogue_fusion",
     "ch09/inline_ptx_packed_math",
     "ch10/cluster_dsmem_reduction",
