@@ -219,7 +219,7 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
     "timer slack": lambda: _text_of("/proc/self/timerslack_ns"),  # of all sleeps and timeouts
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
-    "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if callable(h)],
+    "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if _is_users(h)],
     "tracemalloc": tracemalloc.is_tracing,
     "huge pages": lambda: _prctl(_GET_THP_DISABLE, 0, 0, 0, 0) != 1,
     "coroutine origins": sys.get_coroutine_origin_tracking_depth,
@@ -243,6 +243,12 @@ def changed_since_start() -> list[str]:
     if any(_is_foreign(finder) for finder in (*sys.meta_path, *sys.path_hooks)):
         changed.append("sys.meta_path or sys.path_hooks")
     return changed
+
+
+def _is_users(function: object) -> bool:
+    """Whether a Python function is none of an installed library, such as a DataLoader's."""
+    code = getattr(function, "__code__", None)
+    return code is not None and not code.co_filename.startswith(_LIBRARIES)
 
 
 def _is_foreign(finder: object) -> bool:
