@@ -5,8 +5,9 @@ block with many long items ends last, and the GPU is partly idle until then. Wit
 atomicAdd per item, a block that becomes free takes the next item (dynamic load balancing). The
 library arm needs neither: it is a grid of one block per item, and the hardware starts the next
 block where one ends. But it repeats the prologue for each item, here the copy of a table to shared
-memory, and should lose to the queue. That is what a queue is for: blocks that stay because their prologue
-is costly, and items of uneven length. Without a prologue, one block per item is the better choice.
+memory, and should lose to the queue. That is what a queue is for: blocks that stay because their
+prologue is costly, and items of uneven length. Without a prologue, one block per item is the better
+choice.
 
 All arms have as many blocks at a time as fit on the GPU, three per SM, so they differ only in how
 items are distributed. A block requests its next item when it starts the current one, so it does not
