@@ -61,7 +61,7 @@ class Inspected:
     """Why figures of a kind could not be read."""
     errors: list[str] = field(default_factory=list)  #: What went wrong; the timing is valid.
     invalid: InvalidMeasurement | None = None  #: Why the arm's timing is not valid.
-    read_trace: Callable[[], Trace | None] = lambda: None
+    read_trace: Callable[[], Trace | None] = lambda: None  #: Reads the recorded trace.
 
 
 Step = Callable[[Call, Inspected], None]
@@ -144,9 +144,9 @@ def inspect(
                 call()  # loads modules and libraries
                 bound.device.synchronize()
                 calls.append((call, steps, inspected))
-        # it would add to figures of the host
+        # a loaded tracer would add to the figures of the host
         for bound, *_ in planned[: not uses_host]:
-            with _noted(Inspected()):  # to trace an arm then fails, too
+            with _noted(Inspected()):  # if this fails, tracing an arm fails, too, and is noted
                 bound.device.load_tracer()
     with (lock.exclusive_host if uses_host else lock.exclusive_gpu)() if calls else nullcontext():
         for call, steps, inspected in calls:

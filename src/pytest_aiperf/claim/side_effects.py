@@ -84,7 +84,7 @@ class SideEffects:
                 yield f"memory of child processes: {name} starts some"
 
     def _made_by_the_test(self) -> Iterator[str]:
-        """Describe what slows the baseline down, or reads results early, before any arm has run."""
+        """Name library functions that were replaced, and slow settings that the test has made."""
         replaced = replaced_functions().union(*(r.replaced for r in self.references.values()))
         if replaced:
             names = sorted(replaced)

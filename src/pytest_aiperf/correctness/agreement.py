@@ -94,8 +94,8 @@ COARSE_RATIO, COARSE_SHARE, COARSE_LEAST = 4, 1 / 8, 2e-13
 """An arm is reported as not checked if its RMS error is more than so many times the baseline's, and
 more than this share of what is always allowed, although the claim declares no lower precision. It
 may leave out a part of the work that is small beside the rest. On an H200, another order of
-summation had at most 9 times the baseline's error, and a nineteenth of what is allowed. Errors up
-to the third figure are no sign in fp64, in which the reference has such errors itself."""
+summation had at most 9 times the baseline's error, and a nineteenth of what is allowed. An error
+below the third figure is never reported: in fp64, the reference has such errors itself."""
 MAX_SINGLE_CHECKS = 4
 """Tensors of one argument that are checked one by one for being written only, unless all are. More
 count as read: a training step changes each of hundreds of parameters, and each check is a call."""

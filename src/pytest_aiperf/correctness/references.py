@@ -10,13 +10,13 @@ import contextlib
 import functools
 import itertools
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Prepared
+from pytest_aiperf.rules import validity
 
 from . import stored, tensors
 
@@ -33,7 +33,6 @@ _INSPECTED = (
 )  # fmt: skip
 _INSPECTED_OF_TORCH = "torch._tensor", "torch.functional", "torch.nn.functional"
 """Packages and modules in which :func:`replaced_functions` looks: all would take 0.1 s."""
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 Place = tuple[int, str]  #: The id of a dict or cell, and a name in it.
 State = tuple[Any, ...]
@@ -145,7 +144,7 @@ class References:
 def _is_installed(value: object) -> bool:
     """Whether a function is defined in an installed library, or an object's class by the plugin."""
     if type(value) is types.FunctionType:
-        return value.__code__.co_filename.startswith(_LIBRARIES)
+        return value.__code__.co_filename.startswith(validity.LIBRARIES)
     return _is_of_plugin(type(value)) and type(value) is not Prepared
 
 
@@ -156,23 +155,21 @@ def _is_of_plugin(kind: type) -> bool:
 def _is_library_class(kind: type) -> bool:
     """Whether an installed library or the plugin defines a class."""
     file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None)
-    return _is_of_plugin(kind) or bool(file and file.startswith(_LIBRARIES))
+    return _is_of_plugin(kind) or bool(file and file.startswith(validity.LIBRARIES))
 
 
 def _is_replaced(module: types.ModuleType, value: object) -> bool:
     """Whether a module of an installed library has a function that is defined elsewhere."""
-    file = value.__code__.co_filename if type(value) is types.FunctionType else "<C>"
     home = getattr(module, "__file__", None)  # None for modules in C
-    is_own = str(getattr(value, "__module__", "")).startswith("pytest_aiperf.")
-    is_code = file.startswith("<") or file.startswith(_LIBRARIES) or is_own
-    return not is_code and (home is None or home.startswith(_LIBRARIES))
+    is_library = home is None or home.startswith(validity.LIBRARIES)
+    return is_library and type(value) is types.FunctionType and validity.is_foreign(value)
 
 
 def replaced_functions() -> set[str]:
-    """Name the functions and methods of some libraries in whose place there is one from elsewhere.
+    """Name the functions and methods of some libraries that code from elsewhere has replaced.
 
-    The harness may call them between the end of the clock and the copy of a result, inputs() while
-    nothing is timed, and other library functions in the baseline.
+    Such code may run unnoticed: when the harness copies a result, when inputs() draws values, or
+    inside the library functions that the baseline calls.
     """
     found: set[str] = set()
     for name, module in tuple(sys.modules.items()):
@@ -184,11 +181,7 @@ def replaced_functions() -> set[str]:
         for path, value in tuple(functions):
             if issubclass(type(value), type) and vars(value).get("__module__") == name:
                 functions += [(f"{path}.{key}", method) for key, method in vars(value).items()]
-        found |= {
-            path
-            for path, value in functions
-            if type(value) is types.FunctionType and _is_replaced(module, value)
-        }
+        found |= {path for path, value in functions if _is_replaced(module, value)}
     return found
 
 

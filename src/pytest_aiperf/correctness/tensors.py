@@ -441,7 +441,7 @@ def sample(array: Any, entropy: int) -> list[float]:
 
 
 _positions: dict[Hashable, tuple[Any, ...]] = {}
-"""Positions that :func:`sample` reads, an array per dimension, for each shape on each device."""
+"""The positions that :func:`sample` reads, as one array per dimension, by shape and device."""
 
 
 def _drawn(shape: tuple[int, ...], entropy: int) -> tuple[Any, ...]:

@@ -57,10 +57,10 @@ def trace(
 ) -> Callable[[], Trace | None]:
     """Trace warmed-up calls on the device's stream; return a function that reads the trace.
 
-    To write and read it takes long and needs no GPU. The function returns None if the call uses no
-    GPU. ``before`` runs untraced before each traced call: it puts caches and the queue of the
-    stream into the state in which the claim is timed. A call takes about ``call_s`` seconds. CUPTI
-    traces the launches of all libraries in the process. Time nothing after a trace, see
+    Writing and reading a trace takes long and needs no GPU. The function returns None if the call
+    uses no GPU. ``before`` runs untraced before each traced call: it puts caches and the queue of
+    the stream into the state in which the claim is timed. A call takes about ``call_s`` seconds.
+    CUPTI traces the launches of all libraries in the process. Time nothing after a trace, see
     :func:`load`.
     """
     import torch

@@ -209,7 +209,8 @@ _SIGNALS = tuple(
 _prctl = ctypes.CDLL(None).prctl
 _GET_THP_DISABLE = 42  # PR_GET_THP_DISABLE
 _NUMPY_BUFFER = 8192  # elements, the default of numpy.setbufsize
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""Folders of the standard library and of installed packages."""
 _PROCESS: dict[str, Callable[[], object]] = {
     "subnormal numbers": lambda: float("5e-320") * 0.5 != 0,
     "sys.getswitchinterval": sys.getswitchinterval,
@@ -219,7 +220,7 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "nice value": lambda: os.getpriority(os.PRIO_PROCESS, 0),
     "timer slack": lambda: _text_of("/proc/self/timerslack_ns"),  # of all sleeps and timeouts
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
-    "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if _is_users(h)],
+    "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if is_foreign(h)],
     "tracemalloc": tracemalloc.is_tracing,
     "huge pages": lambda: _prctl(_GET_THP_DISABLE, 0, 0, 0, 0) != 1,
     "coroutine origins": sys.get_coroutine_origin_tracking_depth,
@@ -240,22 +241,19 @@ def changed_since_start() -> list[str]:
     numpy = sys.modules.get("numpy")
     if numpy and numpy.getbufsize() != _NUMPY_BUFFER:
         changed.append("numpy.setbufsize")
-    if any(_is_foreign(finder) for finder in (*sys.meta_path, *sys.path_hooks)):
+    if any(map(is_foreign, (*sys.meta_path, *sys.path_hooks))):
         changed.append("sys.meta_path or sys.path_hooks")
     return changed
 
 
-def _is_users(function: object) -> bool:
-    """Whether a Python function is none of an installed library, such as a DataLoader's."""
-    code = getattr(function, "__code__", None)
-    return code is not None and not code.co_filename.startswith(_LIBRARIES)
+def is_foreign(value: object) -> bool:
+    """Whether a function or class is defined outside installed libraries and this package.
 
-
-def _is_foreign(finder: object) -> bool:
-    """Whether a finder of modules belongs to no installed library and not to Python."""
-    kind = finder if hasattr(finder, "__module__") else type(finder)
-    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or ""
-    return bool(file) and not file.startswith(_LIBRARIES)
+    For another object, its class counts. A signal handler that a DataLoader installs is not foreign.
+    """
+    module, code = str(getattr(value, "__module__", "")), getattr(value, "__code__", None)
+    file = code.co_filename if code else getattr(sys.modules.get(module), "__file__", None) or "<C>"
+    return not (module.startswith("pytest_aiperf.") or file.startswith(("<", *LIBRARIES)))
 
 
 def _text_of(path: str) -> str:
