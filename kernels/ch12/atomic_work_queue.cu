@@ -29,7 +29,7 @@ __device__ void load_table(const int* table, int* shared) {
     __syncthreads();
 }
 
-// The address of each step depends on the step before, so every step pays the load latency.
+// The address of each step depends on the step before, so a warp waits for the load in every step.
 __device__ void walk(const int* table, int steps, int item, int* out) {
     int word = item * THREADS + threadIdx.x;
     for (int i = 0; i < steps; ++i) word = table[(word ^ i) & (WORDS - 1)];

@@ -2,8 +2,9 @@
 
 It predicts the next word of the source code of PyTorch, which every installation has, from the
 words before it (a feed-forward language model after Bengio et al., 2003). Its vocabulary and its
-width are those of a model with eight billion weights, and it is trained in seconds. So rows of the
-output matrix, hidden states and logits are what training makes of them, not what a claim chooses.
+width are those of a model with eight billion weights, and its training should take seconds. So rows
+of the output matrix, hidden states and logits are what training makes of them, not what a claim
+chooses.
 """
 
 import re
@@ -24,7 +25,7 @@ BATCH = 2048
 """Predictions per training step."""
 
 WORD = re.compile(r" ?\w+|\s+|[^\w\s]", re.ASCII)
-"""A word, white space or a symbol. ASCII halves the time and differs in a few comments only."""
+"""A word, white space or a symbol. ASCII takes less time and differs in a few comments at most."""
 
 
 class Model(NamedTuple):

@@ -3,12 +3,12 @@
 In a tensor-parallel layer each rank computes its share of the rows and gathers the others. With
 `all_gather` into a list, each layer allocates one tensor per rank, NCCL copies its result into
 them, and `cat` copies them again. `all_gather_into_tensor` writes the shards in rank order, which
-already is the concatenation: 48 launches instead of 96 save host time, and the device avoids copies
-of a few megabytes per layer.
+already is the concatenation: 48 launches instead of 96 should save host time, and the device avoids
+copies of a few megabytes per layer; which of the two gains more was not measured.
 
 Weights are split by rows and activations kept as columns, so a shard is contiguous. Where the split
-runs along the inner dimension, a copy is needed either way. The gain ends where the GEMM of a layer
-takes longer than the host's work.
+runs along the inner dimension, a copy is needed either way. Where the GEMM of a layer takes longer
+than the host's work, only the copies should be left to gain.
 """
 
 import pytest

@@ -103,8 +103,8 @@ def test_fused_linear_cross_entropy_time(compare: Compare) -> None:
         cache="warm",
         precision="bf16",
         evidence=[
-            # if each array that exceeds the L2 cache is moved once per use, eager PyTorch moves at
-            # least 42 GB. The chunks move 27 to 30, most of them for their products: 0.71 at most
+            # if each array that exceeds the L2 cache is moved once per use, eager PyTorch must move
+            # at least 42 GB, and the chunks 27 to 30, most of them for their products: 0.71 at most
             evidence.counter("dram__bytes.sum", max=0.75, per="baseline"),
             evidence.spills(kernel="_loss_and_gradient"),
         ],

@@ -12,9 +12,10 @@ most 1/0.98 of that with separate pools. The price is that a graph may overwrite
 left in the pool, so results must be copied out before the next replay or, as here, be written to
 tensors that were allocated outside. The limit is the sum of the batch sizes over the largest one,
 4.5, if each private pool is as large as its batch needs, and the shared one as large as the
-largest. The gain is somewhat larger, because PyTorch reserves 20 MiB at a time for tensors of 1 to
-10 MiB, which leaves the pools of the smallest batches partly empty. If the smallest batch were
-captured first, each larger one would find the blocks too small and reserve new ones.
+largest. The gain should be somewhat larger, 4.9 by estimate: PyTorch reserves 20 MiB at a time for
+tensors of 1 to 10 MiB and rounds larger ones up to 2 MiB, which leaves small pools partly empty. If
+the smallest batch were captured first, each larger one would find the blocks too small and reserve
+new ones.
 """
 
 from functools import partial
@@ -28,7 +29,7 @@ from kernels.ch15.decoder import capture_graph
 from pytest_aiperf import Bench, Compare, Score, evidence, prepared, static
 
 SIZES = tuple(256 * i for i in (8, 7, 6, 5, 4, 3, 2, 1))
-"""Tokens per batch. With twice as many, the graphs of all replicates would need 20 GB."""
+"""Tokens per batch. With twice as many, the graphs would need an estimated 20 GB."""
 
 MAX_PRICE = 1 / 0.98
 """Most that the wall time of all replays may be longer with one pool."""

@@ -9,8 +9,8 @@ lookup costs little.
 
 The library arm of "64" is what PyTorch has for this: FlexAttention, compiled, with a block mask
 that lists the pages of each sequence. The mask is made in the untimed setup, because an engine
-makes it once per step for all layers. FlexAttention has no arm for pages of 16 tokens, because its
-tile of 64 keys must divide a block of the mask, which is a page. FlashInfer is not compared. The
+makes it once per step for all layers. FlexAttention was not measured with pages of 16 tokens: a
+tile of its kernel must fit into a page, and has 64 keys by default. FlashInfer is not compared. The
 library arm of "16" shows what the lookup costs: the same kernel on a contiguous cache, which has
 one page of the longest length per sequence.
 

@@ -249,7 +249,7 @@ def changed_since_start() -> list[str]:
 def is_foreign(value: object) -> bool:
     """Whether a function or class is defined outside installed libraries and this package.
 
-    For another object, its class counts. A signal handler that a DataLoader installs is not foreign.
+    For other objects, the class counts. The signal handlers of a DataLoader are not foreign.
     """
     module, code = str(getattr(value, "__module__", "")), getattr(value, "__code__", None)
     file = code.co_filename if code else getattr(sys.modules.get(module), "__file__", None) or "<C>"
