@@ -51,4 +51,4 @@ class ClaimNotMet(AiperfError, AssertionError):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch or cupy ran out of GPU memory; found by name, so that neither is imported."""
-    return type(error).__name__ == "OutOfMemoryError"
+    return type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)

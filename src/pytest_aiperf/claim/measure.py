@@ -4,6 +4,7 @@ import math
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -179,6 +180,9 @@ class _Trial:
 
     def keep(self, error: Exception) -> None:
         self.error = error
+        if is_out_of_memory(error):  # its traceback would keep the buffers that were built
+            traceback.clear_frames(error.__traceback__)
+            self.context.device.release()
         if self.alone:
             return
         if self.context.device.ranks.count > 1 and not isinstance(error, ClaimNotMet):
@@ -275,17 +279,20 @@ def _time(trials: Sequence[_Trial]) -> None:
     """Time claims together; if that fails, time each by itself."""
     ladder, context = Ladder([trial.bound for trial in trials]), trials[0].context
     context.step()
+    failure: str | None = None
     try:
         timings, notes, unchecked = _measure(ladder, context)
     except Exception as why:  # noqa: BLE001  the claim's test raises it
         if len(trials) == 1:
             trials[0].keep(why)
             return
+        failure = str(why)
+    if failure is not None:  # outside of the handler, where the error would keep the ladder's buffers
         context.device.synchronize()  # raises if the error has broken the CUDA context
         del ladder
         context.device.release()
         for trial in trials:
-            trial.note(f"timed by itself, because the ladder could not be timed: {why}")
+            trial.note(f"timed by itself, because the ladder could not be timed: {failure}")
             _time([trial])
         return
     is_time = timings[0].metric in (Metric.DEVICE, Metric.WALL)

@@ -53,6 +53,9 @@ common on machines that do other work."""
 LARGE_SHARE = 1 / 20
 """Fraction of the GPU's memory above which the arms use one set of inputs in turn, and their
 outputs are not kept: up to 40 % of the memory, this leaves room for the reference's result."""
+FILLING_SHARE = 1 / 2
+"""Fraction of the GPU's memory above which an arm gets one set of inputs, if the set is so large
+that a call on it evicts its start from the L2."""
 MIN_SETS = 3  #: Input sets that are built whatever they cost: successive calls differ in data.
 WARM_HOST_BYTES = 2 << 20
 """Size of the input sets of a host claim beyond MIN_SETS: they fit in the L2 of a CPU's core."""
@@ -243,8 +246,12 @@ class Sampler:
         """Choose the number of input sets: as many as a block has calls, if that is affordable."""
         gpu, size = self.device.gpu, max(1, self.bound.set_bytes)
         fastest = min(self._first_s.values())
+        least = input_sets(gpu, self.bound.claim.cache, self.bound.set_bytes)
+        fills = gpu and least * size * len(self.ladder.arms) > FILLING_SHARE * gpu.memory_bytes
         # twice the limit: other claims on the GPU may have slowed the calls down
-        if self.large or (fastest > 2 * MAX_BLOCK_S and self._min_calls(fastest) == 1):
+        if self.large or (
+            (fills or fastest > 2 * MAX_BLOCK_S) and self._min_calls(fastest) == 1
+        ):
             self.sets = 1  # a block will hold one call, which needs one input set
             return
         room = WARM_HOST_BYTES
@@ -258,7 +265,6 @@ class Sampler:
         affordable = min(
             room // size, int(RENEWAL_S / max(self._set_s, 1e-6)), validity.MAX_INPUT_SETS
         )
-        least = input_sets(gpu, self.bound.claim.cache, self.bound.set_bytes)
         # the slowest rank decides for all
         self.sets = int(-self.device.ranks.max(-max(least, min(wanted, affordable))))
 

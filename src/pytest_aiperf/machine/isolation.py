@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -135,8 +136,10 @@ def describe(end: ProcessExit) -> str:
     after = f"after {end.seconds:.1f} s"
     for message in end.messages:
         if message["kind"] == "crash":
-            last_line = str(message.get("text")).strip().rpartition("\n")[2]
-            return f"crashed {after}: {last_line}"
+            # the last line that no traceback has indented; advice of torch follows in others
+            lines = str(message.get("text")).splitlines()
+            errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+            return f"crashed {after}: {(errors or lines or [''])[-1].strip()}"
     if end.status == "signalled":
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(end.code, f"signal {end.code}")

@@ -55,6 +55,8 @@ class ClaimEntry:
     """The entry of one claim."""
 
     require: Require = field(default_factory=Require)  #: Written by people.
+    require_on: Mapping[str, Require] = field(default_factory=dict)
+    """What differs from ``require`` on a GPU (h100) or an architecture (sm90)."""
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
     """Accepted figures, by GPU (h200), by architecture (sm90), or of a host (cpu)."""
 
@@ -71,11 +73,15 @@ class Expectations:
         If the GPU has no entry, that of its architecture counts: sm90 for h200, 2xsm90 for 2xh200.
         """
         entry = self.claims.get(claim, ClaimEntry())
-        fallback = re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
-        for name in () if key == HOST else (key, fallback):
+        names = key, re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
+        require = entry.require
+        if special := next(filter(None, map(entry.require_on.get, names)), None):
+            figures = {name: x for name, x in asdict(special).items() if x is not None}
+            require = replace(require, **figures)
+        for name in () if key == HOST else names:
             if recorded := entry.recorded.get(name):
-                return Expectation(entry.require, recorded, name, recorded.code != code)
-        return Expectation(entry.require)
+                return Expectation(require, recorded, name, recorded.code != code)
+        return Expectation(require)
 
 
 def load(path: Path) -> Expectations:
@@ -144,10 +150,10 @@ def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
     where = f"{CLAIMS}.{claim}"
     if not is_claim_id(claim):
         raise ValueError(f"{where}: {claim!r} is not folder/name[param]")
-    require, recorded = Require(), {}
+    require, require_on, recorded = Require(), {}, {}
     for key, entry in entries.items():
         if key == "require":
-            require = _within_bounds(Require, entry, f"{where}.{key}")
+            require, require_on = _require(entry, f"{where}.{key}")
         elif difflib.get_close_matches(key, ["require"]):
             raise ValueError(f"{where}.{key}: unknown {key}; did you mean require?")
         elif _KEY.fullmatch(key):
@@ -158,7 +164,20 @@ def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
                 raise ValueError(f"{where}.{key}.recorded: a day is needed, such as 2026-01-31")
         else:
             raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h200")
-    return ClaimEntry(require, recorded)
+    return ClaimEntry(require, require_on, recorded)
+
+
+def _require(entry: object, where: str) -> tuple[Require, dict[str, Require]]:
+    """Read what is required everywhere, and what differs on some GPUs."""
+    on: dict[str, Require] = {}
+    if isinstance(entry, dict):
+        special = {key: value for key, value in entry.items() if isinstance(value, dict)}
+        entry = {key: value for key, value in entry.items() if key not in special}
+        for key, figures in special.items():
+            if not _KEY.fullmatch(key):
+                raise ValueError(f"{where}.{key}: {key!r} is not a GPU such as h100")
+            on[key] = _within_bounds(Require, figures, f"{where}.{key}")
+    return _within_bounds(Require, entry, where), on
 
 
 def _is_date(text: str) -> bool:
