@@ -32,7 +32,7 @@ def cells(bench: Bench) -> torch.Tensor:
 
 def simulation(launcher, start):
     """Return the state, a graph of the steps up to the next snapshot, and two pinned buffers."""
-    state, scratch = start.clone(), torch.empty_like(start)
+    state, scratch = torch.stack([start, start])  # views of one tensor: neither is freed alone
     launcher(state, scratch, len(state), STEPS)  # loads the kernel before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -90,6 +90,7 @@ class CudaDevice:
         self._stream = self._make_stream()
         self._cupy_stream: Any = None
         self._cupy_used = False
+        self._has_workspaces = False
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._copied = torch.cuda.Event(enable_timing=False)
@@ -205,8 +206,22 @@ class CudaDevice:
     held_noise_bytes = 64 << 10  # torch rounds each allocation up to 512 bytes
 
     def held_bytes(self) -> int:
+        if not self._has_workspaces:
+            self._has_workspaces = True
+            self._make_workspaces()
         gc.collect()
         return int(self._torch.cuda.memory_allocated())
+
+    def _make_workspaces(self) -> None:
+        """Let cuBLAS allocate its workspaces, which would count for the arm that needs them first.
+
+        It has one for each stream and thread: this one, and the one that runs backward passes.
+        """
+        for stream in (contextlib.nullcontext(), self.current()):
+            with stream:
+                x = self._torch.ones(64, 64, device=self.torch_device, requires_grad=True)
+                (x @ x).sum().backward()
+        self.synchronize()
 
     def load_tracer(self) -> None:
         load(lambda: self._spin(_MIN_BLOCKING_S), self)

@@ -83,10 +83,13 @@ def trace(
                     call()
                 device.synchronize()
 
+    # now, because the next trace or count of this process discards this one's activities
+    folder = tempfile.TemporaryDirectory()
+    file = Path(folder.name) / "trace.json"
+    profiler.export_chrome_trace(str(file))
+
     def reading() -> Trace | None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(file))
+        with folder:
             content = json.loads(file.read_text(encoding="utf-8", errors="replace"))
         return read(content["traceEvents"])
 
