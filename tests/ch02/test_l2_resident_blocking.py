@@ -47,7 +47,7 @@ def frames(bench: Bench) -> Frames:
     level, noise = torch.rand(2, count, 1, device=bench.device)
     x = torch.randn(count, pixels, device=bench.device).mul_(5 + 10 * noise).add_(100 + 100 * level)
     for frame in x:
-        stars = torch.randint(pixels, (pixels // 50,), device=bench.device)
+        stars = torch.randperm(pixels, device=bench.device)[: pixels // 50]  # without repeats
         frame[stars] += torch.empty_like(frame[stars]).exponential_(1 / 200)
     return x, torch.empty(count, 2, device=bench.device), count, pixels
 

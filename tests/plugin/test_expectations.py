@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from datetime import date
@@ -106,9 +107,11 @@ def test_reads_everything(path, either_loader):
     assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tile", "ch09/chain"]
     assert loaded.claims["ch07/copy[vector]"] == ClaimEntry(
         Require(1.5, 0.99, 0.85),
-        {"h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)},
+        recorded={
+            "h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)
+        },
     )
-    assert loaded.claims["ch09/chain"] == ClaimEntry(Require(speedup=2.0))
+    assert loaded.claims["ch09/chain"] == ClaimEntry(Require(speedup=2))
 
 
 def test_missing_file_expects_nothing(path):
@@ -133,6 +136,32 @@ def test_a_host_is_never_expected_to_reach_a_recorded_figure(path):
     path.write_text(f"schema: 1\nclaims:\n  a/b:\n    require: {{speedup: 1}}\n    cpu: {ENTRY}\n")
     assert list(load(path).claims["a/b"].recorded) == ["cpu"]
     assert load(path).lookup("a/b", "cpu", "", "a") == Expectation(Require(speedup=1.0))
+
+
+def test_a_gpu_or_an_architecture_may_have_a_requirement_of_its_own(path):
+    path.write_text(
+        "schema: 1\nclaims:\n"
+        "  a/b: {require: {speedup: 2, share: 0.5, h100: {speedup: 1.5}, sm100: {library: 1}}}\n"
+    )
+    loaded = load(path)
+    assert loaded.lookup("a/b", "h200", "sm90", "").require == Require(speedup=2, share=0.5)
+    assert loaded.lookup("a/b", "h100", "sm90", "").require == Require(speedup=1.5, share=0.5)
+    assert loaded.lookup("a/b", "b200", "sm100", "").require == Require(2, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [
+        ("h100: {sped: 1}", "require.h100: unknown sped"),
+        ("h100: {speedup: 0}", "require.h100.speedup: must be above 0"),
+        ("H 100: {speedup: 1}", "'H 100' is not a GPU such as h100"),
+    ],
+)
+def test_a_wrong_requirement_of_a_gpu_is_refused(path, special, message):
+    path.write_text(f"schema: 1\nclaims: {{a/b: {{require: {{{special}}}}}}}\n")
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load(path)
+
 
 
 def test_several_gpus_fall_back_to_as_many(path):

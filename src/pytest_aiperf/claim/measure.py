@@ -287,7 +287,7 @@ def _time(trials: Sequence[_Trial]) -> None:
             trials[0].keep(why)
             return
         failure = str(why)
-    if failure is not None:  # outside of the handler, where the error would keep the ladder's buffers
+    if failure is not None:  # not in the handler, where the error would keep the buffers
         context.device.synchronize()  # raises if the error has broken the CUDA context
         del ladder
         context.device.release()
