@@ -163,7 +163,6 @@ def test_a_wrong_requirement_of_a_gpu_is_refused(path, special, message):
         load(path)
 
 
-
 def test_several_gpus_fall_back_to_as_many(path):
     path.write_text(f"schema: 1\nclaims:\n  a/b:\n    2xsm90: {ENTRY}\n")
     assert load(path).lookup("a/b", "2xh200", "sm90", "a").key == "2xsm90"

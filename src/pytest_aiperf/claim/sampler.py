@@ -249,9 +249,7 @@ class Sampler:
         least = input_sets(gpu, self.bound.claim.cache, self.bound.set_bytes)
         fills = gpu and least * size * len(self.ladder.arms) > FILLING_SHARE * gpu.memory_bytes
         # twice the limit: other claims on the GPU may have slowed the calls down
-        if self.large or (
-            (fills or fastest > 2 * MAX_BLOCK_S) and self._min_calls(fastest) == 1
-        ):
+        if self.large or ((fills or fastest > 2 * MAX_BLOCK_S) and self._min_calls(fastest) == 1):
             self.sets = 1  # a block will hold one call, which needs one input set
             return
         room = WARM_HOST_BYTES
