@@ -150,7 +150,8 @@ def _claim_entry(claim: str, entries: Mapping[str, Any]) -> ClaimEntry:
     where = f"{CLAIMS}.{claim}"
     if not is_claim_id(claim):
         raise ValueError(f"{where}: {claim!r} is not folder/name[param]")
-    require, require_on, recorded = Require(), {}, {}
+    require_on: dict[str, Require] = {}
+    require, recorded = Require(), {}
     for key, entry in entries.items():
         if key == "require":
             require, require_on = _require(entry, f"{where}.{key}")
