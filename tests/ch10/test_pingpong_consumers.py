@@ -11,11 +11,11 @@ arm, takes as long as both.
 A gain of a tenth was expected; on an H200 it is 0.6 percent. The price of the turns is that a step
 loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB through the L2 cache instead of 0.81,
 in 107 µs. These are 12.5 TB/s instead of 7.5, and the kernel that measures this GPU's L2 rate
-reaches 9.4. So the loads are at or above what the L2 is known to deliver, and most likely take what
-the turns gain; no counter has confirmed it. Tiles of 128 x 128 would load 1.07 GB, still 10 TB/s.
-Clusters of two with multicast would load 0.81 GB with such tiles, and CUTLASS runs its ping-pong
-kernels with both. In attention, where softmax takes the place of the epilogue, turns do gain
-(test_flash_attention_hand.py).
+reaches 9.4, and a GEMM with small tiles 10.6 (test_cluster_tma_multicast.py). So the loads are
+above what the L2 is known to deliver, and most likely take what the turns gain; no counter has
+confirmed it. Tiles of 128 x 128 would load 1.07 GB, still 10 TB/s. Clusters of two with multicast
+would load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention,
+where softmax takes the place of the epilogue, turns do gain (test_flash_attention_hand.py).
 """
 
 import pytest
