@@ -7,13 +7,16 @@ writes the flag to mapped pinned host memory, which saves the copy but not the w
 "while_node" keeps the loop on the GPU: the last block of a step sets the condition of a WHILE node
 in a CUDA graph, and the host launches once for hundreds of steps. Each pass through the node's body
 costs the GPU a few microseconds, which "while_8_steps" pays once for 8 guarded steps. It is judged
-against "poll_every_8", the others against a poll after every step.
+against "poll_every_8", the others against a poll after every step. It is also the only rung that is
+faster than the library arm, a host that polls one burst late.
 
 The claim is judged on wall time, because the kernels are the same. The gain is small where a step
 takes longer than a launch and a wake-up. The library arm needs no conditional node: the host
 captures a burst of 8 guarded steps in a graph and launches it again before it reads the flag of the
-burst before, so the GPU does not wait for the host, and one burst too many runs. The body of a
-conditional node may contain kernels and copies, but nothing that needs the host.
+burst before, so that the GPU has work while the host wakes up, and one burst too many runs. But a
+burst is shorter than a launch and a wake-up: in the trace, the kernels take 0.6 ms of a call, which
+lasts 1.0 ms, and of "while_8_steps" 0.7. The body of a conditional node may contain kernels and
+copies, but nothing that needs the host.
 """
 
 from functools import partial

@@ -7,8 +7,8 @@ it reads two arrays and writes one. torch.compile, the library arm, fuses the th
 as fast.
 
 The claim is judged on device time, which leaves out the launches of both arms. The ratio of the
-bytes is 7/3; on an H200 it is 2.37x, because the three kernels move theirs at 97 to 100 % of the
-fused kernel's rate. The gain is smaller where the intermediate arrays stay in the L2 cache. For
+bytes is 7/3; the gain on an H200 is 2.36x, because the three kernels move theirs at 97 to 99 % of
+the fused kernel's rate. The gain is smaller where the intermediate arrays stay in the L2 cache. For
 kernels of a few microseconds, launches outweigh bytes, and a graph is what helps
 (test_graph_replay.py); the two combine, as a graph can hold fused kernels.
 """
