@@ -2,9 +2,9 @@
 
 It predicts the next word of the source code of PyTorch, which every installation has, from the
 words before it (a feed-forward language model after Bengio et al., 2003). Its vocabulary and its
-width are those of a model with eight billion weights, and its training should take seconds. So rows
-of the output matrix, hidden states and logits are what training makes of them, not what a claim
-chooses.
+width are those of a model with eight billion weights. It has one layer, because it is trained in
+the setup of the claim. So rows of the output matrix, hidden states and logits are what training
+makes of them, not what a claim chooses.
 """
 
 import re

@@ -15,7 +15,7 @@ the least recently used; the tree evicts leaves, so a prefix outlives its contin
 is the share of all prompt tokens that were reused. The reused values must be right: each prompt's
 values are compared with those computed from its first token. The library arm is a tree with room
 for all tokens: no cache can reuse more. Tokens that are not reused must be computed, so the time to
-the first token depends on the rest: about 32 % of the tokens with a cache for each chat, 24 % with
+the first token depends on the rest: about 31 % of the tokens with a cache for each chat, 24 % with
 blocks and 23 % with the tree. The gain depends on the trace: there is none where prompts share no
 prefix.
 """

@@ -7,7 +7,8 @@ some or none of it is visible; the kernel skips empty tiles, and evaluates the f
 partly visible ones, at the two edges of the window.
 
 The library arm is FlashAttention 2 with the window as an argument: it skips tiles as well, but
-knows masks of this form only. A causal kernel without the window is not compared.
+knows masks of this form only. On an H200 it takes 1.26 times as long; it was written for Ampere
+(test_sdpa_backend_choice.py). A causal kernel without the window is not compared.
 
 Both masks are built outside the timed region, once for all layers, as models do; the baseline's is
 additive, because PyTorch would otherwise convert it in each call. The kernel visits 9 of 128 tiles
