@@ -88,7 +88,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A figure other than a time, returned by an arm."""
+    """A figure other than the time of a call, returned by an arm.
+
+    If its unit is of time, rate or energy, such as ms or tokens/s, no other claim runs meanwhile.
+    """
 
     value: float  #: The figure; greater than 0.
     unit: str  #: Unit of the figure.

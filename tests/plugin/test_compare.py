@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aiperf import Work
+from pytest_aiperf import Score, Work
 from pytest_aiperf.claim import measure
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
@@ -144,6 +144,27 @@ def test_it_prepares_under_the_shared_lock_and_times_under_the_exclusive():
     for timed in ("exclusive_gpu", "exclusive_host"):
         locks += ["shared", timed, "shared"]
     assert context.lock.log == [*locks, "shared", *TRACED]
+
+
+def test_bytes_are_measured_beside_other_claims():
+    context = a_context()
+    measure_claim(a_claim(metric=("memory", "device")), context)
+    assert [name for name in context.lock.log if name != "shared"] == ["exclusive_gpu"] * 2
+
+
+@pytest.mark.parametrize(
+    ("unit", "times"),
+    [("MiB reserved", 0), ("tokens per pass", 0), ("tokens/s", 1), ("s (p99)", 1), ("ms", 1)],
+)
+def test_counts_are_measured_beside_other_claims_and_rates_are_not(unit, times):
+    def scored(score):
+        return lambda x: (x * 2, Score(score, unit, "lower"))
+
+    context = a_context()
+    arms = {"baseline": scored(2.0), "optimized": scored(1.0)}
+    result, problem = measure_claim(a_claim(**arms, metric="score"), context)
+    assert (problem, result.speedup.value) == (None, 2)
+    assert context.lock.log.count("exclusive_gpu") == times
 
 
 def test_a_step_waits_for_its_work_before_it_releases_the_lock():

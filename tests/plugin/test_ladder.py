@@ -2,12 +2,14 @@
 
 import functools
 import json
+import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from pytest_aiperf import prepared
-from pytest_aiperf.claim.bound_claim import BoundClaim
+from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.ladder import Ladder, identity
 from pytest_aiperf.claim.measure import measure_ladder
 from pytest_aiperf.claim.replicates import measure_metric
@@ -172,6 +174,66 @@ def test_a_wrong_rung_does_not_affect_the_others():
     assert "optimized disagrees with the reference" in str(errors[1])
     assert not results[0].notes
     assert not results[2].notes
+
+
+def test_agreement_calls_each_arm_and_the_reference_once_per_seed():
+    calls = Counter()
+
+    def counted(name, function):
+        def call(x):
+            calls[name] += 1
+            return function(x)
+
+        return call
+
+    arms = [counted(str(rung), doubling(rung)) for rung in (200, 100, 50)]
+    reference = counted("reference", lambda x: x + x)
+    steps = [
+        a_claim(baseline=arms[i], optimized=arms[i + 1], reference=reference) for i in range(2)
+    ]
+    ladder = Ladder([BoundClaim(claim, FakeDevice(), 1, full=True) for claim in steps])
+    for rung in ladder.rungs:
+        rung.bound.learn_effects()
+    calls.clear()
+    assert ladder.check_agreement(lambda step: step())
+    assert set(calls.values()) == {AGREEMENT_SEEDS}
+    assert [{error.arm for error in rung.agreement} for rung in ladder.rungs] == [
+        {"baseline", "optimized"}
+    ] * 2
+
+
+def test_no_arm_finds_the_result_of_another_one_in_freed_memory():
+    returned, alive = [], []
+
+    def kept(microseconds):
+        def double(x):
+            alive.append([result() is not None for result in returned])
+            result = doubling(microseconds)(x)
+            returned.append(weakref.ref(result))
+            return result
+
+        return double
+
+    claims = [a_claim(optimized=kept(rung)) for rung in (100, 50)]
+    ladder = Ladder([BoundClaim(claim, FakeDevice(), 1, full=True) for claim in claims])
+    for rung in ladder.rungs:
+        rung.bound.learn_effects()
+    assert ladder.check_agreement(lambda step: step())
+    # the second rung's arm runs first on each seed, and its result is kept for the first one's
+    assert [flags[-1] for flags in alive[1::2]] == [True] * AGREEMENT_SEEDS
+    assert not any(alive[-2])  # of the seeds before, nothing is
+
+
+def test_a_rung_whose_arm_fails_does_not_affect_the_others():
+    def failing(x):
+        raise RuntimeError("no kernel for this shape")
+
+    results, errors = outcomes(
+        a_claim(), a_claim(optimized=failing), a_claim(optimized=doubling(50))
+    )
+    assert [r.outcome for r in results] == [Outcome.PASSED, Outcome.ERROR, Outcome.PASSED]
+    assert "no kernel for this shape" in str(errors[1])
+    assert all(len(r.agreement) == 2 for r in (results[0], results[2]))
 
 
 def test_rungs_that_need_other_inputs_are_timed_apart_and_say_so():

@@ -4,9 +4,10 @@ import gc
 import inspect
 import math
 import random
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, Final, get_args
 
@@ -16,7 +17,17 @@ from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
-from pytest_aiperf.model import Bench, Error, Metric, Mode, PrecisionName, Prepared, Static, Work
+from pytest_aiperf.model import (
+    Bench,
+    Error,
+    Metric,
+    Mode,
+    PrecisionName,
+    Prepared,
+    Score,
+    Static,
+    Work,
+)
 from pytest_aiperf.rules import validity
 
 from . import arm_errors
@@ -38,6 +49,9 @@ MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
+
+_TIMED = re.compile(r"\b([nuµm]?s|min|h|seconds?|minutes?|hours?|Hz|m?[JW])\b")
+"""Found in the units of scores that other work on the machine changes, such as tokens/s."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -76,6 +90,8 @@ class BoundClaim:
         self._variants: dict[
             tuple[tuple[Any, ...], tuple[Hashable, ...]], int
         ] = {}  # seeds by the values that they gave
+        self._has_learned = False
+        self._score_units: set[str] = set()
         self._held: Counter[str] = Counter()  # bytes that arms hold after their calls
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays that differ between seeds
@@ -187,20 +203,39 @@ class BoundClaim:
         before = self.side_effects.references[name].nbytes
         return held + before[self.device.torch_device == "cpu"]
 
-    def _prepare_observed(self, name: str, inputs: Inputs) -> Callable[..., object]:
-        """Prepare an arm whose calls are observed: what they hold, change and write."""
+    def prepare_observed(
+        self, name: str, inputs: Inputs, others: Sequence[tuple["BoundClaim", str]] = ()
+    ) -> Callable[..., object]:
+        """Prepare an arm whose calls are observed: what they hold, change and write.
+
+        ``others`` are more claims that the arm is part of, and its name there.
+        """
         explained = partial(arm_errors.explained, name, on_cpu=self.device.torch_device == "cpu")
-        with explained(), self.counting(name):
+        owners = (self, name), *others
+        with explained(), ExitStack() as stack:
+            for bound, role in owners:
+                stack.enter_context(bound.counting(role))
             call = self.prepare(name, inputs)
 
         def observed(*args: object) -> object:
-            with explained(), self.side_effects.of(name), self.counting(name) as results:
+            with explained(), ExitStack() as stack:
+                counts = [stack.enter_context(bound.observing(role)) for bound, role in owners]
                 returned = call(*args)
+                values = returned if isinstance(returned, tuple) else (returned,)
+                self._score_units.update(v.unit for v in values if isinstance(v, Score))
                 if Metric.MEMORY in self.claim.metrics:
-                    results.append(tensors.nbytes((*args, returned)) - tensors.nbytes(args))
+                    size = tensors.nbytes((*args, returned)) - tensors.nbytes(args)
+                    for results in counts:
+                        results.append(size)
             return returned
 
         return observed
+
+    @contextmanager
+    def observing(self, name: str) -> Iterator[list[int]]:
+        """Observe a call of an arm; put the bytes of its results into the list."""
+        with self.side_effects.of(name), self.counting(name) as results:
+            yield results
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time; an arm from prepared(make) runs ``make`` on decoy values."""
@@ -289,39 +324,52 @@ class BoundClaim:
             self.refuse_changed_settings()  # also after an error: the setting may have caused it
         self.device.synchronize()  # work left on the GPU would disturb the timing of another claim
 
-    def check_agreement(
+    def learn_effects(
         self,
         share: Share = lambda step: step(),
         effects: agreement.ArgumentEffects | None = None,
-    ) -> tuple[Error, ...]:
-        """Check all arms against the reference on several seeds; return the worst errors.
-
-        Each seed takes the shared lock anew, so that other claims can be timed between seeds.
-        ``effects`` are those of the baseline, if they are known already.
-        """
+    ) -> None:
+        """Find out, once, what calls of the baseline return and change; ``effects`` may tell it."""
+        if self._has_learned:
+            return
+        self._has_learned = True
         if effects is None:
             share(self._infer_effects)
         else:
             self.effects = effects
-        seeds = range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
-        worst: dict[str, Error] = {}
-        shortcuts = agreement.Shortcuts(self.claim.precision)  # compares the first two seeds
-        checks = [
-            partial(self.check_seed, seed, shortcuts if i < 2 else None)
-            for i, seed in enumerate(seeds)
-        ]
-        for error in [e for check in checks for e in share(check)]:
-            other = worst.setdefault(error.arm, error)
-            if error.error * other.allowed > other.error * error.allowed:
-                worst[error.arm] = error
+
+    def check_agreement(self, share: Share = lambda step: step()) -> tuple[Error, ...]:
+        """Check all arms against the reference on several seeds; return the worst errors.
+
+        Each seed takes the shared lock anew, so that other claims can be timed between seeds.
+        """
+        self.learn_effects(share)
+        shortcuts = agreement.Shortcuts(self.claim.precision)
+        errors: list[Error] = []
+        for seed in self.agreement_seeds:
+            errors += share(partial(self.check_seed, seed, shortcuts))
+        self.end_agreement()
+        return worst(errors)
+
+    def depends_on_load(self, metric: Metric) -> bool:
+        """Whether other claims beside this one would change a metric: not bytes, nor counts."""
+        if metric is Metric.SCORE:
+            return not self._score_units or any(map(_TIMED.search, self._score_units))
+        return metric is not Metric.MEMORY
+
+    @property
+    def agreement_seeds(self) -> range:
+        """The seeds on which the arms must agree with the reference before they are timed."""
+        return range(self.seed + 1, self.seed + 1 + AGREEMENT_SEEDS)
+
+    def end_agreement(self) -> None:
         if self.full:
             gc.freeze()  # later collections skip the objects that exist now
-        return tuple(worst.values())
 
     def _infer_effects(self) -> None:
         with self.step():
             self.effects = agreement.infer_effects(
-                partial(self._prepare_observed, "baseline"),
+                partial(self.prepare_observed, "baseline"),
                 partial(self.make_inputs, self.seed),
                 agreement.parameter_names(self.claim.reference),
             )
@@ -376,24 +424,47 @@ class BoundClaim:
         self, seed: int, shortcuts: agreement.Shortcuts | None = None
     ) -> Sequence[Error]:
         """Check all arms against the reference on one seed; return each arm's errors."""
-        self.progress("checking results", seed=seed)
-        with self.step(), self._explained_if_prepared():
-            errors = agreement.agree(
-                {name: partial(self._prepare_observed, name) for name in self.claim.arms},
-                partial(self.make_inputs, seed),
-                self.claim.reference,
-                self.effects,
-                self.claim.precision,
-                kept_bytes=self.kept_bytes,
-                shortcuts=shortcuts,
-                unchecked=self.unchecked,
+        with self.step(), self.explained():
+            results = self.collect(
+                seed, {name: partial(self.prepare_observed, name) for name in self.claim.arms}
             )
-        if seed == self.seed + AGREEMENT_SEEDS:
+            return self.judge(results, {name: name for name in self.claim.arms}, seed, shortcuts)
+
+    def collect(self, seed: int, arms: Mapping[str, agreement.Prepare]) -> agreement.Results:
+        """Call arms and the reference on one seed, and compare their results."""
+        self.progress("checking results", seed=seed)
+        results = agreement.collect(
+            arms,
+            partial(self.make_inputs, seed),
+            self.claim.reference,
+            self.effects,
+            kept_bytes=self.kept_bytes / max(1, len(arms) / 3),
+        )
+        if seed == self.agreement_seeds[-1]:
             self.device.release()  # only once: this delays other processes' driver calls
-        return errors
+        return results
+
+    def judge(
+        self,
+        results: agreement.Results,
+        roles: Mapping[str, str],
+        seed: int,
+        shortcuts: agreement.Shortcuts | None = None,
+    ) -> Sequence[Error]:
+        """Judge the arms' results, which ``results`` has under the names in ``roles``.
+
+        ``shortcuts`` compares the results on the first two seeds.
+        """
+        return results.judge(
+            roles,
+            partial(self.make_inputs, seed),
+            self.claim.precision,
+            shortcuts if seed in self.agreement_seeds[:2] else None,
+            self.unchecked,
+        )
 
     @contextmanager
-    def _explained_if_prepared(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Add to the wrong result of a prepared arm what is special about its inputs."""
         try:
             yield
@@ -451,6 +522,16 @@ class BoundClaim:
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
         """Copy the tensors that a call returned or changed."""
         return agreement.copies(agreement.outputs_of(returned, inputs.args, self.effects))
+
+
+def worst(errors: Iterable[Error]) -> tuple[Error, ...]:
+    """Return each arm's error that is closest to what is allowed, or furthest above it."""
+    found: dict[str, Error] = {}
+    for error in errors:
+        other = found.setdefault(error.arm, error)
+        if error.error * other.allowed > other.error * error.allowed:
+            found[error.arm] = error
+    return tuple(found.values())
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:

@@ -13,9 +13,9 @@ from pytest_aiperf.correctness.agreement import Deviation
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.errors import AiperfError, WrongResult
-from pytest_aiperf.model import Metric, Prepared, Replicate, Round, Timing
+from pytest_aiperf.model import Error, Metric, Prepared, Replicate, Round, Timing
 
-from .bound_claim import BoundClaim
+from .bound_claim import BoundClaim, Share, worst
 
 VERIFIED_RESULTS = 4
 """Results of each arm that are verified at least, drawn from all that its timed blocks left: of an
@@ -51,6 +51,7 @@ class Rung:
     arms: dict[str, str] = field(default_factory=dict)
     """Names of the ladder's arms by their role in this claim: "baseline", "optimized", "library"
     and, unless it is the baseline, "first": the first arm of the ladder."""
+    agreement: tuple[Error, ...] = ()  #: The arms' largest errors before they were timed.
     error: Exception | None = None  #: Why the claim has no valid result, if it has none.
     suspicion: Exception | None = None
     """The error if no result is wrong, which would explain more."""
@@ -97,6 +98,53 @@ class Ladder:
             for role, arm in rung.arms.items():
                 if arm == name and role != "first":
                     yield rung.bound, role
+
+    def check_agreement(self, share: Share) -> bool:
+        """Check all arms against the reference on several seeds, on each seed every arm once.
+
+        The errors of each rung, or why its results are wrong, become its ``agreement`` and
+        ``error``. Return False if an arm fails: then check each rung by itself, which tells whose
+        error it is.
+        """
+        shortcuts = [agreement.Shortcuts(rung.bound.claim.precision) for rung in self.rungs]
+        errors: list[list[Error]] = [[] for _ in self.rungs]
+        for seed in self.bound.agreement_seeds:
+            try:
+                results = share(partial(self._collect, seed))
+            except Exception:  # noqa: BLE001  it comes again where each rung is checked
+                return False
+            share(partial(self._judge, results, seed, shortcuts, errors))
+            del results
+        self.bound.end_agreement()
+        for rung, found in zip(self.rungs, errors, strict=True):
+            rung.agreement = worst(found)
+        return True
+
+    def _collect(self, seed: int) -> agreement.Results:
+        with self.bound.step():
+            arms = {name: partial(self._prepare_observed, name) for name in self.arms}
+            return self.bound.collect(seed, arms)
+
+    def _judge(
+        self,
+        results: agreement.Results,
+        seed: int,
+        shortcuts: Sequence[agreement.Shortcuts],
+        errors: Sequence[list[Error]],
+    ) -> None:
+        """Judge each rung that has no error yet; put its errors into its list in ``errors``."""
+        for rung, shortcut, found in zip(self.rungs, shortcuts, errors, strict=True):
+            if rung.error is None:
+                roles = {role: name for role, name in rung.arms.items() if role != "first"}
+                try:
+                    with rung.bound.step(), rung.bound.explained():
+                        found.extend(rung.bound.judge(results, roles, seed, shortcut))
+                except Exception as why:  # noqa: BLE001  the claim's test raises it
+                    rung.error = why
+
+    def _prepare_observed(self, name: str, inputs: Inputs) -> Callable[..., object]:
+        (bound, role), *others = self.owners(name)
+        return bound.prepare_observed(role, inputs, others)
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
         """Return the callable to time of an arm."""

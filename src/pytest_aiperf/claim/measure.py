@@ -6,7 +6,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -138,9 +138,11 @@ def measure_ladder(
     effects: dict[Hashable, agreement.ArgumentEffects] = {}
     with _reserved_memory(trials):
         for trial in trials:
-            trial.run(partial(_agree, trial, effects))
+            trial.run(partial(_learn, trial, effects))
         for group in _groups(trials):
-            _time(group)
+            _agree(group)
+            if ready := [trial for trial in group if trial.error is None]:
+                _time(ready)
         _explain([trial for trial in trials if trial.error is None], lock)
     seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
     return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
@@ -247,15 +249,37 @@ def _footprint(bound: BoundClaim, gpu: Gpu, arms: int) -> int:
     return needed + 2 * max(0, replicates - 1) * replicate
 
 
-def _agree(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:
-    """Check the agreement of a claim's arms; keep the effects of its baseline for other claims."""
+def _learn(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) -> None:
+    """Learn the effects of a claim's baseline; keep them for other claims."""
     refuse_debug_environment()
     bound, context = trial.bound, trial.context
-    work = context.share(bound.compute_work)
+    trial.record = replace(trial.record, work=context.share(bound.compute_work))
     key = identity(bound.claim.arms["baseline"]), identity(bound.claim.inputs)
-    errors = bound.check_agreement(context.share, effects.get(key))
+    bound.learn_effects(context.share, effects.get(key))
     effects[key] = bound.effects
-    trial.record = replace(trial.record, work=work, agreement=errors)
+
+
+def _agree(trials: Sequence[_Trial]) -> None:
+    """Check the agreement of claims' arms together; if an arm fails, of each claim by itself."""
+    context = trials[0].context
+    context.step()
+    if len(trials) > 1 and context.device.ranks.count == 1:
+        ladder = Ladder([trial.bound for trial in trials])
+        if ladder.check_agreement(context.share):
+            for trial, rung in zip(trials, ladder.rungs, strict=True):
+                trial.record = replace(trial.record, agreement=rung.agreement)
+                if rung.error is not None:
+                    trial.keep(rung.error)
+            return
+        context.device.synchronize()  # raises if the error has broken the CUDA context
+        context.device.release()
+    for trial in trials:
+        trial.run(partial(_agree_alone, trial))
+
+
+def _agree_alone(trial: _Trial) -> None:
+    errors = trial.bound.check_agreement(trial.context.share)
+    trial.record = replace(trial.record, agreement=errors)
 
 
 def _groups(trials: Sequence[_Trial]) -> list[list[_Trial]]:
@@ -323,12 +347,13 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     for metric in ladder.bound.claim.metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
         measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
-        lock = context.lock
-        exclusive = lock.exclusive_host if metric is Metric.WALL else lock.exclusive_gpu
         try:
             while measurement.timing is None:
                 context.share(measurement.prepare)
-                with exclusive():
+                if not ladder.bound.depends_on_load(metric):
+                    context.share(measurement.measure)
+                    continue
+                with _exclusive(context.lock, metric):
                     try:
                         measurement.measure()
                     finally:
@@ -345,6 +370,10 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     context.progress("verifying")
     context.share(ladder.verify)
     return timings, notes, unchecked
+
+
+def _exclusive(lock: GpuLock, metric: Metric) -> AbstractContextManager[None]:
+    return lock.exclusive_host() if metric is Metric.WALL else lock.exclusive_gpu()
 
 
 def _explain(trials: Sequence[_Trial], lock: GpuLock) -> None:

@@ -90,9 +90,9 @@ CHECKED_CALLS, CHECKING_S = 5, 1.0
 and their new values take less than so many seconds; else there are two."""
 TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 """Which call's result is wrong, for error messages."""
-LONG_BUILD_S = 0.3
-"""Seconds to build a replicate above which others may use the device meanwhile: to wait for the
-exclusive lock again takes about as long."""
+LONG_BUILD_S = 1.0
+"""Seconds to build a replicate above which others may use the device meanwhile. Until a claim has
+the exclusive lock again, all others have to end their steps: about as long, on an H200."""
 validity.watched(now, __name__, "now")  # this module has a reference of its own to the function
 _UNKNOWN = random.SystemRandom()  #: Draws what no seed may tell an arm.
 COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.

@@ -336,13 +336,32 @@ def agree(
     shortcuts: "Shortcuts | None" = None,
     unchecked: set[str] | None = None,
 ) -> list[Error]:
-    """Check all arms against the reference on one seed.
+    """Check all arms of a claim against the reference on one seed, see :func:`collect`.
 
-    The optimized arm runs first and the reference last, each on new inputs: the optimized arm
-    cannot find a correct result in freed memory. A prepared arm prepares before its arguments are
-    poisoned. If ``effects.nbytes`` exceeds ``kept_bytes``, the arms' results are not kept until
-    then: the reference runs first, and each result is compared and freed before the next arm runs.
     What cannot be compared is added to ``unchecked``.
+    """
+    results = collect(arms, make, reference, effects, kept_bytes=kept_bytes)
+    roles = {arm: arm for arm in arms}
+    return results.judge(
+        roles, make, precision, shortcuts, set() if unchecked is None else unchecked
+    )
+
+
+def collect(
+    arms: Mapping[str, Prepare],
+    make: Make,
+    reference: Callable[..., object],
+    effects: ArgumentEffects,
+    *,
+    kept_bytes: float = math.inf,
+) -> "Results":
+    """Call arms and the reference on one seed, and compare their results.
+
+    Optimized arms run first, those of later rungs before those of earlier ones, and the reference
+    last, each on new inputs: an arm cannot find a correct result in freed memory. Until then, what
+    the arms return is kept. A prepared arm prepares before its arguments are poisoned. If
+    ``effects.nbytes`` exceeds ``kept_bytes``, nothing is kept: the reference runs first, and each
+    result is compared and freed before the next arm runs.
     """
 
     def expected_outputs() -> list[Expected]:
@@ -351,12 +370,13 @@ def agree(
         return expect(reference(*inputs.args))
 
     expected = expected_outputs() if effects.nbytes > kept_bytes else None
-    results: dict[str, Outputs] = {}
+    outputs_: dict[str, Outputs] = {}
     forms: dict[str, _Form] = {}
     deviations: dict[str, list[Deviation]] = {}
-    unchecked = set() if unchecked is None else unchecked
     left: dict[str, Sequence[Contents]] = {}
-    for arm in sorted(arms, key=("optimized", "library", "baseline").index):
+    beside: dict[str, str] = {}
+    in_use: list[object] = []
+    for arm in sorted(arms, key=_turn, reverse=True):
         inputs = make()
         returned, changed = _run(arms[arm], inputs, effects)
         if changed:
@@ -368,31 +388,74 @@ def agree(
         _refuse_lazy_copies(arm, returned)
         outputs = outputs_of(returned, inputs.args, effects)
         left[arm] = contents_of(inputs.args, effects)
-        if arm == "baseline" and shortcuts:
-            unchecked.update(shortcuts.changes_beside(returned))
+        if arm.startswith(
+            ("baseline", "optimized")
+        ):  # an optimized arm is the next rung's baseline
+            beside[arm] = contents.read(returned).objects
         forms[arm] = _form(outputs, inputs.args, effects)
         if expected is None:
-            results[arm] = copies(outputs)
+            outputs_[arm] = copies(outputs)
+            in_use.append(returned)
         else:
             deviations[arm] = compare(outputs, expected)
         del inputs, returned, outputs
+    in_use.clear()
     if expected is None:
         expected = expected_outputs()
-        deviations = {arm: compare(outputs, expected) for arm, outputs in results.items()}
-    errors = judge(deviations, expected, precision)
-    unchecked.update(_compare_forms(deviations, forms))
-    unchecked.update(_coarse(errors, precision))
-    for arm, held in left.items():
-        unchecked.update(compare_contents(arm, held, left["baseline"], effects))
-    if shortcuts and results:
-        arrays = tensors.arrays(make().args) if shortcuts.stale else {}
-        named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
-        # where nothing is read, to fill the destinations is the work
-        if named or effects.returned or not shortcuts.stale:
-            updates = {effects.label(p) for p in effects.mutated if p not in effects.write_only}
-            rows = deviations["baseline"]
-            shortcuts.refuse(results["baseline"], named, expected, rows, updates)
-    return errors
+        deviations = {arm: compare(outputs, expected) for arm, outputs in outputs_.items()}
+    return Results(effects, expected, deviations, forms, left, beside, outputs_)
+
+
+def _turn(arm: str) -> tuple[bool, bool, int]:
+    """Return when an arm of a claim or of a ladder runs: baseline, library, optimized, and back."""
+    role, _, number = arm.partition("-")
+    return role == "optimized", role == "library", int(number or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results of arms on one seed, by the arms' names."""
+
+    effects: ArgumentEffects
+    expected: Sequence[Expected]  #: The reference's result.
+    deviations: Mapping[str, list[Deviation]]
+    forms: "Mapping[str, _Form]"
+    left: Mapping[str, Sequence[Contents]]
+    beside: Mapping[str, str]  #: Fingerprints of what results hold beside arrays and numbers.
+    outputs: Mapping[str, Outputs]  #: Copies; empty if they are too large to keep.
+
+    def judge(
+        self,
+        roles: Mapping[str, str],
+        make: Make,
+        precision: PrecisionName | None,
+        shortcuts: "Shortcuts | None",
+        unchecked: set[str],
+    ) -> list[Error]:
+        """Judge one claim, whose arms are named by ``roles``; return the errors of its arms.
+
+        What cannot be compared is added to ``unchecked``.
+        """
+        base, effects = roles["baseline"], self.effects
+        deviations = {role: self.deviations[arm] for role, arm in roles.items()}
+        if shortcuts:
+            unchecked.update(shortcuts.changes_beside(self.beside[base]))
+        errors = judge(deviations, self.expected, precision)
+        forms = {role: self.forms[arm] for role, arm in roles.items()}
+        unchecked.update(_compare_forms(deviations, forms))
+        unchecked.update(_coarse(errors, precision))
+        for role, arm in roles.items():
+            found = compare_contents(role, self.left[arm], self.left[base], effects)
+            unchecked.update(found)
+        if shortcuts and self.outputs:
+            arrays = tensors.arrays(make().args) if shortcuts.stale else {}
+            named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
+            # where nothing is read, to fill the destinations is the work
+            if named or effects.returned or not shortcuts.stale:
+                updates = {effects.label(p) for p in effects.mutated if p not in effects.write_only}
+                rows = deviations["baseline"]
+                shortcuts.refuse(self.outputs[base], named, self.expected, rows, updates)
+        return errors
 
 
 def contents_of(args: Args, effects: ArgumentEffects) -> list[Contents]:
@@ -536,9 +599,8 @@ class Shortcuts:
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)
 
-    def changes_beside(self, returned: object) -> Iterator[str]:
+    def changes_beside(self, fingerprint: str) -> Iterator[str]:
         """Tell if attributes of a result differ between seeds: nothing compares them."""
-        fingerprint = contents.read(returned).objects
         if self.beside not in ("", fingerprint):
             yield "attributes of results, beside their arrays and numbers"
         self.beside = fingerprint
