@@ -731,6 +731,20 @@ def test_memory_is_released_except_for_prebuilt_graphs(microseconds, prebuilt, r
     assert bound.device.released - before == released
 
 
+@pytest.mark.parametrize(("memory", "expected"), [(40, 1), (60, 3)])
+def test_input_sets_that_would_fill_the_gpu_are_not_built(memory, expected):
+    size = a_bound_claim().set_bytes
+    gpu = replace(FAKE_GPU, memory_bytes=memory * size)
+    claims = [a_claim(optimized=doubling(199 - i), cache="warm") for i in range(7)]
+    device = FakeDevice(gpu, Noise.none())
+    ladder = Ladder([BoundClaim(claim, device, 1, full=True) for claim in claims])
+    for rung in ladder.rungs:
+        rung.bound.learn_effects()
+    timed = sampler.Sampler(ladder, Metric.DEVICE, STANDARD)
+    timed.prepare([1001])
+    assert timed.sets == expected
+
+
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 def test_a_slow_call_has_one_input_set(cache):
     device = FakeDevice(replace(FAKE_GPU, l2_bytes=64 * 8), Noise.none())  # one set fills the L2

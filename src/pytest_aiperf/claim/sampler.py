@@ -247,7 +247,8 @@ class Sampler:
         gpu, size = self.device.gpu, max(1, self.bound.set_bytes)
         fastest = min(self._first_s.values())
         least = input_sets(gpu, self.bound.claim.cache, self.bound.set_bytes)
-        fills = gpu and least * size * len(self.ladder.arms) > FILLING_SHARE * gpu.memory_bytes
+        needed = least * size * len(self.ladder.arms)
+        fills = gpu is not None and needed > FILLING_SHARE * (gpu.memory_bytes or math.inf)
         # twice the limit: other claims on the GPU may have slowed the calls down
         if self.large or ((fills or fastest > 2 * MAX_BLOCK_S) and self._min_calls(fastest) == 1):
             self.sets = 1  # a block will hold one call, which needs one input set

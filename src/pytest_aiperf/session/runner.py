@@ -388,6 +388,9 @@ class Runner:
             report = next((r for r in reports if r.when == "call"), reports[-1])
             report.outcome, report.longrepr = "failed", message
             vars(report).pop("wasxfail", None)
+        call = next((r for r in reports if r.when == "call"), None)
+        if call is not None and result.seconds:
+            call.duration = result.seconds  # the rungs of a ladder are all measured in the first
         measured.result = result
 
     def pytest_runtest_logfinish(self) -> None:
