@@ -12,10 +12,10 @@ host waits for one count, the GPU runs the layer of the other half. So the host'
 as long as a layer of one half takes longer than the launches of the other, a dozen per layer. The
 claim is judged on wall time, which includes what is not hidden. That and the kernels that gather
 the remaining tokens keep the gain below the limit: on an H200, gathering takes 2.8 ms of a call of
-34, and the GPU idles for 2. It ends where too few tokens remain for a layer to hide the launches.
-The first channel, which no layer changes, stands for a trained exit classifier: it holds the number
-of layers that a token needs. A model with attention must also compute keys and values for tokens
-that have left.
+34, and the GPU idles for 2. The gain ends where too few tokens remain for a layer to hide the
+launches. The first channel, which no layer changes, stands for a trained exit classifier: it holds
+the number of layers that a token needs. A model with attention must also compute keys and values
+for tokens that have left.
 """
 
 import torch
