@@ -22,6 +22,7 @@ from pytest_aiperf.model import (
     Expectation,
     Finding,
     Interval,
+    Limit,
     Outcome,
     Recorded,
     Require,
@@ -37,7 +38,7 @@ from pytest_aiperf.records.expectations import (
     stack_line,
 )
 from pytest_aiperf.rules.evidence import counter, launches
-from tests.plugin.records import H200, HOST, STACK, result
+from tests.plugin.records import H200, HOST, STACK, result, timing
 
 TODAY = date(2026, 11, 22)
 LINE = "torch 2.11.0, CUDA 13.0, driver 580.159"
@@ -50,7 +51,7 @@ schema: 1   # the version
 claims:
   # about copying
   ch07/copy[vector]:   # odd   spacing
-      require:   {speedup:   1.5, library: 0.990, share: 0.85}     # mine
+      require:   {speedup:   1.5, library: 0.990}     # mine
       h200: {speedup: [1.95, 1.97, 1.990], share: 0.86, runs: 3, code: 1a2b3c4d5e6f, ENDS # note
       # b200: waiting for hardware
 
@@ -72,6 +73,7 @@ claims:
       recorded: "2026-01-01"
     # tail of tile
   "ch09/chain": {require: {speedup: 2}}
+  ch09/limit: {require: {share: 0.85}}
 # end
 """.replace("ENDS", f'stack: "{LINE}", recorded: "2026-11-21"}}').replace("STACK", LINE)
 
@@ -104,9 +106,10 @@ def changed_lines(before, after):
 def test_reads_everything(path, either_loader):
     path.write_text(GOLDEN)
     loaded = load(path)
-    assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tile", "ch09/chain"]
+    assert list(loaded.claims) == ["ch07/copy[vector]", "ch07/tile", "ch09/chain", "ch09/limit"]
+    assert loaded.claims["ch09/limit"].require == Require(share=0.85)
     assert loaded.claims["ch07/copy[vector]"] == ClaimEntry(
-        Require(1.5, 0.99, 0.85),
+        Require(1.5, 0.99),
         recorded={
             "h200": Recorded((1.95, 1.97, 1.99), 3, "1a2b3c4d5e6f", LINE, "2026-11-21", 0.86)
         },
@@ -477,6 +480,13 @@ def test_a_failed_result_is_judged_by_the_requirements_only():
     assert acceptable(slower, Expectation(Require(library=1.2), was, "h200")) is not None
 
 
+def test_a_failed_result_must_reach_the_required_share():
+    limits = {"optimized": Limit("copy", 4.2e12, 4.9e12, "B/s", 4.2 / 4.9)}
+    failed = result(outcome=Outcome.FAILED, limits=limits, timing=timing())
+    assert acceptable(failed, Expectation(Require(share=0.85))) is None
+    assert "is below the required 88%" in acceptable(failed, Expectation(Require(share=0.88)))
+
+
 def test_a_result_that_was_wrong_in_a_timed_block_is_refused():
     wrong = result(outcome=Outcome.FAILED, verdict=None, message="out[1] is 0, expected 1")
     why = acceptable(wrong, Expectation())
@@ -559,7 +569,7 @@ def test_only_the_measured_figures_change(path, either_loader):
     [(old, new)] = changed_lines(GOLDEN, path.read_text())
     assert old.startswith("      h200: {speedup: [1.95")
     assert new == f"      h200: {body()} # note".replace("runs: 1", "runs: 4")
-    assert load(path).claims["ch07/copy[vector]"].require == Require(1.5, 0.99, 0.85)
+    assert load(path).claims["ch07/copy[vector]"].require == Require(1.5, 0.99)
 
 
 BESIDE = "ch01/beside"

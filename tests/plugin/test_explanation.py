@@ -33,7 +33,7 @@ from pytest_aiperf.model import (
     Outcome,
     Require,
 )
-from pytest_aiperf.rules import evidence
+from pytest_aiperf.rules import evidence, roofline
 from tests.fake_gpu import FAKE_GPU, Allocation, FakeDevice, Noise, spend
 from tests.plugin.claims import a_claim, doubling
 from tests.plugin.test_compare import BLANK, LoggingLock, a_context
@@ -84,7 +84,7 @@ def test_faster_than_the_measured_limit_is_invalid_and_keeps_its_figures():
 
 def test_a_required_share_is_compared_with_the_lower_end():
     measured = explained()[0]
-    low = explanation.min_share(measured.limits, [measured.timing])
+    low = roofline.min_share(measured)
     typical = explained()[0].limits["optimized"].share
     assert 0.9 * typical < low < typical
 
@@ -100,9 +100,9 @@ def test_a_required_share_is_compared_with_the_lower_end():
 def test_one_replicate_has_no_lower_end():
     one = explained()[0]
     timing = replace(one.timing, replicates=one.timing.replicates[:1])
-    assert explanation.min_share(one.limits, [timing]) == 0.0
-    assert explanation.min_share({}, [timing]) is None
-    assert explanation.min_share(one.limits, []) is None
+    assert roofline.min_share(replace(one, timing=timing)) == 0.0
+    assert roofline.min_share(replace(one, limits={})) is None
+    assert roofline.min_share(replace(one, timing=None)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Explains a timed claim: its evidence, and each arm's roofline limit and bottleneck."""
 
-import math
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,12 +25,10 @@ from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import (
     Evidence,
     EvidenceKind,
-    Limit,
     Metric,
     Mode,
     Prepared,
     Result,
-    Timing,
     Trace,
 )
 from pytest_aiperf.rules import evidence, roofline, stats
@@ -200,7 +196,7 @@ def explain(
         if arm.invalid is not None:
             raise arm.invalid
     claim, device, work = bound.claim, bound.device, record.work
-    timing = _first_in_seconds((record.timing, *record.also))
+    timing = roofline.in_seconds(record)
     seconds = {a: stats.mean_call_s(timing.replicates, a) for a in claim.arms} if timing else {}
     limits = {
         arm: limit
@@ -259,27 +255,10 @@ def _notes(inspected: Mapping[str, Inspected]) -> Iterator[str]:
             yield f"{name} was not inspected: {why}"
 
 
-def _first_in_seconds(timings: Iterable[Timing | None]) -> Timing | None:
-    return next((timing for timing in timings if timing and timing.unit == "s"), None)
-
-
 def refuse_impossible_times(record: Result) -> None:
     """Raise InvalidMeasurement if a time beats the GPU's datasheet or its measured ceilings."""
     if problem := roofline.impossible_time(record):
         raise InvalidMeasurement(problem)
-
-
-def min_share(limits: Mapping[str, Limit], timings: Iterable[Timing | None]) -> float | None:
-    """Return the lower confidence bound of the optimized arm's fraction of its roofline limit."""
-    limit, timing = limits.get("optimized"), _first_in_seconds(timings)
-    if limit is None or timing is None:
-        return None
-    logs = [
-        statistics.fmean(math.log(s) for r in replicate.rounds for s in r.seconds["optimized"])
-        for replicate in timing.replicates
-    ]
-    seconds = stats.interval(logs)
-    return limit.share * seconds.value / seconds.high
 
 
 class _Inspection:
@@ -288,7 +267,7 @@ class _Inspection:
     def __init__(self, bound: BoundClaim, record: Result) -> None:
         self.bound = bound
         self.record = record
-        self.timing = _first_in_seconds((record.timing, *record.also))
+        self.timing = roofline.in_seconds(record)
         pieces = bound.claim.evidence
         self.metrics = sorted({p.of for p in pieces if p.kind is EvidenceKind.COUNTER})
 

@@ -24,7 +24,7 @@ from pytest_aiperf.errors import (
 from pytest_aiperf.machine import gpu_memory
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Error, Expectation, Gpu, Metric, Outcome, Result, Timing
-from pytest_aiperf.rules import evidence, validity, verdict
+from pytest_aiperf.rules import evidence, roofline, validity, verdict
 from pytest_aiperf.rules.stats import speedup
 
 from . import explanation
@@ -413,7 +413,7 @@ def _judge(record: Result, context: ClaimContext) -> Result:
         record.floor,
         context.expectation,
         library=record.library,
-        share=explanation.min_share(record.limits, (record.timing, *record.also)),
+        share=roofline.min_share(record),
         # deterministic algorithms are other kernels than those of the recorded run
         compare_recorded=not (
             verdict.depends_on_host(record) or "reproducible" in record.conditions

@@ -19,6 +19,7 @@ from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine.cache_folder import create_tagged
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.model import Expectation, Interval, Outcome, Recorded, Require, Result
+from pytest_aiperf.rules import roofline
 from pytest_aiperf.rules.evidence import broken, not_looked_at
 from pytest_aiperf.rules.verdict import NOISY_FLOOR, is_parity, judge
 from pytest_aiperf.schema import from_json
@@ -254,8 +255,10 @@ def _unmet(result: Result, expectation: Expectation) -> Iterator[str]:
     require, recorded = expectation.require, expectation.recorded
     if require.speedup is None and recorded and is_parity(Interval(*recorded.speedup)):
         require = replace(require, speedup=min(1.0, figure.low))
-    require = replace(require, share=None)  # the test has already judged the share
-    judgement = judge(figure, result.floor, Expectation(require), library=result.library)
+    share = roofline.min_share(result)
+    judgement = judge(
+        figure, result.floor, Expectation(require), library=result.library, share=share
+    )
     if not judgement.holds:
         yield judgement.why
 

@@ -8,10 +8,11 @@ the advice lists possible causes.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pytest_aiperf.model import Limit, Metric, Profile, Result, Trace, Work
+from pytest_aiperf.model import Limit, Metric, Profile, Result, Timing, Trace, Work
 from pytest_aiperf.text import percent, si
 
 from . import advice, stats
@@ -332,3 +333,22 @@ def unit_of(ceiling: str) -> str:
     if ceiling == "int8":
         return "OP/s"
     return "FLOP/s" if ceiling in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8") else "B/s"
+
+
+def in_seconds(record: Result) -> Timing | None:
+    """Return the first timing of a record that is in seconds; others are bytes or scores."""
+    timings = (record.timing, *record.also)
+    return next((timing for timing in timings if timing and timing.unit == "s"), None)
+
+
+def min_share(record: Result) -> float | None:
+    """Return the lower confidence bound of the optimized arm's fraction of its limit."""
+    limit, timing = record.limits.get("optimized"), in_seconds(record)
+    if limit is None or timing is None:
+        return None
+    logs = [
+        statistics.fmean(math.log(s) for r in replicate.rounds for s in r.seconds["optimized"])
+        for replicate in timing.replicates
+    ]
+    seconds = stats.interval(logs)
+    return limit.share * seconds.value / seconds.high
