@@ -439,6 +439,7 @@ class BoundClaim:
             self.claim.reference,
             self.effects,
             kept_bytes=self.kept_bytes / max(1, len(arms) / 3),
+            pause=self.give_way,
         )
         if seed == self.agreement_seeds[-1]:
             self.device.release()  # only once: this delays other processes' driver calls

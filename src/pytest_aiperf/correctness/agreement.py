@@ -354,6 +354,7 @@ def collect(
     effects: ArgumentEffects,
     *,
     kept_bytes: float = math.inf,
+    pause: Callable[[], object] = lambda: None,
 ) -> "Results":
     """Call arms and the reference on one seed, and compare their results.
 
@@ -361,7 +362,7 @@ def collect(
     last, each on new inputs: an arm cannot find a correct result in freed memory. Until then, what
     the arms return is kept. A prepared arm prepares before its arguments are poisoned. If
     ``effects.nbytes`` exceeds ``kept_bytes``, nothing is kept: the reference runs first, and each
-    result is compared and freed before the next arm runs.
+    result is compared and freed before the next arm runs. ``pause`` is called between long steps.
     """
 
     def expected_outputs() -> list[Expected]:
@@ -402,7 +403,9 @@ def collect(
     in_use.clear()
     if expected is None:
         expected = expected_outputs()
-        deviations = {arm: compare(outputs, expected) for arm, outputs in outputs_.items()}
+        for arm, result in outputs_.items():
+            pause()
+            deviations[arm] = compare(result, expected)
     return Results(effects, expected, deviations, forms, left, beside, outputs_)
 
 
