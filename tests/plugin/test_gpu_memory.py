@@ -194,8 +194,8 @@ def test_many_processes_never_exceed_the_limit(tmp_path):
 
 def test_the_footprint_covers_the_check_and_the_timing():
     gib = 1 << 30
-    # two sets, two to check outputs, and results of two calls
-    assert footprint(gib, 2, 1) == CONTEXT_BYTES + 8 * gib
+    # one set, four for the reference, and the results of two arms with a copy of each
+    assert footprint(gib, 2, 1) == CONTEXT_BYTES + 9 * gib
     # nine sets, two to check outputs, and results of two calls
     assert footprint(gib, 3, 3) == CONTEXT_BYTES + 17 * gib
     # two copies of results at a time

@@ -39,14 +39,14 @@ def footprint(input_bytes: int, arms: int, sets: int, kept_bytes: float = math.i
 
     ``input_bytes`` is the size of one set of inputs and of the result, ``arms`` the number of arms
     in one measurement and ``sets`` the number of input sets that each arm rotates through. While
-    agreement is checked, there are one set, a copy of each arm's result, and the reference. While
+    agreement is checked, there are one set, each arm's result and a copy, and the reference. While
     the arms are timed, each has its own sets; two more sets and copies of each arm's results from
     two calls are made to check the outputs. Copies of results take at most ``kept_bytes``.
     """
     checked = 1 + REFERENCE_SETS
     timed = arms * sets + 2
     copies = max(
-        checked * input_bytes + min(arms * input_bytes, kept_bytes),
+        checked * input_bytes + min(2 * arms * input_bytes, 2 * kept_bytes),
         timed * input_bytes + min(2 * arms * input_bytes, kept_bytes),
     )
     return CONTEXT_BYTES + int(copies)
