@@ -153,6 +153,28 @@ def test_a_gpu_or_an_architecture_may_have_a_requirement_of_its_own(path):
 
 
 @pytest.mark.parametrize(
+    ("key", "arch", "expected"),
+    [
+        ("h200", "sm90", Require(2, 1, 0.5)),
+        ("8xh200", "sm90", Require(2, 1, 0.5)),  # a claim that was recorded on two of them
+        ("h100", "sm90", Require(1.5, 1, 0.5)),
+        ("rtx4090", "sm89", Require()),  # has to be FASTER only
+        ("cpu", "", Require(2, 1, 0.5)),
+    ],
+)
+def test_requirements_count_on_the_gpus_that_the_entry_names(path, key, arch, expected):
+    require = "{speedup: 2, library: 1, share: 0.5, h100: {speedup: 1.5}}"
+    path.write_text(
+        f"schema: 1\nclaims:\n  a/b: {{require: {require}, 2xh200: {ENTRY}}}\n"
+        f"  a/c: {{require: {{speedup: 0.98, share: 0.5}}, h200: {ENTRY}}}\n"
+    )
+    loaded = load(path)
+    assert loaded.lookup("a/b", key, arch, "").require == expected
+    assert loaded.required("a/b", "rtx4090", "sm89") == Require(2, 1, 0.5)
+    assert loaded.lookup("a/c", "b200", "sm100", "").require == Require(0.98), "SAME is enough"
+
+
+@pytest.mark.parametrize(
     ("special", "message"),
     [
         ("h100: {sped: 1}", "require.h100: unknown sped"),

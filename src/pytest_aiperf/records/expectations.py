@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -72,17 +73,37 @@ class Expectations:
         """Return the expectation of a claim on a GPU; on a host, only what it requires.
 
         If the GPU has no entry, that of its architecture counts: sm90 for h200, 2xsm90 for 2xh200.
+        What a claim requires was found on the GPUs that its entry names. On others, the claim must
+        be FASTER, or at least the SAME if that is all that it requires.
         """
         entry = self.claims.get(claim, ClaimEntry())
-        names = key, re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
-        require = entry.require
-        if special := next(filter(None, map(entry.require_on.get, names)), None):
-            figures = {name: x for name, x in asdict(special).items() if x is not None}
-            require = replace(require, **figures)
+        require, names = self.required(claim, key, arch), _names(key, arch)
+        recorded_on = {*map(_model, entry.recorded)} - {HOST}
+        known = recorded_on | {*map(_model, entry.require_on)}
+        if key != HOST and recorded_on and not known & {*map(_model, names)}:
+            bar = require.speedup if (require.speedup or math.inf) <= 1 else None
+            require = Require(speedup=bar)
         for name in () if key == HOST else names:
             if recorded := entry.recorded.get(name):
                 return Expectation(require, recorded, name, recorded.code != code)
         return Expectation(require)
+
+    def required(self, claim: str, key: str, arch: str) -> Require:
+        """Return what a result needs to be accepted on a GPU."""
+        entry = self.claims.get(claim, ClaimEntry())
+        found = filter(None, map(entry.require_on.get, _names(key, arch)))
+        figures = asdict(next(found, Require()))
+        return replace(entry.require, **{k: x for k, x in figures.items() if x is not None})
+
+
+def _names(key: str, arch: str) -> tuple[str, str]:
+    """Return the names under which a machine may have an entry: 2xh200 and 2xsm90."""
+    return key, re.sub(r"^(\d+x)?.*", rf"\g<1>{arch}", key)
+
+
+def _model(name: str) -> str:
+    """Return the GPU that an entry is about, whatever their number: h200 for 2xh200."""
+    return re.sub(r"^\d+x", "", name)
 
 
 def load(path: Path) -> Expectations:
@@ -342,6 +363,8 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
     for result in results:
         arch = result.gpu.arch if result.gpu else ""
         expectation = expectations.lookup(result.claim, result.key, arch, result.code)
+        required = expectations.required(result.claim, result.key, arch)
+        expectation = replace(expectation, require=required)
         reason = acceptable(result, expectation) or _layout_problem(document, result)
         if latest[result.claim, result.key] is not result:
             reason = "there is a later result of this claim"
