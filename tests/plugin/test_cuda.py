@@ -485,6 +485,14 @@ def test_stabilizing_waits_for_a_steady_clock(cuda, monkeypatch, clocks, seconds
     assert cuda.host - begun == pytest.approx(seconds, rel=0.15)
 
 
+@pytest.mark.parametrize(("call_s", "count"), [(0.3, 1), (0.15, 7)])
+def test_stabilizing_runs_a_long_call_once(cuda, monkeypatch, call_s, count):
+    device, readings, ran = CudaDevice(GPU), iter([1980, 1700] * 99), []
+    monkeypatch.setattr(cuda_module.nvml, "sm_mhz", lambda uuid: next(readings))
+    device.stabilize_clocks(lambda: (ran.append(1), cuda.launch(call_s)))
+    assert len(ran) == count
+
+
 def test_warming_up_keeps_the_gpu_busy_for_a_while(cuda):
     device = CudaDevice(GPU)
     ran = []

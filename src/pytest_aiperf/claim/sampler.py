@@ -165,6 +165,7 @@ class Sampler:
         self.metric = metric
         self.notes: list[str] = []
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
+        self._warm: list[ArmBuffers] = []  # buffers on which all arms were just called
         self._most_prebuilt = 1
         self._first_s: dict[str, float] = {}  # of each arm's first calls
         self._reusing: set[str] = set()  # arms whose later results overwrite earlier ones
@@ -270,7 +271,7 @@ class Sampler:
     def begin(self) -> None:
         """Wait for stable clocks; choose the mode, the calls per block and the rounds."""
         self.bound.progress("warming up")
-        buffers = next(iter(self._prebuilt.values()))
+        buffers = self._warm = next(iter(self._prebuilt.values()))
         for arm in buffers if self.metric is Metric.DEVICE else ():
             try:
                 self.device.refuse_unjoined(arm.call(0))
@@ -470,8 +471,10 @@ class Sampler:
         # and wall mode would time the driver's allocation.
         if not buffers or self.mode in (Mode.BACKLOG, Mode.PLAIN):
             self.device.release()
-        to_warm = self.mode is Mode.WALL or (self.mode is Mode.GRAPH and not buffers)
+        is_warm = bool(buffers) and buffers is self._warm
+        to_warm = not is_warm if self.mode is Mode.WALL else self.mode is Mode.GRAPH and not buffers
         buffers = buffers or self._build(seed)
+        self._warm = []
         padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
         for arm in buffers if to_warm else ():  # else they ran before, or warm_up() runs them
             self._run_once(arm)

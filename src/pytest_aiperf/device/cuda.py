@@ -60,6 +60,9 @@ _MIN_STABILIZING_S: Final = 0.05
 """Shortest run of :meth:`CudaDevice.stabilize_clocks`: a GPU raises its clocks with a delay."""
 _MAX_STABILIZING_S: Final = 1.0
 """Longest run of :meth:`CudaDevice.stabilize_clocks`: a power cap may keep the clock unstable."""
+_LONG_CALL_S: Final = 0.2
+"""A call that takes so long raises the clocks by itself, so one suffices in
+:meth:`CudaDevice.stabilize_clocks`: other claims wait meanwhile."""
 _STABLE_READINGS: Final = 5  #: Consecutive readings of the SM clock that must agree.
 _STABLE_SPREAD: Final = 0.02  #: Largest relative difference between these readings.
 _WARM_UP_S: Final = 0.03
@@ -165,11 +168,13 @@ class CudaDevice:
                 for _ in range(calls):
                     call()
                 self.synchronize()
-                if self.ranks.all(now() - batch < 10_000_000):
+                batch_s = (now() - batch) * 1e-9
+                if self.ranks.all(batch_s < 0.01):
                     calls *= 2
                 clocks.append(nvml.sm_mhz(self._uuid) or 0.0)
                 spent = (now() - begun) * 1e-9
-                if self.ranks.all(spent > _MAX_STABILIZING_S):
+                is_long = calls == 1 and batch_s > _LONG_CALL_S
+                if self.ranks.all(is_long or spent > _MAX_STABILIZING_S):
                     break
 
     def warm_up(self, blocks: Sequence[Block]) -> None:
