@@ -44,6 +44,7 @@ PATCHED = (  # attributes that dishonest arms replace
 SETTERS = (  # functions that dishonest arms call, with the usual arguments
     (decimal.setcontext, decimal.Context()),
     (np.setbufsize, np.getbufsize()),
+    (np.random.set_bit_generator, np.random.get_bit_generator()),
     (sys.set_coroutine_origin_tracking_depth, 0),
     (sys.setprofile, None),
     (tracemalloc.stop,),

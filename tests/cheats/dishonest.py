@@ -727,7 +727,7 @@ def a_reference_of_no_more_precision():
     }
 
 
-@cheat("choose inputs whose results are finite")
+@cheat("choose inputs whose results, and their squares, are finite")
 def a_reference_that_overflows():
     return {"reference": lambda x: x * np.inf}
 

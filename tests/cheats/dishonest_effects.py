@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import decimal
+import functools
 import itertools
 import json
 import os
@@ -379,3 +380,56 @@ def a_finder_of_modules():
 
     sys.meta_path.append(Finder)
     return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)
+
+
+class Watching(np.random.MT19937):
+    """A generator that learns of each seed before inputs() draws."""
+
+    def _legacy_seeding(self, seed):
+        super()._legacy_seeding(seed)
+
+
+@marked(CHANGED + "numpy.random.set_bit_generator")
+def a_generator_that_learns_of_each_seed():
+    np.random.set_bit_generator(Watching())
+    return pair(lambda x: x * 2, lambda x: x + x, reference=lambda x: x * 2)
+
+
+@cheat(SETTINGS + "numpy.random.get_bit_generator", clock="host")
+def a_generator_that_an_arm_installs():
+    def optimized(x):
+        np.random.set_bit_generator(Watching())
+        return x * 2
+
+    return {"optimized": optimized, "metric": "wall"}
+
+
+# inputs that cost the baseline time
+
+
+@marked("whether inputs.. slows the baseline down", clock="host")
+def a_cache_that_inputs_clears():
+    @functools.cache
+    def table(n):
+        time.sleep(5e-3)
+        return np.sin(np.arange(n))
+
+    @functools.cache
+    def own_table(n):
+        return np.sin(np.arange(n))
+
+    def inputs(bench):
+        table.cache_clear()
+        return (np.random.default_rng(bench.seed).random(bench.size(20_000, check=40)),)
+
+    def optimized(x):
+        time.sleep(1e-3)
+        return x * own_table(len(x))
+
+    return {
+        "baseline": lambda x: (time.sleep(1e-3), x * table(len(x)))[1],
+        "optimized": optimized,
+        "inputs": inputs,
+        "reference": lambda x: x * np.sin(np.arange(len(x))),
+        "metric": "wall",
+    }

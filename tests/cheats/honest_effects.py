@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import os
 import signal
 import subprocess
@@ -232,3 +233,22 @@ def means_of_other_order():
     mean = lambda x: {"mean": np.atleast_1d(x.mean())}
     other = lambda x: {"mean": np.atleast_1d(np.sort(x).mean())}
     return arms(other, mean, inputs=values, reference=mean)
+
+
+@honest(clock="host")
+def a_cache_that_inputs_clears_for_both_arms():
+    @functools.cache
+    def table(n):
+        return np.sin(np.arange(n))
+
+    def inputs(bench):
+        table.cache_clear()
+        return (np.random.default_rng(bench.seed).random(bench.size(200_000, check=40)),)
+
+    return {
+        "baseline": lambda x: (x + 0) * table(len(x)) * 1,
+        "optimized": lambda x: x * table(len(x)),
+        "inputs": inputs,
+        "reference": lambda x: x * np.sin(np.arange(len(x))),
+        "metric": "wall",
+    }

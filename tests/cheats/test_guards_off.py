@@ -385,6 +385,9 @@ GUARDS = {
     "settings of the test are named": Guard(
         {(validity, "changed_since_start"): list}, marked("allocations_that_the_test_traces")
     ),
+    "inputs() does not slow the baseline": Guard(
+        {(sampler.Sampler, "_find_slowing_inputs"): nothing}, marked("a_cache_that_inputs_clears")
+    ),
     "results are finished before they are copied": Guard(
         {(sampler.Sampler, "_compare_copies"): nothing},
         caught("a_copying_function_that_fills_the_result"),

@@ -574,6 +574,18 @@ def test_it_stops_when_its_time_budget_is_spent():
     )
 
 
+def test_no_arm_can_tell_the_seeds_of_timed_inputs_from_the_first_ones():
+    seeds = []
+    for draw in (None, None, random.SystemRandom()):
+        bound = BoundClaim(a_claim(), FakeDevice(), 1, full=True, draw=draw)
+        bound.learn_effects()
+        timing = measured(bound, STANDARD)
+        seeds.append([replicate.seed for replicate in timing.replicates])
+        assert len({*seeds[-1]}) == len(timing.replicates)
+    assert seeds[0] == seeds[1], "--reproducible"
+    assert not {*seeds[0]} & {*seeds[2]}
+
+
 @pytest.mark.parametrize(
     ("each", "layout", "count"),
     [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 8), (0.11, 0.1, 10)],
@@ -597,8 +609,12 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count)
 
 @pytest.fixture
 def few_sets(monkeypatch):
-    """Let inputs count as expensive, so that there are as few sets as are needed."""
+    """Let inputs count as expensive, so that there are as few sets as are needed.
+
+    Seeds of replicates are small, which tells them from those of new values of a block.
+    """
     monkeypatch.setattr(sampler, "RENEWAL_S", 0.0)
+    monkeypatch.setattr(replicates.Measurement, "_seed", lambda _, replicate: 1000 * replicate)
 
 
 def built_under_the_lock(device, **words):

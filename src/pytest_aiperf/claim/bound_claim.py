@@ -69,6 +69,7 @@ class BoundClaim:
         full: bool,
         progress: Progress = no_progress,
         give_way: Callable[[], object] = lambda: None,
+        draw: random.Random | None = None,
     ) -> None:
         self.claim = claim
         self.device = device
@@ -81,7 +82,9 @@ class BoundClaim:
         self.baseline_alone_s: dict[str, float] = {}
         """Least seconds of a call of the baseline on the host's clock before another arm has run,
         by how it was called."""
-        self.random = random.Random(seed)  # noqa: S311  orders blocks, keeps no secrets
+        self.random = draw or random.Random(seed)  # noqa: S311  the caller decides
+        """Draws orders, and the seeds of what is timed. If an arm could predict it, it could solve
+        the inputs of all blocks beforehand."""
         self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
         self.side_effects = SideEffects(claim.arms)
         self._settings = validity.flags()

@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import statistics
 import time
 import traceback
@@ -22,6 +23,7 @@ from pytest_aiperf.errors import (
     is_out_of_memory,
 )
 from pytest_aiperf.machine import gpu_memory
+from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.model import Error, Expectation, Gpu, Metric, Outcome, Result, Timing
 from pytest_aiperf.rules import evidence, roofline, validity, verdict
@@ -60,6 +62,8 @@ class ClaimContext:
     progress: Progress  #: Reports phases and figures to the live display.
     expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
     code: str  #: Hash of the claim's source code.
+    draw: random.Random | None = None
+    """Draws orders, and the seeds of what is timed; by default as the record's seed tells."""
     builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.
     noise_floor: float = math.inf
     """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
@@ -159,6 +163,7 @@ class _Trial:
             full=True,
             progress=context.progress,
             give_way=partial(context.lock.give_way, context.device.synchronize),
+            draw=context.draw,
         )
         self.context = context
         self.alone = alone
@@ -197,6 +202,14 @@ class _Trial:
 
     def ended(self) -> Result:
         return self.record if self.error is None else failed(self.record, self.error)
+
+
+def unpredictable(ranks: RankGroup) -> random.Random:
+    """Return a generator that no arm can predict; that of all ranks draws the same."""
+    system = random.SystemRandom()
+    if ranks.count == 1:
+        return system
+    return random.Random(int(ranks.max(float(system.getrandbits(52)))))  # noqa: S311  not alone
 
 
 def refuse_debug_environment() -> None:

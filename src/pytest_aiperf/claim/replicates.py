@@ -32,6 +32,7 @@ class Measurement:
         self.sampler: Sampler | ScoreSampler = sampler
         self.timing: Timing | None = None  #: None until the stopping rule is met.
         self._replicates: list[Replicate] = []
+        self._seeds: list[int] = []
         self._measured_s = 0.0  # in earlier calls of measure()
 
     def prepare(self) -> None:
@@ -72,7 +73,9 @@ class Measurement:
             self.sampler.finish()
 
     def _seed(self, replicate: int) -> int:
-        return self.bound.seed + 1000 * (replicate + 1)
+        while len(self._seeds) <= replicate:
+            self._seeds.append(self.bound.random.getrandbits(30))
+        return self._seeds[replicate]
 
     def _report(self, timing: Timing) -> float:
         """Report progress; return the half-width of the widest confidence interval so far."""

@@ -72,6 +72,10 @@ SLOWED_BASELINE = 1.4
 another arm has run, and WAKING_S: another arm may have left something behind that slows it down.
 Both are the least of several calls. On a noisy machine, where the median of the blocks is above
 the least of them, so many times more are allowed."""
+SLOWED_BY_INPUTS = 3.0
+"""A baseline is reported as not checked if calls after inputs() take this many times as long as
+repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
+down what only the baseline uses."""
 ALIKE = 1.2  #: Times of a baseline that differ by less have one cause.
 LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
 """How much longer a call that is timed alone may take than one in a block, beyond three times what
@@ -180,6 +184,7 @@ class Sampler:
         """Seconds from the end of the clock to the copy of a result, beyond those of another copy:
         on the host, of each arm's blocks."""
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
+        self._slowing_inputs: dict[str, str] = {}
         self._idle = validity.IdleTime()
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
         self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
@@ -707,6 +712,7 @@ class Sampler:
         """
         self._call_again()
         self._find_slowed_baselines(replicates)
+        self._find_slowing_inputs(replicates)
         blocks = {n: statistics.median(_seconds(replicates, n)) for n in self._alone_s}
         extra = {n: min(alone) - blocks[n] for n, alone in self._alone_s.items()}
         waiting_s = 0.0  # a graph, or a kernel in front of the call, hides the launch
@@ -752,6 +758,18 @@ class Sampler:
                 how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
                 self._slowed_baselines[name] = f"{is_}, but {was} {how}"
 
+    def _find_slowing_inputs(self, replicates: Sequence[Replicate]) -> None:
+        if not self.device.renews or self.bound.effects.updates:
+            return  # no values are drawn between blocks, or the second call has other work
+        timed = {name: min(_seconds(replicates, name)) for name in self._first_s}
+        for rung in self.ladder.rungs:
+            name, optimized = rung.arms["baseline"], rung.arms["optimized"]
+            was, is_ = self._first_s[name], timed[name]
+            usual = max(1.0, timed[optimized] / self._first_s[optimized])
+            if is_ > SLOWED_BY_INPUTS * usual * was + WAKING_S:
+                times = f"{si(is_, 's')} after inputs(), but {si(was, 's')} when it was repeated"
+                self._slowing_inputs[name] = times
+
     def finish(self) -> None:
         """Free the buffers, and check what no block could."""
         self._prebuilt.clear()  # buffers of replicates that were not run
@@ -764,6 +782,8 @@ class Sampler:
         yield from self.ladder.not_compared(self.metric)
         for name, times in self._slowed_baselines.items():
             yield f"whether another arm slows the baseline down: {name} took {times}"
+        for name, times in self._slowing_inputs.items():
+            yield f"whether inputs() slows the baseline down: {name} took {times}"
         if self.large:
             yield "results of timed calls: they are too large to keep, another seed was checked"
         elif self._stuck:

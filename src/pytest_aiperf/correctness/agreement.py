@@ -228,8 +228,8 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     del returned, inputs, result
     if not expected:
         raise UsageError(
-            "the baseline returns nothing and changes none of its arguments' arrays and numbers: "
-            "return a result as well"
+            "the baseline returns nothing and changes none of its arguments' arrays and numbers "
+            "(structured arrays are not compared): return a result as well"
         )
 
     def are_write_only(*paths: str) -> bool:
@@ -832,9 +832,12 @@ def _judge_output(
 def _numbers(value: Any) -> Any:
     """Return one output as an array of real numbers."""
     if not (array := tensors.as_array(value)):
+        kind = type(value).__name__
+        if dtype := getattr(value, "dtype", None):
+            kind += f" of {dtype}"
         raise UsageError(
-            f"a result of type {type(value).__name__} cannot be compared: return numbers, or "
-            "plain, dense arrays of them"
+            f"a result of type {kind} cannot be compared: return numbers of up to 64 bits, or "
+            "plain, dense arrays of them (of a structured array, its fields)"
         )
     return backend_of(array[0]).as_real_view(array[0])
 
@@ -856,7 +859,9 @@ def _check_reference(base: Deviation, want: Expected) -> None:
     if not math.isfinite(want.rms):
         index, value, _ = _worst(want.array, replace(want, rms=0.0, scale=0.0))[2]()
         where = f"{value} at {base.path}{list(index)}"
-        raise UsageError(f"the reference is {where}: choose inputs whose results are finite")
+        raise UsageError(
+            f"the reference is {where}: choose inputs whose results, and their squares, are finite"
+        )
 
 
 def _rms(array: Any) -> float:

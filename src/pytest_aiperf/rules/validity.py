@@ -241,6 +241,8 @@ def changed_since_start() -> list[str]:
     numpy = sys.modules.get("numpy")
     if numpy and numpy.getbufsize() != _NUMPY_BUFFER:
         changed.append("numpy.setbufsize")
+    if numpy and is_foreign(numpy.random.get_bit_generator()):
+        changed.append("numpy.random.set_bit_generator")
     if any(map(is_foreign, (*sys.meta_path, *sys.path_hooks))):
         changed.append("sys.meta_path or sys.path_hooks")
     return changed
@@ -268,6 +270,7 @@ def _libraries() -> dict[str, object]:
     if numpy := sys.modules.get("numpy"):
         settings["numpy.getbufsize"] = numpy.getbufsize()
         settings["numpy.geterr"] = sorted(numpy.geterr().items())
+        settings["numpy.random.get_bit_generator"] = type(numpy.random.get_bit_generator())
     for library in _thread_pools(len(sys.modules)):
         settings[f"threads of {Path(library.filepath).name}"] = library.num_threads
     return settings

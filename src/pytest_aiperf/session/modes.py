@@ -87,6 +87,7 @@ def measure_together(
 def _claim_context(context: ItemContext) -> measure.ClaimContext:
     record, code = context.new_result(), source_hash.identity(context.files())
     arch = context.gpus[0].arch if context.gpus else ""
+    is_reproducible = "reproducible" in context.settings.conditions
     return measure.ClaimContext(
         record=record,
         device=context.device,
@@ -95,6 +96,7 @@ def _claim_context(context: ItemContext) -> measure.ClaimContext:
         progress=context.progress,
         expectation=context.session.expectations.lookup(record.claim, record.key, arch, code),
         code=code,
+        draw=None if is_reproducible else measure.unpredictable(context.device.ranks),
         builds=context.nvcc.used,
         step=context.step,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of
-from pytest_aiperf.claim.measure import ClaimContext
+from pytest_aiperf.claim.measure import ClaimContext, unpredictable
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
 from pytest_aiperf.errors import AiperfError, UsageError
@@ -98,7 +98,8 @@ def measure(
             :mod:`pytest_aiperf.evidence`.
         quick: Accept a wider interval from fewer replicates.
         device: Where to measure; by default on the first GPU, or on the host if there is none.
-        seed: Seed of the inputs and of the order of blocks; random by default.
+        seed: Seed of the inputs on which results are compared before timing; random by default.
+            Inputs of timed calls are drawn anew in each run.
 
     Returns:
         The record. ``outcome`` is PASSED if the optimized arm is faster and all evidence holds,
@@ -153,7 +154,8 @@ def measure_each(
         candidates: The arms to compare with the baseline.
         quick: Accept wider intervals from fewer replicates.
         device: Where to measure, as for :func:`measure`.
-        seed: Seed of the inputs and of the order of blocks; random by default.
+        seed: Seed of the inputs on which results are compared before timing; random by default.
+            Inputs of timed calls are drawn anew in each run.
         arguments: The other arguments of :func:`measure`, without ``optimized``.
 
     Returns:
@@ -203,6 +205,7 @@ def measure_claims(
             progress=progress,
             expectation=Expectation(),
             code=source_hash.identity(_source_files(optimized, baseline)),
+            draw=unpredictable(opened.ranks),
         )
 
     contexts = [(claim, context(claim)) for claim in claims]
