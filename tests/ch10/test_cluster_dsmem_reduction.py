@@ -17,7 +17,8 @@ sum, meet at a barrier and write, one step after the other; blocks of other rows
 the gaps. An H100, whose memory is a third slower, reaches 93 to 94 % of the copy rate with them, an
 H200 84 to 87 %; what keeps them from the rest was not measured. There is no rung with clusters of
 2: one block would fill its SM, which idles at the barrier. Rows that fit in one block need no
-cluster, and a cluster holds at most the registers of 16 SMs.
+cluster, and a cluster holds at most the registers of 16 SMs. A single block could keep a row in the
+registers and the shared memory of its SM, but the SM would idle while that block waits for its sum.
 """
 
 import pytest

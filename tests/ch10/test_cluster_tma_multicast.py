@@ -1,4 +1,4 @@
-"""With small tiles, blocks that share them by TMA multicast beat blocks that each load all tiles.
+"""With small tiles, pairs of blocks that share them by TMA multicast beat blocks that load all.
 
 A block that computes 128 x 128 elements of a matrix product loads 16 KiB of a and 16 KiB of b per
 step, most of it from the L2 cache, because other blocks need the same tiles. At n = 8192 these are

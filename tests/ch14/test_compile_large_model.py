@@ -13,7 +13,7 @@ again (test_dynamic_shape_recompiles.py). Compiling one block for all layers cos
 (ch13/regional_compile).
 
 The weights are random: a trained model of this form takes the same time. The limit is the time to
-read the weights, 0.5 ms on an H200. Of the 1.5 ms of "reduce_overhead", kernels take 1.0; the rest
+read the weights, 0.5 ms on an H200. Of the 1.3 ms of "reduce_overhead", kernels take 1.0; the rest
 is what the host does around the graph.
 """
 

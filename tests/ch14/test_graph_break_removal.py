@@ -21,9 +21,11 @@ Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def layer(bench: Bench) -> Layer:
-    """Make weights, their gradient, and its first two moments."""
+    """Make weights, a gradient that is clipped for half of the seeds, and its first two moments."""
     shape = bench.size(256, check=16), bench.size(256, check=16)
     weights, gradient, exp_avg = torch.randn(3, *shape, device=bench.device)
+    norm = MAX_NORM * torch.where(torch.rand((), device=bench.device) < 0.5, 0.5, 2.0)
+    gradient *= norm / gradient.norm()
     return weights, gradient, exp_avg, torch.rand(shape, device=bench.device) + 0.1
 
 

@@ -5,8 +5,8 @@ torch.compile generates loops over the row: one for the mean and the variance, a
 the row again for the result. NVRTC compiles CUDA C++ from a string, so the author decides: the
 width is a constant, the loops unroll, and the row stays in registers between the two sums and the
 result. Each row is loaded once, in 16-byte accesses. CuPy caches the binary on disk. A kernel
-compiled beforehand with this width as a template parameter is as fast; NVRTC makes it for widths
-that are unknown when the program is built.
+compiled beforehand with this width as a template parameter would be as fast; NVRTC makes it for
+widths that are unknown when the program is built.
 
 The baseline runs on views of the same arrays, without copies. The library arm is what a user of
 CuPy writes otherwise: array operations, each of which is a kernel of its own. They move the 256 MiB

@@ -11,12 +11,13 @@ form two halves that take turns: each copies its count to the host asynchronousl
 host waits for one count, the GPU runs the layer of the other half. So the host's latency is hidden
 as long as a layer of one half takes longer than the launches of the other, a dozen per layer. The
 claim is judged on wall time, which includes what is not hidden. That and the kernels that gather
-the remaining tokens keep the gain below the limit: on an H200, gathering takes 2.8 ms of a call of
-34, and the GPU idles for 2. The gain ends where too few tokens remain for a layer to hide the
-launches. The first channel, which no layer changes, stands for a trained exit classifier: it holds
-the number of layers that a token needs. A model with attention must also compute keys and values
-for tokens that have left.
+the remaining tokens and write the finished ones keep the gain below the limit. The gain ends where
+too few tokens remain for a layer to hide the launches. The first channel, which no layer changes,
+stands for a trained exit classifier: it holds the number of layers that a token needs. A model with
+attention must also compute keys and values for tokens that have left.
 """
+
+from itertools import zip_longest
 
 import torch
 from torch.nn.functional import gelu, rms_norm
@@ -59,22 +60,23 @@ def run_layers(x, rows, up, down, out):
     """
     for done, weights in enumerate(zip(up, down, strict=True), 1):
         x = layer(x, *weights)
-        out[rows] = x  # overwritten by later layers until the token is done
         is_remaining = x[:, 0] > done
         count = is_remaining.sum().to("cpu", non_blocking=True)  # to pinned memory
         counted = torch.get_device_module(x.device).Event()
         counted.record()
         yield
         counted.synchronize()
+        finished = torch.nonzero_static(~is_remaining, size=len(x) - int(count))[:, 0]
         remaining = torch.nonzero_static(is_remaining, size=int(count))[:, 0]
+        out[rows[finished]] = x[finished]
         x, rows = x[remaining], rows[remaining]
 
 
 def compacted(x, up, down):
     out, rows = torch.empty_like(x), torch.arange(len(x), device=x.device)
     halves = zip(x.chunk(2), rows.chunk(2), strict=True)
-    # zip() resumes the halves in turn
-    for _ in zip(*(run_layers(*half, up, down, out) for half in halves), strict=False):
+    # zip_longest() resumes the halves in turn, until both have ended
+    for _ in zip_longest(*(run_layers(*half, up, down, out) for half in halves)):
         pass
     return out
 

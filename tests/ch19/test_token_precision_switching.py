@@ -22,10 +22,10 @@ out.
 
 "tf32" is compared with fp32, a naive baseline, so its bar is also a share of the read rate; "bf16"
 is compared with "tf32", which shares all the rest. The bf16 copy adds half of the matrix's memory.
-The limit is the ratio of bytes, 2x, as candidates are few. The bytes do fall by that, but the
-products read the bf16 matrix at a lower rate on an H200, at 2.9 TB/s instead of 3.3; why was not
-measured. There is less to gain where many sequences share the matrix, so that arithmetic binds, or
-where logits are flat, so that many rows are read again.
+The limit is the ratio of bytes, 2x, as candidates are few. The bytes do fall by that, but on an
+H200 a whole call moves 2.9 TB/s instead of 3.3; which of its kernels costs that was not measured.
+There is less to gain where many sequences share the matrix, so that arithmetic binds, or where
+logits are flat, so that many rows are read again.
 """
 
 from collections.abc import Callable
