@@ -8,17 +8,18 @@ passes run over a few frames before the next frames begin (cache blocking), only
 reads device memory, and the others find the frames in the L2 cache.
 
 "chunks" runs the same kernel in that order, on six frames (24 MiB) at a time. The price is that
-each of its 132 kernels is short: its start, first loads and last sums are estimated to cost about
-as much time as the L2 cache saves. So "chunks" alone is only required to be no slower than
-"sweeps", and a gain is required of "resident". This is one persistent kernel, in which a group of
-blocks takes a frame through all passes and meets at a barrier in device memory (a cooperative
-launch). Each SM has blocks of several groups, so that some load while others wait.
+each of its 132 kernels is short: its start, first loads and last sums are no longer negligible.
+"resident" is one persistent kernel, in which a group of blocks takes a frame through all passes and
+meets at a barrier in device memory (a cooperative launch). Each SM has blocks of several groups, so
+that some load while others wait. It is judged against "chunks", and took about half of its time in
+a run on almost the same frames. The present claim has no record: in particular, "sweeps" and
+"chunks" have not been compared yet, so "chunks" is only required to be no slower.
 
-If one pass of six reads device memory and five the L2 cache, at twice the rate, the gain is at most
-1.7x. Chunks that are too large leave the cache, and of data that all SMs read it holds about half
-its size, because each of its two halves keeps a copy. The library arm is torch.compile, which makes
-one sweep per pass. A frame that fits the registers of a few SMs needs neither cache nor further
-reads.
+If one pass of six reads device memory and five the L2 cache, at twice the rate, both rungs together
+can be at most 1.7 times as fast as "sweeps". Chunks that are too large leave the cache, and of data
+that all SMs read it holds about half its size, because each of its two halves keeps a copy. The
+library arm is torch.compile, which makes one sweep per pass. A frame that fits the registers of a
+few SMs needs neither cache nor further reads.
 """
 
 import pytest

@@ -8,8 +8,9 @@ of a warp per four clocks. From shared memory ("shared"), it completes one per 2
 then no longer wait for global memory, which the evidence counts (long scoreboard). The kernel also
 needs fewer registers, so five blocks fit an SM instead of four. Using each weight for two points
 ("shared_2") loads it half as often, and the points are independent, so their FMAs fill each other's
-latency (ILP). Constant memory serves one address per warp, which suits such weights as well: it is
-the library arm, with two points per thread, and has not been measured yet.
+latency (ILP). Constant memory serves one address per warp and seems made for such weights. It is
+the library arm, with two points per thread, but takes 2.2 times as long as "shared_2" and longer
+than "shared"; the reason was not examined.
 
 Each rung is measured against the one before it, and the additions keep their order. Three matrix
 products in PyTorch write both hidden layers to memory and took several times as long. The limit is

@@ -8,14 +8,16 @@ one kernel, one write. Each is measured against the rung before. torch.nn.Linear
 users have the first rung already, and `x @ weight + bias` is declared naive; most of what "addmm"
 gains over it is PyTorch's slow kernel for a broadcast addition. torch.compile is the library arm:
 it makes one kernel of bias and GELU, behind the GEMM, and so moves the result as often as "addmm".
-"gelu_epilogue" must beat it.
+It is slower than both rungs, since that kernel takes almost twice as long as PyTorch's GELU for the
+same bytes.
 
 torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
 has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is
 the tanh approximation, which all arms use. The layer has 2048 inputs and 8192 outputs, for 16384
-tokens. A larger inner dimension makes the GEMM longer and the passes no longer, so the gain falls
-with the width of the model. Training needs the input of GELU for the backward pass, so the epilogue
-has to store it, too.
+tokens. On an H200 the bias in the epilogue costs next to nothing. GELU in it makes the GEMM longer:
+the pass that it replaces takes 152 µs, and the rung saves 112. A larger inner dimension makes the
+GEMM longer and the passes no longer, so the gain falls with the width of the model. Training needs
+the input of GELU for the backward pass, so the epilogue has to store it, too.
 """
 
 import pytest

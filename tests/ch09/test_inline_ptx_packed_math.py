@@ -6,7 +6,8 @@ masks, converts and subtracts: three of these run on the integer units, which ha
 issue rate. "bit_trick" makes no integer conversion. It masks two nibbles at once and sets the bits
 of 1024 above them, which gives the fp16 numbers 1024 + nibble; one packed subtraction follows. The
 library arm of this rung is tinygemm (`torch.ops.aten._weight_int4pack_mm`), PyTorch's kernel for
-such weights, with x and results in bf16. It has not been measured here yet.
+such weights, with x and results in bf16. It uses tensor cores, whose tiles are made for several
+vectors, and is slower than even "convert" here.
 
 nvcc makes two LOP3 of (word & mask) | bits if both constants are immediates, because the
 instruction has room for one. Inline PTX ("lop3") gets one instruction, with the second constant in
