@@ -6,9 +6,9 @@ memory and one barrier is left ("shuffle"), but each thread still reads one elem
 in a reduction for it. "grid_stride" starts only as many blocks as the SMs hold at once. Their
 threads walk through the whole array in steps of the size of the grid (a grid-stride loop), add into
 registers, and combine their sums once at the end, with one atomicAdd per block instead of further
-passes. These three need each other, so they are one rung. With 4 bytes in flight per thread, they
-reach half of the read rate ("shuffle" reaches a quarter). "in_flight" loads four elements per
-thread before it adds them, and reaches nine tenths. In "wide" each of these loads has 16 bytes
+passes. These three need each other, so they are one rung. With 4 bytes in flight per thread, this
+rung reaches half of the read rate, where "shuffle" has a quarter. "in_flight" loads four elements
+per thread before it adds them, and reaches nine tenths. In "wide" each of these loads has 16 bytes
 instead of 4, and nothing else changes; it gains 4 % only, because the loads of 4 bytes keep memory
 busy already.
 
