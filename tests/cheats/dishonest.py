@@ -153,7 +153,7 @@ def what_the_baseline_left():
     return {"baseline": baseline, "optimized": lambda x: returning(SHORT, shared.result.copy())}
 
 
-def counted(works):
+def counted(works, seconds=SHORT):
     """Return an arm that repeats its last result unless ``works(call number)`` is true."""
     state = State(calls=0, result=None)
 
@@ -161,7 +161,7 @@ def counted(works):
         state.calls += 1
         if works(state.calls) or state.result is None:
             state.result = returning(LONG, x * 2)
-        return returning(SHORT, state.result)
+        return returning(seconds, state.result)
 
     return {"optimized": arm}
 
@@ -173,7 +173,8 @@ def every_second_call():
 
 @cheat(WRONG)
 def every_second_call_once_it_is_timed():
-    return counted(lambda n: n < 30 or n % 2)
+    # a block of 50 us has 52 calls, so that its last call is always one of the second ones
+    return counted(lambda n: n < 30 or n % 2, seconds=0.97e-6)
 
 
 @cheat(WRONG)

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pytest_aiperf import prepared
@@ -223,6 +224,29 @@ def test_no_arm_finds_the_result_of_another_one_in_freed_memory():
     # the second rung's arm runs first on each seed, and its result is kept for the first one's
     assert [flags[-1] for flags in alive[1::2]] == [True] * AGREEMENT_SEEDS
     assert not any(alive[-2])  # of the seeds before, nothing is
+
+
+@pytest.mark.parametrize(("off", "outcome"), [(0.0, Outcome.PASSED), (1e-9, Outcome.FAILED)])
+def test_where_sums_nearly_cancel_another_order_is_no_error(off, outcome):
+    def nearly_cancelling(bench):
+        x = np.random.default_rng(bench.seed).normal(size=20_001)
+        return (x - x.mean() + 1e-5 * (1 + bench.seed % 7),)
+
+    def mean_of(microseconds, order, factor=1.0):
+        def mean(x):
+            spend(microseconds * 1e-6)
+            return np.atleast_1d(order(x).mean()) * factor
+
+        return mean
+
+    claim = a_claim(
+        baseline=mean_of(200, lambda x: x),
+        optimized=mean_of(100, np.sort, 1 + off),
+        inputs=nearly_cancelling,
+        reference=mean_of(0, lambda x: x),
+    )
+    results, _ = outcomes(claim)
+    assert results[0].outcome is outcome
 
 
 def test_a_rung_whose_arm_fails_does_not_affect_the_others():

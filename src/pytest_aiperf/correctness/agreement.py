@@ -182,6 +182,23 @@ class Deviation:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
 
 
+def larger(known: Deviation, new: Deviation) -> Deviation:
+    """Return the first deviation with the larger errors of both."""
+    return replace(known, error=max(known.error, new.error), rms=max(known.rms, new.rms))
+
+
+def beyond(deviations: Sequence[Deviation], rounding: Sequence[Deviation]) -> list[Deviation]:
+    """Return deviations without the errors that ``rounding`` explains, which count as 0."""
+    if len(deviations) != len(rounding):
+        return list(deviations)
+    return [
+        replace(d, error=0.0, rms=0.0)
+        if d.error <= MAX_ERROR_RATIO * other.error and d.rms <= MAX_RMS_RATIO * other.rms
+        else d
+        for d, other in zip(deviations, rounding, strict=True)
+    ]
+
+
 def parameter_names(call: Callable[..., object]) -> tuple[str, ...]:
     """Return the names of the positional parameters; () for builtins and launchers."""
     code = getattr(call, "__code__", None)
@@ -833,8 +850,8 @@ def _numbers(value: Any) -> Any:
     """Return one output as an array of real numbers."""
     if not (array := tensors.as_array(value)):
         kind = type(value).__name__
-        if dtype := getattr(value, "dtype", None):
-            kind += f" of {dtype}"
+        if (type(value).__module__, kind) == ("numpy", "ndarray"):  # no other is asked for it
+            kind += f" of {value.dtype}"
         raise UsageError(
             f"a result of type {kind} cannot be compared: return numbers of up to 64 bits, or "
             "plain, dense arrays of them (of a structured array, its fields)"
