@@ -275,10 +275,14 @@ def _learn(trial: _Trial, effects: dict[Hashable, agreement.ArgumentEffects]) ->
 def _agree(trials: Sequence[_Trial]) -> None:
     """Check the agreement of claims' arms together; if an arm fails, of each claim by itself."""
     context = trials[0].context
-    context.step()
+
+    def share(step: Callable[[], T]) -> T:
+        context.step()
+        return context.share(step)
+
     if len(trials) > 1 and context.device.ranks.count == 1:
         ladder = Ladder([trial.bound for trial in trials])
-        if ladder.check_agreement(context.share):
+        if ladder.check_agreement(share):
             for trial, rung in zip(trials, ladder.rungs, strict=True):
                 trial.record = replace(trial.record, agreement=rung.agreement)
                 if rung.error is not None:
