@@ -173,8 +173,8 @@ def every_second_call():
 
 @cheat(WRONG)
 def every_second_call_once_it_is_timed():
-    # a block of 50 us has 52 calls, so that its last call is always one of the second ones
-    return counted(lambda n: n < 30 or n % 2, seconds=0.97e-6)
+    # a block of 50 us has 50 calls, so that its last call is always one of the second ones
+    return counted(lambda n: n < 30 or n % 2, seconds=1.01e-6)
 
 
 @cheat(WRONG)
