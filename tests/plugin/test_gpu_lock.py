@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from pytest_aiperf.errors import UsageError
@@ -515,15 +516,34 @@ def test_a_planted_lock_file_is_not_followed(tmp_path):
 
 def test_sharing_the_host_limits_the_threads(tmp_path):
     def threads():
-        return {pool["num_threads"] for pool in threadpool_info()}
+        return {pool["user_api"]: pool["num_threads"] for pool in threadpool_info()}
 
     np.linalg.norm(np.ones(2))  # loads NumPy's BLAS
+    torch.ones(2).sum()  # and this torch's OpenMP
+    host, gpu = (GpuLock(uuids, tmp_path / "locks", threads=1) for uuids in ([], [A]))
+    with threadpool_limits(2):
+        all_threads = {"blas": 2, "openmp": 2}
+        with host.shared():
+            assert threads() == {"blas": 1, "openmp": 1}
+        with gpu.shared():
+            assert threads() == {"blas": 1, "openmp": 2}, "compiled functions depend on OpenMP's"
+        for exclusive in (host.exclusive_host, gpu.exclusive_gpu, gpu.exclusive_host):
+            with exclusive():
+                assert threads() == all_threads
+        with GpuLock([], tmp_path / "locks").shared():
+            assert threads() == all_threads
+
+
+def test_a_claim_on_a_gpu_compiles_a_function_once(tmp_path):
+    compiled = []
+
+    @torch.compile(backend=lambda module, _: compiled.append(module) or module.forward)
+    def add(x):
+        return x + 1
+
     lock = GpuLock([A], tmp_path / "locks", threads=1)
     with threadpool_limits(2):
-        with lock.shared():
-            assert threads() == {1}
-        for exclusive in (lock.exclusive_gpu, lock.exclusive_host):
-            with exclusive():
-                assert threads() == {2}
-        with GpuLock([A], tmp_path / "locks").shared():
-            assert threads() == {2}
+        for scope in (lock.shared, lock.exclusive_gpu, lock.exclusive_host):
+            with scope():
+                add(torch.ones(2))
+    assert len(compiled) == 1

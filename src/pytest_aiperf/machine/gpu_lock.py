@@ -36,9 +36,11 @@ class GpuLock:
     ``on_wait`` is called with a sentence when the lock has to wait for another process, and
     ``on_acquired`` when this wait is over. While the host is shared, BLAS and OpenMP use at most
     ``threads`` threads: if each of several claims started one thread per core, their threads would
-    wait for one another. A shared lock cannot be upgraded: release it before you take an
-    exclusive one; others may hold the lock in between. ``pausable`` is for the process of a claim,
-    which may be stopped while it compiles; one that a user started, such as a notebook, may not.
+    wait for one another. With GPUs only those of BLAS are limited: torch.compile compiles a
+    function again when the number of OpenMP's threads has changed. A shared lock cannot be
+    upgraded: release it before you take an exclusive one; others may hold the lock in between.
+    ``pausable`` is for the process of a claim, which may be stopped while it compiles; one that a
+    user started, such as a notebook, may not.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class GpuLock:
                 if not exclusive_gpus:
                     self._shared = shared
                     if self._threads is not None:
-                        scope.enter_context(threadpool_limits(self._threads))
+                        api = "blas" if self._gpus else None  # None stands for all
+                        scope.enter_context(threadpool_limits(self._threads, user_api=api))
                 yield
         finally:
             self._registration.close()
