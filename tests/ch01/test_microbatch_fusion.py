@@ -4,11 +4,13 @@ Gradient accumulation runs forward and backward pass for a part of the batch at 
 the gradients, because the activations of the whole batch do not fit in memory. Where they do fit,
 it is pure cost. Every micro-batch casts all weights to bf16, reads them in both passes, and adds
 its gradient to the sum, a pass over three arrays as large as the model: most of these bytes do not
-depend on the number of rows. Products with 512 rows also give some SMs no tile of their own, and
-eight times as many kernels start and end. On an H200, with eight micro-batches the products take a
-quarter of the kernels' time, and they account for less than a fifth of what one batch saves: most
-of it is casts, additions and other passes over memory. All arms are CUDA graphs, so their launches
-by the CPU are no part of the gain.
+depend on the number of rows. Casting the weights once per step would remove a part of this cost;
+autocast inside the loop, as PyTorch's examples write it, casts them anew. Products with 512 rows
+use smaller tiles (128x64 instead of 256x128 in the forward pass), which reuse each loaded value
+less often, and eight times as many kernels start and end. On an H200, with eight micro-batches the
+products take a quarter of the kernels' time, and they account for less than a fifth of what one
+batch saves: most of it is casts, additions and other passes over memory. All arms are CUDA graphs,
+so their launches by the CPU are no part of the gain.
 
 Activations grow with the rows of a micro-batch, which is why one accumulates: with one batch, eight
 times as many bytes wait for the backward pass, as a test beside the claim counts. So use the

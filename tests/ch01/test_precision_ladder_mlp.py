@@ -1,12 +1,12 @@
 """Matrix products in tf32, fp16 or bf16 run on tensor cores and beat fp32 at a stated error.
 
 A GPU multiplies fp32 matrices on its fp32 units, one multiply-add per lane and clock. Tensor cores
-multiply whole tiles at once, but only narrower numbers: tf32 keeps 10 bits of an operand's
-fraction, fp16 also 10 at half the bytes (and twice the rate), bf16 only 7 with the range of fp32.
-All three accumulate in fp32, so the error comes from rounding the operands and, in fp16 and bf16,
-the results: as measured, 0.01 to 0.02 % (rms) of a typical result in tf32 and fp16, and 0.13 % in
-bf16, with a residual that stays in fp32. `precision` declares an error, and each rung is checked
-against it: fewer bits trade accuracy for speed.
+multiply whole tiles at once, but not in fp32: operands are rounded to fewer bits. tf32 keeps 10
+bits of an operand's fraction, fp16 also 10 at half the bytes (and twice the rate), bf16 only 7 with
+the range of fp32. All three accumulate in fp32, so the error comes from rounding the operands and,
+in fp16 and bf16, the results: as measured, 0.01 to 0.02 % (rms) of a typical result in tf32 and
+fp16, and 0.13 % in bf16, with a residual that stays in fp32. `precision` declares an error, and
+each rung is checked against it: fewer bits trade accuracy for speed.
 
 The two layers of this MLP do about a thousand operations per byte, so all rungs are compute-bound.
 GELU, residual and casts are kernels of their own: in fp16 and bf16 they take a fifth of the time,

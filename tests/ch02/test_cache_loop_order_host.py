@@ -7,15 +7,15 @@ one line of the left matrix and one of the result, and uses one float of each. W
 needs these lines again, 40,000 others (2.5 MB) have pushed them out of the L1 cache, and out of an
 L2 cache that is smaller than that. A larger L2 cache leaves less to gain. With the columns' index
 innermost (ikj) the steps are one float wide, every float of a line is used, and the hardware
-prefetches the next line. BLAS, the library arm, also blocks for registers and for each level of the
-cache: it is faster than all rungs and the right choice in practice.
+prefetches the next line. BLAS, the library arm, also blocks for registers and each level of the
+cache, and uses all cores: it is faster than all rungs and the right choice in practice.
 
 All orders multiply the same numbers and add them in the same order. Since neighbouring iterations
 of ikj write neighbouring floats, the compiler can also vectorize it. "scalar" forbids that in both
 arms, so that only the order of memory accesses changes; "vectors" allows it, and is judged against
-"scalar". Matrices that fit in the L1 cache gain from vectorization only. Hosts offer no cache
-counters here. Tests beside the claim count the lines that both orders fetch in a model of a cache,
-and check which code has vector instructions.
+"scalar". Matrices that fit in the L1 cache gain from vectorization only. Virtual machines usually
+offer no cache counters. Tests beside the claim count the lines that both orders fetch in a model of
+a cache, and check which code has vector instructions.
 """
 
 import platform

@@ -5,7 +5,7 @@ memory may move: the driver copies it, piece by piece, through a pinned staging 
 and one CPU core's memory copy sets the pace. With pinned (page-locked) memory the engine transfers
 directly over PCIe, without the CPU. "to_gpu" and "to_host" are the two directions. On an H200,
 pinned copies run at 51 GB/s in both: the transfer takes 456 µs (55 GB/s), and starting it and
-waiting for its end another 33 to 35, so 24 MiB just miss the 52 GB/s that were the aim. Pageable
+waiting for its end another 33 to 35, so a call with 24 MiB reaches 51 GB/s. Pageable
 ones, which a CPU core copies, run at about 8 GB/s to the GPU and 14 to the host: hence the two
 speedups.
 
@@ -15,9 +15,9 @@ copy pageable data there does the driver's staging copy itself and gains little.
 are reused.
 
 All copies here wait until the data has arrived. Only a copy from or to pinned memory can return
-earlier (`non_blocking=True`), which overlap needs (test_pinned_prefetch_stream.py). Below about 64
-KiB the fixed cost of a copy dominates. The limit is the link: 64 GB/s for PCIe 5.0 x16, minus
-protocol overhead.
+earlier (`non_blocking=True`), which overlap needs (test_pinned_prefetch_stream.py). Below about 1.8
+MB, starting the copy and waiting for its end (33 µs here) take longer than the transfer. The limit
+is the link: 64 GB/s for PCIe 5.0 x16, minus protocol overhead.
 """
 
 import pytest

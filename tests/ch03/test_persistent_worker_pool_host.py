@@ -7,7 +7,7 @@ The other start methods cost more: spawn starts an interpreter that imports all 
 
 Eight shards of a log are parsed, about 1 ms of JSON each: work that holds the GIL, so that threads
 would not help. The baseline is naive: it starts a process for each shard, two at a time.
-"pool_per_batch" starts two workers that share the shards, as `with ProcessPoolExecutor() as pool:
+"pool_per_batch" starts two workers that share the shards, as `with ProcessPoolExecutor(2) as pool:
 pool.map(...)` in a function does: two starts instead of eight. "warm_pool" has started its workers
 in an earlier call: none. It is judged against the pool per batch. What remains is the parsing, and
 pickling through pipes.

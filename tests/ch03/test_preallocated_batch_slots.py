@@ -1,4 +1,4 @@
-"""Collating batches into two pinned slots beats stacking each into new memory and pinning that.
+"""Stacking batches into memory that stays beats new memory for each; pinned slots save a copy.
 
 The usual loop stacks samples into a new array and copies that to pinned memory, so that its copy to
 the GPU is asynchronous (torch.stack and pin_memory, as a DataLoader does). So the CPU writes each
@@ -8,7 +8,7 @@ one array that stays, and still copies it to pinned memory: two writes, into pag
 "slots" allocates two pinned buffers once and stacks into them directly: one write. Both are
 compared with the usual loop, so that their difference is the price of the second write. On an H200,
 the fresh pages cost most: "reused" takes a third of the usual loop's time, and "slots" another
-tenth less. An event per slot tells when its previous batch has arrived on the GPU. PyTorch reuses
+tenth less. An event per slot records when its previous batch has arrived on the GPU. PyTorch reuses
 pinned blocks as well, so the baseline does not pin pages anew for each batch; that would be slower
 still.
 

@@ -88,8 +88,8 @@ Rounding normally distributed values costs 2.6 % in fp8, 5.3 % in fp8_e5m2 and 9
 product of two rounded matrices costs sqrt(2) times as much: 3.7 %, 7.4 % and 13.4 %. Two products
 in succession cost 5 to 6 % in fp8, as gradients do. In bf16 a product costs 0.24 %, which leaves
 room for a dozen of them; fp16 has an eighth of bf16's error. Tensor cores truncate tf32 operands
-instead of rounding them, which shrinks all results by about 0.07 %. In fp32 and fp64 the errors of
-long sums are alike in all elements: the limit is that of one element."""
+that the kernel has not rounded, which shrinks all results by about 0.07 %. In fp32 and fp64 the
+errors of long sums are alike in all elements: the limit is that of one element."""
 COARSE_RATIO, COARSE_SHARE, COARSE_LEAST = 4, 1 / 8, 2e-13
 """An arm is reported as not checked if its RMS error is more than so many times the baseline's, and
 more than this share of what is always allowed, although the claim declares no lower precision. It
