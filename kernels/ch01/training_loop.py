@@ -82,7 +82,7 @@ no_sync = replace(naive, waits=False)
 pinned_batches = replace(no_sync, pinned=True)
 bf16 = replace(pinned_batches, bf16=True)
 fused = replace(bf16, fused=True)
-compiled = replace(fused, loss=torch.compile(loss_of, dynamic=False))
+
 
 
 def captured_steps(_pageable, pinned, parameters, means, squares):

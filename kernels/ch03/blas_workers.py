@@ -13,7 +13,7 @@ import numpy as np
 WORKERS = 4
 """Worker processes; with default settings each starts one BLAS thread per core."""
 
-PRODUCTS = 8
+PRODUCTS = 32
 """Consecutive products per worker and call: random delays of single products average out."""
 
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

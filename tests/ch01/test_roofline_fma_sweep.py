@@ -43,6 +43,7 @@ def test_roofline_fma_sweep(compare: Compare, k: int) -> None:
         baseline=fma_passes.passes,
         optimized=fma_passes.fused,
         library=torch.compile(fma_passes.passes, dynamic=False),
+        against="naive",
         inputs=elements(k),
         work=lambda x, out, k: Work(
             read=x.nbytes, written=out.nbytes, flops=2 * k * x.numel(), dtype="fp32"

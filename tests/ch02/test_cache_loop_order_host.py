@@ -1,10 +1,10 @@
 """Walking along the rows of a row-major matrix beats walking down its columns.
 
-A tall matrix (20,000 x 40) is multiplied by a small one, with three nested loops in C. A cache line
+A tall matrix (50,000 x 40) is multiplied by a small one, with three nested loops in C. A cache line
 holds 16 floats. With the rows' index in the innermost loop (jki, as one would write it in Fortran
 or MATLAB, where columns are contiguous) each step is one row, 160 bytes, further down: it fetches
 one line of the left matrix and one of the result, and uses one float of each. When the next column
-needs these lines again, 40,000 others (2.5 MB) have pushed them out of the L1 cache, and out of an
+needs these lines again, 100,000 others (6.4 MB) have pushed them out of the L1 cache, and out of an
 L2 cache that is smaller than that. A larger L2 cache leaves less to gain. With the columns' index
 innermost (ikj) the steps are one float wide, every float of a line is used, and the hardware
 prefetches the next line. BLAS, the library arm, also blocks for registers and each level of the
@@ -29,7 +29,7 @@ from kernels.ch02.matmul_loops import SCALAR, SOURCE, multiply
 from kernels.ch06.assembly import instructions
 from pytest_aiperf import Bench, Compare, Work
 
-ROWS, WIDTH, LINE_BYTES = 20_000, 40, 64
+ROWS, WIDTH, LINE_BYTES = 50_000, 40, 64
 
 
 def matrices(bench: Bench) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

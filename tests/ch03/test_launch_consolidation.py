@@ -11,13 +11,13 @@ dimension ("concatenated"), all columns are one product whose tiles run side by 
 one start. torch.bmm on the stacked weights, the library arm, is one launch as well, and about as
 fast.
 
-The claim is judged on the caller's wall time, and both baselines are graphs, so the host's 64
-launches are no part of the gain. On an H200 the last rung takes 13 µs instead of 77. The launch and
-the wait for its end are most of that: in device time, the product takes 6 µs and the graph of
-branches 79, so there the gain is 14x. The weights are concatenated once, when the model is loaded,
-and all arms write the columns of one matrix. The 8 MiB of weights stay in the L2 cache (warm). The
-gain ends where one layer fills the GPU by itself. Layers with different inputs or shapes cannot be
-concatenated; for them, branches or a grouped GEMM are the remedy.
+The claim is judged on device time, and both baselines are graphs, so the host's 64 launches are no
+part of the gain. On an H200 the product takes 6 µs and the graph of branches 79. A caller who waits
+for the result sees 13 µs instead of 77: the launch and the wait for its end are most of that. The
+weights are concatenated once, when the model is loaded, and all arms write the columns of one
+matrix. The 8 MiB of weights stay in the L2 cache (warm). The gain ends where one layer fills the
+GPU by itself. Layers with different inputs or shapes cannot be concatenated; for them, branches or
+a grouped GEMM are the remedy.
 """
 
 import pytest
@@ -101,7 +101,7 @@ def test_launch_consolidation(compare: Compare, rung: str) -> None:
         against=against,
         inputs=heads,
         reference=lambda x, weights, out: x.double() @ torch.cat(weights, 1).double(),
-        metric=["wall", "device"],
+        metric=["device", "wall"],
         cache="warm",
         evidence=proof,
     )

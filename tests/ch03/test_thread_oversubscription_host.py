@@ -7,13 +7,13 @@ middle of a product they spin on the cores that it needs. The optimized arm divi
 the workers, less one core for the process that hands out the work, so that every thread has its own
 core. A worker gets at least one thread.
 
-Each worker, a process that already runs, multiplies a small matrix by itself eight times. Most
-single products run nearly undisturbed and some are delayed badly; eight in a row average over that.
-The thread count is read when the library is loaded, hence the environment variables. Between
-products, idle threads would spin as well, those of one arm while the other is timed; in both arms
-they sleep at once instead (OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their
-threads synchronise less often. A single worker should use all cores. A test beside the claim counts
-the context switches of all threads of the workers: they are the waits.
+Each worker, a process that already runs, multiplies a small matrix by itself 32 times. Most single
+products run nearly undisturbed and some are delayed badly; many in a row average over that. The
+thread count is read when the library is loaded, hence the environment variables. Between products,
+idle threads would spin as well, those of one arm while the other is timed; in both arms they sleep
+at once instead (OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their threads
+synchronise less often. A single worker should use all cores. A test beside the claim counts the
+context switches of all threads of the workers: they are the waits.
 """
 
 from functools import partial

@@ -32,7 +32,7 @@ from pytest_aiperf.device.device import (
 )
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicate, Round, Timing
-from pytest_aiperf.rules import validity
+from pytest_aiperf.rules import stats, validity
 from pytest_aiperf.text import si
 
 from .bound_claim import ASSUMED_MEMORY_BYTES, bind
@@ -729,16 +729,21 @@ class Sampler:
                     f"optimized takes {many} per call in a block, but {alone} alone, which is not "
                     "so with the baseline: a call must do its own work only, and all of it"
                 )
-        self._compare_copies(blocks)
+        self._compare_copies(replicates, blocks)
 
-    def _compare_copies(self, blocks: Mapping[str, float]) -> None:
-        """Refuse arms whose results are finished while they are copied, after the clock."""
+    def _compare_copies(self, replicates: Sequence[Replicate], blocks: Mapping[str, float]) -> None:
+        """Refuse faster arms whose results are finished while they are copied, after the clock.
+
+        Of an arm that is not faster, a late copy is noise: in that of the noise floor, for example.
+        """
         late = {name: statistics.median(times) for name, times in self._finishing_s.items()}
+        timing = self.timing(tuple(replicates))
         for rung in self.ladder.rungs if late else ():
             name, base = rung.arms["optimized"], rung.arms["baseline"]
+            is_faster = stats.speedup(self.ladder.timing_of(rung, timing)).low > 1
             gained_s = blocks[base] - blocks[name]
             late_s = late[name] - max(0.0, late[base])
-            if gained_s > 0 and late_s > max(FINISHED_SHARE * gained_s, WAKING_S):
+            if is_faster and late_s > max(FINISHED_SHARE * gained_s, WAKING_S):
                 rung.suspicion = InvalidMeasurement(
                     f"the first copy of optimized's result takes {si(late_s, 's')} longer than a "
                     "second one, which is not so with the baseline: a call must finish its work "
