@@ -7,12 +7,12 @@
 //
 //   sweeps    Each pass over all frames, one kernel per pass. When a pass begins again with the
 //             first frame, the L2 cache holds the last ones.
-//   chunks    All passes over a few frames that fit the L2 cache together, then the next frames, one
-//             kernel per pass and chunk. Only the first pass of a chunk reads device memory. But each
-//             kernel is short now, and the GPU idles at the beginning and the end of each.
-//   resident  One persistent kernel, with a group of blocks per frame in flight. The blocks of a
-//             group meet at a barrier between passes, and other groups work meanwhile: an SM has
-//             blocks of several groups.
+//   resident  All passes over a few frames, then the next frames, in one persistent kernel, with a
+//             group of blocks per frame in flight. The blocks of a group meet at a barrier between
+//             passes, and load the first pixels of the next pass while they wait. Other groups work
+//             meanwhile: an SM has blocks of several groups. Only the first pass reads device
+//             memory. In each pass a block reads the same pixels, so part of them are even in the
+//             L1 cache of its SM.
 //
 // Calls share the sums, so they must run one after the other.
 
@@ -25,7 +25,7 @@ constexpr int IN_FLIGHT = 4;  // vectors of 4 floats that a thread loads at a ti
 constexpr int PASSES = 6;
 constexpr int MAX_FRAMES = 1024;
 constexpr int BLOCKS_PER_SM = 4;  // of `resident`: 64 KiB of loads in flight per SM
-constexpr size_t CHUNK_BYTES = 24 << 20;  // of frames in flight; half of the L2 cache holds them
+constexpr size_t FRAMES_BYTES = 24 << 20;  // of frames in flight; half of the L2 cache holds them
 constexpr float MAX_DEVIATIONS = 3;
 
 // Of each pass and frame: the number of pixels, the sum of their differences from the mean of the
@@ -37,18 +37,21 @@ struct Background {
     float mean, deviation;
 };
 
-// The result of the first `passes` passes. Each has corrected the mean of the one before.
+// The result of a pass, which has corrected the mean of the one before.
+__device__ Background corrected(Background before, int pass, int frame) {
+    // from the L2 cache: `resident` reads sums that other SMs add in the same kernel
+    const double count = __ldcg(&sums[pass][frame][0]);
+    const double correction = __ldcg(&sums[pass][frame][1]) / count;
+    const double squares = __ldcg(&sums[pass][frame][2]) / count;
+    return {float(before.mean + correction),
+            float(sqrt(fmax(squares - correction * correction, 0.0)))};
+}
+
+// The result of the first `passes` passes.
 __device__ Background background(int passes, int frame) {
-    double mean = 0, correction = 0, squares = 0;
-    if (passes == 0) return {0, INFINITY};
-    for (int pass = 0; pass < passes; ++pass) {
-        // from the L2 cache: `resident` reads sums that other SMs add in the same kernel
-        const double count = __ldcg(&sums[pass][frame][0]);
-        correction = __ldcg(&sums[pass][frame][1]) / count;
-        squares = __ldcg(&sums[pass][frame][2]) / count;
-        mean = float(mean) + correction;  // kernels subtract the rounded mean
-    }
-    return {float(mean), float(sqrt(fmax(squares - correction * correction, 0.0)))};
+    Background result = {0, INFINITY};
+    for (int pass = 0; pass < passes; ++pass) result = corrected(result, pass, frame);
+    return result;
 }
 
 __device__ float warp_sum(float value) {
@@ -56,24 +59,20 @@ __device__ float warp_sum(float value) {
     return value;  // valid in lane 0
 }
 
-// Add up the sums of a pass over a part of a frame: as many vectors as a block loads at a time, from
-// vector `first` on, and again every `step` vectors.
-__device__ void clip_part(const float4* pixels, int first, int step, int vectors, int pass,
-                          int frame) {
-    __shared__ float warp_sums[3][THREADS / 32];
-    __shared__ Background before;
-    float4 loaded[IN_FLIGHT];
-    auto load = [&](int start) {
+// The pixels that a block loads at a time, from vector `start` on.
+__device__ void load(float4 (&loaded)[IN_FLIGHT], const float4* pixels, int start, int vectors) {
 #pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) {
-            const int i = start + k * THREADS + threadIdx.x;
-            loaded[k] = i < vectors ? pixels[i] : make_float4(NAN, NAN, NAN, NAN);  // never counted
-        }
-    };
-    load(first);
-    // while the loads are in flight; by one thread, as all would take longer than the L2 cache does
-    if (threadIdx.x == 0) before = background(pass, frame);
-    __syncthreads();
+    for (int k = 0; k < IN_FLIGHT; ++k) {
+        const int i = start + k * THREADS + threadIdx.x;
+        loaded[k] = i < vectors ? pixels[i] : make_float4(NAN, NAN, NAN, NAN);  // never counted
+    }
+}
+
+// Add up the sums of a pass over a part of a frame: the pixels from vector `first` on, which are
+// loaded already, and as many again every `step` vectors.
+__device__ void clip_part(float4 (&loaded)[IN_FLIGHT], const float4* pixels, int first, int step,
+                          int vectors, Background before, int pass, int frame) {
+    __shared__ float warp_sums[3][THREADS / 32];
     const float limit = MAX_DEVIATIONS * before.deviation;
     float sum[3] = {};
     auto add = [&](float pixel) {
@@ -84,9 +83,14 @@ __device__ void clip_part(const float4* pixels, int first, int step, int vectors
         sum[2] += difference * difference;
     };
     for (int start = first; start < vectors; start += step) {
-        if (start > first) load(start);
+        float4 next[IN_FLIGHT];
+        load(next, pixels, start + step, vectors);
 #pragma unroll
-        for (const float4& v : loaded) add(v.x), add(v.y), add(v.z), add(v.w);
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            const float4 v = loaded[k];
+            add(v.x), add(v.y), add(v.z), add(v.w);
+            loaded[k] = next[k];
+        }
     }
     for (int k = 0; k < 3; ++k) {
         const float total = warp_sum(sum[k]);
@@ -100,39 +104,56 @@ __device__ void clip_part(const float4* pixels, int first, int step, int vectors
     }
 }
 
-__global__ void __launch_bounds__(THREADS)
-clip_pass(const float4* frames, int first_frame, int vectors, int pass) {
-    const int frame = first_frame + blockIdx.y, per_block = THREADS * IN_FLIGHT;
-    clip_part(frames + size_t(frame) * vectors, blockIdx.x * per_block, gridDim.x * per_block,
-              vectors, pass, frame);
+__global__ void __launch_bounds__(THREADS) clip_pass(const float4* frames, int vectors, int pass) {
+    __shared__ Background before;
+    const int frame = blockIdx.y, per_block = THREADS * IN_FLIGHT;
+    const float4* pixels = frames + size_t(frame) * vectors;
+    float4 loaded[IN_FLIGHT];
+    load(loaded, pixels, blockIdx.x * per_block, vectors);
+    // while the loads are in flight; by one thread, as all would take longer than the L2 cache does
+    if (threadIdx.x == 0) before = background(pass, frame);
+    __syncthreads();
+    clip_part(loaded, pixels, blockIdx.x * per_block, gridDim.x * per_block, vectors, before, pass,
+              frame);
 }
 
-// Wait until all blocks of the group have added their sums of a pass over a frame. All blocks of the
-// grid are resident at once (cooperative launch), so every block that is waited for runs.
-__device__ void group_barrier(unsigned* count, unsigned blocks) {
+// A barrier of the blocks of a group, in two halves: a block arrives when it has added its sums.
+__device__ void arrive(unsigned* count) {
     __threadfence();  // the sums of this thread before the arrival of its block
     __syncthreads();
-    if (threadIdx.x == 0) {
-        atomicAdd(count, 1);
-        while (*static_cast<volatile unsigned*>(count) < blocks) {}
-        __threadfence();
-    }
-    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(count, 1);
+}
+
+// Wait, in one thread, until all blocks of the group have arrived. All blocks of the grid are
+// resident at once (cooperative launch), so every block that is waited for runs.
+__device__ void wait_for(const unsigned* count, unsigned blocks) {
+    while (*static_cast<const volatile unsigned*>(count) < blocks) {}
+    __threadfence();
 }
 
 // Groups are contiguous ranges of blocks, so that the blocks of an SM, which are a multiple of the
-// number of SMs apart, belong to different groups.
+// number of SMs apart, belong to different groups. The pixels of a pass do not depend on the pass
+// before: the first ones are loaded while the group waits.
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 clip_resident(const float4* frames, int count, int vectors, int groups) {
+    __shared__ Background before;
     const int blocks = gridDim.x / groups;  // per group
-    const int group = blockIdx.x / blocks, block = blockIdx.x % blocks;
-    const int per_block = THREADS * IN_FLIGHT;
-    for (int frame = group; frame < count; frame += groups)
+    const int group = blockIdx.x / blocks, per_block = THREADS * IN_FLIGHT;
+    const int first = blockIdx.x % blocks * per_block;
+    for (int frame = group; frame < count; frame += groups) {
+        const float4* pixels = frames + size_t(frame) * vectors;
         for (int pass = 0; pass < PASSES; ++pass) {
-            clip_part(frames + size_t(frame) * vectors, block * per_block, blocks * per_block,
-                      vectors, pass, frame);
-            group_barrier(&arrived[pass][frame], blocks);
+            float4 loaded[IN_FLIGHT];
+            load(loaded, pixels, first, vectors);
+            if (threadIdx.x == 0) {
+                if (pass > 0) wait_for(&arrived[pass - 1][frame], blocks);
+                before = pass > 0 ? corrected(before, pass - 1, frame) : background(0, frame);
+            }
+            __syncthreads();
+            clip_part(loaded, pixels, first, blocks * per_block, vectors, before, pass, frame);
+            arrive(&arrived[pass][frame]);
         }
+    }
 }
 
 __global__ void write_backgrounds(Background* out, int frames) {
@@ -154,33 +175,16 @@ cudaError_t write(float* out, int count, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-// Run all passes over chunks of `chunk` frames, chunk after chunk.
-cudaError_t clip(const float* frames, float* out, int count, int pixels, int chunk,
-                 cudaStream_t stream) {
+extern "C" cudaError_t sweeps(const float* frames, float* out, int count, int pixels,
+                              cudaStream_t stream) {
     if (pixels % 4 || count > MAX_FRAMES) return cudaErrorInvalidValue;
     if (cudaError_t error = clear_sums(stream)) return error;
     const int vectors = pixels / 4, per_block = THREADS * IN_FLIGHT;
-    for (int first = 0; first < count; first += chunk) {
-        const dim3 blocks((vectors + per_block - 1) / per_block, std::min(chunk, count - first));
-        for (int pass = 0; pass < PASSES; ++pass)
-            clip_pass<<<blocks, THREADS, 0, stream>>>(reinterpret_cast<const float4*>(frames),
-                                                      first, vectors, pass);
-    }
+    const dim3 blocks((vectors + per_block - 1) / per_block, count);
+    for (int pass = 0; pass < PASSES; ++pass)
+        clip_pass<<<blocks, THREADS, 0, stream>>>(reinterpret_cast<const float4*>(frames), vectors,
+                                                  pass);
     return write(out, count, stream);
-}
-
-int frames_in(size_t bytes, int pixels) {
-    return std::max(1, int(bytes / (sizeof(float) * size_t(pixels))));
-}
-
-extern "C" cudaError_t sweeps(const float* frames, float* out, int count, int pixels,
-                              cudaStream_t stream) {
-    return clip(frames, out, count, pixels, count, stream);
-}
-
-extern "C" cudaError_t chunks(const float* frames, float* out, int count, int pixels,
-                              cudaStream_t stream) {
-    return clip(frames, out, count, pixels, frames_in(CHUNK_BYTES, pixels), stream);
 }
 
 extern "C" cudaError_t resident(const float* frames, float* out, int count, int pixels,
@@ -191,8 +195,8 @@ extern "C" cudaError_t resident(const float* frames, float* out, int count, int 
     if (cudaError_t error = cudaGetDevice(&device)) return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device))
         return error;
-    int groups = std::min({frames_in(CHUNK_BYTES, pixels), count, sms * BLOCKS_PER_SM});
-    int vectors = pixels / 4;
+    const int frames_at_once = std::max(1, int(FRAMES_BYTES / (sizeof(float) * size_t(pixels))));
+    int groups = std::min({frames_at_once, count, sms * BLOCKS_PER_SM}), vectors = pixels / 4;
     const int blocks = sms * BLOCKS_PER_SM / groups * groups;  // as many in each group
     auto* first = reinterpret_cast<const float4*>(frames);
     void* arguments[] = {&first, &count, &vectors, &groups};
