@@ -704,7 +704,7 @@ def nothing_while_memory_is_traced():
 
 # work between the end of the clock and the copy of the result
 
-COPIED = "the first copy of optimized's result takes"
+LATE = "optimized's result changed after the clock had stopped"
 
 
 def filled_later(arrange):
@@ -725,7 +725,7 @@ def filled_later(arrange):
     return SORT | {"optimized": arm}
 
 
-@cheat(COPIED, clock="host")
+@cheat(LATE, clock="host")
 def a_copying_function_that_fills_the_result():
     usual = np.array
 
@@ -740,7 +740,7 @@ def a_copying_function_that_fills_the_result():
     return filled_later(arrange)
 
 
-@cheat(COPIED, clock="host")
+@cheat(LATE, clock="host")
 def a_builtin_that_fills_the_result():
     usual = builtins.isinstance
 
@@ -753,6 +753,18 @@ def a_builtin_that_fills_the_result():
         builtins.isinstance = instance
 
     return filled_later(arrange)
+
+
+@cheat(LATE, clock="host")
+def an_audit_hook_that_fills_the_result():
+    fills = []
+
+    def hook(*_):
+        if fills:
+            fills.pop()()
+
+    sys.addaudithook(hook)  # it stays, and does nothing more
+    return filled_later(fills.append)
 
 
 @cheat(SETTINGS + "signal handlers", clock="host")

@@ -389,7 +389,7 @@ GUARDS = {
         {(sampler.Sampler, "_find_slowing_inputs"): nothing}, marked("a_cache_that_inputs_clears")
     ),
     "results are finished before they are copied": Guard(
-        {(sampler.Sampler, "_compare_copies"): nothing},
+        {(sampler.Sampler, "_suspect_late_results"): nothing},
         caught("a_copying_function_that_fills_the_result"),
     ),
     "baselines are called by a thread as well": Guard(

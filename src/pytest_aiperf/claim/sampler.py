@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.contents import Contents
+from pytest_aiperf.correctness.peek import Peek
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
 from pytest_aiperf.device.device import (
     MAX_BLOCK_S,
@@ -32,7 +33,7 @@ from pytest_aiperf.device.device import (
 )
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
 from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicate, Round, Timing
-from pytest_aiperf.rules import stats, validity
+from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
 from .bound_claim import ASSUMED_MEMORY_BYTES, bind
@@ -82,10 +83,6 @@ LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
 the baseline's takes longer: this fraction of the baseline's time, and no more than so many times
 its own and a few microseconds. The fraction alone would let an arm that is twice as fast as the
 baseline skip its work in blocks."""
-FINISHED_SHARE = 0.25
-"""How much longer the first copy of a result may take than a second one, beyond what the baseline's
-takes longer, as a fraction of the time that the arm gains. Reading memory for the first time costs
-little; code of the arm that runs then finishes its work."""
 WAKING_S, LAUNCHING_S = 50e-6, 200e-6
 """What a lone call may take longer, in addition: on the host, whose threads wake up, and on a GPU,
 where the time includes that of the first launch."""
@@ -180,9 +177,7 @@ class Sampler:
         """Seconds in which new values were drawn. They are no part of the time budget: it decides
         how narrow the interval becomes."""
         self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
-        self._finishing_s: dict[str, list[float]] = {}
-        """Seconds from the end of the clock to the copy of a result, beyond those of another copy:
-        on the host, of each arm's blocks."""
+        self._late: set[str] = set()  # arms whose results changed after the clock, on the host
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
         self._slowing_inputs: dict[str, str] = {}
         self._idle = validity.IdleTime()
@@ -582,6 +577,7 @@ class Sampler:
         left: list[Contents] = []
         extras: dict[str, int] = {}
         is_kept = self._keeps(arm, is_new=is_new)
+        peek = Peek(_UNKNOWN, reads=is_kept and not self.device.gpu)
 
         def before() -> None:
             started = time.monotonic()
@@ -601,10 +597,11 @@ class Sampler:
             self.drawing_s += time.monotonic() - started
 
         def after() -> None:
+            peek.read((batch.block.kept, *arm.inputs[batch.kept_set].args))
             problem = validity.extra_problem(extras, validity.extras())
             if is_kept:
                 outputs[:], left[:] = self._take(batch)
-                self._take_again(batch)
+                self._late.update([arm.name] * peek.has_changed())
             self._problem = self._problem or problem
 
         seconds = batch.block.run(before, after)
@@ -629,14 +626,6 @@ class Sampler:
         left = agreement.contents_of(args, effects)
         self._copy(outputs)
         return outputs, left
-
-    def _take_again(self, batch: Batch) -> None:
-        """On the host, note how much longer the first copy of a result took than a second one."""
-        if not self.device.gpu and batch.block.stopped:
-            taken = now()
-            self._take(batch)
-            late_s = ((taken - batch.block.stopped) - (now() - taken)) * 1e-9
-            self._finishing_s.setdefault(batch.arm.name, []).append(late_s)
 
     def _copy(self, outputs: list[NamedTensor], *, is_done: bool = False) -> None:
         """Replace results by copies, those in host memory of a GPU's calls only if it is done.
@@ -729,25 +718,14 @@ class Sampler:
                     f"optimized takes {many} per call in a block, but {alone} alone, which is not "
                     "so with the baseline: a call must do its own work only, and all of it"
                 )
-        self._compare_copies(replicates, blocks)
+        self._suspect_late_results()
 
-    def _compare_copies(self, replicates: Sequence[Replicate], blocks: Mapping[str, float]) -> None:
-        """Refuse faster arms whose results are finished while they are copied, after the clock.
-
-        Of an arm that is not faster, a late copy is noise: in that of the noise floor, for example.
-        """
-        late = {name: statistics.median(times) for name, times in self._finishing_s.items()}
-        timing = self.timing(tuple(replicates))
-        for rung in self.ladder.rungs if late else ():
-            name, base = rung.arms["optimized"], rung.arms["baseline"]
-            is_faster = stats.speedup(self.ladder.timing_of(rung, timing)).low > 1
-            gained_s = blocks[base] - blocks[name]
-            late_s = late[name] - max(0.0, late[base])
-            if is_faster and late_s > max(FINISHED_SHARE * gained_s, WAKING_S):
+    def _suspect_late_results(self) -> None:
+        for rung in self.ladder.rungs:
+            if rung.arms["optimized"] in self._late:
                 rung.suspicion = InvalidMeasurement(
-                    f"the first copy of optimized's result takes {si(late_s, 's')} longer than a "
-                    "second one, which is not so with the baseline: a call must finish its work "
-                    "before it returns"
+                    "optimized's result changed after the clock had stopped: a call must finish "
+                    "its work before it returns"
                 )
 
     def _find_slowed_baselines(self, replicates: Sequence[Replicate]) -> None:
