@@ -492,10 +492,11 @@ class Fused(SplitKV):
 
     def tile(self, weight):
         rows, step, _ = TILES[self.bits]
-        return rows, min(step, weight.shape[1])
+        # few programs in Triton's interpreter, which takes milliseconds for each
+        return rows if weight.is_cuda else 64, min(step, weight.shape[1])
 
     def grid(self, weight):
-        return (len(weight) // TILES[self.bits][0],)
+        return (len(weight) // self.tile(weight)[0],)
 
 
 class Overlapped(Fused):

@@ -190,7 +190,7 @@ class BoundClaim:
     @contextmanager
     def counting(self, name: str) -> Iterator[list[int]]:
         """Count the bytes that an arm holds after the body, but for those put into the list."""
-        if Metric.MEMORY not in self.claim.metrics:
+        if Metric.MEMORY not in self.claim.metrics or not self.full:
             yield []
             return
         before = self.device.held_bytes()
