@@ -84,7 +84,6 @@ bf16 = replace(pinned_batches, bf16=True)
 fused = replace(bf16, fused=True)
 
 
-
 def captured_steps(_pageable, pinned, parameters, means, squares):
     """Capture a step of `fused`; the graph reads batches and writes its log at fixed addresses."""
     batch = torch.zeros_like(pinned[0], device=parameters[0].device)
