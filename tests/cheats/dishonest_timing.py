@@ -776,6 +776,17 @@ def a_signal_that_fills_the_result():
     return filled_later(arrange)
 
 
+@cheat(SETTINGS + "handlers of memory faults", clock="host")
+def a_handler_that_could_compute_what_is_read():
+    """It would compute a page of the result when the page is read for the first time."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    default, handler = 0, ctypes.cast(libc.abs, ctypes.c_void_p)
+    return leaving(
+        lambda: libc.signal(signal.SIGBUS, handler), lambda: libc.signal(signal.SIGBUS, default)
+    )
+
+
 @cheat(SETTINGS + "tracemalloc", clock="host")
 def tracing_of_allocations():
     return leaving(tracemalloc.start, tracemalloc.stop)

@@ -356,6 +356,27 @@ def test_ladder(compare, rung):
     }
 
 
+def test_a_global_that_a_later_rung_changes_costs_the_earlier_rung(project):
+    project.tests(
+        """
+USED, calls = [None], []
+
+@pytest.mark.parametrize("rung", [50, 5])
+def test_ladder(compare, rung):
+    USED[0] = doubling(rung)
+    calls.append(rung)  # grows, as caches do
+    def optimized(x):
+        calls and USED[0](x)
+        return usual["baseline"](x)
+    compare(**usual | {"optimized": optimized})
+"""
+    )
+    done = project.run("--gpu")
+    results = project.results()
+    assert "USED: an arm refers to it" in results["ch07/ladder[50]"]["message"]
+    assert results["ch07/ladder[5]"]["message"].startswith("SLOWER"), done
+
+
 def test_a_rung_that_ends_its_process_costs_only_itself(project):
     project.tests(
         """

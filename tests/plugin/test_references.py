@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from pytest_aiperf.correctness.references import References
@@ -23,6 +24,42 @@ def test_a_changed_global_is_seen(monkeypatch):
     monkeypatch.setitem(TABLE, 0, 2.0)
     after = references.states()
     assert [references.label(p) for p in before if before[p] != after[p]] == ["TABLE"]
+
+
+class Own:
+    def __init__(self):
+        self.kept, self.used = None, 1
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "is_replaced"),
+    [
+        ([1, 2], lambda x: x.append(3), False),
+        ([1, 2], lambda x: x.insert(0, 3), True),
+        ([1, 2], lambda x: x.pop(), True),
+        ({"a": 1}, lambda x: x.update(b=2), False),
+        ({"a": 1}, lambda x: x.update(a=2), True),
+        ({1, 2}, lambda x: x.add(0), False),
+        (Own(), lambda x: setattr(x, "kept", 1), False),
+        (Own(), lambda x: setattr(x, "more", 1), False),
+        (Own(), lambda x: setattr(x, "used", 2), True),
+    ],
+)
+def test_a_value_that_grows_is_not_replaced(value, change, is_replaced):
+    references = References(lambda x: (value, x))
+    before = references.states()
+    assert references.replaced_since(before) == []
+    change(value)
+    assert references.replaced_since(before) == ["value"] * is_replaced
+
+
+@pytest.mark.parametrize(("first", "is_replaced"), [(1, True), (None, False)])
+def test_a_name_with_another_value_is_replaced_unless_it_had_none(first, is_replaced):
+    value = first
+    references = References(lambda x: (value, x))
+    before = references.states()
+    value = 2
+    assert references.replaced_since(before) == ["value"] * is_replaced
 
 
 def test_what_libraries_refer_to_is_left_out():

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -56,6 +56,17 @@ class References:
     def label(self, place: Place) -> str:
         """Return how the code refers to a place."""
         return self._places[place][0]
+
+    def replaced_since(self, before: Mapping[Place, State]) -> list[str]:
+        """Label the places that have another value than then, or a container with other items.
+
+        New items, new attributes and values instead of None are left out: caches fill up.
+        """
+        return [
+            self.label(place)
+            for place, value in self._values()
+            if place in before and _is_replaced_state(value, before[place], _state(value))
+        ]
 
     def _values(self) -> Iterator[tuple[Place, Any]]:
         for place, (_, scope) in self._places.items():
@@ -207,6 +218,20 @@ def _state(value: Any) -> State:
         return (_key(value),)
     own = stored.attributes(value) | stored.slots(value)
     return id(value), *((name, _state_of_attribute(item)) for name, item in own.items())
+
+
+def _is_replaced_state(value: Any, before: State, now: State) -> bool:
+    kind = type(value)
+    if before[0] != now[0]:
+        return before != (None,)
+    if stored.is_one_of(kind, (set, frozenset)):
+        return False  # their items have no order
+    if stored.is_one_of(kind, (*_CONTAINERS, *_DICTS)):
+        return now[1] < before[1] or before[2:] != now[2 : len(before)]
+    if tensors.backend_of(value) or len(before) < 2 or kind is types.FunctionType:
+        return before != now
+    own = dict(now[1:])
+    return any(was != (None,) and own.get(name) != was for name, was in before[1:])
 
 
 def _state_of_attribute(value: Any) -> State:

@@ -206,11 +206,32 @@ _SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGALRM", "SIGCHLD", "SIGPROF", "SIGSEGV", "SIGUSR1", "SIGUSR2", "SIGVTALRM")
 )
+_FAULTS = signal.SIGSEGV, signal.SIGBUS
+_sigaction = ctypes.CDLL(None).sigaction
+_SIGACTION_BYTES = 256  # more than any C library's struct has; the handler comes first
 _prctl = ctypes.CDLL(None).prctl
 _GET_THP_DISABLE = 42  # PR_GET_THP_DISABLE
 _NUMPY_BUFFER = 8192  # elements, the default of numpy.setbufsize
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """Folders of the standard library and of installed packages."""
+
+
+def _fault_handlers() -> list[int]:
+    """Return the addresses of handlers, also in C, that could compute memory when it is read.
+
+    With CUDA in use there are none here: the driver and its tools may have their own.
+    """
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        return []
+    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    handlers = []
+    for number in _FAULTS:
+        _sigaction(number, None, action)
+        handlers.append(ctypes.c_size_t.from_buffer(action).value)
+    return handlers
+
+
 _PROCESS: dict[str, Callable[[], object]] = {
     "subnormal numbers": lambda: float("5e-320") * 0.5 != 0,
     "sys.getswitchinterval": sys.getswitchinterval,
@@ -221,6 +242,7 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "timer slack": lambda: _text_of("/proc/self/timerslack_ns"),  # of all sleeps and timeouts
     "signal.setitimer": lambda: [any(signal.getitimer(i)) for i in range(3)],
     "signal handlers": lambda: [h for h in map(signal.getsignal, _SIGNALS) if is_foreign(h)],
+    "handlers of memory faults": _fault_handlers,
     "tracemalloc": tracemalloc.is_tracing,
     "huge pages": lambda: _prctl(_GET_THP_DISABLE, 0, 0, 0, 0) != 1,
     "coroutine origins": sys.get_coroutine_origin_tracking_depth,

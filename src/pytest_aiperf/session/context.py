@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class ItemContext:
         self.claimed: bool | None = None
         """Whether the test has called compare(); None if it does not request this fixture."""
         self.error: Exception | None = None  #: What compare() raised.
+        self.replaced: Callable[[], list[str]] = list
+        """Names what the arms refer to and what has another value now than at compare()."""
 
     def claim_once(self) -> None:
         """Note that the test has called compare(); raise UsageError if it had before."""

@@ -3,7 +3,7 @@
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -12,7 +12,8 @@ import pytest
 from pytest_aiperf.claim import measure, torch_compile
 from pytest_aiperf.claim.claim import Claim
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
-from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing
+from pytest_aiperf.correctness.references import References
+from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
 from pytest_aiperf.model import Metric, Outcome, Result
 from pytest_aiperf.profilers import capture, target
@@ -34,6 +35,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
     elif checks and not on_cpu:
         return _check_builds(claim, context)
     elif context.session.ladder is not None:
+        context.replaced = _replaced_later(claim)
         result, error = context.session.ladder.compare(context.item.nodeid, (claim, context))
     elif required.in_ranks and context.session.role is not Role.RANK:
         [(result, error)] = _run_in_ranks([(claim, context)])
@@ -71,6 +73,39 @@ def measure_together(
     claims: Sequence[tuple[Claim, ItemContext]],
 ) -> list[tuple[Result, Exception | None]]:
     """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
+    replaced = [context.replaced() for _, context in claims]
+    kept = [each for each, names in zip(claims, replaced, strict=True) if not names]
+    outcomes = iter(_measure_together(kept) if kept else ())
+    return [
+        _late_binding(context, names) if names else next(outcomes)
+        for (_, context), names in zip(claims, replaced, strict=True)
+    ]
+
+
+def _replaced_later(claim: Claim) -> Callable[[], list[str]]:
+    """Return a function that names what the arms refer to and what has another value by then."""
+    references = [References(arm) for arm in claim.arms.values()]
+    before = [each.states() for each in references]
+
+    def names() -> list[str]:
+        pairs = zip(references, before, strict=True)
+        return sorted({name for each, was in pairs for name in each.replaced_since(was)})
+
+    return names
+
+
+def _late_binding(context: ItemContext, names: Sequence[str]) -> tuple[Result, Exception | None]:
+    error = UsageError(
+        f"{', '.join(names)}: an arm refers to it, and another rung's test has changed it since; "
+        "all rungs are timed together, after their tests have called compare(), so give the arm "
+        "what it needs with functools.partial"
+    )
+    return measure.failed(context.new_result(), error), error
+
+
+def _measure_together(
+    claims: Sequence[tuple[Claim, ItemContext]],
+) -> list[tuple[Result, Exception | None]]:
     context = claims[0][1]
     if context.requirements.in_ranks and context.session.role is not Role.RANK:
         return _run_in_ranks(claims)
