@@ -9,11 +9,13 @@ read about once from start to end. The kernel is the same in both arms. The libr
 faster still: it counts each index and multiplies the tables by the counts, which only a sum allows.
 
 The optimized arm sorts the indices once in each call and uses them for all of the tables, as a
-fixed set of rows that is read in many steps would be. The sort is a radix sort (CUB, through
-torch.sort, which returns a permutation as well). On an H200 it takes two fifths of the optimized
-arm's time, so the gain depends on the number of tables. The limit is one read of the indices and of
-the tables' sectors that they touch; the kernel reads the indices again for each table, a third of
-its bytes.
+fixed set of rows that is read in many steps would be. Where the layout is free, an array with the
+25 values of a row side by side is the better remedy: a random index then brings 100 useful bytes.
+Sorting is for tables that come one after the other, such as the states of a simulation. The sort is
+a radix sort (CUB, through torch.sort, which returns a permutation as well). On an H200 it takes two
+fifths of the optimized arm's time, so the gain depends on the number of tables. The limit is one
+read of the indices and of the tables' sectors that they touch; the kernel reads the indices again
+for each table, a third of its bytes.
 """
 
 import torch

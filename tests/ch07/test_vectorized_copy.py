@@ -5,8 +5,8 @@ By Little's law, bandwidth is bytes in flight over latency. An SM holds up to 20
 16-byte loads they have 32 KiB, and need a quarter of the instructions. That is enough on an H200:
 one such load per thread copies as fast as memory allows, and as fast as cudaMemcpyAsync, the
 library arm. "vector_unrolled" makes a second change, four such loads per thread, which gains
-nothing: it beats the 4-byte copy as well, against which both rungs are judged, but it is a few
-percent slower than "vector" and than cudaMemcpyAsync.
+nothing: it beats the 4-byte copy as well, against which both rungs are judged, but it is 5 % slower
+than "vector" and 4 % slower than cudaMemcpyAsync.
 
 The evidence shows wider and fewer accesses, which is what the title claims. Neither the latency nor
 the bytes that are really in flight are measured, and fewer instructions come with wider accesses:

@@ -10,8 +10,9 @@ rate (89 % of a copy).
 
 The grid is built to be small, as for a kernel that needs an SM's registers or shared memory for one
 block, so the baseline is naive. All rungs are measured against it. The limit is memory bandwidth.
-Twice the bytes in flight give 1.5x, not 2x, because latency rises as memory gets busier. Each
-16-byte load in flight takes four registers per thread. At full occupancy there is little to gain.
+Twice the bytes in flight give 1.5x, not 2x: a turn of the loop takes 0.57 µs with one load per
+thread, 0.77 with two and 2.3 with eight, as memory gets busier. Each 16-byte load in flight takes
+four registers per thread. At full occupancy there is little to gain.
 """
 
 import pytest

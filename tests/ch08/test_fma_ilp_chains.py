@@ -7,9 +7,10 @@ because the loop instructions and the loads of the next values come half as ofte
 instruction-level parallelism (ILP). All rungs execute the same FMAs and give bit-identical results.
 The single chain is built to be slow, so the baseline is naive.
 
-The low occupancy is deliberate: with four warps per scheduler, one chain per thread fills the
-slots and more chains gain nothing. Kernels that need many registers, such as GEMMs, run few warps
-and depend on ILP. The half megabyte of data stays in the L2 cache and hardly affects the time.
+The low occupancy is deliberate: with four warps per scheduler, one chain per thread can fill the
+slots, and more chains have little to gain (not measured here). Kernels that need many registers,
+such as GEMMs, run few warps and depend on ILP. The half megabyte of data stays in the L2 cache and
+hardly affects the time.
 """
 
 import pytest

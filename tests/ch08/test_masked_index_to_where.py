@@ -6,8 +6,9 @@ knows how many there are. Then come a gather, the function and a scatter, throug
 "where" computes the function for all elements and selects (predication): three kernels in place of
 a dozen, which read and write whole arrays, and no wait. "compiled" fuses these three, so each
 element is read once and written once: 2 arrays instead of 6.5, a byte for each mask included. The
-function here is the negative half of ELU. PyTorch has a kernel for it (elu, the library arm), which
-is faster than both rungs; where is for functions that have none.
+function here is the negative half of ELU, and half of the elements are negative. PyTorch has a
+kernel for it (elu, the library arm), which is faster than both rungs; where is for functions that
+have none.
 
 The claim is judged on wall time, because the baseline's waits are part of its cost, though most of
 it is the passes. As kernels, "compiled" and elu take the same time; in wall time the compiled call

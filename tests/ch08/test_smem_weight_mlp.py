@@ -13,11 +13,11 @@ the library arm, with two points per thread, but takes 2.2 times as long as "sha
 than "shared"; the reason was not examined.
 
 Each rung is measured against the one before it, and the additions keep their order. Three matrix
-products in PyTorch write both hidden layers to memory and took several times as long. The limit is
-the rate of the fp32 units; "shared_2" reaches two thirds of it. Four points per thread were tried
-as well: the loads halve again, but the time is the same, so loads are no longer the limit. More
-points also take registers, until they spill or too few warps fit. Tensor cores have a higher limit,
-with TF32 or half precision.
+products in PyTorch write both hidden layers, 2 GiB of floats, to memory; they are not measured
+here. The limit is the rate of the fp32 units; "shared_2" reaches two thirds of it. Four points per
+thread were tried as well: the loads halve again, but the time is the same, so loads are no longer
+the limit. More points also take registers, until they spill or too few warps fit. Tensor cores have
+a higher limit, with TF32 or half precision.
 """
 
 import pytest

@@ -1,12 +1,12 @@
 """Evaluating a NumPy expression chunk by chunk beats evaluating it in place on the whole array.
 
-NumPy evaluates an expression one operation at a time. The usual form makes a temporary array per
-operation; the operating system maps and clears fresh pages for each of them on the first access,
-and these page faults are part of its cost. "in_place" (`out=`) has no temporaries, but each of the
-seven operations still reads the whole array of 128 MiB from main memory and writes it back: seven
-passes. In "chunks" of 256 KiB, all operations but the first find the chunk in a cache, and main
-memory is read once for the input and written once for the output: the gain of loop fusion, without
-a compiler (cache blocking).
+NumPy evaluates an expression one operation at a time. The usual form makes a temporary array for
+nearly every operation; the operating system maps and clears fresh pages for each of them on the
+first access, and these page faults are part of its cost. "in_place" (`out=`) has no temporaries,
+but each of the seven operations still reads the whole array of 128 MiB from main memory and writes
+it back: seven passes. In "chunks" of 256 KiB, all operations but the first find the chunk in a
+cache, and main memory is read once for the input and written once for the output: the gain of loop
+fusion, without a compiler (cache blocking).
 
 Each rung is judged against the one before it. The evidence of "in_place" is that the page faults
 are gone; hosts offer no counter of the bytes from main memory here. For "chunks", a test beside the

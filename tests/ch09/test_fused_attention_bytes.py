@@ -11,9 +11,9 @@ reach device memory, so bytes and peak memory grow with the number of tokens, no
 its implementations. torch.compile, the library arm, recognizes the explicit version and calls the
 same fused kernel, so it is level. The products are the same, so the gain is the time of the passes
 over the scores. On an H200 traffic explains only part: eager softmax takes four times as long as
-the scaling, which moves as many bytes. With a softmax at memory speed the gain would be about 4x.
-It vanishes for short sequences, whose scores stay in the L2 cache, and for a single query, whose
-scores are one row.
+the scaling, which moves as many bytes. With a softmax at memory speed the gain would be about 4x,
+and 2.7x with the scaling moved to q as well. It vanishes for short sequences, whose scores stay in
+the L2 cache, and for a single query, whose scores are one row.
 """
 
 import torch

@@ -8,8 +8,9 @@ one kernel, one write. Each is measured against the rung before. torch.nn.Linear
 users have the first rung already, and `x @ weight + bias` is declared naive; most of what "addmm"
 gains over it is PyTorch's slow kernel for a broadcast addition. torch.compile is the library arm:
 it makes one kernel of bias and GELU, behind the GEMM, and so moves the result as often as "addmm".
-It is slower than both rungs, since that kernel takes almost twice as long as PyTorch's GELU for the
-same bytes.
+With mode="max-autotune" it may choose a Triton GEMM that has both in its epilogue; that is not
+measured here. It is slower than both rungs, since that kernel takes almost twice as long as
+PyTorch's GELU for the same bytes.
 
 torch.addmm calls cuBLASLt with a bias epilogue if the bias is a vector. `torch._addmm_activation`
 has no public name; torch.nn.TransformerEncoderLayer calls it for inference. On a GPU its GELU is

@@ -7,7 +7,7 @@ bytes stay in flight: each lane has eight loads of 16 bytes in flight in all arm
 vector of floats or two of halves. A kernel that only replaces its float by a half per load also
 halves its bytes in flight, and may gain nothing (ch08/bytes_in_flight). On an H200, "halves" takes
 53 % of the time rather than 50: both times, 121.5 and 64.8 µs, are those of the bytes at the read
-rate of 4.7 TB/s plus 8 µs for the start and the end of a kernel, which do not halve.
+rate of 4.7 TB/s plus 8 µs that do not halve, such as the start and the end of a kernel.
 
 "halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
 of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2
