@@ -50,6 +50,7 @@ SETTERS = (  # functions that dishonest arms call, with the usual arguments
     (tracemalloc.stop,),
     (ctypes.CDLL(None).prctl, 41, 0, 0, 0, 0),  # huge pages are not disabled
     (signal.signal, signal.SIGALRM, signal.SIG_DFL),
+    (signal.signal, signal.SIGBUS, signal.SIG_DFL),
     (Path("/proc/self/timerslack_ns").write_text, Path("/proc/self/timerslack_ns").read_text()),
     (sys.setswitchinterval, sys.getswitchinterval()),
     (gc.set_threshold, *gc.get_threshold()),

@@ -221,8 +221,8 @@ def _fault_handlers() -> list[int]:
 
     With CUDA in use there are none here: the driver and its tools may have their own.
     """
-    torch = sys.modules.get("torch")
-    if torch and torch.cuda.is_initialized():
+    cuda = sys.modules.get("torch.cuda")
+    if cuda and cuda.is_initialized():
         return []
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     handlers = []
