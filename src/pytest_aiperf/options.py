@@ -58,8 +58,8 @@ def _seconds(text: str) -> float:
 
 _FLAG: Final = {"action": "store_true"}
 _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gpu": {**_FLAG, "help": "measure the selected claims on the GPU"},
-    "cpu": {**_FLAG, "help": "measure the host claims on this machine"},
+    "gpu": {**_FLAG, "help": "measure the claims about the GPU"},
+    "cpu": {**_FLAG, "help": "measure the host claims, with --gpu as well as the others"},
     "quick": {
         **_FLAG,
         "help": "fewer replicates, wider intervals, no second attempt after a failure",

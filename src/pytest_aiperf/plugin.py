@@ -13,14 +13,14 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from . import options
 from .errors import AiperfError, BuildError, UsageError
 from .machine import distributed, requirements
-from .session import SESSION
+from .session import KINDS, SESSION, Kind
 
 # Functions import what they need, so that a pytest run without claims loads little.
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
         scope = ExitStack()
         scope.enter_context(empty_build_caches())
         config.add_cleanup(scope.close)
-    if measure is None and distributed.VARIABLE not in os.environ:
+    if not measure and distributed.VARIABLE not in os.environ:
         return  # a session that only checks is opened by its first claim
     try:
         if (folder := config.option.aiperf_report) and not hasattr(config, "workerinput"):
@@ -110,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         session = _session(config, measure)
-        if measure is not None:
+        if measure:
             from .session.runner import register
 
             register(config, session)
@@ -133,35 +133,33 @@ def _add_markers(config: pytest.Config) -> None:
         "claims for several GPUs are checked on the CPU unless cpu=False, and claims for one GPU "
         "only if cpu=True",
     )
-    config.addinivalue_line("markers", "host: a host claim, measured by --cpu and --gpu")
+    config.addinivalue_line("markers", "host: a host claim, measured by --cpu")
 
 
-def _measure(config: pytest.Config) -> Literal["gpu", "cpu"] | None:
+def _measure(config: pytest.Config) -> frozenset[Kind]:
+    """Return which claims are measured; none in a session that only checks."""
     option = config.option
     if option.aiperf_profile and option.aiperf_update_expectations:
         raise pytest.UsageError(
             "--profile measures no times that could be accepted: drop --update-expectations"
         )
-    if option.aiperf_gpu and option.aiperf_cpu:
-        raise pytest.UsageError("--gpu measures host claims too: drop --cpu")
-    if option.aiperf_gpu:
-        return "gpu"
-    if option.aiperf_cpu:
-        return "cpu"
+    if kinds := frozenset(kind for kind in KINDS if _value(option, kind)):
+        return kinds
     if option.aiperf_update_expectations:
-        return "gpu" if config.hook.pytest_aiperf_machine(config=config).gpus() else "cpu"
+        gpus = config.hook.pytest_aiperf_machine(config=config).gpus()
+        return frozenset(KINDS if gpus else ("cpu",))
     for name in ("quick", "budget", "shard", "report", "telemetry"):
         if _value(option, name):
             word = "--aiperf-report" if name == "report" else f"--{name}"
             raise pytest.UsageError(f"{word} only affects measuring: add --gpu or --cpu")
-    return None
+    return frozenset()
 
 
 def _value(option: Any, name: str) -> Any:
     return getattr(option, f"aiperf_{name}".replace("-", "_"))
 
 
-def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None) -> Session:
+def _session(config: pytest.Config, measure: frozenset[Kind] = frozenset()) -> Session:
     """Return the session of this process; open it if this is the first call."""
     if SESSION not in config.stash:
         from .session.session import open_session
@@ -174,7 +172,7 @@ def _session(config: pytest.Config, measure: Literal["gpu", "cpu"] | None = None
 def _measuring(config: pytest.Config) -> Session | None:
     """Return the session if it measures or profiles, None if it only checks."""
     session = config.stash.get(SESSION, None)
-    return session if session is not None and session.settings.measure is not None else None
+    return session if session is not None and session.settings.measure else None
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -298,17 +296,21 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
     selected, deselected = [], []
     for item in items:
         required = item.stash[requirements.REQUIREMENTS]
-        measures = session.settings.measure == "gpu" or required.host
-        if not (measures and requirements.fixtures_of(item)):
+        kind = "cpu" if required.host else "gpu"
+        if not (kind in session.settings.measure and requirements.fixtures_of(item)):
             deselected.append(item)
             continue
         selected.append(item)
         if reason := session.skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
     if not selected and any(map(requirements.is_claim, deselected)):
+        is_host = "cpu" in session.settings.measure
         raise UsageError(
             "--cpu measures host claims, and no selected claim is marked @pytest.mark.host: mark "
             "those whose optimization runs on the host, or use --gpu"
+            if is_host
+            else "--gpu measures claims about the GPU, and all selected ones are host claims "
+            "(@pytest.mark.host): use --cpu"
         )
     if session.settings.shard:
         selected, others = session.split_by_shard(selected)

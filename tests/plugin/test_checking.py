@@ -35,7 +35,6 @@ def test_a_profile_without_a_gpu_names_the_tool_for_the_host(project):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpu", "--cpu"), "--gpu measures host claims too: drop --cpu"),
         (("--quick",), "--quick only affects measuring: add --gpu or --cpu"),
         (
             ("--budget", "9q", "--gpu"),

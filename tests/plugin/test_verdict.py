@@ -168,4 +168,8 @@ def test_the_verdict_same_passes_where_parity_is_recorded_or_required():
     assert judge(same, 0.0, Expectation(recorded=recorded(0.99, 1.0, 1.01), key="h200")).holds
     assert judge(same, 0.0, Expectation(recorded=recorded(0.992, 0.995, 0.998), key="h200")).holds
     assert judge(same, 0.0, Expectation(Require(speedup=0.98))).holds
-    assert not judge(Interval(0.9, 0.91, 0.92), 0.0, Expectation(Require(speedup=0.98))).holds
+    slower = Interval(0.982, 0.983, 0.985)
+    assert judge(slower, 0.001, Expectation(Require(speedup=0.98))).holds
+    assert not judge(slower, 0.001, Expectation(Require(speedup=0.99))).holds
+    assert not judge(slower, 0.001).holds
+    assert not judge(Interval(0.9, 0.91, 0.92), 0.0, Expectation(Require(speedup=0.9))).holds

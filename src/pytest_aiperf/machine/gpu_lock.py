@@ -21,7 +21,7 @@ from pytest_aiperf.errors import UsageError
 from . import compilers
 from .file_lock import is_shared, locked
 
-WRITER_GRACE_S: Final = 0.75
+WRITER_GRACE_S: Final = 0.3
 """How long a waiting writer lets more readers enter before it takes the gate. In a run of 11
 workers on an H200, twice as long took a quarter of the time, while claims nearly always waited to
 be timed.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,8 @@ from pytest_aiperf.machine import torchrun
 from pytest_aiperf.machine.cache_folder import BUILD_CACHES
 from pytest_aiperf.profilers import target
 from pytest_aiperf.records import journal
+
+from . import Kind
 
 
 class Role(StrEnum):
@@ -35,8 +37,8 @@ class Settings:
 
     role: Role
     """Role of the process that read the settings; a fork has its own role in ``Session.role``."""
-    measure: Literal["gpu", "cpu"] | None
-    """Where claims are measured; None in a session that only checks."""
+    measure: frozenset[Kind]
+    """Which claims are measured; none in a session that only checks."""
     quick: bool
     """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, without a second attempt."""
     update: bool  #: Write the results into expectations.yaml at the end.
@@ -65,7 +67,7 @@ class Settings:
     rank_job: torchrun.RankJob | None = None  #: What a rank must do.
 
 
-def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) -> Settings:
+def read_settings(config: pytest.Config, measure: frozenset[Kind]) -> Settings:
     """Read the settings; raise pytest.UsageError for a value that cannot be used."""
     option, root = config.option, config.rootpath
     workerinput = getattr(config, "workerinput", None)
@@ -92,7 +94,7 @@ def read_settings(config: pytest.Config, measure: Literal["gpu", "cpu"] | None) 
         run_id=shared.get("run_id")
         or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
         worker=workerinput["workerid"] if role is Role.WORKER and workerinput else "main",
-        threads=threads if measure is not None and role is Role.WORKER else None,
+        threads=threads if measure and role is Role.WORKER else None,
         budget_s=option.aiperf_budget,
         deadline_s=_deadline_s(config.getini("aiperf_deadline")),
         root=root,

@@ -120,7 +120,7 @@ class ItemContext:
         item, settings, option = self.item, self.settings, self.item.config.option
         words = [f"{each.path}::{each.nodeid.partition('::')[2]}" for each in items]
         words += [f"--rootdir={settings.root}", "--capture=no"]
-        words += [f"--aiperf-{settings.measure}"] if settings.measure else []
+        words += [f"--aiperf-{kind}" for kind in sorted(settings.measure)]
         words += ["-c", str(item.config.inipath)] if item.config.inipath else []
         words += [word for name in option.plugins for word in ("-p", name)]
         words += [word for name in option.override_ini or () for word in ("-o", name)]

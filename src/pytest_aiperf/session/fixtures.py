@@ -197,7 +197,7 @@ class Capture:
         context = self._context
         if is_claim(context.item):
             raise UsageError("profile a claim with --profile, or use capture in a separate test")
-        if context.settings.measure is None:
+        if not context.settings.measure:
             pytest.skip("captures only when measuring: run with --gpu (or --cpu, for @host)")
         index, self._capture_count = self._capture_count, self._capture_count + 1
         if (job := context.settings.capture_job) is not None:

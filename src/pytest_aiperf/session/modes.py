@@ -26,7 +26,7 @@ from .context import ItemContext
 def run(claim: Claim, context: ItemContext) -> Result:
     """Check, measure or profile a claim; return its record, or raise if the claim fails."""
     settings, required = context.settings, context.requirements
-    checks = settings.measure is None and settings.capture_job is None
+    checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
     )
@@ -165,7 +165,7 @@ def _run_in_ranks(
     settings, figures = context.settings, context.session.figures
     records = [replace(each.new_result(), against=claim.against) for claim, each in claims]
     count = context.requirements.count
-    checks = settings.measure is None
+    checks = not settings.measure
     # A check runs torch.compile'd arms uncompiled, so that no rank must load the compiler.
     environ = {"TORCH_COMPILE_DISABLE": "1"} if checks else {}
     lock = context.lock

@@ -484,7 +484,8 @@ class Runner:
             lines = terminal.table(claims, width, verbosity=terminalreporter.verbosity)
             terminal.write(terminalreporter, lines)
             terminal.write(terminalreporter, terminal.profiles(claims, width))
-            what = f"profile={settings.profile}" if settings.profile else settings.measure
+            what = " --".join(sorted(settings.measure, reverse=True))
+            what = f"profile={settings.profile}" if settings.profile else what
             ranks = f" --ranks={','.join(map(str, settings.ranks))}" if settings.ranks else ""
             file = settings.runs / "latest" / "results.json"
             steps = terminal.next_steps(claims, f"pytest --{what}{ranks}", settings.root, file)

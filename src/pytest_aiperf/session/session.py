@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -29,6 +29,7 @@ from pytest_aiperf.records.expectations import Expectations
 from pytest_aiperf.records.results import document, machine_info, processor, read_results
 from pytest_aiperf.report.live import Live
 
+from . import Kind
 from .config import Role, Settings, read_settings
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
@@ -92,7 +93,7 @@ class Session:
     def gpus_for(self, item: pytest.Item) -> tuple[Gpu, ...]:
         """Return an item's GPUs: worker N uses GPU N and the following ones, counted cyclically."""
         required = item.stash[REQUIREMENTS]
-        if self.settings.measure != "gpu" or required.host:
+        if "gpu" not in self.settings.measure or required.host:
             return ()
         first = int(self.settings.worker.removeprefix("gw").replace("main", "0"))
         return tuple(self.gpus[(first + i) % len(self.gpus)] for i in range(required.count))
@@ -260,12 +261,12 @@ class Session:
 
 
 def open_session(
-    config: pytest.Config, machine: Machine, measure: Literal["gpu", "cpu"] | None
+    config: pytest.Config, machine: Machine, measure: frozenset[Kind]
 ) -> Session:
     """Open this process's session; raise UsageError for settings that this machine cannot meet."""
     settings = read_settings(config, measure)
-    gpus = tuple(machine.gpus()) if measure == "gpu" else ()
-    if measure is not None:
+    gpus = tuple(machine.gpus()) if "gpu" in measure else ()
+    if measure:
         _check_measurable(config, gpus, measure)
     # Read now, so that an invalid file is an error before the measurement and not after it.
     expected = expectations.load(settings.expectations) if measure else Expectations({})
@@ -278,7 +279,7 @@ def open_session(
         rank = torchrun.Rank(settings.rank_job)
         config.pluginmanager.register(rank, "aiperf-rank")
         return open_here(SharedFigures(None, settings.rank_job.noise_floor), send=rank.receive)
-    if measure is None or settings.role is Role.TARGET or config.option.collectonly:
+    if not measure or settings.role is Role.TARGET or config.option.collectonly:
         return open_here(SharedFigures(None))
     runs, is_worker = settings.runs, settings.role is Role.WORKER
     run_id = settings.run_id
@@ -290,7 +291,9 @@ def open_session(
     return open_here(SharedFigures(run.path), run, live)
 
 
-def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) -> None:
+def _check_measurable(
+    config: pytest.Config, gpus: Sequence[Gpu], measure: frozenset[Kind]
+) -> None:
     if config.getoption("dist", "no") not in ("no", "load", "worksteal"):
         raise pytest.UsageError(
             f"--dist {config.option.dist} loses or hangs tests when a worker dies: "
@@ -302,12 +305,12 @@ def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: str) 
             "add --gpu, and drop --cpu and --update-expectations"
         )
     profile = config.option.aiperf_profile
-    if measure == "gpu" and not gpus and profile and not profile.startswith("perf"):
+    if "gpu" in measure and not gpus and profile and not profile.startswith("perf"):
         raise pytest.UsageError(
             f"--profile={profile} profiles the GPU, and needs an NVIDIA GPU: {nvml.absence()}; "
             "`pytest --profile=perf` profiles the host claims"
         )
-    if measure == "gpu" and not gpus:
+    if "gpu" in measure and not gpus:
         raise pytest.UsageError(
             f"--gpu needs an NVIDIA GPU: {nvml.absence()}; `pytest` checks without one, "
             "`pytest --cpu` measures the host claims"
