@@ -52,3 +52,12 @@ class ClaimNotMet(AiperfError, AssertionError):
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch or cupy ran out of GPU memory; found by name, so that neither is imported."""
     return type(error).__name__ == "OutOfMemoryError" or "CUDA error: out of memory" in str(error)
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether a text tells of an error of a GPU without free memory.
+
+    Where no context fits any more, CUDA also says that the device is busy or unavailable.
+    """
+    signs = "OutOfMemoryError", "CUDA error: out of memory", "busy or unavailable"
+    return any(sign in text for sign in signs)

@@ -34,7 +34,7 @@ State = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.T
 
 def residual_mlp(bench: Bench) -> State:
     """Draw a batch of rows, the weights of each layer (up, then down), and both moments of each."""
-    layers, width = bench.size(8, check=2), bench.size(4096, check=24)
+    layers, width = bench.size(8, check=2), bench.size(2560, check=24)
     options = {"device": bench.device, "dtype": torch.bfloat16}
     shapes = [(width, 4 * width), (4 * width, width)] * layers
     weights = [torch.randn(shape, **options) * shape[0] ** -0.5 for shape in shapes]

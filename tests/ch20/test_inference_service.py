@@ -64,7 +64,9 @@ def requests(bench: Bench, batches: int, batch: int) -> Service:
     model = random_decoder(layers, width, vocabulary, **options)
     model.out.mul_(0.5)  # the layers must not outweigh the embedding of the token
     model.down.mul_(0.5)
-    countdown = torch.cat([torch.tensor([serving.END]), 1 + torch.randperm(vocabulary - 1)])
+    fixed = torch.Generator().manual_seed(1)  # the model is static: later prompts must suit it
+    others = 1 + torch.randperm(vocabulary - 1, generator=fixed)
+    countdown = torch.cat([torch.tensor([serving.END]), others])
     model.lm_head[countdown[:-1]] = model.embedding[countdown[1:]]
     prompt_lengths = lengths(count, azure_trace.PROMPTS, LONGEST_PROMPT, divisor)
     answer_lengths = lengths(count, azure_trace.ANSWERS, LONGEST_ANSWER, divisor)

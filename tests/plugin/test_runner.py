@@ -506,3 +506,41 @@ def test_a_wait_for_another_pytest_is_printed_without_a_terminal(project):
             time.sleep(0.1)
     assert process.wait(PATIENCE_S) == 0
     assert out.read_text().count("ch07/it is waiting for ") == 1
+
+
+@pytest.mark.parametrize("where", ["inputs", "before compare"])
+def test_a_claim_that_runs_out_of_memory_is_measured_again_with_all_of_it(project, where):
+    project.tests(f"""
+from pathlib import Path
+
+class OutOfMemoryError(RuntimeError):
+    pass
+
+def lack():
+    reserved = [p for p in Path(locks()).glob("memory-*") if not p.name.endswith("gate")]
+    with open("reserved", "a") as file:
+        print(len(reserved), file=file)
+    if len(Path("reserved").read_text().split()) == 1:
+        raise OutOfMemoryError("tried to allocate 4 GiB")
+
+def locks():
+    from pytest_aiperf.machine.gpu_lock import default_folder
+    return default_folder()
+
+def inputs(bench):
+    if {where!r} == "inputs" and bench.full:
+        lack()
+    return usual["inputs"](bench)
+
+def test_it(compare):
+    if {where!r} == "before compare":
+        lack()
+    compare(**{{**usual, "inputs": inputs}})
+""")
+    done = project.run("--gpu")
+    done.assert_outcomes(passed=1)
+    (record,) = project.results().values()
+    assert (record["outcome"], record["attempts"]) == ("PASSED", 2)
+    first, *later = (project.path / "reserved").read_text().split()
+    assert first == "0"
+    assert set(later) == {"1"}

@@ -333,7 +333,7 @@ def test_notes_explain_the_figures():
     assert lines[7:] == [
         "* naive baseline: left out of the geometric mean",
         f"ch01/a: graph refused; 3 rounds redone; power cap in 2 of 3 rounds; {second}",
-        "ch01/b: second attempt, because the first did not meet the claim; quick",
+        "ch01/b: second attempt: the first did not meet the claim, or ran out of memory; quick",
         "ch01/c: speedup lost",
     ]
 

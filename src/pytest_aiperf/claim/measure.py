@@ -69,6 +69,7 @@ class ClaimContext:
     """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
     ceilings: Mapping[str, float] = field(default_factory=dict)
     """The device's roofline ceilings by name; only claims with ``work`` need them."""
+    has_all_memory: bool = False  #: Whether this process has reserved all memory of the GPU.
     step: Callable[[], object] = lambda: None
     """Called before each part of a measurement that has the claim's deadline for itself."""
 
@@ -223,10 +224,12 @@ def _reserved_memory(trials: Sequence[_Trial]) -> Iterator[None]:
     """Reserve the GPU memory that claims need; others that would not fit beside them wait."""
     context, gpu = trials[0].context, trials[0].context.device.gpu
     # ranks must not wait: the process that started them holds the GPUs' locks
-    if gpu is None or not gpu.memory_bytes or context.device.ranks.count > 1:
+    unknown = gpu is None or not gpu.memory_bytes
+    if unknown or context.has_all_memory or context.device.ranks.count > 1:
         yield
         return
-    limit = int(gpu_memory.USABLE_SHARE * gpu.memory_bytes)
+    assert gpu is not None
+    limit = gpu_memory.limit(gpu)
     arms = len(Ladder([trial.bound for trial in trials]).arms)
     needs = 0
     for trial in trials:

@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from pytest_aiperf.model import Gpu
+
 from .file_lock import is_shared, locked
 from .gpu_lock import default_folder, private_folder
 
@@ -50,6 +52,11 @@ def footprint(input_bytes: int, arms: int, sets: int, kept_bytes: float = math.i
         timed * input_bytes + min(2 * arms * input_bytes, kept_bytes),
     )
     return CONTEXT_BYTES + int(copies)
+
+
+def limit(gpu: Gpu) -> int:
+    """Return the bytes of a GPU's memory that claims may reserve together."""
+    return int(USABLE_SHARE * (gpu.memory_bytes or 0))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Final
 from pytest_aiperf.machine.requirements import claim_id
 from pytest_aiperf.model import ARMS, Interval, Metric, Outcome, Result, Timing, Verdict
 from pytest_aiperf.rules import evidence, roofline, stats
-from pytest_aiperf.rules.verdict import verdict
+from pytest_aiperf.rules.verdict import is_parity, verdict
 
 MAX_ALLOWED: Final = 4.0
 """Largest tolerance in a record. Errors are relative, so a baseline in the narrowest dtype has at
@@ -116,7 +116,8 @@ def _conclusion(record: Result) -> Iterator[str]:
         if finding.baseline_held is not in_baseline:
             yield f"its evidence of {piece.kind} has baseline_held={finding.baseline_held}"
     if record.outcome is Outcome.PASSED and record.speedup is not None:
-        if record.verdict not in (Verdict.FASTER, Verdict.SAME):
+        is_parity_met = record.speedup is not None and is_parity(record.speedup)
+        if record.verdict not in (Verdict.FASTER, Verdict.SAME) and not is_parity_met:
             yield f"it PASSED with the verdict {record.verdict}"
         if problem := evidence.broken(record.evidence):
             yield f"it PASSED although {problem[:200]}"

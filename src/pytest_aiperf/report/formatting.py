@@ -228,7 +228,7 @@ def notes(results: Sequence[Result]) -> list[str]:
         if pieces := not_looked_at(result):
             remarks.append(f"evidence not looked at: {pieces}")
         if result.attempts > 1:
-            remarks.append("second attempt, because the first did not meet the claim")
+            remarks.append("second attempt: the first did not meet the claim, or ran out of memory")
         if result.quick:
             remarks.append("quick")
         if text := "; ".join(filter(None, remarks)):

@@ -133,6 +133,7 @@ def _claim_context(context: ItemContext) -> measure.ClaimContext:
         code=code,
         draw=None if is_reproducible else measure.unpredictable(context.device.ranks),
         builds=context.nvcc.used,
+        has_all_memory=context.session.needs_all_memory,
         step=context.step,
     )
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,11 +22,11 @@ import pytest
 # pytest has no public function that runs the three phases of one item.
 from _pytest.runner import runtestprotocol
 
-from pytest_aiperf.errors import AiperfError
-from pytest_aiperf.machine import isolation, requirements
+from pytest_aiperf.errors import AiperfError, says_out_of_memory
+from pytest_aiperf.machine import gpu_memory, isolation, requirements
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.machine.gpu_lock import continue_compilers
-from pytest_aiperf.model import Outcome, Result
+from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.records import results
 from pytest_aiperf.records.consistency import contradiction
 from pytest_aiperf.report import terminal
@@ -62,6 +63,20 @@ class Measured:
         return (
             result is not None and result.outcome is Outcome.FAILED and result.verdict is not None
         )
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether the claim ran out of GPU memory, which other claims may have used."""
+        result = self.result
+        if result is None:
+            return False
+        texts = [*result.notes, result.message if result.outcome is Outcome.ERROR else ""]
+        return any(map(says_out_of_memory, texts))
+
+    @property
+    def needs_another(self) -> bool:
+        """Whether a second attempt may end otherwise."""
+        return self.is_not_met or self.lacked_memory
 
 
 FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
@@ -212,17 +227,20 @@ class Runner:
         return Measured([_report(config, data) for data in reports], from_json(Result, result))
 
     def _run_ladder(self, rungs: Sequence[pytest.Item]) -> list[Measured]:
-        """Measure a ladder. If a claim is not met, measure the ladder once more.
+        """Measure a ladder. If a claim is not met or lacked memory, measure the ladder once more.
 
         The second measurement counts for all rungs if it has no other failures; otherwise only for
         the rungs that had failed.
         """
         first = self._attempt(rungs, 1)
-        failed = [measured.is_not_met for measured in first]
+        failed = [measured.needs_another for measured in first]
         if self.settings.quick or not any(failed):
             return first
-        second = self._attempt(rungs, 2)
-        worse = any(m.is_not_met and not before for m, before in zip(second, failed, strict=True))
+        with self._memory_for(first):
+            second = self._attempt(rungs, 2)
+        worse = any(
+            m.needs_another and not before for m, before in zip(second, failed, strict=True)
+        )
         rows = zip(first, second, failed, strict=True)
         return [b if before or not worse else a for a, b, before in rows]
 
@@ -243,18 +261,32 @@ class Runner:
         return measured
 
     def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
-        """Run one item. If its claim is not met, run it once more: the second attempt counts."""
+        """Run one item. If its claim is not met or lacked memory, run it once more.
+
+        The second attempt counts.
+        """
         here = self.settings.debug or any(item.iter_markers("skip"))
+        measured = Measured([])
         for attempt in (1,) if here or self.settings.quick else (1, 2):
             self.session.attempt = attempt
-            measured = (
-                self._run_here(item, nextitem) if here else self._run_apart([item])[0][item.nodeid]
-            )
+            with self._memory_for([measured]):
+                measured = (
+                    self._run_here(item, nextitem)
+                    if here
+                    else self._run_apart([item])[0][item.nodeid]
+                )
             if requirements.is_claim(item):
                 self._conclude(item, measured)
-            if not measured.is_not_met:
+            if not measured.needs_another:
                 break
         return measured
+
+    @contextmanager
+    def _memory_for(self, before: Sequence[Measured]) -> Iterator[None]:
+        """Let the next attempt reserve all memory of its GPUs if the one ``before`` lacked some."""
+        self.session.needs_all_memory = any(measured.lacked_memory for measured in before)
+        yield
+        self.session.needs_all_memory = False
 
     def _run_here(self, item: pytest.Item, nextitem: pytest.Item | None) -> Measured:
         """Run an item in this process, because it is skipped or a debugger is used."""
@@ -344,11 +376,30 @@ class Runner:
                 channel.send("report", data=data)
 
         [only, *others] = items
-        if others:
-            session.ladder = LadderRun()
-            session.ladder.run(items, measure_together, send)
-        else:
-            send(only, runtestprotocol(only, log=False, nextitem=None))
+        with self._all_memory(gpus, channel) if session.needs_all_memory else nullcontext():
+            if others:
+                session.ladder = LadderRun()
+                session.ladder.run(items, measure_together, send)
+            else:
+                send(only, runtestprotocol(only, log=False, nextitem=None))
+
+    @staticmethod
+    @contextmanager
+    def _all_memory(gpus: Sequence[Gpu], channel: isolation.Channel) -> Iterator[None]:
+        """Reserve all memory of GPUs that claims may use; the wait does not count."""
+        with ExitStack() as scope:
+            for gpu in sorted(gpus, key=lambda gpu: gpu.uuid):
+                limit = gpu_memory.limit(gpu)
+                scope.enter_context(
+                    gpu_memory.reservation(
+                        gpu.uuid,
+                        limit,
+                        limit,
+                        on_wait=lambda phase: channel.send("waiting", phase=phase),
+                        on_acquired=lambda: channel.send("working", phase="has the memory"),
+                    )
+                )
+            yield
 
     def _consistent(self, item: pytest.Item, result: Result) -> Result:
         """Return the record that a claim's process sent; an error if it contradicts itself."""

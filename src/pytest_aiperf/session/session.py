@@ -66,6 +66,8 @@ class Session:
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
     unchecked: tuple[str, ...] = ()  #: What no claim of this session can check.
     attempt: int = 1  #: Number of the current attempt at a claim.
+    needs_all_memory: bool = False
+    """Whether the current attempt reserves all memory of its GPUs: the last one ran out of it."""
     ladder: LadderRun[Any] | None = None  #: The rungs that this process measures together.
     opened: Device | None = None  #: The device of this process, once it is opened.
     lock: GpuLock | None = None  #: The lock of this process, once it is needed.
@@ -260,9 +262,7 @@ class Session:
             self.closing += [*update.lines(), update.diff() or f"{path.name}: nothing changed"]
 
 
-def open_session(
-    config: pytest.Config, machine: Machine, measure: frozenset[Kind]
-) -> Session:
+def open_session(config: pytest.Config, machine: Machine, measure: frozenset[Kind]) -> Session:
     """Open this process's session; raise UsageError for settings that this machine cannot meet."""
     settings = read_settings(config, measure)
     gpus = tuple(machine.gpus()) if "gpu" in measure else ()
@@ -291,9 +291,7 @@ def open_session(
     return open_here(SharedFigures(run.path), run, live)
 
 
-def _check_measurable(
-    config: pytest.Config, gpus: Sequence[Gpu], measure: frozenset[Kind]
-) -> None:
+def _check_measurable(config: pytest.Config, gpus: Sequence[Gpu], measure: frozenset[Kind]) -> None:
     if config.getoption("dist", "no") not in ("no", "load", "worksteal"):
         raise pytest.UsageError(
             f"--dist {config.option.dist} loses or hangs tests when a worker dies: "
