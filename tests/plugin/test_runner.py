@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aiperf.machine import gpu_memory
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.records.journal import read_manifest
 from pytest_aiperf.records.results import read_results
@@ -511,21 +512,20 @@ def test_a_wait_for_another_pytest_is_printed_without_a_terminal(project):
 @pytest.mark.parametrize("where", ["inputs", "before compare"])
 def test_a_claim_that_runs_out_of_memory_is_measured_again_with_all_of_it(project, where):
     project.tests(f"""
+import os
 from pathlib import Path
 
 class OutOfMemoryError(RuntimeError):
     pass
 
 def lack():
-    reserved = [p for p in Path(locks()).glob("memory-*") if not p.name.endswith("gate")]
-    with open("reserved", "a") as file:
-        print(len(reserved), file=file)
-    if len(Path("reserved").read_text().split()) == 1:
-        raise OutOfMemoryError("tried to allocate 4 GiB")
-
-def locks():
     from pytest_aiperf.machine.gpu_lock import default_folder
-    return default_folder()
+
+    entries = [p for p in default_folder().glob("memory-*") if not p.name.endswith("gate")]
+    with open("reserved", "a") as file:
+        print(os.getpid(), sum(int(p.read_text()) for p in entries), file=file)
+    if Path("reserved").read_text().split()[0] == str(os.getpid()):
+        raise OutOfMemoryError("tried to allocate 4 GiB")
 
 def inputs(bench):
     if {where!r} == "inputs" and bench.full:
@@ -541,6 +541,5 @@ def test_it(compare):
     done.assert_outcomes(passed=1)
     (record,) = project.results().values()
     assert (record["outcome"], record["attempts"]) == ("PASSED", 2)
-    first, *later = (project.path / "reserved").read_text().split()
-    assert first == "0"
-    assert set(later) == {"1"}
+    *_, reserved = (project.path / "reserved").read_text().split()
+    assert int(reserved) == int(gpu_memory.USABLE_SHARE * record["gpu"]["memory_bytes"])

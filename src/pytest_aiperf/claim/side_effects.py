@@ -28,7 +28,7 @@ class SideEffects:
         self._changed: dict[str, set[Place]] = defaultdict(set)
         self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
         self._written: dict[str, list[int]] = defaultdict(list)
-        self._parents: set[str] = set()  # arms whose calls started processes
+        self._starts: dict[str, list[bool]] = defaultdict(list)  # whether a call starts processes
 
     def begin(self, _name: str = "") -> None:
         """Read what the baseline refers to, ahead of an arm's calls."""
@@ -50,8 +50,7 @@ class SideEffects:
         to_disk, in_all = _written_bytes()
         self._to_disk[name].append(to_disk - written[0])
         self._written[name].append(in_all - written[1])
-        if _pages_of_children() != pages:
-            self._parents.add(name)
+        self._starts[name].append(_pages_of_children() != pages)
 
     def unchecked(self, *, of_memory: bool) -> Iterator[str]:
         """Describe effects that make the arms differ, or memory that is not counted."""
@@ -80,9 +79,10 @@ class SideEffects:
                     "which may be in memory"
                 )
         if of_memory:
-            # nothing is judged by the library's memory, and torch.compile starts processes
-            for name in sorted(self._parents - {"library"}):
-                yield f"memory of child processes: {name} starts some"
+            for name, starts in sorted(self._starts.items()):
+                # a first call may start compilers; nothing is judged by the library's memory
+                if all(starts) and name != "library":
+                    yield f"memory of child processes: {name} starts some"
 
     def _made_by_the_test(self) -> Iterator[str]:
         """Name library functions that were replaced, and slow settings that the test has made."""
