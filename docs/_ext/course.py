@@ -2,8 +2,8 @@
 
 A comment marks where: ``<!-- claim ch07/vectorized_copy -->``, ``<!-- syllabus -->``,
 ``<!-- gpus -->``, ``<!-- results -->`` or ``<!-- proof -->``. No test is imported and nothing is
-measured. A record whose claim's code has changed since is a warning, unless
-``course_unmeasured`` lists the claim.
+measured. A claim whose code has changed since all of its records is a warning, unless
+``course_unmeasured`` lists it.
 """
 
 import ast
@@ -186,8 +186,7 @@ class Course:
             if name not in self.claims:
                 yield f"there is a record of {name}, which is not a claim: remove it from results/"
                 continue
-            code = source_hash.identity(self.claims[name].files)
-            if any(r.code != code for rungs in self.records(name).values() for r in rungs):
+            if self.stale(name) == self.records(name).keys():
                 stale.add(name)
         for name in sorted(stale - {*self.unmeasured}):
             yield (
@@ -196,6 +195,11 @@ class Course:
             )
         for name in sorted({*self.unmeasured} - stale):
             yield f"the record of {name} is not stale: remove it from course_unmeasured"
+
+    def stale(self, name: str) -> set[str]:
+        """Return the kinds of GPU on which a claim was measured with other code only."""
+        code, records = source_hash.identity(self.claims[name].files), self.records(name)
+        return {key for key, rungs in records.items() if any(r.code != code for r in rungs)}
 
     def records(self, name: str) -> dict[str, list[Result]]:
         """Return a claim's records by kind of GPU; rungs are in the order of the test."""
@@ -227,11 +231,11 @@ class Course:
         if name != together[0]:  # its file's text is in the section of the first claim
             mechanism, limits = f"[{escape(together[0])}](#{together[0]}) has the mechanism.", []
         parts = [f"({name})=\n## {title}", mechanism]
-        if name in self.unmeasured:
-            text = "Not measured since the code changed: the figures are those of the code before."
-            parts.append(f":::{{warning}}\n{text}\n:::")
         records = self.records(name)
         sections = {key: "\n\n".join(self.measured(rungs)) for key, rungs in records.items()}
+        for key in self.stale(name):
+            text = "Not measured since the code changed: the figures are those of the code before."
+            sections[key] = f"```{{warning}}\n{text}\n```\n\n{sections[key]}"
         if len(sections) > 1:
             tabs = [
                 f":::{{tab-item}} {k}\n:sync: {k}\n\n{text}\n:::" for k, text in sections.items()
