@@ -42,7 +42,7 @@ help:
 # failures fail the target. JUnit's file has all of them, also of tests without a claim.
 bench: $(VENV)/ready
 	@rm -f $(REPORT)/junit.xml; status=0; before=$$(stat -c %i:%y $(REPORT)/index.html 2>/dev/null); \
-	$(BIN)/python -m pytest $(if $(GPU),--gpu,--cpu) --aiperf-report=$(REPORT) \
+	$(BIN)/python -m pytest $(if $(GPU),--gpu) --cpu --aiperf-report=$(REPORT) \
 		--junit-xml=$(REPORT)/junit.xml $(ARGS) || status=$$?; \
 	failures=$$(grep -oE '<(failure|error) message="[^"]*' $(REPORT)/junit.xml 2>/dev/null); \
 	if [ $$status = 1 ] && ! grep -qv 'message="undecided: ' <<<"$$failures"; then \

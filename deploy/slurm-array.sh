@@ -23,7 +23,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then # on the login node
     sbatch --dependency="afterany:$array" --time=10 --output="slurm/$array-merge.log" \
         deploy/slurm-array.sh merge "$array"
 elif [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # a shard
-    .venv/bin/python -m pytest --gpu --shard="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" "$@" &
+    .venv/bin/python -m pytest --gpu --cpu --shard="$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" "$@" &
     status=0
     wait "$!" || status=$?
     runs=(.aiperf/*-"$!") # the names are the start and the process of a run

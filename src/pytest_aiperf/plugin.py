@@ -87,8 +87,8 @@ def pytest_load_initial_conftests(
     if "--profile" in given:
         final = parser.parse_known_args(args, namespace=copy.copy(option))
         if final.aiperf_profile and not (final.aiperf_gpu or final.aiperf_cpu):
-            is_host = final.aiperf_profile.startswith("perf")
-            setattr(option, "aiperf_cpu" if is_host else "aiperf_gpu", True)
+            option.aiperf_gpu = not final.aiperf_profile.startswith("perf")
+            option.aiperf_cpu = True  # a tool for the GPU skips host claims, and says which to try
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -517,3 +517,44 @@ def test_loading_the_plugin_without_claims_imports_little():
     names = ("plugin", "options", "session", "machine", "errors")
     names += ("machine.requirements", "machine.distributed")
     assert plugin_modules == {f"pytest_aiperf.{name}" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("words", "measured"),
+    [
+        (("--gpu",), {"ch07/device"}),
+        (("--cpu",), {"ch07/host"}),
+        (("--gpu", "--cpu"), {"ch07/device", "ch07/host"}),
+        (("--gpu", "--cpu", "-n1"), {"ch07/device", "ch07/host"}),
+    ],
+)
+def test_each_option_measures_its_kind_of_claims(project, words, measured):
+    project.tests("""
+import pytest
+
+def test_device(compare):
+    compare(**usual)
+
+@pytest.mark.host
+def test_host(compare):
+    compare(**usual, metric="wall")
+""")
+    assert project.run("--quick", *words).ret == 0
+    results = project.results()
+    assert results.keys() == measured
+    assert all(
+        record["key"] == ("cpu" if "host" in claim else "fake") for claim, record in results.items()
+    )
+
+
+def test_host_claims_alone_are_no_claims_for_a_gpu(project):
+    project.tests("""
+import pytest
+
+@pytest.mark.host
+def test_host(compare):
+    compare(**usual, metric="wall")
+""")
+    done = project.run("--gpu")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["ERROR: --gpu measures claims about the GPU, and all selected *"])
