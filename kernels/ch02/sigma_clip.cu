@@ -36,6 +36,7 @@ __device__ unsigned arrived[PASSES][MAX_FRAMES];  // blocks of `resident` that h
 struct Background {
     float mean, deviation;
 };
+__device__ Background clipped_by[PASSES][MAX_FRAMES];  // what each pass of `sweeps` clips by
 
 // The result of a pass, which has corrected the mean of the one before.
 __device__ Background corrected(Background before, int pass, int frame) {
@@ -111,7 +112,11 @@ __global__ void __launch_bounds__(THREADS) clip_pass(const float4* frames, int v
     float4 loaded[IN_FLIGHT];
     load(loaded, pixels, blockIdx.x * per_block, vectors);
     // while the loads are in flight; by one thread, as all would take longer than the L2 cache does
-    if (threadIdx.x == 0) before = background(pass, frame);
+    if (threadIdx.x == 0) {
+        before = pass > 0 ? corrected(clipped_by[pass - 1][frame], pass - 1, frame)
+                          : Background{0, INFINITY};
+        if (blockIdx.x == 0) clipped_by[pass][frame] = before;
+    }
     __syncthreads();
     clip_part(loaded, pixels, blockIdx.x * per_block, gridDim.x * per_block, vectors, before, pass,
               frame);
@@ -119,9 +124,11 @@ __global__ void __launch_bounds__(THREADS) clip_pass(const float4* frames, int v
 
 // A barrier of the blocks of a group, in two halves: a block arrives when it has added its sums.
 __device__ void arrive(unsigned* count) {
-    __threadfence();  // the sums of this thread before the arrival of its block
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(count, 1);
+    if (threadIdx.x == 0) {
+        __threadfence();  // the sums of the block's threads before its arrival
+        atomicAdd(count, 1);
+    }
 }
 
 // Wait, in one thread, until all blocks of the group have arrived. All blocks of the grid are
