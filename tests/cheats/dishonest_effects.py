@@ -169,6 +169,39 @@ def a_baseline_that_is_slow_where_the_harness_calls_it():
     return {"baseline": baseline, "metric": "wall"}
 
 
+@functools.lru_cache
+def window(count):
+    time.sleep(20e-3)
+    return np.hanning(count)
+
+
+def windowed(x):
+    return x * window(len(x))
+
+
+def windowed_at_once(x):
+    return x * np.hanning(len(x))
+
+
+def windowed_and_cleared(x):
+    window.cache_clear()
+    return windowed_at_once(x)
+
+
+OF_WINDOW = {"inputs": numbers, "reference": lambda x: x * np.hanning(len(x)), "metric": "wall"}
+
+
+@marked("whether another arm slows the baseline down.* after another arm", clock="host")
+def a_cache_of_the_baseline_that_is_emptied():
+    return {"baseline": windowed, "optimized": windowed_and_cleared, **OF_WINDOW}
+
+
+@marked("whether another arm slows the library down.* after another arm", clock="host")
+def a_cache_of_the_library_that_is_emptied():
+    arms = {"optimized": windowed_and_cleared, "library": windowed}
+    return {"baseline": lambda x: (time.sleep(4e-3), windowed_at_once(x))[1], **arms, **OF_WINDOW}
+
+
 # inputs
 
 

@@ -38,6 +38,10 @@ def pair(baseline, optimized, **words):
     }
 
 
+def numbers_of_a_row(bench):
+    return (np.random.default_rng(bench.seed).random(20),)
+
+
 # results that need no work
 
 
@@ -58,6 +62,22 @@ def a_result_beside_an_empty_one():
         lambda x: (x * 2, 0.0),
         reference=lambda x: (x + x, 0.0),
     )
+
+
+@cheat("the same list or dict 299 times more, the baseline 0 times")
+def a_row_that_is_listed_many_times():
+    words = {"reference": lambda x: [x] * 300}
+    rows = lambda x: [x.tolist() for _ in range(300)]
+    return pair(rows, lambda x: [x.tolist()] * 300, inputs=numbers_of_a_row, **words)
+
+
+@cheat(VIEW)
+def a_view_of_bytes():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).random(300).tobytes(),)
+
+    copied = lambda data: np.frombuffer(data).copy()
+    return pair(copied, np.frombuffer, inputs=inputs, reference=copied)
 
 
 @cheat(EASY)

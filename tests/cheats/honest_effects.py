@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from tests.cheats.case import Corpus
-from tests.cheats.dishonest_effects import measured, numbers, three
+from tests.cheats.dishonest_effects import (
+    OF_WINDOW,
+    measured,
+    numbers,
+    three,
+    windowed,
+    windowed_at_once,
+)
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
 
@@ -44,6 +51,11 @@ def a_table_that_the_first_call_builds():
         return x * table[: len(x)]
 
     return arms(doubled)
+
+
+@honest(clock="host")
+def a_cache_that_nobody_empties():
+    return {"baseline": windowed, "optimized": windowed_at_once, **OF_WINDOW}
 
 
 @honest()

@@ -18,6 +18,7 @@ from tests.cheats.dishonest_results import (
     data_file,
     module_of,
     numbers,
+    numbers_of_a_row,
     shared_memory,
     sort_in_place,
     with_outliers,
@@ -40,6 +41,20 @@ def a_check_beside_the_result():
 def an_offset_that_leaves_the_rest_visible():
     words = {"inputs": tensors, "reference": lambda x: x.double() + 100}
     return arms(lambda x: x + 100, **words)
+
+
+@honest()
+def rows_that_are_lists_of_their_own():
+    words = {"inputs": numbers_of_a_row, "reference": lambda x: [x] * 300}
+    return arms(lambda x: [list(row) for row in [x.tolist()] * 300], **words)
+
+
+@honest()
+def a_copy_of_bytes():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).random(300).tobytes(),)
+
+    return arms(lambda data: np.frombuffer(data).copy(), inputs=inputs, reference=np.frombuffer)
 
 
 @honest()

@@ -405,6 +405,16 @@ GUARDS = {
     "no array is passed twice": Guard(
         {(BoundClaim, "_shared_arrays"): always(())}, marked("one_array_eight_times")
     ),
+    "bytes of the inputs are memory": Guard(
+        {(tensors, "_bytes_of"): always([])}, caught("a_view_of_bytes")
+    ),
+    "results repeat no list": Guard(
+        {(tensors, "repeated_containers"): always(0)}, caught("a_row_that_is_listed_many_times")
+    ),
+    "blocks after another arm are compared": Guard(
+        {(sampler.Sampler, "_find_slowed_by_others"): nothing},
+        marked("a_cache_of_the_library_that_is_emptied"),
+    ),
     "files are written by both arms": Guard(
         {(side_effects, "_written_bytes"): always((0, 0))}, marked("a_file_that_is_not_written")
     ),

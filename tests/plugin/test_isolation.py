@@ -468,6 +468,31 @@ def test_a_parent_with_threads_is_not_warned_of_forking():
         thread.join()
 
 
+COMPUTING = """
+import sys
+import torch
+from pytest_aiperf.machine.isolation import supervise
+
+def compute():
+    return (torch.ones(2**22) * 2).sum().item()
+
+torch.set_num_threads(2)
+compute()  # starts OpenMP's threads, which a fork does not have
+
+def work(channel):
+    channel.send("result", sum=compute(), threads=torch.get_num_threads())
+
+(message,) = supervise(work, deadline_s=60, on_message=lambda _: None).messages
+assert message == {"kind": "result", "sum": 2.0**23, "threads": 2}, message
+assert compute() == 2.0**23
+"""
+
+
+def test_a_claim_computes_though_pytest_has_computed_before():
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", COMPUTING], env=environ, check=True)
+
+
 # When the pytest process is interrupted or dies
 
 

@@ -49,6 +49,19 @@ def test_of_a_small_part_that_changes_some_call_shows_it():
     assert 5 < noticed < 35
 
 
+@pytest.mark.parametrize("make", [lambda: np.zeros((30, 40)), lambda: [0.0] * 1000])
+@pytest.mark.parametrize("at", [0, -1])
+def test_the_first_and_the_last_element_are_always_read(make, at):
+    value = make()
+    peek = Peek(random.Random(1))
+    peek.read([value])
+    if isinstance(value, list):
+        value[at] = 1.0
+    else:
+        value[at, at] = 1
+    assert peek.has_changed()
+
+
 class Code:
     """An object whose code must not run while the clock has just stopped."""
 

@@ -73,6 +73,8 @@ SLOWED_BASELINE = 1.4
 another arm has run, and WAKING_S: another arm may have left something behind that slows it down.
 Both are the least of several calls. On a noisy machine, where the median of the blocks is above
 the least of them, so many times more are allowed."""
+COMPARED = frozenset({"baseline", "library"})  #: Arms by whose times others are judged.
+FEWEST_PAIRS = 2  #: Fewest rounds with an arm in the middle that tell whether others slow it down.
 SLOWED_BY_INPUTS = 3.0
 """A baseline is reported as not checked if calls after inputs() take this many times as long as
 repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
@@ -701,6 +703,7 @@ class Sampler:
         """
         self._call_again()
         self._find_slowed_baselines(replicates)
+        self._find_slowed_by_others(replicates)
         self._find_slowing_inputs(replicates)
         blocks = {n: statistics.median(_seconds(replicates, n)) for n in self._alone_s}
         extra = {n: min(alone) - blocks[n] for n, alone in self._alone_s.items()}
@@ -741,6 +744,28 @@ class Sampler:
                 how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
                 self._slowed_baselines[name] = f"{is_}, but {was} {how}"
 
+    def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
+        """Compare blocks that follow another arm's with those that follow one of the same arm.
+
+        Their values are drawn between them in both cases. The arm in the middle of a round has one
+        block of each kind.
+        """
+        if not self.renews or self.device.gpu is not None:
+            return
+        rounds = [round_ for replicate in replicates for round_ in replicate.rounds]
+        arms = [rung.arms[r] for rung in self.ladder.rungs for r in COMPARED & rung.arms.keys()]
+        for name in dict.fromkeys(arms):
+            twice = 2 * self.ladder.letter(name)
+            pairs = [r.seconds[name] for r in rounds if twice in r.order]
+            if len(pairs) < FEWEST_PAIRS:
+                continue
+            after_others, after_itself = (sorted(kind) for kind in zip(*pairs, strict=True))
+            noise = statistics.median(after_itself) / after_itself[0]
+            is_, was = statistics.median(after_others), statistics.median(after_itself)
+            if after_others[0] > was and is_ > SLOWED_BASELINE * noise * was + WAKING_S:
+                text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
+                self._slowed_baselines.setdefault(name, text)
+
     def _find_slowing_inputs(self, replicates: Sequence[Replicate]) -> None:
         if not self.device.renews or self.bound.effects.updates:
             return  # no values are drawn between blocks, or the second call has other work
@@ -764,7 +789,8 @@ class Sampler:
         """Describe what could not be checked."""
         yield from self.ladder.not_compared(self.metric)
         for name, times in self._slowed_baselines.items():
-            yield f"whether another arm slows the baseline down: {name} took {times}"
+            role = "library" if name.startswith("library") else "baseline"
+            yield f"whether another arm slows the {role} down: {name} took {times}"
         for name, times in self._slowing_inputs.items():
             yield f"whether inputs() slows the baseline down: {name} took {times}"
         if self.large:

@@ -410,7 +410,7 @@ def collect(
             ("baseline", "optimized")
         ):  # an optimized arm is the next rung's baseline
             beside[arm] = contents.read(returned).objects
-        forms[arm] = _form(outputs, inputs.args, effects)
+        forms[arm] = _form(returned, outputs, inputs.args, effects)
         if expected is None:
             outputs_[arm] = copies(outputs)
             in_use.append(returned)
@@ -508,14 +508,16 @@ class _Form:
     deferred: Sequence[bool]  #: Whether some of an output's elements are not in memory of its own.
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
     shared_bytes: int  #: Bytes that returned arrays have in common.
+    repeats: int  #: How often a returned list or dict appears again in the result.
 
 
-def _form(outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
+def _form(result: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
     returned = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
     return _Form(
         [bool(backend_of(x)) and tensors.is_deferred(x, args, effects.mutated) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
         tensors.shared_bytes(returned),
+        tensors.repeated_containers(result),
     )
 
 
@@ -559,6 +561,11 @@ def _compare_forms(
             raise WrongResult(
                 f"{arm} returns arrays that share {form.shared_bytes:,} bytes, the baseline's "
                 f"share {base.shared_bytes:,}: whatever changes one of them must copy it first"
+            )
+        if form.repeats > base.repeats:
+            raise WrongResult(
+                f"{arm} returns the same list or dict {form.repeats} times more, the baseline "
+                f"{base.repeats} times: whatever changes one of them must copy it first"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-POSITIONS: Final = 8  #: Elements of each value that are read.
+POSITIONS: Final = 8  #: Elements of each value that are read beside the first and the last.
 MAX_DEPTH: Final = 8  #: Containers within one another that are opened.
 _type, _len = type, len
 _ARRAYS: Final = np.ndarray, np.memmap
@@ -26,7 +26,8 @@ class Peek:
     """Elements of the values of one call, or none; create it before the clock starts."""
 
     def __init__(self, rng: random.Random, *, reads: bool = True) -> None:
-        self._positions = [rng.getrandbits(62) for _ in range(POSITIONS * reads)]
+        drawn = [rng.getrandbits(62) for _ in range(POSITIONS)]
+        self._positions = [0, -1, *drawn] if reads else []
         self._found: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]] = []
         torch = sys.modules.get("torch")
         self._tensors = (torch.Tensor, torch.nn.Parameter) if torch else ()

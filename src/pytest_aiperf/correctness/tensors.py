@@ -359,6 +359,7 @@ def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     """
     low, high = span(array)
     others = [a for p, a in arrays(args).items() if p not in skip]
+    others += _bytes_of(args)
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
         return True
     if any(low < end and start < high for start, end in map(span, others)):
@@ -370,6 +371,14 @@ def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     is_file = name.startswith("/") and not name.startswith(_MEMORY_FILES) and ".so" not in name
     ranges = [_file_range(other, maps) for other in others if on_host(other)] if name else []
     return is_file or any(name == n and start < e and s < end for n, s, e in ranges)
+
+
+def _bytes_of(args: Args) -> list[Any]:
+    """Return the bytes that arguments hold beside arrays, as arrays on the same memory."""
+    import numpy as np
+
+    buffers = [x for _, x in walk(args, "args") if type(x) in (bytes, bytearray)]
+    return [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer]
 
 
 _MEMORY_FILES = ("/dev/", "/memfd:", "/anon_hugepage", "/SYSV")
@@ -424,6 +433,21 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
         for group in (arrays, views.values())
     )
     return in_all - distinct + max(0, distinct - int(covered(map(span, views.values()))))
+
+
+def repeated_containers(value: Any) -> int:
+    """Return how often a list, a dict or a bytearray appears again in a value."""
+    seen: set[int] = set()
+    repeats, rest = 0, [value]
+    while rest:
+        item = rest.pop()
+        if issubclass(type(item), (list, dict, bytearray)):
+            if id(item) in seen:
+                repeats += 1
+                continue
+            seen.add(id(item))
+        rest.extend((children(item) or {}).values())
+    return repeats
 
 
 def layout(array: Any) -> tuple[Any, ...]:

@@ -30,6 +30,8 @@ from pathlib import Path
 from socket import socket, socketpair
 from typing import Any, Final, Literal, NoReturn
 
+from threadpoolctl import threadpool_info
+
 from pytest_aiperf.errors import UsageError
 
 Message = dict[str, Any]
@@ -47,6 +49,7 @@ _MONITORING_EVENTS: Final = 10
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"
 _BLOCKED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_OMP_PAUSE_SOFT: Final = 1
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -245,7 +248,20 @@ def _message(line: bytes) -> Message:
     return {"kind": "crash", "text": text}
 
 
+def _end_openmp_threads() -> None:
+    """End OpenMP's idle threads: a fork would wait forever for these, which it does not have.
+
+    They exist if a module computes when it is imported; the next computation starts new ones.
+    """
+    for library in threadpool_info():
+        if library["user_api"] == "openmp":
+            pause = getattr(ctypes.CDLL(library["filepath"]), "omp_pause_resource_all", None)
+            if pause is not None:  # since OpenMP 5.0
+                pause(_OMP_PAUSE_SOFT)
+
+
 def _fork() -> int:
+    _end_openmp_threads()
     with warnings.catch_warnings():
         # Python 3.12 and later warn when a process with threads forks (execnet's receiver, a thread
         # pool): a lock that another thread holds stays locked in the child. The child takes no
