@@ -11,8 +11,8 @@
 //             group of blocks per frame in flight. The blocks of a group meet at a barrier between
 //             passes, and load the first pixels of the next pass while they wait. Other groups work
 //             meanwhile: an SM has blocks of several groups. Only the first pass reads device
-//             memory. In each pass a block reads the same pixels, so part of them are even in the
-//             L1 cache of its SM.
+//             memory; the others read the L2 cache. The L1 cache does not help: the fence of a
+//             barrier invalidates it.
 //
 // Calls share the sums, so they must run one after the other.
 
@@ -21,7 +21,7 @@
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 256;
-constexpr int IN_FLIGHT = 4;  // vectors of 4 floats that a thread loads at a time: all it has
+constexpr int IN_FLIGHT = 4;  // vectors of 4 floats that a thread loads at a time, all in `sweeps`
 constexpr int PASSES = 6;
 constexpr int MAX_FRAMES = 1024;
 constexpr int BLOCKS_PER_SM = 4;  // of `resident`: 64 KiB of loads in flight per SM
@@ -138,9 +138,9 @@ __device__ void wait_for(const unsigned* count, unsigned blocks) {
     __threadfence();
 }
 
-// Groups are contiguous ranges of blocks, so that the blocks of an SM, which are a multiple of the
-// number of SMs apart, belong to different groups. The pixels of a pass do not depend on the pass
-// before: the first ones are loaded while the group waits.
+// Groups are contiguous ranges of blocks. If the blocks of an SM are a multiple of the number of
+// SMs apart, as usual, they belong to different groups. The pixels of a pass do not depend on the
+// pass before: the first ones are loaded while the group waits.
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 clip_resident(const float4* frames, int count, int vectors, int groups) {
     __shared__ Background before;

@@ -4,8 +4,9 @@
 // for its chain, only other chains can use the SM: those of other warps (occupancy) or of other
 // elements of the same thread (instruction-level parallelism, ILP).
 //
-//   one    One element per thread, the obvious kernel. A fully occupied SM has 2048 4-byte loads in
-//          flight: 8 KiB, too little for fast memory (bandwidth = bytes in flight / latency).
+//   one    One element per thread, the obvious kernel. A fully occupied SM has at most 2048 4-byte
+//          loads in flight: 8 KiB, too little for fast memory (bandwidth = bytes in flight /
+//          latency).
 //   two    Each thread loads all of its elements before it uses the first, then computes, then
 //   four   stores. The elements are independent, so their loads are in flight together, and the
 //   eight  FMAs of one element fill the four clocks of latency between the FMAs of another.

@@ -4,20 +4,21 @@ Gradient accumulation runs forward and backward pass for a part of the batch at 
 the gradients, because the activations of the whole batch do not fit in memory. Where they do fit,
 it is pure cost. Every micro-batch casts all weights to bf16, reads them in both passes, and adds
 its gradient to the sum, a pass over three arrays as large as the model: most of these bytes do not
-depend on the number of rows. Casting the weights once per step would remove a part of this cost;
-autocast inside the loop, as PyTorch's examples write it, casts them anew. Products with 512 rows
-use smaller tiles (128x64 instead of 256x128 in the forward pass), which reuse each loaded value
-less often, and eight times as many kernels start and end. On an H200, with eight micro-batches the
-products take a quarter of the kernels' time, and they account for less than a fifth of what one
-batch saves: most of it is casts, additions and other passes over memory. All arms are CUDA graphs,
-so their launches by the CPU are no part of the gain.
+depend on the number of rows. Autocast inside the loop, as PyTorch's examples write it, casts the
+weights anew for every micro-batch; autocast around the loop would cast them once, which was not
+measured. Products with 512 rows use smaller tiles (128x64 instead of 256x128 in the forward pass),
+which reuse each loaded value less often, and eight times as many kernels start and end. On an H200,
+with eight micro-batches the products take a quarter of the kernels' time, and they account for less
+than a fifth of what one batch saves: most of it is casts, additions and other passes over memory.
+All arms are CUDA graphs, so their launches by the CPU are no part of the gain.
 
 Activations grow with the rows of a micro-batch, which is why one accumulates: with one batch, eight
 times as many bytes wait for the backward pass, as a test beside the claim counts. So use the
-largest micro-batch that fits. The gain gets smaller with more rows per micro-batch, as the products
-and the activations then outweigh the passes over weights and gradients. Losses are averaged over
-the batch, so each micro-batch counts one eighth; that is exact only for micro-batches of equal
-size.
+largest micro-batch that fits. 512 rows are few: one long sequence has more. With more rows per
+micro-batch the gain gets smaller, because products and activations then outweigh the passes over
+weights and gradients. torch.compile fuses some of these passes; it was not compared. Losses are
+averaged over the batch, so each micro-batch counts one eighth; that is exact only for micro-batches
+of equal size.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""One pass with k FMAs per element beats k passes; below the ridge it takes about as long as one.
+"""One pass with k FMAs per element beats k passes; below the ridge it takes as long as one of them.
 
 x -> a x + b is applied k times. By algebra the steps collapse to one FMA, as the reference computes
 them; here they stand for k different operations. With a kernel per step, as eager PyTorch runs it,
@@ -7,9 +7,9 @@ fused kernel reads each element once, keeps it in a register for all k steps, an
 Its arithmetic intensity is k / 4 operations per byte. As long as that is below the ridge, the ratio
 of the GPU's FMA rate to its bandwidth (15 operations per byte for an H200 in fp32, k = 61), memory
 sets the time, and k steps take as long as one: the gain is k. Beyond the ridge the FMAs set the
-time, which then grows with k. The share of the limit is that of the roofline, the lower of the two.
-The library arm, a kernel of torch.compile, fuses the loop as well; on an H200 it is 4 to 5 % faster
-below the ridge and 1.4 % beyond it, and 3 % slower at the ridge.
+time, which then grows with k. The share is measured against the roofline: the lower of the two
+limits. The library arm, one kernel of torch.compile, fuses the loop as well. On an H200 it takes 4
+to 5 % less time below the ridge, 1.4 % less beyond it and 3 % more at the ridge.
 
 The sweep has two points below the ridge, one at it, where both limits are close and neither hides
 the other entirely, and one beyond. Fusing needs steps that follow each other element by element; a

@@ -1,24 +1,24 @@
-"""All passes over a few frames that the caches hold beat each pass over all frames in turn.
+"""Running all passes over a few frames that the L2 cache holds beats each pass over all frames.
 
 To find the background of an astronomical frame, sigma clipping leaves out all pixels that are far
 from the mean, and repeats that with the mean and deviation of the rest: six passes here, and each
 needs the sums of the one before. A batch of 128 frames is 512 MiB, many times the L2 cache, so each
 pass over all of them ("sweeps") reads device memory. Frames do not depend on each other. If all six
 passes run over a few frames before the next frames begin (cache blocking), only the first of them
-reads device memory, and the others find the frames in the caches.
+reads device memory, and the others find the frames in the L2 cache.
 
 "resident" is one persistent kernel, in which a group of blocks takes a frame through all passes and
 meets at a barrier in device memory (a cooperative launch). Six frames (24 MiB) are in flight. Each
 SM has blocks of several groups, so that some load while others wait. The same order with a kernel
-per pass and six frames has 132 short kernels, whose starts, first loads and last sums cost more
-than the cache saves: 1.39 ms in an earlier run, where six passes at the rate of device memory would
-take 0.7. The present claim has no record.
+per pass has 132 short kernels, and their starts, first loads and last sums cost more than the cache
+saves. "resident" reads device memory once instead of six times.
 
 If one pass of six reads device memory and five the L2 cache, at twice the rate, "resident" can be
-at most 1.7 times as fast. More frames at once would leave the cache: of data that all SMs read it
-holds about half its size, because each of its two halves keeps a copy. The library arm is
-torch.compile, which makes one sweep per pass. A frame that fits the registers of a few SMs needs
-neither cache nor further reads.
+at most 1.7 times as fast. More frames at once may leave the cache: it has two halves, and data that
+an SM reads from the far half may take room in both. The library arm is torch.compile, which makes
+one sweep per pass. These frames would even fit on the SMs: six of them are 186 KiB per SM, and its
+shared memory holds 227. Then the L2 cache would not be read either; this claim is about the cache
+alone.
 """
 
 import torch

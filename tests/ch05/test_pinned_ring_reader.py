@@ -9,15 +9,15 @@ is measured against the one before it.
 pinned memory, which the GPU reads directly: one copy less. "ring" reads and sends 2 MiB at a time
 through a ring of small pinned buffers, which stay in the CPU's cache. Four threads read into some
 while others are being sent. An event per block keeps a read from overwriting a block before its
-transfer is complete. The threads matter most: reading is a memory copy of one CPU core, several
-times slower than PCIe. Blocks alone, each of which waits for its transfer, took 0.92x on one
-machine and 1.19x on another, and the ring with a single thread was as fast as they are.
+transfer is complete. The threads matter most: reading is a memory copy of one CPU core, at about 7
+GB/s, several times slower than PCIe. Blocks alone, or a ring with a single reader, gain little,
+because they read no faster.
 
-The limit is PCIe, at about 50 GB/s on an H200; four readers reach a quarter of it, as the CPU's
-copies still take most of the time. The page cache is warm for all arms, since the file was just
-written; with a cold cache the disk decides. Small files gain nothing: there is nothing to overlap.
-An expert calls kvikio (cuFile), whose threads read through pinned buffers as well, or past the
-CPU's memory where GPUDirect Storage is installed; it was not compared.
+The limit is PCIe, at 55 GB/s on an H200. Four readers reach a fifth to a quarter of it, because the
+CPU's copies still take most of the time. The page cache is warm for all arms, since the file was
+just written; with a cold cache the disk decides. Small files gain nothing: there is nothing to
+overlap. An expert calls kvikio (cuFile), whose threads read through pinned buffers as well, or past
+the CPU's memory where GPUDirect Storage is installed; it was not compared.
 """
 
 import os

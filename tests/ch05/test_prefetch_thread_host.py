@@ -1,17 +1,19 @@
-"""Reading blocks ahead in a thread beats waiting for storage before hashing each block.
+"""Reading the next block past the page cache in a thread while one is hashed beats taking turns.
 
 Read and hashed block by block (here with BLAKE2), a file keeps either the CPU or the disk idle. A
 second buffer and a thread that reads the next block while this one is hashed (read-ahead, double
 buffering) hide the shorter of the two stages behind the longer. Python's GIL does not prevent that:
 a read releases it while it waits, and hashing releases it for large blocks. Both arms read past the
-page cache (O_DIRECT), so each read waits for the disk, and both read blocks in order.
+page cache (O_DIRECT), as databases do and as programs do that read more than memory holds. So each
+read waits for the disk. Both arms read the blocks in order.
 
 The limit is (read + hash) / max(read, hash), less the first read, which nothing hides: 1.88x for 16
 blocks if both stages take equally long. A block of 1.5 MiB takes 1 to 2 ms to hash, and about as
 long to read at 1 GB/s. So the gain depends on the disk: where it is several times faster or slower,
 little is left to hide. Then the remedy is to make the longer stage faster: with several requests in
-flight for the disk (ch05/io_block_depth_host), or with several threads that hash. With buffered
-reads in sequence the gain is smaller, because the operating system reads ahead by itself.
+flight for the disk (ch05/io_block_depth_host), or with several threads that hash. Who may use the
+page cache should first try ordinary reads in sequence: the operating system then reads ahead by
+itself, and the thread gains less.
 """
 
 import hashlib

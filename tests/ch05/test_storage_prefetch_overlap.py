@@ -7,12 +7,12 @@ buffering). Both arms read into pinned buffers, and the model is the same.
 
 The limit is the sum of the stages over the longest one: 2x where the disk and the GPU take equally
 long. The first read stays exposed, so eight batches leave 16 steps in 9, 1.78x at most. On an H200
-the gain is 1.54x. The GPU works for 39 ms in both arms: half of the baseline's time between the
-first copy and the last kernel, and 86 % of that of the other arm. Where one stage dominates, hiding
-the other saves little, and the remedy is to make that one faster: with larger or parallel requests
-for the disk (ch05/io_block_depth_host), or with less work for the GPU. So the gain depends on the
-disk. Reads bypass the page cache (O_DIRECT); from there they would be a copy by the CPU, which
-overlaps in the same way.
+the gain is 1.54x. The GPU works for 39 ms in both arms. Between the first copy and the last kernel,
+that is half of the time in the baseline, and 86 % with read-ahead. Where one stage dominates,
+hiding the other saves little, and the remedy is to make that one faster: with larger or parallel
+requests for the disk (ch05/io_block_depth_host), or with less work for the GPU. So the gain depends
+on the disk. Reads bypass the page cache (O_DIRECT); from there they would be a copy by the CPU,
+which overlaps in the same way.
 """
 
 from functools import lru_cache, partial

@@ -11,12 +11,13 @@ predict.
 elements: the branch is mispredicted at most every tenth time, and the gain is smaller. Virtual
 machines usually offer no counter of mispredictions; a test beside the claim checks that the
 compiler's code branches on the comparison in one loop and not in the other. On sorted data, or when
-almost all or almost no elements are kept, the prediction is nearly free and the branch is as fast;
-it then wins where the skipped work is more than one store. A million elements are more than the
-predictor can memorize. If only 2**15 elements are filtered again and again, it learns them, and the
-branch costs nothing. AVX-512 has an instruction that filters 16 floats at once, the expert's choice
-where it exists. Compilers turn simple branches into selects by themselves, but not this one: they
-must not add a store.
+almost all or almost no elements are kept, the prediction is nearly free, and both loops take about
+the same time. If the skipped work is more than one store, the branch even wins there. A million
+elements are more than the predictor can memorize. If the same few thousand elements are filtered
+again and again, it learns them, and the gain nearly vanishes: a benchmark that small misleads.
+AVX-512 has an instruction that filters 16 floats at once (vcompressps), the expert's choice where
+it exists. np.compress, the library arm, writes a mask first and reads it again. Compilers turn
+simple branches into selects by themselves, but not this one: they must not add a store.
 """
 
 import platform

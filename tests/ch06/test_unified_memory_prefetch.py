@@ -4,9 +4,9 @@ Managed (unified) memory has one address for CPU and GPU. After the CPU has writ
 are in host memory, and the first access of a kernel to each of them faults: the GPU collects
 faults, the driver on the CPU migrates these pages and some of their neighbours, and the warps wait
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
-faults. The kernel is the same. The library arm uses no managed memory, but copies the same data
-from pinned memory, as a program would whose data can be there; it is a tenth faster than the
-prefetch.
+faults. The kernel is the same. The library arm uses no managed memory: it copies the same data from
+pinned memory, which a program should do where its data can be there. It takes a tenth less time
+than the prefetch.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
 not part of it. On an H200, data arrives at 6 GB/s on demand, at 46 with the prefetch and at 51 from

@@ -2,13 +2,12 @@
 
 `rows + bias` of large arrays asks the operating system for fresh pages every time and returns them
 when the result is freed. Fresh pages are not mapped yet: the first write to each one faults, and
-the system zeroes the page before the addition writes it, so memory is written twice. With `out=`
-the same pages are reused without page faults, and only the addition remains.
+the system zeroes the page before the addition writes it. With `out=` the same pages are reused: no
+faults, no zeroing, only the addition.
 
 The gain is smaller where huge pages make faults rare, for arrays that the allocator keeps and
 reuses (below its mmap threshold, at most 32 MiB), and for arrays that stay in the caches. A result
-that must be kept needs a new array anyway. The limit: two passes over memory (a read and a write)
-instead of three.
+that must be kept needs a new array anyway. The limit is one read and one write of memory.
 """
 
 import numpy as np

@@ -1,9 +1,10 @@
-"""A vector addition with one thread per element beats one with a single block or a single thread.
+"""A vector addition by a grid of blocks beats one by a block, which beats one by a single thread.
 
 A GPU is fast because thousands of threads wait for memory at the same time. A single thread waits
 for each pair of elements and uses one lane of one streaming multiprocessor (SM). A block of 1024
 threads uses all lanes of that SM, and its warps wait at the same time. A grid of many such blocks
-uses all SMs. torch.add, the library arm, is faster than all three.
+uses all SMs. torch.add, the library arm, takes 23 % less time than the grid: see
+test_vector_add_wide.py.
 
 Each rung changes only the launch and the index of an element, and is measured against the one
 before. The first two are naive: nobody would run them, but they show what a block and a grid are

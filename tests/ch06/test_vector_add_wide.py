@@ -1,10 +1,12 @@
 """A vector addition with four elements per thread beats one with a single element per thread.
 
-With one element per thread, a fully occupied SM has 2048 pairs of 4-byte loads in flight: 16 KiB.
-By Little's law, bandwidth is bytes in flight over latency, and fast memory takes more. Four 4-byte
-loads per thread from each vector ("four") have four times the bytes in flight. One float4 per
-thread ("vector") has as many, in a quarter of the instructions, and takes the same time, because
-the bytes in flight set it: this rung claims parity.
+With one element per thread, a fully occupied SM has at most 2048 pairs of 4-byte loads in flight:
+16 KiB. By Little's law, bandwidth is bytes in flight over latency, and fast memory takes more. With
+four 4-byte loads per thread from each vector ("four") up to four times as many bytes are in flight,
+and a quarter as many blocks start and end; how much of the gain each of the two brings was not
+measured. One float4 per thread ("vector") has as many bytes in flight, in a quarter of the
+instructions. It takes the same time, because "four" reaches the memory bandwidth already: this rung
+claims parity.
 
 torch.add, the library arm, is as fast as both rungs. At 99 % of the copy rate nothing is left to
 gain. The limit is the memory bandwidth of two reads and a write. Where the bytes in flight saturate

@@ -73,8 +73,11 @@ SLOWED_BASELINE = 1.4
 another arm has run, and WAKING_S: another arm may have left something behind that slows it down.
 Both are the least of several calls. On a noisy machine, where the median of the blocks is above
 the least of them, so many times more are allowed."""
+SLOWED_BY_OTHERS = 2.0
+"""An arm is reported if its blocks right after another arm's take this many times as long as those
+right after its own, and WAKING_S: the caches of a busy CPU are worth 1.7 times."""
 COMPARED = frozenset({"baseline", "library"})  #: Arms by whose times others are judged.
-FEWEST_PAIRS = 2  #: Fewest rounds with an arm in the middle that tell whether others slow it down.
+FEWEST_PAIRS = 3  #: Fewest rounds with an arm in the middle that tell whether others slow it down.
 SLOWED_BY_INPUTS = 3.0
 """A baseline is reported as not checked if calls after inputs() take this many times as long as
 repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
@@ -762,7 +765,7 @@ class Sampler:
             after_others, after_itself = (sorted(kind) for kind in zip(*pairs, strict=True))
             noise = statistics.median(after_itself) / after_itself[0]
             is_, was = statistics.median(after_others), statistics.median(after_itself)
-            if after_others[0] > was and is_ > SLOWED_BASELINE * noise * was + WAKING_S:
+            if after_others[0] > was and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
                 text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
                 self._slowed_baselines.setdefault(name, text)
 
