@@ -45,12 +45,6 @@ nitpick_ignore_regex = [
 course_unmeasured = [
     "ch04/ddp_backward_overlap",
     "ch10/cluster_tma_multicast",
-    "ch10/single_pass_reduction",
-    "ch13/fused_linear_cross_entropy",
-    "ch13/optimizer_in_backward",
-    "ch20/batched_service",
-    "ch20/captured_service",
-    "ch20/kernel_search",
     "ch20/slab_service",
     "ch20/training_stack_graph",
     "ch20/training_stack_ladder",

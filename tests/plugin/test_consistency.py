@@ -22,6 +22,7 @@ from pytest_aiperf.records.results import read_record, read_results
 from pytest_aiperf.schema import from_json, to_json
 
 RESULTS = Path(__file__).parents[2] / "results"
+RECORDS = [RESULTS / f"{key}.json" for key in ("h200", "h100", "2xh200", "cpu")]
 CONF = RESULTS.parent / "docs" / "conf.py"
 
 
@@ -187,7 +188,9 @@ def test_accepted_records_are_read_and_accepted_again(key, tmp_path):
     update = propose_update(Path(expectations), results, date(2026, 1, 1))
     # requirements may be ahead of records of earlier code
     changed = re.search(r"course_unmeasured = \[(.*?)\]", CONF.read_text(), re.DOTALL)[1]
-    claims = {result.claim.partition("[")[0] for result, _ in update.refused}
+    codes = {(r.claim, r.code) for file in RECORDS for r in read_results(file)}
+    twice = {claim for claim, _ in codes if len({c for name, c in codes if name == claim}) > 1}
+    claims = {r.claim.partition("[")[0] for r, _ in update.refused if r.claim not in twice}
     assert [claim for claim in claims if f'"{claim}"' not in changed] == []
     assert len(update.accepted) + len(update.refused) == len(results) > 3
 

@@ -519,7 +519,9 @@ def test_a_failed_result_passes_once_its_figure_is_recorded(path):
     path.write_text(GOLDEN)
     lost = result(claim="ch08/new", outcome=Outcome.FAILED, message="it has dropped")
     (accepted,) = propose_update(path, [lost], TODAY).accepted
-    assert accepted == dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
+    passed = dataclasses.replace(lost, outcome=Outcome.PASSED, message="")
+    assert accepted == dataclasses.replace(passed, expectation=accepted.expectation)
+    assert accepted.expectation.require == Require()
 
 
 def test_a_passed_result_is_accepted_unchanged(path):

@@ -116,8 +116,11 @@ def _conclusion(record: Result) -> Iterator[str]:
         if finding.baseline_held is not in_baseline:
             yield f"its evidence of {piece.kind} has baseline_held={finding.baseline_held}"
     if record.outcome is Outcome.PASSED and record.speedup is not None:
-        is_parity_met = record.speedup is not None and is_parity(record.speedup)
-        if record.verdict not in (Verdict.FASTER, Verdict.SAME) and not is_parity_met:
+        required = record.expectation.require.speedup if record.expectation else None
+        within = record.speedup is not None and (
+            is_parity(record.speedup) or record.speedup.low >= (required or math.inf)
+        )
+        if record.verdict not in (Verdict.FASTER, Verdict.SAME) and not (record.verdict and within):
             yield f"it PASSED with the verdict {record.verdict}"
         if problem := evidence.broken(record.evidence):
             yield f"it PASSED although {problem[:200]}"

@@ -371,9 +371,10 @@ def propose_update(path: Path, results: Sequence[Result], today: date) -> Update
         if reason is not None:
             refused.append((result, reason))
             continue
-        # an acceptable result failed only because it missed the figure that it now replaces
-        passed = result.outcome is Outcome.PASSED
-        accepted.append(result if passed else replace(result, outcome=Outcome.PASSED, message=""))
+        # an acceptable result failed only because it missed the figure that it now replaces, or
+        # what was required of it before
+        passed = replace(result, outcome=Outcome.PASSED, message="", expectation=expectation)
+        accepted.append(result if result.outcome is Outcome.PASSED else passed)
         old = claims.get(result.claim, ClaimEntry()).recorded.get(result.key)
         entries.setdefault(result.claim, {})[result.key] = _entry(result, old, today)
     after = before

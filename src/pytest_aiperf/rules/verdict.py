@@ -88,9 +88,10 @@ def judge(
     """Judge a comparison by its expectation.
 
     The verdict must be FASTER; parity suffices if the recorded interval is parity or the required
-    speedup is at most 1. The lower end of the interval must meet ``require``, and the interval must
-    not lie wholly below the recorded one by more than ``SESSIONS_APART``. The recorded interval is
-    ignored if the code has changed since, or if ``compare_recorded`` is false.
+    speedup is 1. Below 1, it is a margin: the lower end must reach it, whatever the verdict is. The
+    lower end of the interval must meet ``require``, and the interval must not lie wholly below the
+    recorded one by more than ``SESSIONS_APART``. The recorded interval is ignored if the code has
+    changed since, or if ``compare_recorded`` is false.
 
     The reason begins with ``UNDECIDED`` if nothing contradicts the claim: the verdict is FASTER or
     INCONCLUSIVE, and each interval, widened by the noise floor, reaches what is required of it.
@@ -113,9 +114,10 @@ def judge(
     if required is not None and required <= 1:
         allowed.add(Verdict.SAME)  # the claim requires no speedup
     reached = verdict(ratio, floor)
+    has_margin = required is not None and required < 1
     # a quiet session shows 0.99x as SLOWER, where a noisier one shows SAME: both are parity
     at_parity = Verdict.SAME in allowed and is_parity(ratio)
-    if reached not in allowed and not at_parity:
+    if reached not in allowed and not (at_parity or has_margin):
         undecided = reached is Verdict.INCONCLUSIVE
         why = f" ({_why_inconclusive(ratio, floor)})" if undecided else ""
         claimed = " or ".join(sorted(allowed))
