@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import mmap
 import os
@@ -38,10 +39,6 @@ def pair(baseline, optimized, **words):
     }
 
 
-def numbers_of_a_row(bench):
-    return (np.random.default_rng(bench.seed).random(20),)
-
-
 # results that need no work
 
 
@@ -62,22 +59,6 @@ def a_result_beside_an_empty_one():
         lambda x: (x * 2, 0.0),
         reference=lambda x: (x + x, 0.0),
     )
-
-
-@cheat("the same list or dict 299 times more, the baseline 0 times")
-def a_row_that_is_listed_many_times():
-    words = {"reference": lambda x: [x] * 300}
-    rows = lambda x: [x.tolist() for _ in range(300)]
-    return pair(rows, lambda x: [x.tolist()] * 300, inputs=numbers_of_a_row, **words)
-
-
-@cheat(VIEW)
-def a_view_of_bytes():
-    def inputs(bench):
-        return (np.random.default_rng(bench.seed).random(300).tobytes(),)
-
-    copied = lambda data: np.frombuffer(data).copy()
-    return pair(copied, np.frombuffer, inputs=inputs, reference=copied)
 
 
 @cheat(EASY)
@@ -633,6 +614,76 @@ def rows_of_one_array_in_turn():
 
     copies = lambda x: {"rows": [x * 2 for _ in range(8)]}
     return pair(copies, arm, reference=lambda x: {"rows": [x + x] * 8})
+
+
+def row_of_numbers(bench):
+    return (np.random.default_rng(bench.seed).random(32),)
+
+
+@cheat("optimized returns lists or dicts that appear 7 times more, the baseline's 0 times")
+def one_list_for_many_rows():
+    rows = lambda x: [(x * 2).tolist() for _ in range(8)]
+    one = lambda x: [(x * 2).tolist()] * 8
+    return pair(rows, one, inputs=row_of_numbers, reference=lambda x: [x + x] * 8)
+
+
+@cheat("optimized returns lists or dicts that appear 7 times more")
+def one_list_in_many_dicts():
+    def shared(x):
+        row = (x * 2)[:4].tolist()
+        return {i: ({"row": row},) for i in range(8)}
+
+    rows = lambda x: {i: ({"row": (x * 2)[:4].tolist()},) for i in range(8)}
+    reference = lambda x: {i: ({"row": [v + v for v in x[:4]]},) for i in range(8)}
+    return pair(rows, shared, inputs=row_of_numbers, reference=reference)
+
+
+def bytes_of(kind):
+    """Return inputs that are random bytes of a kind, in a tuple."""
+
+    def inputs(bench):
+        (x,) = row_of_numbers(bench)
+        return ((kind(x.tobytes()), x),)
+
+    return inputs
+
+
+def view_of(kind):
+    """Return a claim whose baseline copies bytes of a kind, and whose optimized arm does not."""
+    copied, view = (lambda b: np.frombuffer(b[0]).copy()), (lambda b: np.frombuffer(b[0]))
+    return pair(copied, view, inputs=bytes_of(kind), reference=lambda b: b[1])
+
+
+def anonymous(data):
+    """Return anonymous mapped memory that holds these bytes."""
+    memory = mmap.mmap(-1, len(data))
+    memory[:] = data
+    return memory
+
+
+@cheat(VIEW)
+def a_view_of_bytes():
+    return view_of(bytes)
+
+
+@cheat(VIEW)
+def a_view_of_a_bytearray():
+    return view_of(bytearray)
+
+
+@cheat(VIEW)
+def a_view_of_a_memoryview():
+    return view_of(memoryview)
+
+
+@cheat(VIEW)
+def a_view_of_an_array_of_numbers():
+    return view_of(lambda data: array.array("d", data))
+
+
+@cheat(VIEW)
+def a_view_of_mapped_memory():
+    return view_of(anonymous)
 
 
 @cheat("optimized returns result as a lazy copy")

@@ -14,11 +14,12 @@ from tests.cheats.case import Corpus
 from tests.cheats.dishonest import tensors
 from tests.cheats.dishonest_results import (
     CONJUGATES,
+    bytes_of,
     complex_vectors,
     data_file,
     module_of,
     numbers,
-    numbers_of_a_row,
+    row_of_numbers,
     shared_memory,
     sort_in_place,
     with_outliers,
@@ -41,20 +42,6 @@ def a_check_beside_the_result():
 def an_offset_that_leaves_the_rest_visible():
     words = {"inputs": tensors, "reference": lambda x: x.double() + 100}
     return arms(lambda x: x + 100, **words)
-
-
-@honest()
-def rows_that_are_lists_of_their_own():
-    words = {"inputs": numbers_of_a_row, "reference": lambda x: [x] * 300}
-    return arms(lambda x: [list(row) for row in [x.tolist()] * 300], **words)
-
-
-@honest()
-def a_copy_of_bytes():
-    def inputs(bench):
-        return (np.random.default_rng(bench.seed).random(300).tobytes(),)
-
-    return arms(lambda data: np.frombuffer(data).copy(), inputs=inputs, reference=np.frombuffer)
 
 
 @honest()
@@ -438,6 +425,52 @@ def parts_of_one_buffer():
     inputs = lambda bench: (np.random.default_rng(bench.seed).random((64, 96)),)
     reference = lambda x: [x[:, i : i + 32] * 2 for i in (0, 32, 64)]
     return arms(lambda x: np.split(x * 2, 3, axis=1), inputs=inputs, reference=reference)
+
+
+@honest()
+def equal_lists_that_are_not_one():
+    words = {"inputs": row_of_numbers, "reference": lambda x: [x + x] * 8}
+    return arms(lambda x: [(x * 2).tolist() for _ in range(8)], **words)
+
+
+@honest()
+def one_list_in_both_arms():
+    words = {"inputs": row_of_numbers, "reference": lambda x: [x + x] * 8}
+    return arms(lambda x: [(x * 2).tolist()] * 8, **words)
+
+
+@honest()
+def one_tuple_for_many_rows():
+    words = {"inputs": row_of_numbers, "reference": lambda x: [x + x] * 8}
+    rows = lambda x: [tuple((x * 2).tolist()) for _ in range(8)]
+    return arms(rows, lambda x: [tuple((x * 2).tolist())] * 8, **words)
+
+
+@honest()
+def views_of_bytes_in_both_arms():
+    return arms(lambda b: np.frombuffer(b[0]), inputs=bytes_of(bytes), reference=lambda b: b[1])
+
+
+@honest()
+def copies_of_bytes():
+    copied = lambda b: np.array(np.frombuffer(b[0]))
+    return arms(copied, inputs=bytes_of(bytearray), reference=lambda b: b[1])
+
+
+@honest()
+def a_result_in_the_bytes_of_a_destination():
+    """The baseline fills the destination, too, so the result need not be copied from it."""
+
+    def fill(x, out):
+        view = np.frombuffer(out)
+        np.multiply(x, 2, out=view)
+        return view
+
+    def inputs(bench):
+        return (*row_of_numbers(bench), bytearray(256))
+
+    copied = lambda x, out: fill(x, out).copy()
+    return arms(fill, copied, inputs=inputs, reference=lambda x, out: x + x)
 
 
 @honest()

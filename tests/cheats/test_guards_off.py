@@ -279,6 +279,12 @@ GUARDS = {
     "results share no memory": Guard(
         {(tensors, "shared_bytes"): always(0)}, caught("one_array_for_many_copies")
     ),
+    "results repeat no list": Guard(
+        {(tensors, "repeated_containers"): always(0)}, caught("one_list_for_many_rows")
+    ),
+    "bytes are inputs as well": Guard(
+        {(tensors, "_buffers"): always({})}, caught("a_view_of_a_bytearray")
+    ),
     "copies are not lazy": Guard(
         {(tensors, "is_lazy_copy"): always(False)},
         caught("a_copy_that_is_made_when_it_is_written"),
@@ -404,12 +410,6 @@ GUARDS = {
     ),
     "no array is passed twice": Guard(
         {(BoundClaim, "_shared_arrays"): always(())}, marked("one_array_eight_times")
-    ),
-    "bytes of the inputs are memory": Guard(
-        {(tensors, "_bytes_of"): always([])}, caught("a_view_of_bytes")
-    ),
-    "results repeat no list": Guard(
-        {(tensors, "repeated_containers"): always(0)}, caught("a_row_that_is_listed_many_times")
     ),
     "blocks after another arm are compared": Guard(
         {(sampler.Sampler, "_find_slowed_by_others"): nothing},

@@ -508,16 +508,17 @@ class _Form:
     deferred: Sequence[bool]  #: Whether some of an output's elements are not in memory of its own.
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
     shared_bytes: int  #: Bytes that returned arrays have in common.
-    repeats: int  #: How often a returned list or dict appears again in the result.
+    repeats: int  #: How often returned lists and dicts appear again.
 
 
-def _form(result: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
-    returned = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
+def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
+    arrays = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
+    written = (*effects.mutated, *(f"args[{i}]" for i in effects.exact))
     return _Form(
-        [bool(backend_of(x)) and tensors.is_deferred(x, args, effects.mutated) for _, x in outputs],
+        [bool(backend_of(x)) and tensors.is_deferred(x, args, written) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
-        tensors.shared_bytes(returned),
-        tensors.repeated_containers(result),
+        tensors.shared_bytes(arrays),
+        tensors.repeated_containers(returned),
     )
 
 
@@ -564,8 +565,8 @@ def _compare_forms(
             )
         if form.repeats > base.repeats:
             raise WrongResult(
-                f"{arm} returns the same list or dict {form.repeats} times more, the baseline "
-                f"{base.repeats} times: whatever changes one of them must copy it first"
+                f"{arm} returns lists or dicts that appear {form.repeats:,} times more, the "
+                f"baseline's {base.repeats:,} times: whatever changes one must copy it first"
             )
 
 

@@ -4,8 +4,8 @@ A call may write into a bytearray, a set or an attribute of an object. Such cont
 exactly: an arm must leave there what the baseline leaves.
 """
 
-import array
 import collections
+import contextlib
 import ctypes
 import datetime as dt
 import decimal
@@ -24,7 +24,6 @@ from pytest_aiperf.model import Score
 from . import stored, tensors
 
 MAX_OBJECTS = 100_000  #: Objects that are read of one argument; what is beyond is left out.
-_BUFFERS = (bytearray, memoryview, array.array)
 _SEQUENCES = (list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _SETS = (set, frozenset)
@@ -65,8 +64,9 @@ class _Reader:
     def read(self, value: Any, into: Any, *, is_compared: bool) -> None:
         """Add a value to a fingerprint; its arrays and numbers only unless they are compared."""
         kind = type(value)
-        if stored.is_one_of(kind, _BUFFERS) or _is_ctypes_array(kind):
-            self._bytes(memoryview(value), into)
+        if stored.is_one_of(kind, stored.BUFFERS) or _is_ctypes_array(kind):
+            with contextlib.suppress(ValueError):  # it is closed or released
+                self._bytes(memoryview(value), into)
         elif tensors.is_compared(value):
             if not is_compared:
                 self._array(value, into)
@@ -143,7 +143,8 @@ class _Reader:
     def _bytes(self, data: memoryview, into: Any) -> None:
         is_float = data.format.lstrip("<>=@!") in tuple("efdgFD")
         self.has_floats = self.has_floats or (into is self.exact and is_float)
-        into.update(f"{data.format} {data.shape};".encode() + data.tobytes())
+        into.update(f"{data.format} {data.shape};".encode())
+        into.update(data if data.c_contiguous else data.tobytes())
 
     def _array(self, value: Any, into: Any) -> None:
         if not tensors.as_array(value):  # an integer of more than 64 bits, or longdouble

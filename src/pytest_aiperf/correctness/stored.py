@@ -5,14 +5,18 @@ has stopped: in a property ``__class__`` or ``__dict__``, a descriptor, or the r
 types are compared by identity, and attributes are read where objects and classes store them.
 """
 
+import array
 import contextlib
 import dataclasses
+import mmap
 import operator
 import types
 from abc import ABCMeta
 from collections.abc import Iterable
 from typing import Any
 
+BUFFERS = (bytearray, memoryview, array.array, mmap.mmap)
+"""Types of memory beside arrays that a call may read and write."""
 _MRO = type.__dict__["__mro__"].__get__
 _VARS = type.__dict__["__dict__"].__get__
 _HEAP_TYPE = 1 << 9  # flag of types that are not part of Python itself

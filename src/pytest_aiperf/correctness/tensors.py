@@ -354,12 +354,12 @@ def nbytes(args: Args) -> int:
 def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     """Whether some of an array's elements are not in memory of their own, so that a reader works.
 
-    It overlaps an argument, repeats elements, has a conjugation or a sign pending, or maps a file.
-    Memory that is shared with another process is its own, unless an argument maps it as well.
+    It overlaps an argument, be it bytes, repeats elements, has a conjugation or a sign pending, or
+    maps a file. Memory that is shared with another process is its own, unless an argument maps it
+    as well.
     """
     low, high = span(array)
-    others = [a for p, a in arrays(args).items() if p not in skip]
-    others += _bytes_of(args)
+    others = [a for p, a in (arrays(args) | _buffers(args)).items() if p not in skip]
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
         return True
     if any(low < end and start < high for start, end in map(span, others)):
@@ -373,12 +373,18 @@ def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     return is_file or any(name == n and start < e and s < end for n, s, e in ranges)
 
 
-def _bytes_of(args: Args) -> list[Any]:
-    """Return the bytes that arguments hold beside arrays, as arrays on the same memory."""
+def _buffers(args: Args) -> dict[str, Any]:
+    """Return the bytes in arguments, and memory of other kinds, as arrays on the same memory."""
     import numpy as np
 
-    buffers = [x for _, x in walk(args, "args") if type(x) in (bytes, bytearray)]
-    return [np.frombuffer(buffer, np.uint8) for buffer in buffers if buffer]
+    found: dict[str, Any] = {}
+    for path, value in walk(args, "args"):
+        with contextlib.suppress(ValueError):  # it is empty, released or closed
+            if type(value) is memoryview:
+                found[path] = np.asarray(value)
+            elif stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
+                found[path] = np.frombuffer(value, np.uint8)
+    return found
 
 
 _MEMORY_FILES = ("/dev/", "/memfd:", "/anon_hugepage", "/SYSV")
@@ -436,12 +442,12 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
 
 
 def repeated_containers(value: Any) -> int:
-    """Return how often a list, a dict or a bytearray appears again in a value."""
+    """Return how often lists and dicts in a value appear again; tuples cannot be changed."""
     seen: set[int] = set()
     repeats, rest = 0, [value]
     while rest:
         item = rest.pop()
-        if issubclass(type(item), (list, dict, bytearray)):
+        if issubclass(type(item), (list, dict)):
             if id(item) in seen:
                 repeats += 1
                 continue
