@@ -20,7 +20,8 @@ import pytest
 from . import options
 from .errors import AiperfError, BuildError, UsageError
 from .machine import distributed, requirements
-from .session import KINDS, SESSION, Kind
+from .machine.requirements import KINDS, Kind
+from .session import SESSION
 
 # Functions import what they need, so that a pytest run without claims loads little.
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pytest
 
@@ -14,6 +14,8 @@ from pytest_aiperf.errors import UsageError
 if TYPE_CHECKING:
     from pytest_aiperf.model import Gpu  # slow to import, and every pytest run loads this module
 
+Kind = Literal["gpu", "cpu"]  #: What a claim is about, and so the option that measures it.
+KINDS: Final[tuple[Kind, ...]] = ("gpu", "cpu")
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plugin's fixtures.
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.
 REQUIREMENTS = pytest.StashKey["Requirements"]()  #: Requirements of a collected item, in its stash.

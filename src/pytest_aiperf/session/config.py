@@ -14,10 +14,9 @@ import pytest
 
 from pytest_aiperf.machine import torchrun
 from pytest_aiperf.machine.cache_folder import BUILD_CACHES
+from pytest_aiperf.machine.requirements import Kind
 from pytest_aiperf.profilers import target
 from pytest_aiperf.records import journal
-
-from . import Kind
 
 
 class Role(StrEnum):

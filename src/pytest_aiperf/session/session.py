@@ -21,7 +21,7 @@ import pytest
 from pytest_aiperf.build import nvcc
 from pytest_aiperf.errors import ToolMissing, UsageError
 from pytest_aiperf.machine import nvml, requirements, telemetry, torchrun
-from pytest_aiperf.machine.requirements import REQUIREMENTS
+from pytest_aiperf.machine.requirements import REQUIREMENTS, Kind
 from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.profilers import tools
 from pytest_aiperf.records import expectations, journal, shards
@@ -29,7 +29,6 @@ from pytest_aiperf.records.expectations import Expectations
 from pytest_aiperf.records.results import document, machine_info, processor, read_results
 from pytest_aiperf.report.live import Live
 
-from . import Kind
 from .config import Role, Settings, read_settings
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
