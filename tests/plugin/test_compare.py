@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_aiperf import Score, Work
-from pytest_aiperf.claim import measure
+from pytest_aiperf import Score, Work, evidence
+from pytest_aiperf.claim import measure, sampler
 from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS
 from pytest_aiperf.claim.measure import ClaimContext, measure_claim
 from pytest_aiperf.claim.stopping_rule import STANDARD
@@ -16,10 +16,6 @@ from tests.fake_gpu import FAKE_GPU, FakeDevice, Fault, Noise
 from tests.plugin.claims import a_claim, doubling
 
 BLANK = Result("ch07/x", "t::x", "X", Outcome.ERROR, "h200", "run", "2026-01-01", 1)
-
-
-TRACED = ("shared", "exclusive_gpu")
-"""How the lock is entered to prepare all arms and to trace them."""
 
 
 class LoggingLock:
@@ -138,18 +134,67 @@ def test_it_prepares_under_the_shared_lock_and_times_under_the_exclusive():
     context = a_context()
     measure_claim(a_claim(metric=("device", "wall")), context)
     # one step for the size of the inputs, one for the work, one for the effects and one per seed;
-    # per metric three: prepare, time and check with new inputs; at the end, verify the outputs and
-    # trace each arm
+    # per metric three: prepare, time and check with new inputs; at the end, verify the outputs
     locks = ["shared"] * (3 + AGREEMENT_SEEDS)
     for timed in ("exclusive_gpu", "exclusive_host"):
         locks += ["shared", timed, "shared"]
-    assert context.lock.log == [*locks, "shared", *TRACED]
+    assert context.lock.log == [*locks, "shared"]
+
+
+class Traced(FakeDevice):
+    """Notes under which lock calls are traced."""
+
+    def __init__(self, lock):
+        super().__init__(FAKE_GPU, replace(Noise.none(), white=0.001))
+        self.lock, self.held = lock, []
+
+    def trace(self, call, mode, *, cold):
+        self.held.append((self.lock.held, len(self.lock.log)))
+        return super().trace(call, mode, cold=cold)
+
+
+def traced(**words):
+    """Return which exclusive locks were taken, and under which the arms were traced, by number."""
+    lock = LoggingLock()
+    device = Traced(lock)
+    _, problem = measure_claim(a_claim(**words), a_context(device=device, lock=lock))
+    assert problem is None
+    alone = [i for i, name in enumerate(lock.log, start=1) if name != "shared"]
+    return [lock.log[i - 1] for i in alone], [(held, alone.index(i)) for held, i in device.held]
+
+
+def test_arms_are_traced_under_the_lock_of_the_last_metric_without_waiting_for_another_one():
+    for metric, locks in {
+        "device": ["exclusive_gpu"],
+        "wall": ["exclusive_host"],
+        ("device", "wall"): ["exclusive_gpu", "exclusive_host"],
+    }.items():
+        last = len(locks) - 1
+        assert traced(metric=metric) == (locks, [(locks[-1], last)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "lock", "long_build_s"),
+    [
+        ({"evidence": [evidence.page_faults(min=0)]}, "exclusive_host", 1.0),  # needs the host, too
+        ({"metric": ("device", "memory")}, "exclusive_gpu", 1.0),  # the last metric needs no lock
+        ({}, "exclusive_gpu", 0.0),  # others can work while the arms are prepared
+    ],
+)
+def test_arms_that_cannot_be_traced_at_once_are_traced_under_a_lock_of_their_own(
+    monkeypatch, words, lock, long_build_s
+):
+    monkeypatch.setattr(sampler, "LONG_BUILD_S", long_build_s)
+    locks, held = traced(**words)
+    last = len(locks) - 1
+    assert last >= 1
+    assert (locks[-1], held) == (lock, [(lock, last)] * 2)
 
 
 def test_bytes_are_measured_beside_other_claims():
     context = a_context()
     measure_claim(a_claim(metric=("memory", "device")), context)
-    assert [name for name in context.lock.log if name != "shared"] == ["exclusive_gpu"] * 2
+    assert [name for name in context.lock.log if name != "shared"] == ["exclusive_gpu"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +239,7 @@ def test_a_step_without_memory_runs_again_under_the_exclusive_lock():
     result, _ = measure_claim(a_claim(optimized=crowded), context)
     # the first seed runs out of memory; the other seeds and all later steps run as usual
     others = ["shared"] * (AGREEMENT_SEEDS - 1)
-    timed = ["shared", "exclusive_gpu", *["shared"] * 2, *TRACED]
+    timed = ["shared", "exclusive_gpu", *["shared"] * 2]
     assert context.lock.log == [*["shared"] * 4, "exclusive_gpu", *others, *timed]
     assert result.outcome is Outcome.PASSED
 
@@ -215,7 +260,7 @@ def test_a_reference_without_memory_runs_again_under_the_exclusive_lock():
     result, problem = measure_claim(a_claim(reference=greedy), context)
     assert problem is None
     verified = ["exclusive_gpu", *["shared"] * 2, "exclusive_gpu"]
-    assert context.lock.log[-6:] == [*verified, *TRACED]
+    assert context.lock.log[-4:] == verified
     assert result.outcome is Outcome.PASSED
 
 

@@ -161,7 +161,9 @@ def inspected(record=None, lock=None, device=None, builds=(), **words):
     device = device or FakeDevice(FAKE_GPU, Noise.none())
     bound = BoundClaim(a_claim(**words), device, 1, full=True)
     record, lock = record or BLANK, lock or LoggingLock()
-    (arms,) = explanation.inspect([(bound, record)], lock, lambda: None)
+    inspection = explanation.Inspection([(bound, record)], lambda: None)
+    inspection.locked(lock)
+    (arms,) = inspection.arms
     return explanation.explain(bound, record, builds, CEILINGS, lock, inspected=arms)
 
 

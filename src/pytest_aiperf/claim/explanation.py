@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -57,7 +57,13 @@ class Inspected:
     """Why figures of a kind could not be read."""
     errors: list[str] = field(default_factory=list)  #: What went wrong; the timing is valid.
     invalid: InvalidMeasurement | None = None  #: Why the arm's timing is not valid.
-    read_trace: Callable[[], Trace | None] = lambda: None  #: Reads the recorded trace.
+    read_trace: Callable[[], Trace | None] = lambda: None  #: Reads the recorded trace, once.
+
+    def read(self) -> None:
+        """Read the recorded trace, which takes long and needs no lock."""
+        reading, self.read_trace = self.read_trace, lambda: None
+        with _noted(self):
+            self.trace = self.trace or reading()
 
 
 Step = Callable[[Call, Inspected], None]
@@ -105,58 +111,70 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
     ]
 
 
-def inspect(
-    claims: Sequence[tuple[BoundClaim, Result]], lock: GpuLock, step: Callable[[], object]
-) -> list[dict[str, Inspected]]:
-    """Inspect the arms of timed claims, and return each claim's arms by name.
+class Inspection:
+    """What is to be seen of the arms of timed claims while they run alone.
 
-    Time nothing later: CUPTI slows launches down. All arms are prepared and called first, under the
-    shared lock, and then traced and counted under the exclusive one, which is taken only once:
-    other claims would lengthen their kernels. The traces are read under no lock. The caller does
-    not hold ``lock``. An arm that several rungs of a ladder use is inspected once. ``step`` is
-    called before each part.
+    :meth:`prepare` them, under the shared lock or the exclusive one, and :meth:`run` them under the
+    exclusive one, since other claims would lengthen their kernels. Time nothing after ``prepare``:
+    CUPTI slows launches down. An arm that several rungs of a ladder use is inspected once. ``step``
+    is called before each part.
     """
-    found: dict[Hashable, Inspected] = {}
-    planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
-    results = []
-    for bound, record in claims:
-        inspection = _Inspection(bound, record)
-        arms = {}
-        for name in bound.claim.arms:
-            key = inspection.identity(name)
-            if key not in found:
-                found[key] = Inspected()
-                planned.append((bound, name, inspection.steps(name), found[key]))
-            arms[name] = found[key]
-        results.append(arms)
-    planned = [plan for plan in planned if plan[2]]
-    uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in planned)
-    calls: list[tuple[Call, Sequence[Step], Inspected]] = []
-    with lock.shared() if planned else nullcontext():
-        for bound, name, steps, inspected in planned:
-            step()
+
+    def __init__(
+        self, claims: Sequence[tuple[BoundClaim, Result]], step: Callable[[], object]
+    ) -> None:
+        self._step = step
+        found: dict[Hashable, Inspected] = {}
+        self.arms: list[dict[str, Inspected]] = []  #: What was seen, per claim and arm.
+        self._planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
+        self._calls: list[tuple[Call, Sequence[Step], Inspected]] = []
+        for bound, record in claims:
+            of_claim = _OfClaim(bound, record)
+            arms = {}
+            for name in bound.claim.arms:
+                key = of_claim.identity(name)
+                if key not in found:
+                    found[key] = Inspected()
+                    if steps := of_claim.steps(name):
+                        self._planned.append((bound, name, steps, found[key]))
+                arms[name] = found[key]
+            self.arms.append(arms)
+        self.uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in self._planned)
+        """Whether :meth:`run` needs the host alone, too."""
+
+    def locked(self, lock: GpuLock) -> None:
+        """Prepare and run; the caller does not hold the lock, which is taken alone only once."""
+        if not self._planned:
+            return
+        with lock.shared():
+            self.prepare()
+        with lock.exclusive_host() if self.uses_host else lock.exclusive_gpu():
+            self.run()
+
+    def prepare(self) -> None:
+        """Prepare all arms and call each once, which loads modules and libraries."""
+        for bound, name, steps, inspected in self._planned:
+            self._step()
             with _noted(inspected):
                 call = _prepared(bound, name)
-                call()  # loads modules and libraries
+                call()
                 bound.device.synchronize()
-                calls.append((call, steps, inspected))
+                self._calls.append((call, steps, inspected))
         # a loaded tracer would add to the figures of the host
-        for bound, *_ in planned[: not uses_host]:
+        for bound, *_ in self._planned[: not self.uses_host]:
             with _noted(Inspected()):  # if this fails, tracing an arm fails, too, and is noted
                 bound.device.load_tracer()
-    with (lock.exclusive_host if uses_host else lock.exclusive_gpu)() if calls else nullcontext():
-        for call, steps, inspected in calls:
+
+    def run(self) -> None:
+        """Trace the arms, and read counters and the host's figures."""
+        for call, steps, inspected in self._calls:
             for each in steps:
-                step()
+                self._step()
                 with _noted(inspected):
                     each(call, inspected)
-        calls.clear()
-        for bound, *_ in planned[:1]:
+        self._calls.clear()
+        for bound, *_ in self._planned[:1]:
             bound.device.release()  # freeing memory later would disturb another claim
-    for inspected in found.values():
-        with _noted(inspected):
-            inspected.trace = inspected.read_trace()
-    return results
 
 
 @contextmanager
@@ -190,9 +208,11 @@ def explain(
 ) -> Result:
     """Add limits, diagnosis and evidence to the record of a timed claim.
 
-    ``inspected`` is what :func:`inspect` returned for it. The caller does not hold ``lock``.
+    ``inspected`` is what an :class:`Inspection` has seen of its arms. The caller does not hold
+    ``lock``.
     """
     for arm in inspected.values():
+        arm.read()
         if arm.invalid is not None:
             raise arm.invalid
     claim, device, work = bound.claim, bound.device, record.work
@@ -261,7 +281,7 @@ def refuse_impossible_times(record: Result) -> None:
         raise InvalidMeasurement(problem)
 
 
-class _Inspection:
+class _OfClaim:
     """What to look at in the arms of one claim while they run alone."""
 
     def __init__(self, bound: BoundClaim, record: Result) -> None:

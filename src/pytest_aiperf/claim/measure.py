@@ -32,6 +32,7 @@ from pytest_aiperf.rules.stats import speedup
 from . import explanation
 from .bound_claim import BoundClaim
 from .claim import Claim, Progress
+from .explanation import Inspected, Inspection
 from .ladder import Ladder, identity
 from .replicates import Measurement, measure_metric
 from .sampler import PREBUILT_SHARE, input_sets
@@ -144,10 +145,11 @@ def measure_ladder(
     with _reserved_memory(trials):
         for trial in trials:
             trial.run(partial(_learn, trial, effects))
-        for group in _groups(trials):
+        groups = _groups(trials)
+        for group in groups:
             _agree(group)
             if ready := [trial for trial in group if trial.error is None]:
-                _time(ready)
+                _time(ready, is_last=group is groups[-1])
         _explain([trial for trial in trials if trial.error is None], lock)
     seconds = (time.monotonic() - lock.waited_s - started) / len(trials)
     return [(replace(trial.ended(), seconds=seconds), trial.error) for trial in trials]
@@ -169,6 +171,7 @@ class _Trial:
         self.context = context
         self.alone = alone
         self.error: Exception | None = None
+        self.inspected: Mapping[str, Inspected] | None = None  #: Its arms, once they ran alone.
         self.record = replace(
             context.record,
             against=claim.against,
@@ -319,25 +322,30 @@ def _groups(trials: Sequence[_Trial]) -> list[list[_Trial]]:
     return list(groups.values())
 
 
-def _time(trials: Sequence[_Trial]) -> None:
-    """Time claims together; if that fails, time each by itself."""
+def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
+    """Time claims together; if that fails, time each by itself.
+
+    Nothing is timed after the last of them: then the arms may be inspected under the same lock.
+    """
     ladder, context = Ladder([trial.bound for trial in trials]), trials[0].context
     context.step()
     failure: str | None = None
+    inspect = partial(_inspect, trials, ladder) if is_last else None
     try:
-        timings, notes, unchecked = _measure(ladder, context)
+        timings, notes, unchecked = _measure(ladder, context, inspect)
     except Exception as why:  # noqa: BLE001  the claim's test raises it
-        if len(trials) == 1:
-            trials[0].keep(why)
+        if len(trials) == 1 or trials[0].inspected is not None:  # a tracer would slow calls down
+            for trial in trials:
+                trial.keep(why)
             return
         failure = str(why)
     if failure is not None:  # not in the handler, where the error would keep the buffers
         context.device.synchronize()  # raises if the error has broken the CUDA context
-        del ladder
+        del ladder, inspect
         context.device.release()
         for trial in trials:
             trial.note(f"timed by itself, because the ladder could not be timed: {failure}")
-            _time([trial])
+            _time([trial], is_last=is_last and trial is trials[-1])
         return
     is_time = timings[0].metric in (Metric.DEVICE, Metric.WALL)
     for trial, rung in zip(trials, ladder.rungs, strict=True):
@@ -356,15 +364,19 @@ def _time(trials: Sequence[_Trial]) -> None:
         )
 
 
-def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[str], list[str]]:
+def _measure(
+    ladder: Ladder, context: ClaimContext, inspect: Callable[[Timing, Metric], object] | None
+) -> tuple[list[Timing], list[str], list[str]]:
     """Time every metric and verify the timed outputs.
 
-    Return the timings, notes, and what could not be checked.
+    Return the timings, notes, and what could not be checked. ``inspect`` is called with the judged
+    timing and the last metric, once all are measured, and still under the lock of that metric.
     """
     timings: list[Timing] = []
     notes: list[str] = []
     unchecked: list[str] = []
-    for metric in ladder.bound.claim.metrics:
+    metrics = ladder.bound.claim.metrics
+    for metric in metrics:
         # only the first metric is judged, so a quick measurement suffices for the others
         measurement = Measurement(ladder, metric, QUICK if timings else context.rule)
         try:
@@ -378,6 +390,9 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
                         measurement.measure()
                     finally:
                         context.device.release()  # later it would disturb another claim
+                    timing, is_last = measurement.timing, metric is metrics[-1]
+                    if timing and is_last and inspect and measurement.sampler.builds_quickly:
+                        inspect(timings[0] if timings else timing, metric)
             timings.append(measurement.timing)
         except InvalidMeasurement as why:
             if not timings:
@@ -392,6 +407,24 @@ def _measure(ladder: Ladder, context: ClaimContext) -> tuple[list[Timing], list[
     return timings, notes, unchecked
 
 
+def _inspect(trials: Sequence[_Trial], ladder: Ladder, judged: Timing, metric: Metric) -> None:
+    """Inspect the arms of timed claims, under the lock of a metric.
+
+    To wait for the lock a second time costs all claims more than to prepare the arms under it.
+    """
+    timed = [
+        (trial.bound, replace(trial.record, timing=ladder.timing_of(rung, judged)))
+        for trial, rung in zip(trials, ladder.rungs, strict=True)
+    ]
+    inspection = Inspection(timed, trials[0].context.step)
+    if inspection.uses_host and metric is not Metric.WALL:
+        return
+    inspection.prepare()
+    inspection.run()
+    for trial, arms in zip(trials, inspection.arms, strict=True):
+        trial.inspected = arms
+
+
 def _exclusive(lock: GpuLock, metric: Metric) -> AbstractContextManager[None]:
     return lock.exclusive_host() if metric is Metric.WALL else lock.exclusive_gpu()
 
@@ -402,22 +435,25 @@ def _explain(trials: Sequence[_Trial], lock: GpuLock) -> None:
         return
     context = trials[0].context
     context.progress("reading evidence")
-    timed = [(trial.bound, trial.record) for trial in trials]
-    for trial, inspected in zip(
-        trials, explanation.inspect(timed, lock, context.step), strict=True
-    ):
-        trial.run(partial(_explain_one, trial, inspected))
+    rest = [trial for trial in trials if trial.inspected is None]
+    inspection = Inspection([(trial.bound, trial.record) for trial in rest], context.step)
+    inspection.locked(lock)
+    for trial, arms in zip(rest, inspection.arms, strict=True):
+        trial.inspected = arms
+    for trial in trials:
+        trial.run(partial(_explain_one, trial))
 
 
-def _explain_one(trial: _Trial, inspected: Mapping[str, explanation.Inspected]) -> None:
+def _explain_one(trial: _Trial) -> None:
     context = trial.context
+    assert trial.inspected is not None
     trial.record = explanation.explain(
         trial.bound,
         trial.record,
         context.builds,
         context.ceilings,
         context.lock,
-        inspected=inspected,
+        inspected=trial.inspected,
     )
     explanation.refuse_impossible_times(trial.record)
     trial.record = _judge(trial.record, context)

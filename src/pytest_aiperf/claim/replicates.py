@@ -68,7 +68,7 @@ class Measurement:
         self.timing = replace(timing, stopped=stopped)
 
     def finish(self) -> None:
-        """Free the buffers, and check what no block could."""
+        """Check what no block could."""
         with self.bound.step():
             self.sampler.finish()
 

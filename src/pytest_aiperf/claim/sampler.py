@@ -241,6 +241,12 @@ class Sampler:
         is_slow = self._replicate_s > LONG_BUILD_S and self.device.ranks.count == 1
         return is_slow and seed not in self._prebuilt
 
+    @property
+    def builds_quickly(self) -> bool:
+        """Whether arms are prepared so quickly that others need not work meanwhile."""
+        is_quick = self._replicate_s <= LONG_BUILD_S * self.sets
+        return is_quick and not self.large and self.device.ranks.count == 1
+
     def prepare_more(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the next replicates: of the first, and of others as in prepare()."""
         self._last_buffers = []  # frees them
@@ -698,6 +704,7 @@ class Sampler:
             few = CHECKED_CALLS * call_s > CHECKING_S
             self._run(self._lone_calls(self._last_buffers, 2 if few else CHECKED_CALLS))
         self._last_buffers = []
+        self._prebuilt.clear()  # buffers of replicates that were not run
 
     def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:
         """Refuse arms whose calls are faster in a block than alone, by more than the baseline's.
@@ -782,8 +789,7 @@ class Sampler:
                 self._slowing_inputs[name] = times
 
     def finish(self) -> None:
-        """Free the buffers, and check what no block could."""
-        self._prebuilt.clear()  # buffers of replicates that were not run
+        """Check what no block could."""
         if self.large:
             self.device.release()
             self.ladder.check_anew(self._last_seed + 1)

@@ -23,6 +23,7 @@ class ScoreSampler:
         self.score: Score | None = None  #: The first score: all have its unit and direction.
 
     drawing_s = 0.0
+    builds_quickly = False  # such calls are whole services, and training steps
 
     # These do nothing: inputs built in advance would take memory that the arms need, clocks
     # do not affect a score, and each replicate has new inputs.
