@@ -9,10 +9,11 @@ bytes pay that cost once.
 again: both copies take lists of 250 tensors. In "views", the gradients are views of the bucket, as
 in DistributedDataParallel with gradient_as_bucket_view, so that nothing is copied. The library arm
 needs neither: torch's coalescing manager puts the 250 calls into one NCCL group, which NCCL runs as
-one kernel. Both rungs beat it, because the host still handles each tensor.
+one kernel. Both rungs beat it, because Python still makes its 250 calls one by one.
 
 The limit is the link: bytes * 2 (ranks - 1) / ranks. The gain ends where the bytes of one tensor
-take longer than a call, from about ten megabytes on; there a bucket only delays the first byte.
+take longer than a call. A call takes 38 µs on two H200s, so that point is estimated at about ten
+megabytes per tensor; there a bucket only delays the first byte.
 """
 
 import pytest

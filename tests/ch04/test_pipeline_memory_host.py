@@ -7,9 +7,10 @@ micro-batch as soon as it can, and the first rank never holds more than p of the
 here. Both take the same time, 3 (m + p - 1) forward passes if a backward takes two.
 
 The count is exact, from a simulation on a virtual clock; a test beside the claim compares it with
-the closed forms, m and min(m, p). The limit is m / p. Activations can also be recomputed in the
-backward pass, which saves more memory and costs a forward pass; both are used together.
-Interleaving chunks of layers gives up some of the memory (test_pipeline_bubble_host.py).
+the closed forms, m and min(m, p). The limit is m / p: with no more micro-batches than ranks, 1F1B
+saves nothing. Activations can also be recomputed in the backward pass, which saves more memory and
+costs a forward pass; both are used together. Interleaving chunks of layers gives up some of the
+memory (test_pipeline_bubble_host.py).
 """
 
 import pytest

@@ -1,10 +1,11 @@
 """Gathering shards into one tensor beats gathering into a list of tensors and concatenating.
 
-In a tensor-parallel layer each rank computes its share of the rows and gathers the others. With
-`all_gather` into a list, each layer allocates one tensor per rank, NCCL copies its result into
-them, and `cat` copies them again. `all_gather_into_tensor` writes the shards in rank order, which
-already is the concatenation: 48 launches instead of 96 should save host time, and the device avoids
-copies of a few megabytes per layer; which of the two gains more was not measured.
+This claim has no record yet: its bar is an estimate. In a tensor-parallel layer each rank computes
+its share of the rows and gathers the others. With `all_gather` into a list, each layer allocates
+one tensor per rank, PyTorch gathers into a flat buffer and copies its parts into these tensors, and
+`cat` copies them again. `all_gather_into_tensor` writes the shards in rank order, which already is
+the concatenation: 48 launches instead of 96 should save host time, and the device avoids copies of
+a few megabytes per layer; which of the two gains more was not measured.
 
 Weights are split by rows and activations kept as columns, so a shard is contiguous. Where the split
 runs along the inner dimension, a copy is needed either way. Where the GEMM of a layer takes longer

@@ -11,10 +11,11 @@ for the copy. "staged" is required to be about as fast, and "overlapped" to be f
 
 The score is the time of a training step that takes a checkpoint of 67 million weights (268 MB). It
 contains the step itself, so the stall of the other arms is at least what exceeds the time of
-"overlapped", which hides 75 % of its copy on an H200. The weights in the file must be bit for bit
-those from before the update, although it runs while the file is written. All arms write a real file
-in the folder for temporary files and end it with fsync; where that folder is in memory, the
-baseline is much faster than on a disk. Only the baseline waits for the file within the step.
+"overlapped", which hides 74 % of its copy on an H100 and 80 % on an H200. The weights in the file
+must be bit for bit those from before the update, although it runs while the file is written. All
+arms write a real file in the folder for temporary files and end it with fsync; where that folder is
+in memory, the baseline is much faster than on a disk. Only the baseline waits for the file within
+the step.
 
 The price is a second copy of the weights in pinned memory on the host. A checkpoint must end before
 the next one may use the buffers, so the disk still bounds their rate. By default, async_save keeps

@@ -9,10 +9,11 @@ launched with blocks of 128 threads, and only the bounds differ.
 The optimized arm is bounded by 128, the block size of its launch, and the compiler uses 206
 registers. Without any bound it makes the same code, and most kernels have none, so the baseline is
 declared naive. Bounds of 1024 are found in libraries whose block size is chosen at run time, or
-remain from an earlier launch. Fewer threads are resident than the baseline has, but occupancy
-serves to hide latency, and 128 independent loads per thread hide it as well. Asking for a third
-resident block would cap the registers at 168: that pays off only where latency is exposed and the
-compiler can save the registers at no cost. The limit is one read and one write at memory bandwidth.
+remain from an earlier launch. A kernel that needs no more than 64 registers loses nothing to them.
+Fewer threads are resident than the baseline has, but occupancy serves to hide latency, and 128
+independent loads per thread hide it as well. Asking for a third resident block would cap the
+registers at 168: that pays off only where latency is exposed and the compiler can save the
+registers at no cost. The limit is one read and one write at memory bandwidth.
 """
 
 import torch

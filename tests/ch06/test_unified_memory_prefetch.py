@@ -10,7 +10,7 @@ than the prefetch.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
 not part of it. On an H200, data arrives at 6 GB/s on demand, at 46 with the prefetch and at 51 from
-pinned memory. The driver on the CPU sets the pace on demand: an earlier session had 9 GB/s. Faults
+pinned memory. The driver on the CPU sets the pace on demand, so it differs between hosts. Faults
 are fine where a kernel touches few of the pages, and nobody knows in advance which ones. For data
 beyond the GPU's memory, pages must also move back, which is slower still. Where the hardware keeps
 the memory of CPU and GPU coherent (GH200, GB200), a kernel can read host memory without a fault.

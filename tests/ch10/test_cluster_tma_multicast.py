@@ -3,34 +3,35 @@
 A block that computes 128 x 128 elements of a matrix product loads 16 KiB of a and 16 KiB of b per
 step, most of it from the L2 cache, because other blocks need the same tiles. At n = 8192 these are
 17 GB. The baseline is naive: it is the best rung of test_wgmma_ladder.py with smaller tiles. On an
-H200 it takes 1.62 ms, so the L2 cache delivers 10.6 TB/s, and the tensor cores reach 82 % of their
+H100 it takes 1.85 ms, so the L2 cache delivers 9.3 TB/s, and the tensor cores reach 73 % of their
 rate. Blocks whose tiles of the result lie below each other share the tile of b. As a thread block
 cluster they run at the same time, on SMs of one GPC, and TMA can write what it reads once to the
 shared memory of all of them (multicast). Each block loads its part of the tile for all: with
 clusters of two ("cluster_2"), a block causes 24 KiB of reads per step instead of 32, and with
-clusters of four ("cluster_4") 20. Clusters of two gain 6 %, and clusters of four are as fast as no
-clusters. Both are slower than cuBLAS, the library arm, which shares tiles in clusters and has
-larger ones.
+clusters of four ("cluster_4") 20. On an H100 clusters of two gain 1.17x, and clusters of four
+1.15x. Both are slower than cuBLAS, the library arm, which shares tiles in clusters and has larger
+ones. An H200, whose L2 cache is faster, has no record.
 
 Larger tiles are the other remedy, and the better one: with 128 x 256, a block loads 48 KiB for
 twice the products. "wide_cluster_2" adds clusters of two to that kernel, the best rung of
-test_wgmma_ladder.py, against which it is judged: 32 KiB per step instead of 48. It is as fast, no
-more: the kernel already reaches 94 % of the rate of the tensor cores, at the clock that the power
-cap allows, and that is the limit. Multicast is for results that are too small for such tiles, or
-for kernels that need the registers for something else.
+test_wgmma_ladder.py, against which it is judged: 32 KiB per step instead of 48. It claims parity:
+the kernel already reaches 97 % of the rate of the tensor cores, at the clock that the power cap
+allows, and that is the limit. Multicast is for results that are too small for such tiles, or for
+kernels that need the registers for something else.
 
 The evidence of the small tiles counts the sectors that SMs read from the L2 cache. They fall by
-less than the bytes of the tiles promise: to 0.86 of the baseline's with clusters of two, where 0.75
-would be expected, and to 0.74 instead of 0.63 with clusters of four. With larger tiles they do not
-fall at all (1.02 instead of 0.67), so the counter is no evidence there. The reason is not known.
+less than the bytes of the tiles promise: to 0.88 of the baseline's with clusters of two, where 0.75
+would be expected, and to 0.75 instead of 0.63 with clusters of four. The reason is not known, so
+how the counter counts a multicast is not known either. For the larger tiles it is no evidence;
+there the evidence is the instruction.
 
 The price of a cluster: a stage of the pipeline is free only when the consumers of all blocks have
 released it, so blocks wait for each other. Clusters of four also leave SMs without work where four
-does not divide the number of SMs of a GPC. Which of the two takes the gain of "cluster_4" was not
-measured. And the instruction that releases a stage matters. Consumers have only read, so they
-arrive at the other blocks' mbarriers with `.relaxed.cluster`. With `.release.cluster`, each arrival
-is preceded by a fence for the whole GPU (MEMBAR.ALL.GPU in the SASS), and on an H100 "cluster_2"
-took 2.2 times as long as blocks without clusters.
+does not divide the number of SMs of a GPC. Which of the two makes "cluster_4" slower than
+"cluster_2" was not measured. And the instruction that releases a stage matters. Consumers have only
+read, so they arrive at the other blocks' mbarriers with `.relaxed.cluster`. With
+`.release.cluster`, each arrival is preceded by a fence for the whole GPU (MEMBAR.ALL.GPU in the
+SASS), which costs more than multicast gains.
 """
 
 import pytest

@@ -10,10 +10,10 @@ accumulation, which does that: it is what a program should call. "triton" is a k
 how. It is slower than cuBLASLt, its library arm: it beats fp16 as well, but by less.
 
 The arms multiply the same numbers, which are exact in fp8, so that no quantization error enters the
-comparison. The operands have an offset, so that sums grow. The tolerance enforces promotion: it is
-that of the fp16 result, 0.125 % (root mean square) and 0.2 % for an element. A test beside the
-claim checks that fast accumulation exceeds it. The tolerance of bf16, 1 %, would not tell the two
-apart.
+comparison; nor is the time of quantizing part of it (ch19). The operands have an offset, so that
+sums grow. The tolerance enforces promotion: it is that of the fp16 result, 0.125 % (root mean
+square) and 0.2 % for an element. A test beside the claim checks that fast accumulation exceeds it.
+The tolerance of bf16, 1 %, would not tell the two apart.
 
 The limit is 2x, where both types run at the rate of the tensor cores. In "triton", a second set of
 accumulators leaves room for tiles of 128 x 128 elements only, where the kernel without promotion

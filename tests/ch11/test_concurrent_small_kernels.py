@@ -4,12 +4,13 @@ A stream runs its kernels in order, even where they are independent. A kernel of
 SMs (an H200 has 132), and the next one waits although the other SMs idle. In streams of their own
 the 16 kernels run concurrently and take about as long as one of them.
 
-The claim is judged on device time. On the host, the launches, the fork and the join cost more than
-a single stream; "branches" (the streams captured as a CUDA graph) and "one_grid" (one launch) avoid
-that. The limit is the number of kernels, reduced by the delay between the first and the last start;
-it is lower where the kernels together need more SMs than there are. Streams are for different
-kernels; identical ones are better launched as one grid. Input and result, 256 KiB together, stay in
-the L2 cache.
+The claim is judged on device time. The host's work is not part of it: 16 launches, the fork and the
+join cost it more than a single stream; "branches" (the streams captured as a CUDA graph) and
+"one_grid" (one launch) avoid that. The limit is the number of kernels, 16, reduced by the delay
+between the first and the last start: "streams" reaches 13.1x on an H200, "branches" 14.4x and
+"one_grid" 16.0x. It is lower where the kernels together need more SMs than there are. Streams are
+for different kernels; identical ones are better launched as one grid. Input and result, 256 KiB
+together, stay in the L2 cache.
 """
 
 import pytest

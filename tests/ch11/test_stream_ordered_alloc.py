@@ -7,11 +7,11 @@ before freed, without mapping and without waiting. "pool" returns its memory to 
 synchronisation and maps it again once per call; "retained" keeps it.
 
 Both arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
-time, including a synchronisation per call. The kernels take 26 us of each allocation's share of a
-call; the rest is 138 us in the baseline and 7 us in "retained". Where sizes are known in advance,
-allocating once outside the loop is as good; the caching allocator of a framework does what the pool
-does. The gain shrinks as the kernels between allocations grow, and other processes cannot use
-retained memory.
+time, including a synchronisation per call. On an H200 the kernels take 26 µs of each allocation's
+share of a call. The rest is 138 µs in the baseline, 33 in "pool" and 7 in "retained", where the
+launches are part of it. Where sizes are known in advance, allocating once outside the loop is as
+good; the caching allocator of a framework does what the pool does. The gain shrinks as the kernels
+between allocations grow, and other processes cannot use retained memory.
 """
 
 import pytest

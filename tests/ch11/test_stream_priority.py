@@ -7,14 +7,16 @@ higher priority, they take the next slots that become free. Blocks that already 
 interrupted, so the wait is as long as one block takes instead of one kernel.
 
 The score is the 99th percentile of the latency of 200 requests, from the first launch until the
-host knows the result; the background job is the same in both arms, and so is its result. The test
-also compares the score with the time of one background kernel: without priority it must be more
-than half of it, and with priority less than a fifth. What priority cannot do follows from the
+host knows the result; the background job is the same in both arms, and so is its result. On an H200
+a background kernel takes 1.63 ms, and the score is 1.64 ms without priority and 0.10 ms with it.
+The test also compares the score with the time of one background kernel: without priority it must be
+more than half of it, and with priority less than a fifth. What priority cannot do follows from the
 mechanism: it does not shorten the wait for a persistent kernel, whose blocks run from the start to
 the end of the kernel, and it does not reserve anything. What it costs the background job is judged
 as well: the wall time of a call, which ends when the job and all requests have ended, may be a
-tenth longer. For kernels that are already short, or where the GPU has free slots, priority changes
-little.
+tenth longer. In the records it is 2 to 3 % shorter, because the host, which waits for each request,
+launches the next background kernel sooner. For kernels that are already short, or where the GPU has
+free slots, priority changes little.
 """
 
 import time

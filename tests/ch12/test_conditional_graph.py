@@ -7,16 +7,18 @@ writes the flag to mapped pinned host memory, which saves the copy but not the w
 "while_node" keeps the loop on the GPU: the last block of a step sets the condition of a WHILE node
 in a CUDA graph, and the host launches once for hundreds of steps. Each pass through the node's body
 costs the GPU a few microseconds, which "while_8_steps" pays once for 8 guarded steps. It is judged
-against "poll_every_8", the others against a poll after every step.
+against "poll_every_8", the others against a poll after every step. Those three lose to the library
+arm: on an H100 it takes 0.21 of the time of "mapped_flag" and 0.49 of that of "while_node".
 
 The claim is judged on wall time, because the kernels are the same. The gain is small where a step
 takes longer than a launch and a wake-up. The library arm needs no conditional node: the host
 captures a burst of guarded steps in a graph and launches it again before it reads the flag of the
-burst before, so that the GPU has work while the host wakes up, and one burst too many runs. A burst
-of 8 steps is shorter than a launch and a wake-up: on an H200, its kernels took 0.6 ms of a call of
-1.0 ms, and "while_8_steps" took 0.7 ms. So the bursts have 32 steps here; on an H100,
-"while_8_steps" takes 4 % less time than they. The body of a conditional node may contain kernels
-and copies, but nothing that needs the host.
+burst before, so that the GPU has work while the host wakes up, and one burst too many runs. The
+bursts have 32 steps, because a burst of 8 is shorter than a launch and a wake-up. On an H100,
+"while_8_steps" is 1.05x as fast as this arm, with an interval from 1.00 to 1.09. So the WHILE node
+hardly saves time against a host that polls late. It frees the host, which launches once and does
+not wait, and the length of a burst no longer depends on the host's speed. The body of a conditional
+node may contain kernels and copies, but nothing that needs the host.
 """
 
 from functools import partial

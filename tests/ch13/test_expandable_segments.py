@@ -14,8 +14,9 @@ nothing.
 The score is the memory that PyTorch has reserved for a call: on an H200 4.4x less with expandable
 segments. The peak of the allocated bytes is the same, so the difference is fragmentation. The test
 also compares the score with the bytes of the caches at their final length: by default they must be
-less than a quarter of what is reserved, and with expandable segments more than half. Tensors whose
-sizes recur, as in a training loop of fixed shapes, do not fragment the default allocator either.
+less than a quarter of what is reserved, and with expandable segments more than half. The time that
+mapping takes is not judged. Tensors whose sizes recur, as in a training loop of fixed shapes, do
+not fragment the default allocator either.
 
 Programs set ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` before they start. Here both arms
 run in one process, where a private function of PyTorch changes the setting for one call.

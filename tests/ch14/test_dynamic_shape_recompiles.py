@@ -11,10 +11,11 @@ has changed a symbol. It needs two compilations, so "buckets" loses to it and "d
 The score is the number of prompts that find no compiled code, because they compile or run eagerly:
 counted, not timed, of 300 prompts of a gated MLP. Their lengths are drawn anew from the quantiles
 of the Azure LLM inference trace of 2023 (conversations). How often a length or a bucket recurs
-follows from them. What the saved compilations cost in the time of each call is not measured:
-kernels for one length know where their last tile ends, kernels with symbolic sizes must check it,
-and padding to a power of two computes half as many tokens again. CUDA graphs need fixed shapes, so
-decoding prefers buckets.
+follows from them. The backend only counts and runs each graph eagerly, so neither the time of a
+compilation nor what the saved compilations cost in the time of each call is measured: kernels for
+one length know where their last tile ends, kernels with symbolic sizes must check it, and padding
+to a power of two computes half as many tokens again. A service whose prompts have few different
+lengths gains nothing. CUDA graphs need fixed shapes, so decoding prefers buckets.
 """
 
 from functools import partial

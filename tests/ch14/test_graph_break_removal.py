@@ -6,8 +6,9 @@ the CPU waits for the GPU, and the code after the `if` becomes another graph; no
 break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
-The claim is judged on wall time: the update of one layer takes microseconds, and each break costs
-the host far more. The gain ends where the work between two decisions takes longer than a break.
+The claim is judged on wall time: the layer is small, its kernels take 16 of 319 us on an H100, and
+each of the three breaks costs about 64 us. The gain shrinks with the width of the layer and ends
+where the work between two decisions takes much longer than a break.
 torch.where loses where the branch not taken is expensive (torch.cond keeps such a branch in the
 graph).
 """

@@ -6,10 +6,11 @@ fp32, without tensor cores: they take half of its time. The memory-efficient bac
 and FlashAttention 2 ("flash") keep the scores on chip with an online softmax and multiply in bf16
 on the tensor cores, but both were written for Ampere: each warp issues mma.sync instructions and
 waits for them. "flash" takes half the time of "efficient" with the same instructions; why was not
-measured (their tiles differ, 64 x 128 in "efficient"). Both lose to the default. cuDNN ("cudnn")
-uses Hopper's wgmma: a warpgroup of 128 threads issues one large product, which reads its operands
-from shared memory and runs asynchronously while another tile's softmax is computed. FlashAttention
-3 ("flash3"), where its package is installed, does the same in open source.
+measured (their tiles differ, 64 x 128 in "efficient"). Both lose to the default, which takes a
+quarter and half of their time. cuDNN ("cudnn") uses Hopper's wgmma: a warpgroup of 128 threads
+issues one large product, which reads its operands from shared memory and runs asynchronously while
+another tile's softmax is computed. FlashAttention 3 ("flash3") does the same in open source; it
+needs a package of its own, and has not been measured here.
 
 Each backend is forced with `sdpa_kernel` and compared with the one before ("flash3" with
 FlashAttention 2), forward and with the three gradients ("training", which begins at "efficient").

@@ -10,9 +10,10 @@ Python, which takes longer than they run, unless the host is fast. A graph needs
 attention goes over the whole slab of the cache with a mask. "fused" computes norm, activation
 function and residual in the matrix-vector products, which wait for memory anyway, and its attention
 is a kernel of its own that splits each head's cache over all SMs (flash-decoding). cuDNN splits the
-cache as well, and on an H200 both take about 1.0 ms for 8 tokens; so the gain is that of the
-operations between the products. "overlapped" starts each kernel before the previous one has
-finished (programmatic dependent launch): its first weights arrive while the memory would idle.
+cache as well, and both take 1.2 ms for 8 tokens on an H100. There the products, with norm and
+residual, take 8.9 ms, cuBLAS's without them 9.6; the rest of the gain, two thirds of 1.9 ms, is
+that of the operations between the products. "overlapped" starts each kernel before the previous one
+has finished (programmatic dependent launch): its first weights arrive while the memory would idle.
 After that, only fewer bytes help. "int8" and "int4" quantize the weights, in groups with a common
 scale, and convert them in registers; `precision` declares their error.
 
@@ -20,14 +21,21 @@ The model has the width and heads of a 7B model, but 8 layers. Each rung is judg
 before, on wall time for 8 tokens. torch.compile of a layer in the same graph, with cuDNN's
 attention, is the library arm of "fused" and "overlapped", and slower than both. That of "int8" and
 "int4" is the same layer with the weight-only products of gpt-fast: int8 in a kernel that
-torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. In "fused", the
-products read weights at three quarters of the read rate, attention the cache at half of it. The
-share falls with the bytes, and "int8" and "int4" gain less than their bytes promise. The cache
-stays in bf16, so attention takes as long as before, and so does starting and draining the kernels.
-And each packed weight takes instructions to unpack. In the compiled loops, "int4" has more of them
-than an SM can issue in the time in which its bytes arrive; "int8" has two thirds of that number.
-This explains only a part: what else the packed products wait for was not measured. Marlin is not
-compared. Batches share one read of the weights and turn the matrix-vector products into GEMMs.
+torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. On an H100 tinygemm
+takes 7 % longer than "int4". The int8 arm says little: it is slower than torch.compile in bf16,
+because the kernel of the last product computes the GELU again for each output. Compiled in two
+parts, as in ch16/fp8_inference, it would not; that was not compared, nor was Marlin.
+
+In "fused", the products read weights at nine tenths of the read rate on an H100, attention the
+cache at 0.6 of it. The share falls with the bytes, and "int8" and "int4" gain less than their bytes
+promise. The cache stays in bf16, so attention takes as long as before, and so does starting and
+draining the kernels. And each packed weight takes instructions to unpack. In the compiled loops,
+"int4" has more of them than an SM can issue in the time in which its bytes arrive; "int8" has
+fewer. This explains only a part: what else the packed products wait for was not measured. The price
+of "int4" is an error of an eighth of a typical new key or value. All rungs together gain 3.1x on an
+H100, where 8x was the aim; the limit there is 6.4x, because the eager step reads 3.2 times the
+bytes of "int4" at half of the read rate. Batches share one read of the weights and turn the
+matrix-vector products into GEMMs.
 """
 
 from functools import partial
