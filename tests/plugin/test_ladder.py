@@ -1,5 +1,6 @@
 """Ladders: rungs of one parametrized test are timed in the same rounds."""
 
+import dataclasses
 import functools
 import json
 import weakref
@@ -90,6 +91,44 @@ def test_methods_of_one_object_are_the_same_arm_and_those_of_two_are_not():
     assert identity(double.arm) == identity(double.arm)
     assert identity(prepared(double.arm)) == identity(prepared(double.arm))
     assert len({identity(arm) for arm in (double.arm, triple.arm, double.twice)}) == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    factor: float
+    kind: str = dataclasses.field(compare=False)
+
+    def arm(self, x):
+        return self.factor * x if self.kind == "scaled" else x
+
+
+class AlwaysEqual:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 1
+
+    def arm(self, x):
+        return self.factor * x
+
+
+def test_arms_of_objects_that_are_merely_equal_are_not_the_same():
+    def capturing(value):
+        return lambda x: (x, value)
+
+    assert identity(Scaled(2.0, "scaled").arm) == identity(Scaled(2.0, "scaled").arm)
+    different = [
+        Scaled(2.0, "scaled").arm, Scaled(2.0, "not").arm, Scaled(3.0, "scaled").arm,
+        AlwaysEqual(1).arm, AlwaysEqual(2).arm,
+        *map(capturing, (0.0, -0.0, (1,), (1.0,), (True,))),
+    ]  # fmt: skip
+    assert len({identity(arm) for arm in different}) == len(different)
 
 
 def test_a_recursive_arm_has_an_identity():

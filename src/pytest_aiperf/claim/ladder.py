@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from types import MethodType
+from typing import Final
 
 from pytest_aiperf.correctness import agreement
 from pytest_aiperf.correctness.agreement import Deviation
@@ -351,6 +352,9 @@ def _with_shape(baseline: Deviation, shape: tuple[int, ...]) -> Deviation:
     return replace(baseline, shape=shape) if len(shape) == len(baseline.shape) else baseline
 
 
+_HEAP_TYPE: Final = 1 << 9  #: CPython's flag of classes that are not built in.
+
+
 def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
     """Return a key that two callables share if a call of either does the same.
 
@@ -371,10 +375,27 @@ def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]  # type: ignore[attr-defined]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())  # type: ignore[attr-defined]
         return value.__code__, id(value.__globals__), *map(of, (*cells, *defaults))
+    return _identity_of_data(value, of)
+
+
+def _identity_of_data(value: object, of: Callable[[object], Hashable]) -> Hashable:
+    """Return a key that two values share if they cannot be told apart.
+
+    Equality is not enough: 0.0 equals -0.0, and a class that is written in Python may call objects
+    equal that act in different ways. Of those, the attributes are compared as well.
+    """
+    if isinstance(value, tuple):
+        return type(value), *map(of, value)
     try:
-        return type(value), hash(value), value
+        key = type(value), hash(value), repr(value) if isinstance(value, float) else value
     except TypeError:
         return id(value)
+    if type(value).__eq__ is object.__eq__ or not type(value).__flags__ & _HEAP_TYPE:
+        return key
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None:
+        return id(value)
+    return *key, *sorted((name, of(v)) for name, v in attributes.items())
 
 
 def _is_set(cell: object) -> bool:
