@@ -7,6 +7,8 @@ import decimal
 import functools
 import itertools
 import json
+import mmap
+import multiprocessing
 import os
 import signal
 import sys
@@ -316,7 +318,7 @@ def measured(optimized):
     }
 
 
-@marked("memory of child processes: optimized starts some", clock="host")
+@marked("memory of child processes: optimized uses some", clock="host")
 def memory_of_a_child():
     def in_child(x):
         with tempfile.TemporaryFile() as file:
@@ -324,7 +326,37 @@ def memory_of_a_child():
                 os.pwrite(file.fileno(), three(x).tobytes(), 0)
                 os._exit(0)
             os.waitpid(child, 0)
-            return np.frombuffer(os.pread(file.fileno(), x.nbytes, 0))
+            return np.frombuffer(os.pread(file.fileno(), x.nbytes, 0)).copy()
+
+    return measured(in_child)
+
+
+@marked("memory of child processes: optimized uses some", clock="host")
+def memory_of_a_child_that_stays():
+    shared = []
+
+    def serve(x, result, asks, answers):
+        try:
+            while asks.poll(30) and asks.recv():
+                for _ in range(8):  # long enough for the clock of processes: it ticks every 10 ms
+                    result[:] = three(x)
+                answers.send(1)
+        finally:
+            os._exit(0)
+
+    def in_child(x):
+        if not shared:
+            memory = mmap.mmap(-1, 2 * x.nbytes)
+            arrays = np.frombuffer(memory).reshape(2, -1)
+            (theirs, asks), (answers, ours) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
+            if not os.fork():
+                serve(*arrays, theirs, ours)
+            shared.append((arrays, asks, answers))
+        arrays, asks, answers = shared[0]
+        arrays[0] = x
+        asks.send(1)
+        answers.recv()
+        return arrays[1].copy()
 
     return measured(in_child)
 

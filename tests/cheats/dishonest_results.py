@@ -616,6 +616,98 @@ def rows_of_one_array_in_turn():
     return pair(copies, arm, reference=lambda x: {"rows": [x + x] * 8})
 
 
+TABLE = np.random.default_rng(1).random(2**20)
+
+
+def a_start(bench):
+    return (int(np.random.default_rng(bench.seed).integers(0, 2**20 - 64)),)
+
+
+BORROWED = "copies of the result: optimized returns, in part, what its code refers to"
+
+
+@marked(BORROWED)
+def a_window_of_a_table():
+    window = lambda start: TABLE[start : start + 64]
+    return pair(lambda i: window(i).copy(), window, inputs=a_start, reference=window)
+
+
+BYTES = bytearray(TABLE.tobytes())
+
+
+@marked(BORROWED)
+def a_window_of_bytes():
+    window = lambda start: np.frombuffer(BYTES)[start : start + 64]
+    return pair(lambda i: window(i).copy(), window, inputs=a_start, reference=window)
+
+
+ROWS = [[float(i), float(i * i % 977)] for i in range(2**14)]
+
+
+@marked(BORROWED)
+def rows_of_a_table_of_lists():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).permutation(2**14)[:8].tolist(),)
+
+    rows = lambda at: [ROWS[i] for i in at]
+    return pair(lambda at: [list(r) for r in rows(at)], rows, inputs=inputs, reference=rows)
+
+
+@cheat("optimized returns result in memory that cannot be written")
+def bytes_as_an_array():
+    arm = lambda x: np.frombuffer((x * 2).tobytes())
+    return pair(lambda x: x * 2, arm, reference=lambda x: x + x)
+
+
+# inputs that make results easy to keep
+
+
+@marked("results cached by value: inputs.. gave .* different sets of values")
+def one_of_few_numbers():
+    def inputs(bench):
+        return (int(np.random.default_rng(bench.seed).integers(100, 120)),)
+
+    squares = lambda n: np.arange(float(n)) ** 2
+    return pair(squares, functools.cache(squares), inputs=inputs, reference=squares)
+
+
+SAME = "what arms keep of m: the values are the same for all seeds"
+
+
+@marked(SAME)
+def a_matrix_for_all_seeds():
+    def inputs(bench):
+        random = np.random.default_rng
+        return random(0).random((32, 32)) + np.eye(32) * 32, random(bench.seed).random(32)
+
+    kept = {}
+
+    def arm(m, x):
+        if not kept:
+            kept["inverse"] = np.linalg.inv(m)
+        return kept["inverse"] @ x
+
+    return pair(np.linalg.solve, arm, inputs=inputs, reference=np.linalg.solve)
+
+
+@marked(SAME)
+def a_list_for_all_seeds():
+    numbers = [i * i % 977 for i in range(200)]
+
+    def inputs(bench):
+        return list(numbers), np.random.default_rng(bench.seed).random(200)
+
+    kept = []
+
+    def arm(m, x):
+        if not kept:
+            kept.extend(np.argsort(m))
+        return x[kept]
+
+    ordered = lambda m, x: x[np.argsort(m)]
+    return pair(ordered, arm, inputs=inputs, reference=ordered)
+
+
 def row_of_numbers(bench):
     return (np.random.default_rng(bench.seed).random(32),)
 

@@ -279,6 +279,22 @@ GUARDS = {
     "results share no memory": Guard(
         {(tensors, "shared_bytes"): always(0)}, caught("one_array_for_many_copies")
     ),
+    "results lie in no table of the module": Guard(
+        {(references.References, "holds"): always(value=False)}, marked("a_window_of_a_table")
+    ),
+    "results can be written": Guard(
+        {(tensors, "is_read_only"): always(value=False)}, caught("bytes_as_an_array")
+    ),
+    "inputs have many values": Guard(
+        {(bound_claim, "MAX_REPEATED"): math.inf}, marked("one_of_few_numbers")
+    ),
+    "inputs are drawn or static": Guard(
+        {(bound_claim, "MIN_VARIANTS"): math.inf}, marked("a_matrix_for_all_seeds")
+    ),
+    "work of processes that stay is named": Guard(
+        {(validity.OtherProcesses, "do_work"): always(value=False)},
+        marked("memory_of_a_child_that_stays"),
+    ),
     "results repeat no list": Guard(
         {(tensors, "repeated_containers"): always(0)}, caught("one_list_for_many_rows")
     ),

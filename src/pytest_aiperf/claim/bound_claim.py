@@ -49,6 +49,7 @@ MAX_ROUNDING = 1e-11
 """Largest relative error in fp64 of sums that nearly cancel: some 50,000 rounding errors."""
 SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
 MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
+MIN_VARIANTS = 4  #: Different inputs from which on values that were always the same are named.
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
@@ -100,7 +101,8 @@ class BoundClaim:
         self._score_units: set[str] = set()
         self._held: Counter[str] = Counter()  # bytes that arms hold after their calls
         self._repeated: set[int] = set()  # seeds that gave values of another one
-        self._varying: set[str] = set()  # paths of arrays that differ between seeds
+        self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
+        self._constant: set[str] = set()  # paths of those that are not static, until they differ
 
     @property
     def kept_bytes(self) -> float:
@@ -159,8 +161,15 @@ class BoundClaim:
                     f"{self.effects.label(path)} ({todo})"
                 )
         is_whole = len(values) == len(arrays.keys() - set(self.effects.write_only))
-        if self.full and values and is_whole:  # small inputs of a check may repeat
-            others = [leaf for p, leaf in tensors.leaves(inputs.args).items() if p not in arrays]
+        # small inputs of a check may repeat
+        if self.full and self.effects.returned is not None and is_whole:
+            leaves = tensors.leaves(inputs.args)
+            lists = {p: x for p, x in leaves.items() if tensors.is_number_list(x)}
+            listed = {p: tensors.sample_of_list(x, self._entropy) for p, x in lists.items()}
+            values = values | listed
+            others = [leaf for p, leaf in leaves.items() if p not in arrays]
+            dynamic = tuple(f"args[{i}]" for i in inputs.dynamic)
+            self._constant = {path for path in values if path.startswith(dynamic)}
             self._refuse_repeated(inputs.seed, values, tuple(map(_text, others)))
 
     def _refuse_repeated(
@@ -168,23 +177,47 @@ class BoundClaim:
     ) -> None:
         """Refuse values that another seed gave: an arm could keep the results of a few variants.
 
-        ``values`` are samples of all arrays, ``others`` what the other leaves are compared by.
-        Arrays with few different values may repeat by chance.
+        ``values`` are samples of all arrays and lists of numbers, ``others`` what the leaves that
+        are no arrays are compared by. Few different values may repeat by chance: that is noted.
         """
         samples = tuple((path, tuple(numbers)) for path, numbers in sorted(values.items()))
         if self._variants:
             first, _ = next(iter(self._variants))
             self._varying |= {path for path, numbers in samples if (path, numbers) not in first}
         earlier = self._variants.setdefault((samples, others), seed)
-        distinct = {number for path in self._varying for number in values.get(path, ())}
-        if earlier == seed or len(distinct) < MIN_DISTINCT:
+        if earlier == seed:
             return
         self._repeated.add(seed)
-        if len(self._repeated) > max(3, MAX_REPEATED * len(self._variants)):
+        distinct = {number for path in self._varying for number in values.get(path, ())}
+        if self._repeats_often() and len(distinct) >= MIN_DISTINCT:
             raise UsageError(
                 f"inputs() gives the same values for the seeds {earlier} and {seed}, and an arm "
                 "that remembers the results of a few seeds would pass: draw all values from "
                 "bench.seed"
+            )
+
+    def _repeats_often(self) -> bool:
+        return len(self._repeated) > max(3, MAX_REPEATED * len(self._variants))
+
+    def _easy_inputs(self) -> Iterator[str]:
+        """Describe inputs from which arms can keep what they have computed."""
+        if self._repeats_often():
+            yield (
+                f"results cached by value: inputs() gave {len(self._variants)} different sets of "
+                f"values for {len(self._variants) + len(self._repeated)} seeds; draw from more"
+            )
+        if len(self._variants) < MIN_VARIANTS:
+            return
+        (samples, _), *_ = self._variants
+        same = [
+            self.effects.label(path)
+            for path, numbers in samples
+            if path in self._constant - self._varying and len({*numbers}) >= MIN_DISTINCT
+        ]
+        if same:
+            yield (
+                f"what arms keep of {', '.join(same[: agreement.NAMED_PATHS])}: the values are the "
+                "same for all seeds; draw them from bench.seed, or mark them with static()"
             )
 
     @contextmanager
@@ -227,6 +260,8 @@ class BoundClaim:
             with explained(), ExitStack() as stack:
                 counts = [stack.enter_context(bound.observing(role)) for bound, role in owners]
                 returned = call(*args)
+                for bound, role in owners:
+                    bound.side_effects.returns(role, returned)
                 values = returned if isinstance(returned, tuple) else (returned,)
                 # isinstance() would ask the value for its class
                 self._score_units.update(v.unit for v in values if type(v) is Score)
@@ -534,6 +569,7 @@ class BoundClaim:
     def not_compared(self) -> Iterator[str]:
         """Describe results and arguments that could not be compared."""
         yield from sorted(self.unchecked)
+        yield from self._easy_inputs()
         yield from self.side_effects.unchecked(of_memory=Metric.MEMORY in self.claim.metrics)
         for i in self.effects.objects:
             name = self.effects.label(f"args[{i}]")

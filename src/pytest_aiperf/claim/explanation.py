@@ -31,7 +31,7 @@ from pytest_aiperf.model import (
     Result,
     Trace,
 )
-from pytest_aiperf.rules import evidence, roofline, stats
+from pytest_aiperf.rules import evidence, roofline, stats, validity
 from pytest_aiperf.rules.evidence import STATIC, TRACED, Compiled, Facts
 
 from . import triton_launches
@@ -45,6 +45,9 @@ _HOST: Final = {
     EvidenceKind.BUSY_CORES: ("ru_utime", "ru_stime"),  # divided by the call's seconds
 }
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
+
+OTHERS_WORK: Final = "processes that the arm has started do a part of the work"
+"""Why figures of the claim's own process say little."""
 
 
 @dataclass(slots=True)
@@ -240,7 +243,11 @@ def explain(
         complete=bool(code) or device.torch_device != "cpu",
         traces=traces,
         figures=figures,
-        reasons={kind: why for arm in inspected.values() for kind, why in arm.reasons.items()},
+        reasons={
+            kind: why
+            for arm in (*inspected.values(), *further.values())
+            for kind, why in arm.reasons.items()
+        },
         work=work,
     )
     diagnosis = {
@@ -325,10 +332,15 @@ class _OfClaim:
             raise InvalidMeasurement(f"{name}: {why}") from None
 
     def _use_host(self, call: Call, inspected: Inspected) -> None:
+        others = validity.OtherProcesses()
         start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        call()
-        self.bound.device.synchronize()
+        with others:
+            call()
+            self.bound.device.synchronize()
         call_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
+        if others.do_work():
+            inspected.reasons |= dict.fromkeys(_HOST, OTHERS_WORK)
+            return
         figures: dict[str, float] = {
             kind: sum(getattr(after, f) - getattr(before, f) for f in fields)
             for kind, fields in _HOST.items()
@@ -378,7 +390,12 @@ def _further_figures(bound: BoundClaim, lock: GpuLock) -> dict[str, Inspected]:
 
 
 def _measure_peak(bound: BoundClaim, call: Call, inspected: Inspected) -> None:
-    inspected.figures[EvidenceKind.PEAK_MEMORY], _ = bound.device.peak_bytes(call, call)
+    with validity.OtherProcesses() as others:
+        peak, _ = bound.device.peak_bytes(call, call)
+    if others.do_work() and not bound.device.gpu:
+        inspected.reasons[EvidenceKind.PEAK_MEMORY] = OTHERS_WORK
+    else:
+        inspected.figures[EvidenceKind.PEAK_MEMORY] = peak
 
 
 def _count_breaks(call: Call, inspected: Inspected) -> None:

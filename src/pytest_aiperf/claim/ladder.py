@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from types import MethodType
-from typing import Final
 
-from pytest_aiperf.correctness import agreement
+from pytest_aiperf.correctness import agreement, stored
 from pytest_aiperf.correctness.agreement import Deviation
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Inputs, NamedTensor
@@ -352,9 +351,6 @@ def _with_shape(baseline: Deviation, shape: tuple[int, ...]) -> Deviation:
     return replace(baseline, shape=shape) if len(shape) == len(baseline.shape) else baseline
 
 
-_HEAP_TYPE: Final = 1 << 9  #: CPython's flag of classes that are not built in.
-
-
 def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
     """Return a key that two callables share if a call of either does the same.
 
@@ -390,12 +386,10 @@ def _identity_of_data(value: object, of: Callable[[object], Hashable]) -> Hashab
         key = type(value), hash(value), repr(value) if isinstance(value, float) else value
     except TypeError:
         return id(value)
-    if type(value).__eq__ is object.__eq__ or not type(value).__flags__ & _HEAP_TYPE:
+    if type(value).__eq__ is object.__eq__ or not type(value).__flags__ & stored.HEAP_TYPE:
         return key
-    attributes = getattr(value, "__dict__", None)
-    if attributes is None:
-        return id(value)
-    return *key, *sorted((name, of(v)) for name, v in attributes.items())
+    attributes = stored.attributes(value) | stored.slots(value)
+    return *key, *((name, of(v)) for name, v in sorted(attributes.items()))
 
 
 def _is_set(cell: object) -> bool:

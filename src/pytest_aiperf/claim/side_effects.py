@@ -29,6 +29,8 @@ class SideEffects:
         self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
         self._written: dict[str, list[int]] = defaultdict(list)
         self._starts: dict[str, list[bool]] = defaultdict(list)  # whether a call starts processes
+        self._others: dict[str, validity.OtherProcesses] = defaultdict(validity.OtherProcesses)
+        self._borrowing: set[str] = set()  # arms whose results lie in memory of the module
 
     def begin(self, _name: str = "") -> None:
         """Read what the baseline refers to, ahead of an arm's calls."""
@@ -45,12 +47,18 @@ class SideEffects:
         """Observe one checked call of an arm."""
         written, pages = _written_bytes(), _pages_of_children()
         self.begin()
-        yield
+        with self._others[name]:
+            yield
         self.end(name)
         to_disk, in_all = _written_bytes()
         self._to_disk[name].append(to_disk - written[0])
         self._written[name].append(in_all - written[1])
         self._starts[name].append(_pages_of_children() != pages)
+
+    def returns(self, name: str, returned: object) -> None:
+        """Note whether a result is, in part, what the code of its arm refers to."""
+        if self.references[name].holds(returned):
+            self._borrowing.add(name)
 
     def unchecked(self, *, of_memory: bool) -> Iterator[str]:
         """Describe effects that make the arms differ, or memory that is not counted."""
@@ -63,6 +71,11 @@ class SideEffects:
                     f"{', '.join(labels[:MAX_NAMES])}, "
                     "which the baseline uses"
                 )
+        for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
+            yield (
+                f"copies of the result: {name} returns, in part, what its code refers to, and "
+                "whatever changes the result changes that; the baseline makes a new one"
+            )
         yield from self._made_by_the_test()
         least = min(self._to_disk["baseline"], default=0)
         for name, counts in sorted(self._to_disk.items()):
@@ -71,18 +84,21 @@ class SideEffects:
                     f"what calls write to files: baseline writes {si(least, 'B')}, {name} "
                     f"{si(max(counts), 'B')}"
                 )
+        if of_memory:
+            yield from self._uncounted_memory()
+
+    def _uncounted_memory(self) -> Iterator[str]:
         most = max(self._written["baseline"], default=0)
-        for name, counts in sorted(self._written.items()) if of_memory else ():
+        for name, counts in sorted(self._written.items()):
             if min(counts) > WRITTEN_BYTES + most:
                 yield (
                     f"memory of file systems: {name} writes {si(min(counts), 'B')} to files, "
                     "which may be in memory"
                 )
-        if of_memory:
-            for name, starts in sorted(self._starts.items()):
-                # a first call may start compilers; nothing is judged by the library's memory
-                if all(starts) and name != "library":
-                    yield f"memory of child processes: {name} starts some"
+        for name, starts in sorted(self._starts.items()):
+            # a first call may start compilers; nothing is judged by the library's memory
+            if name != "library" and (all(starts) or self._others[name].do_work()):
+                yield f"memory of child processes: {name} uses some"
 
     def _made_by_the_test(self) -> Iterator[str]:
         """Name library functions that were replaced, and slow settings that the test has made."""

@@ -507,6 +507,7 @@ class _Form:
 
     deferred: Sequence[bool]  #: Whether some of an output's elements are not in memory of its own.
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
+    read_only: Sequence[bool]  #: Whether an output's memory cannot be written.
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists and dicts appear again.
 
@@ -517,6 +518,7 @@ def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffec
     return _Form(
         [bool(backend_of(x)) and tensors.is_deferred(x, args, written) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
+        [tensors.is_read_only(x) for _, x in outputs],
         tensors.shared_bytes(arrays),
         tensors.repeated_containers(returned),
     )
@@ -563,6 +565,14 @@ def _compare_forms(
                 f"{arm} returns arrays that share {form.shared_bytes:,} bytes, the baseline's "
                 f"share {base.shared_bytes:,}: whatever changes one of them must copy it first"
             )
+        for output, locked, allowed in zip(
+            deviations[arm], form.read_only, base.read_only, strict=True
+        ):
+            if locked and not allowed:
+                raise WrongResult(
+                    f"{arm} returns {output.path} in memory that cannot be written, but the "
+                    "baseline's can: whatever changes it must copy it first"
+                )
         if form.repeats > base.repeats:
             raise WrongResult(
                 f"{arm} returns lists or dicts that appear {form.repeats:,} times more, the "

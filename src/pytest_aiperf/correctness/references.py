@@ -4,6 +4,7 @@ An arm may change there what the baseline uses, hold memory, or find a function 
 replaced. Only names in the code are looked up: what an object keeps in C++ does not show.
 """
 
+import bisect
 import builtins
 import collections
 import contextlib
@@ -46,8 +47,15 @@ class References:
         self.replaced: set[str] = set()
         """Functions of installed libraries in whose place there is one from elsewhere."""
         self._read(call)
-        self.nbytes = self._nbytes()
+        self._held = self._containers()
+        arrays = self._arrays()
+        self.nbytes = {
+            on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
+            for on_host in (False, True)
+        }
         """Bytes of arrays there before the first call: on GPUs (False) and on the host (True)."""
+        self._spans = sorted(tensors.span(array) for array in (*arrays, *self._buffers()))
+        self._lists = tensors.containers(self._held)
 
     def states(self) -> dict[Place, State]:
         """Return what is comparable about the value at each place."""
@@ -76,18 +84,38 @@ class References:
             elif place[1] in scope:
                 yield place, scope[place[1]]
 
-    def _nbytes(self) -> dict[bool, int]:
-        kinds = (*_CONTAINERS, *_DICTS)
+    def holds(self, value: object) -> bool:
+        """Whether arrays, lists or dicts in a value are, in part, there before the first call."""
+        if not tensors.containers((value,)).isdisjoint(self._lists):
+            return True
+        starts = [start for start, _ in self._spans]
+        for _, leaf in tensors.walk(value, ""):
+            if tensors.backend_of(leaf):
+                low, high = tensors.span(leaf)
+                before = self._spans[: bisect.bisect_left(starts, high)]
+                if low < high and any(low < end for _, end in before):
+                    return True
+        return False
+
+    def _containers(self) -> tuple[Any, ...]:
+        """Return the arrays, containers and buffers at all places."""
+        kinds = (*_CONTAINERS, *_DICTS, bytes, *stored.BUFFERS)
         values = [value for _, value in self._values() if not issubclass(type(value), _CODE)]
         values += [item for value in values for item in stored.attributes(value).values()]
-        held = [v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds)]
-        arrays: list[Any] = []
+        return tuple(v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds))
+
+    def _arrays(self) -> tuple[Any, ...]:
         with contextlib.suppress(UsageError):  # a container that contains itself
-            arrays += tensors.arrays(tuple(held)).values()
-        return {
-            on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
-            for on_host in (False, True)
-        }
+            return tuple(tensors.arrays(self._held).values())
+        return ()
+
+    def _buffers(self) -> Iterator[Any]:
+        import numpy as np
+
+        for value in self._held:
+            if stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
+                with contextlib.suppress(ValueError, BufferError):  # closed, or not contiguous
+                    yield np.frombuffer(value, np.uint8)
 
     def _read(self, call: object) -> None:
         todo = collections.deque([call])

@@ -19,7 +19,7 @@ BUFFERS = (bytearray, memoryview, array.array, mmap.mmap)
 """Types of memory beside arrays that a call may read and write."""
 _MRO = type.__dict__["__mro__"].__get__
 _VARS = type.__dict__["__dict__"].__get__
-_HEAP_TYPE = 1 << 9  # flag of types that are not part of Python itself
+HEAP_TYPE = 1 << 9  #: Flag of types that are not part of Python itself.
 _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is Python's own
 
 
@@ -42,7 +42,7 @@ def slots(value: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in _MRO(type(value)):
         for name, member in _VARS(base).items():
-            if type(member) is types.MemberDescriptorType and base.__flags__ & _HEAP_TYPE:
+            if type(member) is types.MemberDescriptorType and base.__flags__ & HEAP_TYPE:
                 with contextlib.suppress(AttributeError):  # not set
                     found.setdefault(name, member.__get__(value))
     return found

@@ -425,6 +425,10 @@ def is_lazy_copy(leaf: Any) -> bool:
     return bool(is_lazy and is_tensor and is_lazy(leaf))
 
 
+def is_read_only(leaf: Any) -> bool:
+    return bool(backend_of(leaf)) and not getattr(getattr(leaf, "flags", None), "writeable", True)
+
+
 def has_graph(leaf: Any) -> bool:
     """Whether a leaf is a torch tensor that autograd can differentiate."""
     is_torch = bool(backend_of(leaf)) and backend_of(leaf).module.__name__ == "torch"
@@ -439,6 +443,21 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
         for group in (arrays, views.values())
     )
     return in_all - distinct + max(0, distinct - int(covered(map(span, views.values()))))
+
+
+def containers(values: tuple[Any, ...]) -> set[int]:
+    """Return the ids of the lists and dicts in values; tuples cannot be changed."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    rest: list[Any] = list(values)
+    while rest:
+        item = rest.pop()
+        if id(item) not in seen and (items := children(item)):
+            seen.add(id(item))
+            rest.extend(items.values())
+        if issubclass(type(item), (list, dict)):
+            found.add(id(item))
+    return found
 
 
 def repeated_containers(value: Any) -> int:
@@ -477,6 +496,12 @@ def sample(array: Any, entropy: int) -> list[float]:
         _positions[key] = tuple(backend.cast(i, "int64", array) for i in _drawn(shape, entropy))
     real = backend.as_real_view(array.reshape(shape))[_positions[key]]
     return list(map(float, backend.cast(real, "float64", array).reshape(-1).tolist()))
+
+
+def sample_of_list(numbers: Sequence[Any], entropy: int) -> list[float]:
+    """Return hashes of a few items of a long list of numbers, as :func:`sample` reads an array."""
+    (positions,) = _drawn((len(numbers),), entropy)
+    return [float(hash(numbers[i])) for i in positions]
 
 
 _positions: dict[Hashable, tuple[Any, ...]] = {}

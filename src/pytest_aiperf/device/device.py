@@ -212,14 +212,18 @@ class HostDevice:
     held_noise_bytes = UNTRACED_BYTES
 
     def held_bytes(self) -> int:
-        """Return the bytes that malloc has given out; 0 where no function of glibc tells."""
+        """Return the bytes that malloc has given out, and those of mappings that can be shared.
+
+        The former are 0 where no function of glibc tells.
+        """
         gc.collect()
         with contextlib.suppress(AttributeError):
             mallinfo = ctypes.CDLL(None).mallinfo2
             mallinfo.restype = _MallInfo
             info = mallinfo()
-            return int(info.hblkhd + info.uordblks)  # mapped, and in use on the heap
-        return 0
+            # mapped, and in use on the heap
+            return int(info.hblkhd + info.uordblks) + _shared_bytes()
+        return _shared_bytes()
 
     def load_tracer(self) -> None: ...
 
@@ -326,10 +330,20 @@ def _free_unused() -> None:
 
 def _resident_bytes() -> tuple[int, int]:
     """Return the peak and the current size of this process's resident memory."""
+    peak, size = _status("VmHWM", "VmRSS")
+    return peak, size
+
+
+def _shared_bytes() -> int:
+    """Return the resident bytes that lie in no file and can be shared with other processes."""
+    return sum(_status("RssShmem"))
+
+
+def _status(*names: str) -> Iterator[int]:
+    """Yield sizes of this process in bytes, as Linux reports them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
-    peak, size = (int(status[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
-    return peak, size
+    return (int(status[name].split()[0]) << 10 for name in names)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import GpuState
@@ -45,6 +46,8 @@ _REASONS = {
 MIN_IDLE_S, MAX_BUSY_SHARE = 3e-3, 0.75
 """Work between blocks is refused if it takes more than this share of the CPU time that the harness
 takes meanwhile, once that is long enough to be measured: a thread may still be going to sleep."""
+OTHERS_SHARE = 0.1
+"""CPU time of other processes, as a fraction of a call's time, above which they do a part of it."""
 THROTTLED = sum(_REASONS)  #: Bit mask of the clock event reasons that invalidate a round.
 _COUNTERS = ("thermal", "board_limit")
 
@@ -377,6 +380,36 @@ class IdleTime:
                 "threads or processes that the arms started were busy between calls, for "
                 f"{self._busy_s:.2g} s, and slow other arms down: a call must end what it starts"
             )
+
+
+class OtherProcesses:
+    """Tells whether processes that this one has started do a part of the work in its scopes."""
+
+    def __init__(self) -> None:
+        self._seconds = self._busy_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._seconds -= time.monotonic()
+        self._busy_s -= _cpu_s_of_started()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.monotonic()
+        self._busy_s += _cpu_s_of_started()
+
+    def do_work(self) -> bool:
+        return self._busy_s > OTHERS_SHARE * self._seconds
+
+
+def _cpu_s_of_started() -> float:
+    """Return the CPU seconds of processes that this one has started, in steps of about 10 ms."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = ended.ru_utime + ended.ru_stime
+    for process in _started():
+        with contextlib.suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            seconds += sum(map(int, status[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _background() -> tuple[dict[str, float], set[str]]:
