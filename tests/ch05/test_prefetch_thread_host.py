@@ -5,13 +5,13 @@ with BLAKE2). With ordinary reads in one thread, either the CPU or the disk is i
 and a thread that reads the next block while this one is hashed (prefetching, double buffering) hide
 the shorter of the two stages behind the longer. Python's GIL does not prevent that: a read releases
 it while it waits, and hashing releases it for large blocks. The order is random, so the kernel
-cannot guess the next block; only the program knows it.
+cannot guess the next block; only the program knows it. Where no second core is idle, the library
+arm beats the thread.
 
 The library arm needs no thread: it announces the next block to the kernel before it hashes this one
 (posix_fadvise with POSIX_FADV_WILLNEED), which starts the reading and returns. This hides the
 waiting for the disk, but the hashing thread itself still reserves the pages and copies the block
-out of the page cache. The reader thread hides that as well, and needs a second core for it: where
-no core is idle, the announcement is the better choice.
+out of the page cache. The reader thread hides that as well, and needs another core for it.
 
 The limit is (read + hash) / max(read, hash), less the first read, which nothing hides: 1.85x for 12
 blocks if both stages take equally long. The gain ends where one stage is several times longer than
