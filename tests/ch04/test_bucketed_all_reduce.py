@@ -1,9 +1,10 @@
 """One all-reduce of a flat gradient bucket beats 250 all-reduces of small tensors.
 
-An all-reduce costs the time of its bytes on the link plus a fixed cost per call: the host's work to
-start it, the synchronisation of the ranks, and the steps of the algorithm. A tensor of 64 KiB takes
-a fraction of a microsecond on NVLink, far less than the fixed cost. In one flat buffer the same
-bytes pay that cost once.
+An all-reduce costs the time of its bytes on the link plus a fixed cost per call (the alpha-beta
+model): the host's work to start it, the synchronisation of the ranks, and the steps of the
+algorithm. A tensor of 64 KiB takes a fraction of a microsecond on NVLink, far less than the fixed
+cost. In one flat buffer the same 16 MB pay that cost once. DistributedDataParallel calls this
+gradient bucketing, Horovod tensor fusion.
 
 "copied" copies the gradients into the bucket and back. Much of the time that remains is host time
 again: both copies take lists of 250 tensors. In "views", the gradients are views of the bucket, as
@@ -11,9 +12,11 @@ in DistributedDataParallel with gradient_as_bucket_view, so that nothing is copi
 needs neither: torch's coalescing manager puts the 250 calls into one NCCL group, which NCCL runs as
 one kernel. Both rungs beat it, because Python still makes its 250 calls one by one.
 
-The limit is the link: bytes * 2 (ranks - 1) / ranks. The gain ends where the bytes of one tensor
-take longer than a call. A call takes 38 µs on two H200s, so that point is estimated at about ten
-megabytes per tensor; there a bucket only delays the first byte.
+The limit is the link: each rank sends 2 (ranks - 1) / ranks times the bytes of the bucket. The gain
+ends where the bytes of one tensor take longer than the fixed cost: a call takes 38 µs on two H200s,
+so by estimate from about ten megabytes on. There a bucket only delays the reduction, which cannot
+begin before the bucket's last gradient is ready; ch04/ddp_backward_overlap has several buckets for
+that reason.
 """
 
 import pytest

@@ -1,26 +1,27 @@
 """In symmetric memory, one-shot all-reduce beats NCCL for small messages, and two-shot for large.
 
-None of these comparisons has a record yet: the bars are estimates, and so is every statement about
-speed in this text. At 32 MiB one-shot is expected to lose to NCCL. In a tensor-parallel layer whose
-weight is split by rows, each rank computes a partial sum of the whole output, and an all-reduce
-adds them up. Symmetric memory is mapped into every rank's address space. If the GEMM writes its
-partial sum there, the other ranks read it directly over NVLink, and nothing is copied. In a
-one-shot all-reduce each rank reads all partial sums and adds them, in one kernel and one hop. In a
-two-shot one, each rank adds up one part and writes the sum to all ranks: two hops, but fewer bytes
-if there are more than two ranks, and the sum needs no other buffer.
+One-shot should lose to NCCL at 32 MiB, so there NCCL is the optimized arm. The claim has no record
+yet: its bars are estimates from the latency and bandwidth of NVLink. In a tensor-parallel layer
+whose weight is split along its inner dimension (row-parallel), each rank computes a partial sum of
+the whole output, and an all-reduce adds them up. Symmetric memory is mapped into every rank's
+address space. If the GEMM writes its partial sum there, the other ranks read it directly over
+NVLink, and nothing is copied. In a one-shot all-reduce each rank reads all partial sums and adds
+them, in one kernel and one hop. In a two-shot one, each rank adds up one part and writes the sum to
+all ranks: two hops, but fewer bytes if there are more than two ranks, and the sum needs no other
+buffer.
 
 The layer is the output projection of Llama 3 8B's attention, split over two GPUs: 8 tokens (64 KiB)
 and 256 tokens (2 MiB) are steps of decoding, 4096 tokens (32 MiB) are a prefill. All arms run the
-same GEMM, which is part of all times, and weights may stay in the L2 cache; read from memory, they
-would add the same time to all. The baseline's GEMM writes to ordinary memory, which NCCL reduces in
-place.
+same GEMM, which is part of all times and brings the ratios closer to 1, and weights may stay in the
+L2 cache; read from memory, they would add the same time to all. The baseline's GEMM writes to
+ordinary memory, which NCCL reduces in place. The evidence is the name of the kernel that reduces.
 
 The gain should be largest for messages between these sizes, where a hop still costs more than the
-bytes. The kernels have at most 24 blocks, and those of one-shot have half the threads: at 4096
-tokens it should lose to NCCL, so there NCCL is the optimized arm. NCCL 2.27 and later has such
-kernels, too, for buffers that are registered with it as symmetric windows; they are not measured
-here. Kernels that reduce in the NVLink switch (multimem, NVLS) need multicast memory, and are left
-out as well.
+bytes. The limit of large messages is the link: on two ranks each sends as many bytes as the tensor
+has, whichever algorithm runs. The kernels have at most 24 blocks, and those of one-shot have half
+the threads, probably too few to fill the link. NCCL 2.27 and later has such kernels, too, for
+buffers that are registered with it as symmetric windows; they are not measured here. Kernels that
+reduce in the NVLink switch (multimem, NVLS) need multicast memory, and are left out as well.
 """
 
 import pytest

@@ -1,15 +1,19 @@
 """Gathering shards into one tensor beats gathering into a list of tensors and concatenating.
 
-This claim has no record yet: its bar is an estimate. In a tensor-parallel layer each rank computes
-its share of the rows and gathers the others. With `all_gather` into a list, each layer allocates
-one tensor per rank, PyTorch gathers into a flat buffer and copies its parts into these tensors, and
-`cat` copies them again. `all_gather_into_tensor` writes the shards in rank order, which already is
-the concatenation: 48 launches instead of 96 should save host time, and the device avoids copies of
-a few megabytes per layer; which of the two gains more was not measured.
+In tensor parallelism, each rank holds some rows of a layer's weight, computes its share of the
+output rows and gathers the others (Megatron's column-parallel layer with gathered output). With
+`all_gather` into a list, each layer allocates one tensor per rank. PyTorch lets NCCL write into a
+flat buffer of its own, copies the shards from there into the list, and `cat` copies them again.
+`all_gather_into_tensor` lets NCCL write the shards in rank order into the result, which already is
+the concatenation. The claim has no record yet, and its bar is an estimate.
 
-Weights are split by rows and activations kept as columns, so a shard is contiguous. Where the split
-runs along the inner dimension, a copy is needed either way. Where the GEMM of a layer takes longer
-than the host's work, only the copies should be left to gain.
+On two ranks, 16 layers take 48 launches instead of 96, which should save host time, and the device
+avoids two copies of 2 MiB per layer; which of the two gains more is not measured. Where the GEMM of
+a layer takes longer than the host's launches, or a CUDA graph replays them, only the copies should
+be left to gain. The limit is a layer's GEMM, tanh and all-gather. Weights are split by rows and
+activations kept as columns, so a shard is contiguous. Where the split runs along the inner
+dimension, a copy is needed either way. Pairs of layers of which the second is split by columns
+(row-parallel) need no gather between them, only one all-reduce at the end.
 """
 
 import pytest

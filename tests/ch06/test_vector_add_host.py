@@ -5,9 +5,10 @@ when the result is freed. Fresh pages are not mapped yet: the first write to eac
 the system zeroes the page before the addition writes it. With `out=` the same pages are reused: no
 faults, no zeroing, only the addition.
 
-The gain is smaller where huge pages make faults rare, for arrays that the allocator keeps and
-reuses (below its mmap threshold, at most 32 MiB), and for arrays that stay in the caches. A result
-that must be kept needs a new array anyway. The limit is one read and one write of memory.
+The arrays have 64 MiB, more than most caches hold, and more than the largest block that the
+allocator keeps when it is freed (glibc's mmap threshold, at most 32 MiB). Smaller arrays gain less:
+the allocator reuses their pages by itself. So do arrays in huge pages, whose faults are rare. A
+result that must be kept needs a new array anyway. The limit is one read and one write of memory.
 """
 
 import numpy as np
@@ -17,10 +18,10 @@ from pytest_aiperf import Bench, Compare, Work, evidence, prepared
 
 
 def vectors(bench: Bench) -> tuple[np.ndarray, np.ndarray]:
-    """Make 32 MiB of repeated rows: random numbers for all of them would take too long."""
+    """Make 64 MiB of repeated rows: random numbers for all of them would take too long."""
     rng, width = np.random.default_rng(bench.seed), 1024
     block, bias = rng.random((64, width), np.float32), rng.random(width, np.float32)
-    return np.tile(block, (bench.size(128, check=1), 1)), bias
+    return np.tile(block, (bench.size(256, check=1), 1)), bias
 
 
 def add(rows, bias):
@@ -41,6 +42,6 @@ def test_vector_add_host(compare: Compare) -> None:
         work=lambda rows, bias: Work(read=rows.nbytes, written=rows.nbytes),
         reference=lambda rows, bias: rows.astype(np.float64) + bias,
         metric="wall",
-        # 32 MiB of fresh memory are 16 faults if all its pages are huge, otherwise up to 8192
+        # 64 MiB of fresh memory are 32 faults if all its pages are huge, otherwise up to 16384
         evidence=[evidence.page_faults(max=8)],
     )
