@@ -1,6 +1,7 @@
 """The choice of modes and call counts, and the host as a device."""
 
 import gc
+import mmap
 import random
 import sys
 import time
@@ -199,6 +200,15 @@ def test_the_peak_of_the_host_includes_memory_that_was_freed_before():
     peak, _ = HostDevice().peak_bytes(list, lambda: torch.ones(size // 4))
     assert peak == pytest.approx(size, rel=0.1)
     assert len(last) == size // 16
+
+
+def test_shared_maps_are_held_memory():
+    size = 32 << 20
+    before = HostDevice().held_bytes()
+    with mmap.mmap(-1, size) as kept:
+        kept.write(bytes(size))
+        assert HostDevice().held_bytes() - before == pytest.approx(size, rel=0.1)
+    assert HostDevice().held_bytes() - before < size / 10
 
 
 def test_padding_differs_and_follows_its_generator():

@@ -2,6 +2,8 @@
 
 import hashlib
 import mmap
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from pytest_aiperf.build.nvcc import Build
 from pytest_aiperf.claim import explanation
 from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.claim.measure import check_claim, measure_claim
+from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import (
     BuildError,
     CaptureFailed,
@@ -224,6 +227,19 @@ def test_only_tracing_itself_needs_the_gpu_alone(piece, loaded):
     assert seen["trace"] == [lock.log[1]] * 2
     assert lock.log[1].startswith("exclusive_")
     assert seen["read"] == [""] * 2
+
+
+@pytest.mark.parametrize("piece", [evidence.busy_cores(max=0.5), evidence.peak_memory(max=1 << 40)])
+def test_figures_of_the_host_are_not_read_where_other_processes_work(piece):
+    def in_a_child(x):
+        subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+        return x * 2
+
+    (finding,) = inspected(device=HostDevice(), optimized=in_a_child, evidence=[piece]).evidence
+    assert (finding.value, finding.held) == (None, None)
+    assert finding.where == "processes that the arm has started do a part of the work"
+    (finding,) = inspected(device=HostDevice(), evidence=[piece]).evidence
+    assert finding.value is not None
 
 
 def test_counters_are_read_on_both_arms_and_kept_for_the_same_code(monkeypatch, tmp_path):
