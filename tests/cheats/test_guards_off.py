@@ -438,10 +438,14 @@ GUARDS = {
         {(side_effects, "_written_bytes"): always((0, 0))}, marked("memory_of_a_file")
     ),
     "child processes are named where memory is measured": Guard(
-        {(side_effects, "_pages_of_children"): always(0)}, marked("memory_of_a_child")
+        {
+            (side_effects, "_pages_of_children"): always(0),
+            (validity.OtherProcesses, "do_work"): always(value=False),
+        },
+        marked("memory_of_a_child"),
     ),
     "memory that the code refers to counts": Guard(
-        {(references.References, "_nbytes"): always({False: 0, True: 0})},
+        {(references.References, "_arrays"): always(())},
         calls(
             test_sampler.test_peak_memory_includes_arrays_that_the_code_of_an_arm_refers_to,
             test_sampler.HOLDING[0],

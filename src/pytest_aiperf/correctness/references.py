@@ -90,7 +90,8 @@ class References:
             return True
         starts = [start for start, _ in self._spans]
         for _, leaf in tensors.walk(value, ""):
-            if tensors.backend_of(leaf):
+            # reading the address of a lazy copy would make it
+            if tensors.backend_of(leaf) and not tensors.is_lazy_copy(leaf):
                 low, high = tensors.span(leaf)
                 before = self._spans[: bisect.bisect_left(starts, high)]
                 if low < high and any(low < end for _, end in before):
