@@ -631,5 +631,9 @@ def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) ->
 
 
 def _text(leaf: object) -> Hashable:
-    """Return what a leaf that is no array is compared by."""
-    return hash(tuple(leaf)) if tensors.is_number_list(leaf) else repr(leaf)  # type: ignore[arg-type]
+    """Return what a leaf that is no array is compared by; another value each time for an object."""
+    if tensors.is_number_list(leaf):
+        return hash(tuple(leaf))  # type: ignore[arg-type]
+    if tensors.is_compared(leaf) or isinstance(leaf, (str, bytes, bytearray)):
+        return repr(leaf)
+    return object()  # what a file or a queue holds does not show
