@@ -21,7 +21,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -149,8 +149,26 @@ class ArgumentEffects:
 
     def label(self, path: str) -> str:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
-        position, _, rest = path.removeprefix("args[").partition("]")
-        return self.names[int(position)] + rest if int(position) < len(self.names) else path
+        position, rest = _split(path)
+        return self.names[position] + rest if position < len(self.names) else path
+
+    def not_compared(self, changed: Sequence[str], args: Args) -> list[str]:
+        """Return the changed paths where neither :func:`outputs_of` nor contents compare values.
+
+        They are those of arrays and numbers, and those in arguments that ``exact`` lacks.
+        """
+        leaves = tensors.leaves(args) if changed else {}
+        return [
+            path
+            for path in changed
+            if tensors.is_compared(leaves.get(path)) or _split(path)[0] not in self.exact
+        ]
+
+
+def _split(path: str) -> tuple[int, str]:
+    """Return the position of an argument, and the path within it."""
+    position, _, rest = path.removeprefix("args[").partition("]")
+    return int(position), rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,15 +412,11 @@ def collect(
     left: dict[str, Sequence[Contents]] = {}
     beside: dict[str, str] = {}
     in_use: list[object] = []
+    changes: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for arm in sorted(arms, key=_turn, reverse=True):
         inputs = make()
         returned, changed = _run(arms[arm], inputs, effects)
-        if changed:
-            names = ", ".join(repr(effects.label(p)) for p in changed)
-            raise UsageError(
-                f"{arm} changed argument {names}, which the baseline left unchanged: an arm must "
-                "not change its inputs"
-            )
+        changes[arm] = changed, effects.not_compared(changed, inputs.args)
         _refuse_lazy_copies(arm, returned)
         outputs = outputs_of(returned, inputs.args, effects)
         left[arm] = contents_of(inputs.args, effects)
@@ -417,6 +431,7 @@ def collect(
         else:
             deviations[arm] = compare(outputs, expected)
         del inputs, returned, outputs
+    _refuse_changes(changes, effects)
     in_use.clear()
     if expected is None:
         expected = expected_outputs()
@@ -424,6 +439,30 @@ def collect(
             pause()
             deviations[arm] = compare(result, expected)
     return Results(effects, expected, deviations, forms, left, beside, outputs_)
+
+
+def _refuse_changes(
+    changes: Mapping[str, tuple[Sequence[str], Sequence[str]]], effects: ArgumentEffects
+) -> None:
+    """Refuse changes of arguments, beside those in ``effects``, that nothing compares.
+
+    ``changes`` has the paths that each arm changed, and those of them that are not compared. Texts
+    may be added under other keys for each seed, but only where the baseline adds them, too.
+    """
+    baseline = frozenset(changes["baseline"][0] if "baseline" in changes else ())
+    for arm, (changed, not_compared) in changes.items():
+        others = [path for path in changed if path not in baseline]
+        names = _some(repr(effects.label(p)) for p in others or not_compared)
+        if others:
+            raise UsageError(
+                f"{arm} changed argument {names}, which the baseline left unchanged: an arm must "
+                "not change its inputs"
+            )
+        if not_compared:
+            raise UsageError(
+                f"{arm} changed argument {names}, which the baseline changes for some seeds only, "
+                "so nothing compares it: return it as a result"
+            )
 
 
 def _turn(arm: str) -> tuple[bool, bool, int]:
@@ -790,9 +829,14 @@ def judge(
 
 
 def _paths(outputs: Sequence[Expected | Deviation]) -> str:
-    paths = [output.path for output in outputs]
-    more = f", and {len(paths) - NAMED_PATHS} more" if len(paths) > NAMED_PATHS else ""
-    return f"({', '.join(paths[:NAMED_PATHS])}{more})"
+    return f"({_some(output.path for output in outputs)})"
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    known = list(names)
+    more = f", and {len(known) - NAMED_PATHS} more" if len(known) > NAMED_PATHS else ""
+    return ", ".join(known[:NAMED_PATHS]) + more
 
 
 def _judge_output(
