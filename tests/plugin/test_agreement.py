@@ -973,6 +973,15 @@ def test_a_list_that_the_baseline_changes_is_part_of_the_result():
         judge(unsorted, list.sort, make=make, reference=sorted)
 
 
+def test_the_memory_of_arguments_is_read_once_for_all_arrays_of_a_result(monkeypatch):
+    calls = []
+    read = tensors._file_mappings
+    monkeypatch.setattr(tensors, "_file_mappings", lambda: calls.append(1) or read())
+    rows = lambda a, out: list(a.double().view(16, 4))
+    assert judge(rows, rows, reference=lambda a, out: [row.clone() for row in rows(a, out)])
+    assert len(calls) == 2  # one for each arm
+
+
 def filled(word, keys):
     """An arm that puts texts under keys that depend on the values, and so on the seed."""
 

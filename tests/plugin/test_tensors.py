@@ -62,10 +62,18 @@ def test_elements_that_are_not_all_written_are_found(tmp_path):
     ]
     written = [x * 2, (x * 2)[::2], (x * 2).view(2, 4).t(), x[:0], z.conj().resolve_conj(),
                n.copy(), np.zeros((3, 0)), x.clone().share_memory_(), np.array(mapped)]  # fmt: skip
-    args = (x, n)
-    assert [tensors.is_deferred(a, args) for a in deferred] == [True] * len(deferred)
-    assert [tensors.is_deferred(a, args) for a in written] == [False] * len(written)
-    assert not tensors.is_deferred(x, args, skip=["args[0]"])
+    memory = tensors.memory_of((x, n))
+    assert [tensors.is_deferred(a, memory) for a in deferred] == [True] * len(deferred)
+    assert [tensors.is_deferred(a, memory) for a in written] == [False] * len(written)
+    assert not tensors.is_deferred(x, tensors.memory_of((x, n), skip=["args[0]"]))
+
+
+def test_parts_of_overlapping_inputs_are_found():
+    x, y = np.zeros(100), np.zeros(100)
+    memory = tensors.memory_of((x[:60], x[40:50], x[30:], y[10:]))
+    assert len(memory.spans) == 2
+    assert [tensors.is_deferred(a, memory) for a in (x[:1], x[99:], y[9:11])] == [True] * 3
+    assert [tensors.is_deferred(a, memory) for a in (y[:10], x.copy())] == [False] * 2
 
 
 def test_a_second_mapping_of_an_input_is_found():
@@ -73,8 +81,8 @@ def test_a_second_mapping_of_an_input_is_found():
         x = np.frombuffer(memory)
         maps = tensors._file_mappings()
         if any(start <= x.ctypes.data < end for start, end, *_ in maps):
-            assert not tensors.is_deferred(x, ())
-            assert tensors.is_deferred(x[:3], (x,))
+            assert not tensors.is_deferred(x, tensors.memory_of(()))
+            assert tensors.is_deferred(x[:3], tensors.memory_of((x,)))
         del x
 
 

@@ -346,9 +346,11 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     """
     leaves = tensors.leaves(args)
     mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
-    views = [tensors.view(x) for _, x in mutated if backend_of(x)]
+    views = {tensors.view(x) for _, x in mutated if backend_of(x)}
     outputs = tensors.walk(returned, "result", is_result=True)
-    distinct = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
+    distinct = [
+        (p, x) for p, x in outputs if not (views and backend_of(x) and tensors.view(x) in views)
+    ]
     if len(distinct) != effects.returned == len(outputs):
         distinct = outputs
     named = [(effects.label(p), x) for p, x in mutated if tensors.as_array(x)]
@@ -552,9 +554,10 @@ class _Form:
 
 def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
     arrays = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
-    written = (*effects.mutated, *(f"args[{i}]" for i in effects.exact))
+    written = {*effects.mutated, *(f"args[{i}]" for i in effects.exact)}
+    memory = tensors.memory_of(args, written)
     return _Form(
-        [bool(backend_of(x)) and tensors.is_deferred(x, args, written) for _, x in outputs],
+        [bool(backend_of(x)) and tensors.is_deferred(x, memory) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
         tensors.shared_bytes(arrays),
         tensors.repeated_containers(returned),
@@ -1008,7 +1011,7 @@ def _worst(got: Any, expected: Expected) -> tuple[float, float, Callable[[], Ele
     def locate() -> Element:
         i = int(maxima.argmax())
         start, part, truth = next(itertools.islice(pairs(), i, None))
-        offset = int(errors(part, truth)[0].argmax())
+        offset = int(errors(part, truth)[0].argmax()) if worst else 0
         index = np.unravel_index(start + offset, tuple(got.shape))
         return tuple(map(int, index)), part[offset].item(), truth[offset].item()
 
