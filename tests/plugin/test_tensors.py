@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import mmap
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import tensors
+from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.model import Score
 
@@ -32,6 +34,35 @@ def test_leaves_are_named_by_their_path():
 
 def test_a_score_is_no_leaf():
     assert tensors.walk((Score(1.0, "s"), 5), "result") == [("result[1]", 5)]
+
+
+class Counted(str):
+    """A path that counts what it is compared with."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    others: ClassVar[list[object]] = []
+
+    def __eq__(self, other):
+        self.others.append(other)
+        return str.__eq__(self, other)
+
+
+def test_each_path_is_compared_with_few_others():
+    args = ([object() for _ in range(100)],)
+    skip = [Counted(f"args[0][{i}]") for i in range(50)]
+    before = {Counted(path): value for path, value in tensors.fingerprint(args).items()}
+    args[0][70] = "text"
+    Counted.others.clear()
+    assert tensors.changed(before, args, skip) == ("args[0][70]",)
+    assert len(Counted.others) < 10 * 100
+
+
+def test_arguments_that_are_not_written_are_not_walked(monkeypatch):
+    monkeypatch.setattr(tensors, "leaves", lambda args: pytest.fail("walked"))
+    args = ([object() for _ in range(100)],)
+    tensors.poison(args, ())
+    assert agreement.outputs_of(5.0, args, ArgumentEffects()) == [("result", 5.0)]
 
 
 def test_shared_bytes_count_once():

@@ -344,7 +344,7 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     It counts twice in an arm that otherwise returns fewer values than the baseline: the baseline
     then returns the same values in an array of its own.
     """
-    leaves = tensors.leaves(args)
+    leaves = tensors.leaves(args) if effects.mutated else {}
     mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
     views = {tensors.view(x) for _, x in mutated if backend_of(x)}
     outputs = tensors.walk(returned, "result", is_result=True)

@@ -549,7 +549,8 @@ def _equal(first: object, second: object) -> bool:
 @watched
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, tuple[str, Any]]:
     """Return each leaf's type and what its value is compared by; arrays are not copied."""
-    return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skip}
+    skipped = frozenset(skip)
+    return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skipped}
 
 
 def identify(leaf: Any) -> tuple[str, Any]:
@@ -625,13 +626,13 @@ def changed(
     def same(path: str) -> bool:
         return same_identity(now[path], before[path])
 
-    unchanged = [p for p in now if p in before and same(p)]
-    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*unchanged, *skip))
+    left_out = {*skip, *(p for p in now if p in before and same(p))}
+    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in left_out)
 
 
 def poison(args: Args, paths: Collection[str]) -> None:
     """Fill the arrays at these paths with wrong values, but not the memory around a view."""
-    for array in (a for p, a in arrays(args).items() if p in paths):
+    for array in (a for p, a in (arrays(args) if paths else {}).items() if p in paths):
         if dtype(array) == "bool":
             for _, index in _slabs(tuple(array.shape), chunk(array)):
                 flat = backend_of(array).module.zeros_like(array[index]).reshape(-1)
