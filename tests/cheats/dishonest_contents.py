@@ -104,6 +104,16 @@ def byte_strings_that_are_not_written():
     return leaving(lambda: np.zeros(1, "S8"), lambda d, x: d.__setitem__(0, str(x[0])[:8].encode()))
 
 
+def group(d, x):
+    for value in x.tolist():
+        d[int(100 * value)].append(str(value))
+
+
+@cheat(LEFT)
+def texts_that_are_not_grouped():
+    return leaving(lambda: collections.defaultdict(list), group)
+
+
 @cheat(f"{LEFT} (in|on new values in) a timed block")
 def bytes_that_are_written_until_it_is_timed():
     claim = leaving(lambda: bytearray(8), lambda d, x: d.__setitem__(slice(8), x[0].tobytes()))
@@ -126,6 +136,11 @@ def an_attribute_that_is_not_written():
 @marked("what calls leave in d: optimized leaves other contents than the baseline")
 def an_array_of_floats_that_is_not_written():
     return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def a_sparse_matrix_that_is_not_scaled():
+    return leaving(lambda: torch.eye(9).to_sparse(), lambda d, x: d.mul_(float(x[0])))
 
 
 def draw(d, _x):

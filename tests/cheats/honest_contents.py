@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.cheats.case import Corpus
-from tests.cheats.dishonest_contents import Total, bits
+from tests.cheats.dishonest_contents import Total, bits, group
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
 
@@ -61,6 +61,16 @@ def a_c_array_that_is_written():
 @honest()
 def an_array_of_floats_that_is_written():
     return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+@honest()
+def texts_that_are_grouped_under_keys_of_each_seed():
+    return leaving(lambda: collections.defaultdict(list), group)
+
+
+@honest()
+def a_sparse_matrix_that_is_scaled():
+    return leaving(lambda: torch.eye(9).to_sparse(), lambda d, x: d.mul_(float(x[0])))
 
 
 @honest()

@@ -1,5 +1,6 @@
 """Effects of the baseline on its arguments, and agreement with the reference."""
 
+import collections
 import gc
 import re
 import weakref
@@ -970,6 +971,52 @@ def test_a_list_that_the_baseline_changes_is_part_of_the_result():
     assert judge(list.sort, list.sort, make=make, reference=sorted)[0].output == "a"
     with wrong("optimized disagrees with the reference: a["):
         judge(unsorted, list.sort, make=make, reference=sorted)
+
+
+def test_the_memory_of_arguments_is_read_once_for_all_arrays_of_a_result(monkeypatch):
+    calls = []
+    read = tensors._file_mappings
+    monkeypatch.setattr(tensors, "_file_mappings", lambda: calls.append(1) or read())
+    rows = lambda a, out: list(a.double().view(16, 4))
+    assert judge(rows, rows, reference=lambda a, out: [row.clone() for row in rows(a, out)])
+    assert len(calls) == 2  # one for each arm
+
+
+def filled(word, keys):
+    """An arm that puts texts under keys that depend on the values, and so on the seed."""
+
+    def call(x, d):
+        for key in keys(x):
+            d[key].append(word)
+        return x * 2
+
+    return call
+
+
+def check_filled(optimized, baseline):
+    make = lambda seed: lambda: (torch.full((8,), seed), collections.defaultdict(list))
+    effects = infer_effects(baseline, make(7.0), ("x", "d"))
+    arms = {"baseline": preparing(baseline), "optimized": preparing(optimized)}
+    return agreement.agree(arms, as_inputs(make(20.0)), lambda x, d: x.double() * 2, effects)
+
+
+def test_texts_may_be_added_under_other_keys_for_each_seed():
+    by_seed = lambda x: [int(x[0]) + i for i in range(20)]
+    baseline = filled("a", by_seed)
+    assert check_filled(filled("a", by_seed), baseline)
+    missing = filled("a", lambda x: by_seed(x)[:-1])
+    for optimized in (filled("b", by_seed), missing, lambda x, d: x * 2):
+        with wrong("optimized leaves other contents in d than the baseline"):
+            check_filled(optimized, baseline)
+    with wrong("optimized changed argument 'd[100][0]', which the baseline left", UsageError):
+        check_filled(filled("a", lambda x: [*by_seed(x), 100]), baseline)
+
+
+def test_numbers_that_are_added_for_some_seeds_are_not_compared():
+    more = filled(1.5, lambda x: [int(x[0]) + i for i in range(20)])
+    with wrong("'d[34][0]', and 5 more, which the baseline changes for some", UsageError) as error:
+        check_filled(more, more)
+    assert len(str(error.value)) < 300
 
 
 def test_a_changed_argument_may_be_returned_for_an_array_of_its_own():

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_aiperf.correctness.peek import Peek
 
@@ -20,6 +21,8 @@ RESULTS = {
     "tensor": (lambda: torch.zeros(3, 4).t(), lambda x: x.fill_(1)),
     "parameter": (lambda: torch.nn.Parameter(torch.zeros(3)), lambda x: x.data.fill_(1)),
     "bfloat16": (lambda: torch.zeros((), dtype=torch.bfloat16), lambda x: x.fill_(1)),
+    "sparse tensor": (lambda: torch.ones(3, 4).to_sparse(), lambda x: x.mul_(2)),
+    "sparse rows": (lambda: torch.ones(3, 4).to_sparse_csr(), lambda x: x.mul_(2)),
     "NaN": (lambda: np.full(7, np.nan), lambda x: x.fill(1)),
     "list": (lambda: [0.0] * 5, lambda x: x.__setitem__(slice(None), [1.0] * 5)),
     "nested": (lambda: {"a": ([an_array()],)}, lambda x: x["a"][0][0].fill(1)),
@@ -82,7 +85,8 @@ UNREAD = {
     "empty array": lambda: np.empty((0, 3)),
     "array of objects": lambda: np.array([None, [1]], dtype=object),
     "meta tensor": lambda: torch.empty(2, device="meta"),
-    "sparse tensor": lambda: torch.eye(2).to_sparse(),
+    "sparse tensor without values": lambda: torch.zeros(2, 2).to_sparse(),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "empty tensor": lambda: torch.empty(0),
 }
 
@@ -100,3 +104,22 @@ def test_containers_in_themselves_come_to_an_end():
     peek = Peek(random.Random(1))
     peek.read([endless])
     assert not peek.has_changed()
+
+
+def test_a_sparse_tensor_is_never_indexed():
+    """To find one element, torch would compare all indices."""
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append((str(func), args[0].layout))
+            return func(*args, **(kwargs or {}))
+
+    value = torch.eye(9).to_sparse()
+    with Calls():
+        peek = Peek(random.Random(1))
+        peek.read([value])
+        assert not peek.has_changed()
+    assert {func for func, layout in called if layout is torch.sparse_coo} == {
+        "aten._values.default"
+    }

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import mmap
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import tensors
+from pytest_aiperf.correctness import agreement, tensors
+from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.tensors import Inputs
 from pytest_aiperf.model import Score
 
@@ -32,6 +34,35 @@ def test_leaves_are_named_by_their_path():
 
 def test_a_score_is_no_leaf():
     assert tensors.walk((Score(1.0, "s"), 5), "result") == [("result[1]", 5)]
+
+
+class Counted(str):
+    """A path that counts what it is compared with."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    others: ClassVar[list[object]] = []
+
+    def __eq__(self, other):
+        self.others.append(other)
+        return str.__eq__(self, other)
+
+
+def test_each_path_is_compared_with_few_others():
+    args = ([object() for _ in range(100)],)
+    skip = [Counted(f"args[0][{i}]") for i in range(50)]
+    before = {Counted(path): value for path, value in tensors.fingerprint(args).items()}
+    args[0][70] = "text"
+    Counted.others.clear()
+    assert tensors.changed(before, args, skip) == ("args[0][70]",)
+    assert len(Counted.others) < 10 * 100
+
+
+def test_arguments_that_are_not_written_are_not_walked(monkeypatch):
+    monkeypatch.setattr(tensors, "leaves", lambda args: pytest.fail("walked"))
+    args = ([object() for _ in range(100)],)
+    tensors.poison(args, ())
+    assert agreement.outputs_of(5.0, args, ArgumentEffects()) == [("result", 5.0)]
 
 
 def test_shared_bytes_count_once():
@@ -62,10 +93,18 @@ def test_elements_that_are_not_all_written_are_found(tmp_path):
     ]
     written = [x * 2, (x * 2)[::2], (x * 2).view(2, 4).t(), x[:0], z.conj().resolve_conj(),
                n.copy(), np.zeros((3, 0)), x.clone().share_memory_(), np.array(mapped)]  # fmt: skip
-    args = (x, n)
-    assert [tensors.is_deferred(a, args) for a in deferred] == [True] * len(deferred)
-    assert [tensors.is_deferred(a, args) for a in written] == [False] * len(written)
-    assert not tensors.is_deferred(x, args, skip=["args[0]"])
+    memory = tensors.memory_of((x, n))
+    assert [tensors.is_deferred(a, memory) for a in deferred] == [True] * len(deferred)
+    assert [tensors.is_deferred(a, memory) for a in written] == [False] * len(written)
+    assert not tensors.is_deferred(x, tensors.memory_of((x, n), skip=["args[0]"]))
+
+
+def test_parts_of_overlapping_inputs_are_found():
+    x, y = np.zeros(100), np.zeros(100)
+    memory = tensors.memory_of((x[:60], x[40:50], x[30:], y[10:]))
+    assert len(memory.spans) == 2
+    assert [tensors.is_deferred(a, memory) for a in (x[:1], x[99:], y[9:11])] == [True] * 3
+    assert [tensors.is_deferred(a, memory) for a in (y[:10], x.copy())] == [False] * 2
 
 
 def test_a_second_mapping_of_an_input_is_found():
@@ -73,8 +112,8 @@ def test_a_second_mapping_of_an_input_is_found():
         x = np.frombuffer(memory)
         maps = tensors._file_mappings()
         if any(start <= x.ctypes.data < end for start, end, *_ in maps):
-            assert not tensors.is_deferred(x, ())
-            assert tensors.is_deferred(x[:3], (x,))
+            assert not tensors.is_deferred(x, tensors.memory_of(()))
+            assert tensors.is_deferred(x[:3], tensors.memory_of((x,)))
         del x
 
 

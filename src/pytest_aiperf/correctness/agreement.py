@@ -21,7 +21,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -149,8 +149,26 @@ class ArgumentEffects:
 
     def label(self, path: str) -> str:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
-        position, _, rest = path.removeprefix("args[").partition("]")
-        return self.names[int(position)] + rest if int(position) < len(self.names) else path
+        position, rest = _split(path)
+        return self.names[position] + rest if position < len(self.names) else path
+
+    def not_compared(self, changed: Sequence[str], args: Args) -> list[str]:
+        """Return the changed paths where neither :func:`outputs_of` nor contents compare values.
+
+        They are those of arrays and numbers, and those in arguments that ``exact`` lacks.
+        """
+        leaves = tensors.leaves(args) if changed else {}
+        return [
+            path
+            for path in changed
+            if tensors.is_compared(leaves.get(path)) or _split(path)[0] not in self.exact
+        ]
+
+
+def _split(path: str) -> tuple[int, str]:
+    """Return the position of an argument, and the path within it."""
+    position, _, rest = path.removeprefix("args[").partition("]")
+    return int(position), rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,11 +344,13 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     It counts twice in an arm that otherwise returns fewer values than the baseline: the baseline
     then returns the same values in an array of its own.
     """
-    leaves = tensors.leaves(args)
+    leaves = tensors.leaves(args) if effects.mutated else {}
     mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
-    views = [tensors.view(x) for _, x in mutated if backend_of(x)]
+    views = {tensors.view(x) for _, x in mutated if backend_of(x)}
     outputs = tensors.walk(returned, "result", is_result=True)
-    distinct = [(p, x) for p, x in outputs if not backend_of(x) or tensors.view(x) not in views]
+    distinct = [
+        (p, x) for p, x in outputs if not (views and backend_of(x) and tensors.view(x) in views)
+    ]
     if len(distinct) != effects.returned == len(outputs):
         distinct = outputs
     named = [(effects.label(p), x) for p, x in mutated if tensors.as_array(x)]
@@ -394,15 +414,11 @@ def collect(
     left: dict[str, Sequence[Contents]] = {}
     beside: dict[str, str] = {}
     in_use: list[object] = []
+    changes: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for arm in sorted(arms, key=_turn, reverse=True):
         inputs = make()
         returned, changed = _run(arms[arm], inputs, effects)
-        if changed:
-            names = ", ".join(repr(effects.label(p)) for p in changed)
-            raise UsageError(
-                f"{arm} changed argument {names}, which the baseline left unchanged: an arm must "
-                "not change its inputs"
-            )
+        changes[arm] = changed, effects.not_compared(changed, inputs.args)
         _refuse_lazy_copies(arm, returned)
         outputs = outputs_of(returned, inputs.args, effects)
         left[arm] = contents_of(inputs.args, effects)
@@ -417,6 +433,7 @@ def collect(
         else:
             deviations[arm] = compare(outputs, expected)
         del inputs, returned, outputs
+    _refuse_changes(changes, effects)
     in_use.clear()
     if expected is None:
         expected = expected_outputs()
@@ -424,6 +441,30 @@ def collect(
             pause()
             deviations[arm] = compare(result, expected)
     return Results(effects, expected, deviations, forms, left, beside, outputs_)
+
+
+def _refuse_changes(
+    changes: Mapping[str, tuple[Sequence[str], Sequence[str]]], effects: ArgumentEffects
+) -> None:
+    """Refuse changes of arguments, beside those in ``effects``, that nothing compares.
+
+    ``changes`` has the paths that each arm changed, and those of them that are not compared. Texts
+    may be added under other keys for each seed, but only where the baseline adds them, too.
+    """
+    baseline = frozenset(changes["baseline"][0] if "baseline" in changes else ())
+    for arm, (changed, not_compared) in changes.items():
+        others = [path for path in changed if path not in baseline]
+        names = _some(repr(effects.label(p)) for p in others or not_compared)
+        if others:
+            raise UsageError(
+                f"{arm} changed argument {names}, which the baseline left unchanged: an arm must "
+                "not change its inputs"
+            )
+        if not_compared:
+            raise UsageError(
+                f"{arm} changed argument {names}, which the baseline changes for some seeds only, "
+                "so nothing compares it: return it as a result"
+            )
 
 
 def _turn(arm: str) -> tuple[bool, bool, int]:
@@ -514,9 +555,10 @@ class _Form:
 
 def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
     arrays = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
-    written = (*effects.mutated, *(f"args[{i}]" for i in effects.exact))
+    written = {*effects.mutated, *(f"args[{i}]" for i in effects.exact)}
+    memory = tensors.memory_of(args, written)
     return _Form(
-        [bool(backend_of(x)) and tensors.is_deferred(x, args, written) for _, x in outputs],
+        [bool(backend_of(x)) and tensors.is_deferred(x, memory) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
         [tensors.is_read_only(x) for _, x in outputs],
         tensors.shared_bytes(arrays),
@@ -800,9 +842,14 @@ def judge(
 
 
 def _paths(outputs: Sequence[Expected | Deviation]) -> str:
-    paths = [output.path for output in outputs]
-    more = f", and {len(paths) - NAMED_PATHS} more" if len(paths) > NAMED_PATHS else ""
-    return f"({', '.join(paths[:NAMED_PATHS])}{more})"
+    return f"({_some(output.path for output in outputs)})"
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    known = list(names)
+    more = f", and {len(known) - NAMED_PATHS} more" if len(known) > NAMED_PATHS else ""
+    return ", ".join(known[:NAMED_PATHS]) + more
 
 
 def _judge_output(
@@ -974,7 +1021,7 @@ def _worst(got: Any, expected: Expected) -> tuple[float, float, Callable[[], Ele
     def locate() -> Element:
         i = int(maxima.argmax())
         start, part, truth = next(itertools.islice(pairs(), i, None))
-        offset = int(errors(part, truth)[0].argmax())
+        offset = int(errors(part, truth)[0].argmax()) if worst else 0
         index = np.unravel_index(start + offset, tuple(got.shape))
         return tuple(map(int, index)), part[offset].item(), truth[offset].item()
 

@@ -80,9 +80,8 @@ class _Reader:
         elif generator := _generator_state(value):
             self.has_floats = self.has_floats or into is self.exact  # may draw in another order
             self.read(generator, into, is_compared=False)
-        elif _is_numpy_array(kind):
-            items = [value.tolist()] if value.dtype.hasobject else [value.tobytes()]
-            self.read(items, into, is_compared=False)
+        elif parts := _parts(value):
+            self.read(parts, into, is_compared=False)
         elif not issubclass(kind, (*_CODE, Score)):  # a score is the judged figure
             self._object(value, into, is_compared=is_compared)
 
@@ -174,10 +173,25 @@ def _generator_state(value: Any) -> tuple[object, ...]:
     return ()
 
 
+def _parts(value: Any) -> tuple[object, ...]:
+    """Return what arrays hold that are not compared by element; () for other values.
+
+    They are sparse tensors, and numpy's arrays of texts, objects, dates and records.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if numpy and type(value) is numpy.ndarray:
+        return (value.tolist() if value.dtype.hasobject else value.tobytes(),)
+    if not torch or not stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter)):
+        return ()
+    value = value.data  # without its attributes: one could be called as a method
+    if value.layout is torch.sparse_coo:
+        return tuple(value.shape), value._indices(), value._values()  # noqa: SLF001  no copies
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tuple(value.shape), value.crow_indices(), value.col_indices(), value.values()
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tuple(value.shape), value.ccol_indices(), value.row_indices(), value.values()
+    return ()
+
+
 def _is_ctypes_array(kind: type) -> bool:
     return type(kind) is type(ctypes.c_char * 1)
-
-
-def _is_numpy_array(kind: type) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and kind is numpy.ndarray

@@ -32,11 +32,18 @@ class Peek:
         torch = sys.modules.get("torch")
         self._tensors = (torch.Tensor, torch.nn.Parameter) if torch else ()
         self._base: Any = torch and torch._C.TensorBase  # noqa: SLF001
+        self._sparse = (torch.sparse_coo,) if torch else ()
+        self._compressed = (
+            (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+            if torch
+            else ()
+        )
 
     def read(self, values: Sequence[object]) -> None:
         """Read elements of arrays, lists, tuples and dicts, and of those in one another.
 
-        Other objects, and tensors that are not in host memory, are left out.
+        Of sparse tensors, these are the values that they store. Other objects, and tensors that are
+        not in host memory, are left out.
         """
         for value in values:
             for position in self._positions:
@@ -56,8 +63,7 @@ class Peek:
             if _is_one_of(kind, _ARRAYS):
                 self._note(_element_of, value, _indices(_shape_of(value), position))
             elif _is_one_of(kind, self._tensors) and self._base.is_cpu.__get__(value):
-                shape = self._base.shape.__get__(value)
-                self._note(self._element_of_tensor, value, _indices(shape, position))
+                self._note(self._element_of_tensor, value, position)
             if not _is_one_of(kind, _CONTAINERS) or not (count := _len(value)):
                 return
             at = position % count
@@ -71,16 +77,25 @@ class Peek:
     def _note(self, element: Callable[[Any, Any], Any], value: Any, at: Any) -> None:
         try:
             seen = element(value, at)
-        except Exception:  # noqa: BLE001  there is no such element: in a sparse tensor, for example
+        except Exception:  # noqa: BLE001  there is no such element: in a nested tensor, for example
             return
         if _is_one_of(_type(seen), _PLAIN):
             self._found.append((element, value, at, seen))
 
-    def _element_of_tensor(self, value: Any, at: Any) -> Any:
-        return self._base.item(self._base.__getitem__(value, at))
+    def _element_of_tensor(self, value: Any, position: int) -> Any:
+        dense = self._dense(value)
+        at = _indices(self._base.shape.__get__(dense), position)
+        return self._base.item(self._base.__getitem__(dense, at))
+
+    def _dense(self, value: Any) -> Any:
+        """Return a tensor, or the values that a sparse one stores: to index it takes long."""
+        layout = self._base.layout.__get__(value)
+        if _is_one_of(layout, self._sparse):
+            return self._base._values(value)  # noqa: SLF001  values() needs a coalesced one
+        return self._base.values(value) if _is_one_of(layout, self._compressed) else value
 
 
-def _is_one_of(kind: type, kinds: Sequence[type]) -> bool:
+def _is_one_of(kind: object, kinds: Sequence[object]) -> bool:
     for each in kinds:  # noqa: SIM110  any() could have been replaced
         if kind is each:
             return True

@@ -24,7 +24,7 @@ _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is 
 
 
 def is_one_of(kind: type, kinds: Iterable[type]) -> bool:
-    return any(kind is each for each in kinds)
+    return id(kind) in map(id, kinds)
 
 
 def attributes(value: object) -> dict[str, Any]:

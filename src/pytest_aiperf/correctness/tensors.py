@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -255,12 +257,19 @@ def _backend(name: str) -> ArrayBackend:
 
 def backend_of(value: Any) -> Any:
     """Return the backend of an array; None for another value."""
-    loaded = (_backend(name) for name in BACKENDS if sys.modules.get(name))
-    return next((backend for backend in loaded if backend.is_array(value)), None)
+    for name in BACKENDS:
+        if sys.modules.get(name) and (backend := _backend(name)).is_array(value):
+            return backend
+    return None
 
 
 def dtype(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    return _dtype_name(array.dtype)
+
+
+@functools.cache  # numpy puts a dtype's name together anew each time
+def _dtype_name(kind: Any) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def is_exact(array: Any) -> bool:
@@ -351,7 +360,28 @@ def nbytes(args: Args) -> int:
     return int(covered(spans))
 
 
-def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of a call's arguments, which many results are compared with."""
+
+    spans: Sequence[tuple[int, int]]  #: Where it is, in order; what overlaps is one span.
+    maps: Sequence[tuple[int, int, int, str]]  #: The mapped files of this process, in order.
+    file_ranges: Sequence[tuple[str, int, int]]  #: The parts of them that are arguments.
+
+
+def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
+    """Return the memory of the arguments, but for those at the paths ``skip``."""
+    others = [a for p, a in (arrays(args) | _buffers(args)).items() if p not in skip]
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(map(span, others)):
+        if spans and start <= spans[-1][1]:
+            start, end = spans[-1][0], max(end, spans.pop()[1])  # noqa: PLW2901
+        spans.append((start, end))
+    maps = _file_mappings()
+    return Memory(spans, maps, [_file_range(other, maps) for other in others if on_host(other)])
+
+
+def is_deferred(array: Any, memory: Memory) -> bool:
     """Whether some of an array's elements are not in memory of their own, so that a reader works.
 
     It overlaps an argument, be it bytes, repeats elements, has a conjugation or a sign pending, or
@@ -359,17 +389,16 @@ def is_deferred(array: Any, args: Args, skip: Collection[str] = ()) -> bool:
     as well.
     """
     low, high = span(array)
-    others = [a for p, a in (arrays(args) | _buffers(args)).items() if p not in skip]
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
         return True
-    if any(low < end and start < high for start, end in map(span, others)):
+    before = bisect.bisect_left(memory.spans, (high,))  # spans that start before the array's end
+    if before and low < memory.spans[before - 1][1]:
         return True
     if not on_host(array):
         return False
-    maps = _file_mappings()
-    name, start, end = _file_range(array, maps)
+    name, start, end = _file_range(array, memory.maps)
     is_file = name.startswith("/") and not name.startswith(_MEMORY_FILES) and ".so" not in name
-    ranges = [_file_range(other, maps) for other in others if on_host(other)] if name else []
+    ranges = memory.file_ranges if name else ()
     return is_file or any(name == n and start < e and s < end for n, s, e in ranges)
 
 
@@ -405,10 +434,9 @@ def _file_mappings() -> list[tuple[int, int, int, str]]:
 def _file_range(array: Any, maps: Sequence[tuple[int, int, int, str]]) -> tuple[str, int, int]:
     """Return the file that an array's memory maps, and the range of its bytes there."""
     low, high = span(array)
-    for start, end, offset, name in maps:
-        if start <= low < end:
-            return name, offset + low - start, offset + high - start
-    return "", 0, 0
+    at = bisect.bisect_right(maps, low, key=operator.itemgetter(0)) - 1
+    start, end, offset, name = maps[at] if at >= 0 else (0, 0, 0, "")
+    return (name, offset + low - start, offset + high - start) if low < end else ("", 0, 0)
 
 
 def _is_pending(array: Any) -> bool:
@@ -546,7 +574,8 @@ def _equal(first: object, second: object) -> bool:
 @watched
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, tuple[str, Any]]:
     """Return each leaf's type and what its value is compared by; arrays are not copied."""
-    return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skip}
+    skipped = frozenset(skip)
+    return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skipped}
 
 
 def identify(leaf: Any) -> tuple[str, Any]:
@@ -568,7 +597,7 @@ def as_array(leaf: Any) -> tuple[Any, ...]:
     """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
     import numpy as np
 
-    if is_number_list(leaf) or _is_number(leaf):
+    if not backend_of(leaf) and (is_number_list(leaf) or _is_number(leaf)):
         leaf = np.asarray(leaf)
     return (leaf,) if backend_of(leaf) else ()
 
@@ -622,13 +651,13 @@ def changed(
     def same(path: str) -> bool:
         return same_identity(now[path], before[path])
 
-    unchanged = [p for p in now if p in before and same(p)]
-    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in (*unchanged, *skip))
+    left_out = {*skip, *(p for p in now if p in before and same(p))}
+    return tuple(p for p in dict.fromkeys((*now, *before)) if p not in left_out)
 
 
 def poison(args: Args, paths: Collection[str]) -> None:
     """Fill the arrays at these paths with wrong values, but not the memory around a view."""
-    for array in (a for p, a in arrays(args).items() if p in paths):
+    for array in (a for p, a in (arrays(args) if paths else {}).items() if p in paths):
         if dtype(array) == "bool":
             for _, index in _slabs(tuple(array.shape), chunk(array)):
                 flat = backend_of(array).module.zeros_like(array[index]).reshape(-1)
