@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from types import MethodType
 
@@ -27,7 +27,7 @@ VERIFIED_RESULTS of each arm take more than SLOW_S by the clock, only the first 
 verified: meanwhile no other claim can be timed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, where the cached property has no place
 class _Pending:
     """The result of a timed call that the reference has not verified yet."""
 
@@ -38,7 +38,7 @@ class _Pending:
     when: str  #: Which call wrote these outputs, for the error message.
     left: Sequence[Contents] = ()  #: What the call left in arguments, beside arrays and numbers.
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(getattr(value, "nbytes", 0) for _, value in self.outputs)
 
