@@ -360,13 +360,22 @@ def nbytes(args: Args) -> int:
     return int(covered(spans))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """The memory of a call's arguments, which many results are compared with."""
 
+    arrays: Sequence[Any]
     spans: Sequence[tuple[int, int]]  #: Where it is, in order; what overlaps is one span.
-    maps: Sequence[tuple[int, int, int, str]]  #: The mapped files of this process, in order.
-    file_ranges: Sequence[tuple[str, int, int]]  #: The parts of them that are arguments.
+
+    @functools.cached_property
+    def maps(self) -> Sequence[tuple[int, int, int, str]]:
+        """The mapped files of this process, in order: only results in host memory need them."""
+        return _file_mappings()
+
+    @functools.cached_property
+    def file_ranges(self) -> Sequence[tuple[str, int, int]]:
+        """The parts of files that are arguments."""
+        return [_file_range(array, self.maps) for array in self.arrays if on_host(array)]
 
 
 def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
@@ -377,8 +386,7 @@ def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
         if spans and start <= spans[-1][1]:
             start, end = spans[-1][0], max(end, spans.pop()[1])  # noqa: PLW2901
         spans.append((start, end))
-    maps = _file_mappings()
-    return Memory(spans, maps, [_file_range(other, maps) for other in others if on_host(other)])
+    return Memory(others, spans)
 
 
 def is_deferred(array: Any, memory: Memory) -> bool:
