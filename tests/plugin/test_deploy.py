@@ -176,7 +176,7 @@ def test_the_pods_of_a_job_measure_all_shards(tmp_path, fake):
             env=variables | {"JOB_COMPLETION_INDEX": str(index)}, check=True,
         )  # fmt: skip
     assert (tmp_path / "python.log").read_text().splitlines() == [
-        f"-m pytest --gpu --shard={i}/{SHARDS}" for i in range(1, SHARDS + 1)
+        f"-m pytest --gpu --cpu --shard={i}/{SHARDS}" for i in range(1, SHARDS + 1)
     ]
     assert JOB["spec"]["parallelism"] <= SHARDS
 
@@ -258,7 +258,7 @@ def test_a_job_array_measures_all_shards_and_merges_them(submit):
     process, python = submit("3", "--quick")
     assert process.returncode == 0, process.stderr
     *shards, merge, complete = python
-    assert shards == [f"-m pytest --gpu --shard={i}/3 --quick" for i in (1, 2, 3)]
+    assert shards == [f"-m pytest --gpu --cpu --shard={i}/3 --quick" for i in (1, 2, 3)]
     files = " ".join(f"slurm/7/{i}/results.json" for i in (1, 2, 3))
     assert merge == f"-m pytest_aiperf merge {files} -o slurm/7/results.json"
     assert complete == "-m pytest_aiperf complete slurm/7/1/ slurm/7/2/ slurm/7/3/"

@@ -332,12 +332,11 @@ class _OfClaim:
             raise InvalidMeasurement(f"{name}: {why}") from None
 
     def _use_host(self, call: Call, inspected: Inspected) -> None:
-        others = validity.OtherProcesses()
-        start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        with others:
+        with validity.OtherProcesses() as others:
+            start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
             call()
             self.bound.device.synchronize()
-        call_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
+            call_s, after = time.perf_counter() - start_s, resource.getrusage(resource.RUSAGE_SELF)
         if others.do_work():
             inspected.reasons |= dict.fromkeys(_HOST, OTHERS_WORK)
             return
