@@ -132,7 +132,7 @@ class Inspection:
         self._planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
         self._calls: list[tuple[Call, Sequence[Step], Inspected]] = []
         for bound, record in claims:
-            of_claim = _OfClaim(bound, record)
+            of_claim = _ClaimInspection(bound, record)
             arms = {}
             for name in bound.claim.arms:
                 key = of_claim.identity(name)
@@ -288,7 +288,7 @@ def refuse_impossible_times(record: Result) -> None:
         raise InvalidMeasurement(problem)
 
 
-class _OfClaim:
+class _ClaimInspection:
     """What to look at in the arms of one claim while they run alone."""
 
     def __init__(self, bound: BoundClaim, record: Result) -> None:

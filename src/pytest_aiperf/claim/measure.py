@@ -325,7 +325,8 @@ def _groups(trials: Sequence[_Trial]) -> list[list[_Trial]]:
 def _time(trials: Sequence[_Trial], *, is_last: bool) -> None:
     """Time claims together; if that fails, time each by itself.
 
-    Nothing is timed after the last of them: then the arms may be inspected under the same lock.
+    If ``is_last``, nothing is timed after them, so that their arms may be inspected under the lock
+    under which they were timed.
     """
     ladder, context = Ladder([trial.bound for trial in trials]), trials[0].context
     context.step()

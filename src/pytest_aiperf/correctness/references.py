@@ -4,7 +4,6 @@ An arm may change there what the baseline uses, hold memory, or find a function 
 replaced. Only names in the code are looked up: what an object keeps in C++ does not show.
 """
 
-import bisect
 import builtins
 import collections
 import contextlib
@@ -12,7 +11,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_aiperf.errors import UsageError
@@ -48,14 +47,18 @@ class References:
         """Functions of installed libraries in whose place there is one from elsewhere."""
         self._read(call)
         self._held = self._containers()
-        arrays = self._arrays()
+        arrays: tuple[Any, ...] = ()
+        self._spans: Sequence[tuple[int, int]] = ()
+        self._lists: set[int] = set()
+        with contextlib.suppress(UsageError):  # a container that contains itself
+            arrays = self._arrays()
+            self._spans = tensors.memory_of(self._held).spans
+            self._lists = {*tensors.containers(self._held)}
         self.nbytes = {
             on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
             for on_host in (False, True)
         }
         """Bytes of arrays there before the first call: on GPUs (False) and on the host (True)."""
-        self._spans = sorted(tensors.span(array) for array in (*arrays, *self._buffers()))
-        self._lists = tensors.containers(self._held)
 
     def states(self) -> dict[Place, State]:
         """Return what is comparable about the value at each place."""
@@ -84,19 +87,13 @@ class References:
             elif place[1] in scope:
                 yield place, scope[place[1]]
 
-    def holds(self, value: object) -> bool:
-        """Whether arrays, lists or dicts in a value are, in part, there before the first call."""
-        if not tensors.containers((value,)).isdisjoint(self._lists):
+    def holds(self, result: object) -> bool:
+        """Whether arrays, lists or dicts in a result were, in part, there before the first call."""
+        if tensors.containers(result).keys() & self._lists:
             return True
-        starts = [start for start, _ in self._spans]
-        for _, leaf in tensors.walk(value, ""):
-            # reading the address of a lazy copy would make it
-            if tensors.backend_of(leaf) and not tensors.is_lazy_copy(leaf):
-                low, high = tensors.span(leaf)
-                before = self._spans[: bisect.bisect_left(starts, high)]
-                if low < high and any(low < end for _, end in before):
-                    return True
-        return False
+        arrays = (leaf for _, leaf in tensors.walk(result, "result") if tensors.backend_of(leaf))
+        # reading the address of a lazy copy would make it
+        return any(tensors.overlaps(a, self._spans) for a in arrays if not tensors.is_lazy_copy(a))
 
     def _containers(self) -> tuple[Any, ...]:
         """Return the arrays, containers and buffers at all places."""
@@ -106,17 +103,7 @@ class References:
         return tuple(v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds))
 
     def _arrays(self) -> tuple[Any, ...]:
-        with contextlib.suppress(UsageError):  # a container that contains itself
-            return tuple(tensors.arrays(self._held).values())
-        return ()
-
-    def _buffers(self) -> Iterator[Any]:
-        import numpy as np
-
-        for value in self._held:
-            if stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
-                with contextlib.suppress(ValueError, BufferError):  # closed, or not contiguous
-                    yield np.frombuffer(value, np.uint8)
+        return tuple(tensors.arrays(self._held).values())
 
     def _read(self, call: object) -> None:
         todo = collections.deque([call])

@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -364,7 +365,7 @@ def nbytes(args: Args) -> int:
 class Memory:
     """The memory of a call's arguments, which many results are compared with."""
 
-    arrays: Sequence[Any]
+    arrays: Sequence[Any]  #: The arguments' arrays, and their bytes as arrays.
     spans: Sequence[tuple[int, int]]  #: Where it is, in order; what overlaps is one span.
 
     @functools.cached_property
@@ -389,6 +390,13 @@ def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
     return Memory(others, spans)
 
 
+def overlaps(array: Any, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether an array lies, in part, in one of the spans of a :class:`Memory`."""
+    low, high = span(array)
+    before = bisect.bisect_left(spans, (high,))  # spans that start before the array's end
+    return before > 0 and low < spans[before - 1][1]
+
+
 def is_deferred(array: Any, memory: Memory) -> bool:
     """Whether some of an array's elements are not in memory of their own, so that a reader works.
 
@@ -399,8 +407,7 @@ def is_deferred(array: Any, memory: Memory) -> bool:
     low, high = span(array)
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
         return True
-    before = bisect.bisect_left(memory.spans, (high,))  # spans that start before the array's end
-    if before and low < memory.spans[before - 1][1]:
+    if overlaps(array, memory.spans):
         return True
     if not on_host(array):
         return False
@@ -481,34 +488,24 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
     return in_all - distinct + max(0, distinct - int(covered(map(span, views.values()))))
 
 
-def containers(values: tuple[Any, ...]) -> set[int]:
-    """Return the ids of the lists and dicts in values; tuples cannot be changed."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    rest: list[Any] = list(values)
+def containers(value: Any) -> Counter[int]:
+    """Count how often each list and dict appears in a value, by id; tuples cannot be changed."""
+    counts: Counter[int] = Counter()
+    rest = [value]
     while rest:
         item = rest.pop()
-        if id(item) not in seen and (items := children(item)):
-            seen.add(id(item))
-            rest.extend(items.values())
         if issubclass(type(item), (list, dict)):
-            found.add(id(item))
-    return found
+            counts[id(item)] += 1
+            if counts[id(item)] > 1:
+                continue
+        rest.extend((children(item) or {}).values())
+    return counts
 
 
 def repeated_containers(value: Any) -> int:
-    """Return how often lists and dicts in a value appear again; tuples cannot be changed."""
-    seen: set[int] = set()
-    repeats, rest = 0, [value]
-    while rest:
-        item = rest.pop()
-        if issubclass(type(item), (list, dict)):
-            if id(item) in seen:
-                repeats += 1
-                continue
-            seen.add(id(item))
-        rest.extend((children(item) or {}).values())
-    return repeats
+    """Return how often lists and dicts in a value appear again."""
+    counts = containers(value)
+    return counts.total() - len(counts)
 
 
 def layout(array: Any) -> tuple[Any, ...]:
