@@ -5,8 +5,9 @@ with BLAKE2). With ordinary reads in one thread, either the CPU or the disk is i
 and a thread that reads the next block while this one is hashed (prefetching, double buffering) hide
 the shorter of the two stages behind the longer. Python's GIL does not prevent that: a read releases
 it while it waits, and hashing releases it for large blocks. The order is random, so the kernel
-cannot guess the next block; only the program knows it. Where no second core is idle, the library
-arm beats the thread.
+cannot guess the next block; only the program knows it. All arms switch off its reading ahead within
+a block (POSIX_FADV_RANDOM), which would also fetch the blocks behind. Where no second core is idle,
+the library arm can beat the thread.
 
 The library arm needs no thread: it announces the next block to the kernel before it hashes this one
 (posix_fadvise with POSIX_FADV_WILLNEED), which starts the reading and returns. This hides the

@@ -10,10 +10,11 @@ predict.
 "half" filters random data at its median, the worst case for the branch. "rare" keeps 10 % of the
 elements: the branch is mispredicted at most every tenth time, and the gain is smaller. "sorted"
 shows where the gain ends: the same data as in "half", but sorted, so that the branch goes one way
-for the first half and the other way for the second. The prediction is wrong about once, and both
-loops take about the same time; the branchless one is only required not to be much slower. Unsorted
-data of which almost all or almost no elements are kept are predicted as well. If the skipped work
-is more than one store, the branch even wins there.
+for the first half and the other way for the second. The prediction is wrong about once, and the
+branchless loop may even lose, because it stores every element: it is only required to take at most
+1.67 times as long, and no bound tests that its gain has ended. Unsorted data of which almost all or
+almost no elements are kept are predicted as well. If the skipped work is more than one store, the
+branch even wins there.
 
 Virtual machines usually offer no counter of mispredictions; a test beside the claim checks that the
 compiler's code branches on the comparison in one loop and not in the other. A million elements are
