@@ -176,7 +176,18 @@ def test_rounds_are_mirrored_and_their_order_is_drawn():
     )
     orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
     assert all(order == order[::-1] and sorted(order) == sorted("ABCABC") for order in orders)
-    assert len(set(orders)) > 1
+    assert len(set(orders)) > 3
+
+
+def test_each_arm_has_each_place_equally_often():
+    timing = measured(
+        a_bound_claim(library=doubling(150)), replace(STANDARD, min_replicates=6, max_replicates=6)
+    )
+    orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
+    assert len(orders) % 3 == 0
+    for place in range(3):
+        letters = [order[place] for order in orders]
+        assert {letters.count(arm) for arm in "ABC"} == {len(orders) // 3}
 
 
 def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():

@@ -77,7 +77,8 @@ SLOWED_BY_OTHERS = 2.0
 """An arm is reported if its blocks right after another arm's take this many times as long as those
 right after its own, and WAKING_S: the caches of a busy CPU are worth 1.7 times."""
 COMPARED = frozenset({"baseline", "library"})  #: Arms by whose times others are judged.
-FEWEST_PAIRS = 3  #: Fewest rounds with an arm in the middle that tell whether others slow it down.
+FEWEST_PAIRS, FEWEST_AFTER_OTHERS = 2, 4
+"""Fewest blocks after the same arm, and after others, that tell whether others slow an arm down."""
 SLOWED_BY_INPUTS = 3.0
 """A baseline is reported as not checked if calls after inputs() take this many times as long as
 repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
@@ -183,6 +184,7 @@ class Sampler:
         how narrow the interval becomes."""
         self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
         self._late: set[str] = set()  # arms whose results changed after the clock, on the host
+        self._rotations: list[list[str]] = []  # orders of the arms in the next rounds
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
         self._slowing_inputs: dict[str, str] = {}
         self._idle = validity.IdleTime()
@@ -555,11 +557,19 @@ class Sampler:
             "let the GPU cool, stop other work on it, compile nothing in the calls, and run again"
         )
 
+    def _next_rotation(self, names: list[str]) -> list[str]:
+        """Order arms at random, so that in as many rounds each is once at every place."""
+        if not self._rotations:
+            self.bound.random.shuffle(names)
+            self._rotations = [names[i:] + names[:i] for i in range(len(names))]
+            self.bound.random.shuffle(self._rotations)
+        return self._rotations.pop()
+
     def _round(self, blocks: Pass) -> tuple[Round, str | None]:
         """Run a mirrored round, or one lone call of each arm; return it and what disturbed it."""
         order = list(blocks.batches)
         if not blocks.is_lone:
-            self.bound.random.shuffle(order)
+            order = self._next_rotation(order)
             order += reversed(order)  # mirrored: a steady drift affects all arms equally
         seconds: dict[str, list[float]] = {name: [] for name in order}
         self._problem = None
@@ -757,22 +767,24 @@ class Sampler:
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.
 
-        Their values are drawn between them in both cases. The arm in the middle of a round has one
-        block of each kind.
+        Values are drawn before all of them. The arm in the middle of a round has one block of each
+        kind; of the arm at its ends, all others have run before the second block.
         """
         if not self.renews or self.device.gpu is not None:
             return
         rounds = [round_ for replicate in replicates for round_ in replicate.rounds]
         arms = [rung.arms[r] for rung in self.ladder.rungs for r in COMPARED & rung.arms.keys()]
         for name in dict.fromkeys(arms):
-            twice = 2 * self.ladder.letter(name)
-            pairs = [r.seconds[name] for r in rounds if twice in r.order]
-            if len(pairs) < FEWEST_PAIRS:
+            letter = self.ladder.letter(name)
+            pairs = [r.seconds[name] for r in rounds if 2 * letter in r.order]
+            after_itself = sorted(second for _, second in pairs)
+            after_others = [first for first, _ in pairs]
+            after_others += (r.seconds[name][1] for r in rounds if r.order.endswith(letter))
+            if len(pairs) < FEWEST_PAIRS or len(after_others) < FEWEST_AFTER_OTHERS:
                 continue
-            after_others, after_itself = (sorted(kind) for kind in zip(*pairs, strict=True))
             noise = statistics.median(after_itself) / after_itself[0]
             is_, was = statistics.median(after_others), statistics.median(after_itself)
-            if after_others[0] > was and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
+            if min(after_others) > was and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
                 text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
                 self._slowed_baselines.setdefault(name, text)
 
