@@ -784,7 +784,8 @@ class Sampler:
                 continue
             noise = statistics.median(after_itself) / after_itself[0]
             is_, was = statistics.median(after_others), statistics.median(after_itself)
-            if min(after_others) > was and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
+            seldom_more = after_itself[3 * len(pairs) // 4]  # the most of them, if they are few
+            if min(after_others) > seldom_more and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
                 text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
                 self._slowed_baselines.setdefault(name, text)
 
