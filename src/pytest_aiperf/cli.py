@@ -124,7 +124,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add("--links", action="store_true", help="also try an all-reduce over all GPUs with NCCL")
     text = "with --bundle: also try each profiler on a matrix product"
     add("--capture", action="store_true", help=text)
-    text = "with --bundle: also run the command that follows `--`, and pack how it ended"
+    text = "with --bundle: also run the command after `--`; add its exit status and last output"
     add("--run", action="store_true", dest="runs_command", help=text)
     text = "interrupt the command after this time (default: never)"
     add("--deadline", metavar="SECONDS", type=float, default=math.inf, help=text)
@@ -184,7 +184,7 @@ def _add_capture(subcommands: Any) -> None:
     add("--kernel", metavar="REGEX", default="", help=text)
     text = "torch: only steps A to B-1 of a command's optimizer, counted from 0"
     add("--steps", metavar="A:B", type=_steps, default=(), help=text)
-    text = "ncu: kernels of a command to skip, of those that --nvtx and --kernel select"
+    text = "ncu: skip the first N kernels that --nvtx and --kernel select"
     add("--launch-skip", metavar="N", type=int, default=0, help=text)
     text = "ncu: kernels of a command to profile (default: that of the preset)"
     add("--launch-count", metavar="N", type=int, help=text)

@@ -59,7 +59,7 @@ def _seconds(text: str) -> float:
 _FLAG: Final = {"action": "store_true"}
 _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpu": {**_FLAG, "help": "measure the claims about the GPU"},
-    "cpu": {**_FLAG, "help": "measure the host claims, with --gpu as well as the others"},
+    "cpu": {**_FLAG, "help": "measure the claims about the host; with --gpu, measure all claims"},
     "quick": {
         **_FLAG,
         "help": "fewer replicates, wider intervals, no second attempt after a failure",
@@ -130,7 +130,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
         "default": [],
     },
     "aiperf_interpret": {
-        "help": "run Triton kernels in its interpreter without --gpu, also on machines with a GPU",
+        "help": "without --gpu, run Triton kernels in Triton's interpreter, even if there is a GPU",
         "type": "bool",
         "default": True,
     },

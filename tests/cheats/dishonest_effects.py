@@ -274,7 +274,7 @@ def an_answer_behind_bytes():
     return pair(lambda x: x * 2, lambda x: behind(x, len(x)), inputs=inputs, metric="wall")
 
 
-@marked("calls on different arrays: inputs.. gives one array as .*; give copies")
+@marked("calls on different arrays: inputs.. passes one array as .*; pass copies")
 def one_array_eight_times():
     return pair(
         lambda *arrays: [np.sort(x) for x in arrays],
@@ -318,7 +318,7 @@ def measured(optimized):
     }
 
 
-@marked("memory of child processes: optimized uses some", clock="host")
+@marked("memory of child processes that optimized starts", clock="host")
 def memory_of_a_child():
     def in_child(x):
         with tempfile.TemporaryFile() as file:
@@ -331,7 +331,7 @@ def memory_of_a_child():
     return measured(in_child)
 
 
-@marked("memory of child processes: optimized uses some", clock="host")
+@marked("memory of child processes that optimized starts", clock="host")
 def memory_of_a_child_that_stays():
     shared = []
 

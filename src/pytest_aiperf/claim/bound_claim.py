@@ -460,7 +460,7 @@ class BoundClaim:
         for names in paths.values():
             if len(names) > 1:
                 some = ", ".join(names[: agreement.NAMED_PATHS])
-                yield f"calls on different arrays: inputs() gives one array as {some}; give copies"
+                yield f"calls on different arrays: inputs() passes one array as {some}; pass copies"
 
     def check_seed(
         self, seed: int, shortcuts: agreement.Shortcuts | None = None

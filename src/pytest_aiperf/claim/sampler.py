@@ -738,8 +738,9 @@ class Sampler:
             if blocks[name] < blocks[base] and extra[name] > allowed:
                 alone, many = (si(s, "s") for s in (min(self._alone_s[name]), blocks[name]))
                 rung.suspicion = InvalidMeasurement(
-                    f"optimized takes {many} per call in a block, but {alone} alone, which is not "
-                    "so with the baseline: a call must do its own work only, and all of it"
+                    f"optimized takes {many} per call in a block, but {alone} in a call that is "
+                    "timed alone, and the baseline shows no such difference: each call must do all "
+                    "of its own work, and none of another call's"
                 )
         self._suspect_late_results()
 
@@ -816,7 +817,7 @@ class Sampler:
         for name, times in self._slowing_inputs.items():
             yield f"whether inputs() slows the baseline down: {name} took {times}"
         if self.large:
-            yield "results of timed calls: they are too large to keep, another seed was checked"
+            yield "results of timed calls: they are too large to keep, so another seed was checked"
         elif self._stuck:
             paths = {path for paths in self._stuck.values() for path in paths}
             labels = ", ".join(sorted(map(self.bound.effects.label, paths)))

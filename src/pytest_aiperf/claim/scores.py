@@ -75,8 +75,8 @@ class ScoreSampler:
         kind = score.unit, score.better
         if score.better not in ("higher", "lower") or kind != (first.unit, first.better):
             raise UsageError(
-                f"{name} gives {score.unit!r}, {score.better} is better, after a score in "
-                f"{first.unit!r}, {first.better} is better: all calls need one unit and "
+                f"{name} gives {score.unit!r} ({score.better} is better) after a score in "
+                f"{first.unit!r} ({first.better} is better): all calls need one unit and "
                 "'higher' or 'lower'"
             )
         return score, outputs, left, inputs[-1].seed

@@ -73,8 +73,8 @@ class SideEffects:
                 )
         for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
             yield (
-                f"copies of the result: {name} returns, in part, what its code refers to, and "
-                "whatever changes the result changes that; the baseline makes a new one"
+                f"copies of the result: {name} returns, in part, what its code refers to, so a "
+                "caller that changes the result changes that as well; the baseline's result is new"
             )
         yield from self._made_by_the_test()
         least = min(self._to_disk["baseline"], default=0)
@@ -98,7 +98,7 @@ class SideEffects:
         for name, starts in sorted(self._starts.items()):
             # a first call may start compilers; nothing is judged by the library's memory
             if name != "library" and (all(starts) or self._others[name].do_work()):
-                yield f"memory of child processes: {name} uses some"
+                yield f"memory of child processes that {name} starts"
 
     def _made_by_the_test(self) -> Iterator[str]:
         """Name library functions that were replaced, and slow settings that the test has made."""
