@@ -338,7 +338,7 @@ def memory_of_a_child_that_stays():
     def serve(x, result, asks, answers):
         try:
             while asks.poll(30) and asks.recv():
-                for _ in range(8):  # long enough for the clock of processes: it ticks every 10 ms
+                for _ in range(40):  # long enough for the clock of processes: it ticks every 10 ms
                     result[:] = three(x)
                 answers.send(1)
         finally:

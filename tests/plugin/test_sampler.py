@@ -593,7 +593,8 @@ def test_no_arm_can_tell_the_seeds_of_timed_inputs_from_the_first_ones():
         timing = measured(bound, STANDARD)
         seeds.append([replicate.seed for replicate in timing.replicates])
         assert len({*seeds[-1]}) == len(timing.replicates)
-    assert seeds[0] == seeds[1], "--reproducible"
+    both = min(map(len, seeds[:2]))  # how many replicates there are depends on the time they take
+    assert seeds[0][:both] == seeds[1][:both], "--reproducible"
     assert not {*seeds[0]} & {*seeds[2]}
 
 
