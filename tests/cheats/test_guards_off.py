@@ -152,7 +152,7 @@ def a_drift(_path, _patch):
     timed.device = SimpleNamespace(
         telemetry=test_validity.gpu_state, ranks=SimpleNamespace(all=bool)
     )
-    timed.calls = {"optimized": 1, "baseline": 1}
+    timed.calls, timed._rotations = {"optimized": 1, "baseline": 1}, []
     timed._idle, timed._state = validity.IdleTime(), test_validity.gpu_state()
     timed.ladder = SimpleNamespace(letter=lambda name: name[0])
     timed._time = lambda *_, **__: run()
