@@ -172,11 +172,12 @@ def test_an_arm_that_flips_a_global_switch_is_found(monkeypatch, arm):
 
 def test_rounds_are_mirrored_and_their_order_is_drawn():
     timing = measured(
-        a_bound_claim(library=doubling(150)), replace(STANDARD, min_replicates=8, max_replicates=8)
+        a_bound_claim(library=doubling(150)),
+        replace(STANDARD, min_replicates=16, max_replicates=16),
     )
     orders = [r.order for replicate in timing.replicates for r in replicate.rounds]
     assert all(order == order[::-1] and sorted(order) == sorted("ABCABC") for order in orders)
-    assert len(set(orders)) > 3
+    assert len(set(orders)) > 3  # rotations of one order are three
 
 
 def test_each_arm_has_each_place_equally_often():

@@ -558,7 +558,7 @@ class Sampler:
         )
 
     def _next_rotation(self, names: list[str]) -> list[str]:
-        """Order arms at random, so that in as many rounds each is once at every place."""
+        """Return the arms in random order; in as many rounds, each has every place once."""
         if not self._rotations:
             self.bound.random.shuffle(names)
             self._rotations = [names[i:] + names[:i] for i in range(len(names))]
@@ -768,8 +768,8 @@ class Sampler:
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.
 
-        Values are drawn before all of them. The arm in the middle of a round has one block of each
-        kind; of the arm at its ends, all others have run before the second block.
+        New values are drawn before each block. The arm in the middle of a round has one block of
+        each kind; before the second block of the arm at both ends, all others have run.
         """
         if not self.renews or self.device.gpu is not None:
             return
@@ -785,8 +785,8 @@ class Sampler:
                 continue
             noise = statistics.median(after_itself) / after_itself[0]
             is_, was = statistics.median(after_others), statistics.median(after_itself)
-            seldom_more = after_itself[3 * len(pairs) // 4]  # the most of them, if they are few
-            if min(after_others) > seldom_more and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
+            upper = after_itself[3 * len(pairs) // 4]  # quartile; of two or three, the largest
+            if min(after_others) > upper and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
                 text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
                 self._slowed_baselines.setdefault(name, text)
 
