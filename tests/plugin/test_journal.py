@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,10 +36,10 @@ def test_a_run_from_collection_to_results(run):
     manifest = journal.read_manifest(run.path)
     assert manifest.claims == {"a/one": "a/test_x.py::test_one", "a/two": "a/test_x.py::test_two"}
     run.journal("main").append(result("a/one"))
-    done = journal.complete(manifest, journal.read_journals(run.path)[0], "session budget")
+    done = journal.complete(manifest, journal.read_journals(run.path)[0], lambda _: "budget")
     assert [(r.claim, r.outcome, r.message) for r in done] == [
         ("a/one", Outcome.PASSED, ""),
-        ("a/two", Outcome.NOT_RUN, "session budget"),
+        ("a/two", Outcome.NOT_RUN, "budget"),
     ]
     assert (done[1].nodeid, done[1].run, done[1].started) == (
         "a/test_x.py::test_two",
@@ -127,7 +128,9 @@ def test_merging_is_idempotent_and_the_last_attempt_wins(run):
 
 def test_completing_leaves_one_outcome_each_and_drops_nothing():
     manifest = journal.Manifest("run", "2025", {"b": "t::b", "a": "t::a"})
-    done = journal.complete(manifest, [result("a"), result("stray"), result("a")], "killed")
+    done = journal.complete(
+        manifest, [result("a"), result("stray"), result("a")], lambda _: "killed"
+    )
     assert [(r.claim, r.outcome) for r in done] == [
         ("b", Outcome.NOT_RUN),
         ("a", Outcome.PASSED),
@@ -224,3 +227,28 @@ def test_latest_points_at_the_last_run_that_finished(tmp_path):
         journal.open_run(folder, name).finish({})
     journal.open_run(folder, "cut-short")
     assert (folder / "latest").resolve() == folder / "second"
+
+
+def test_phases_tell_what_claims_that_have_not_ended_were_doing(run):
+    phases = run.phases("gw0")
+    phases.append("a/one", "warming up")
+    phases.append("a/one", journal.ENDED)
+    before = time.time()
+    for phase in ("warming up", "waiting for GPU 0", "waiting for GPU 0"):
+        phases.append("a/two", phase)
+    run.phases("gw1").append("a/three", "building")
+    unfinished = journal.unfinished(run.path)
+    assert {claim: phase for claim, (phase, _) in unfinished.items()} == {
+        "a/two": "waiting for GPU 0",
+        "a/three": "building",
+    }
+    assert before <= unfinished["a/two"][1] <= time.time()
+    assert len(phases.path.read_text().splitlines()) == 4
+
+
+def test_phases_that_cannot_be_written_or_read_cost_nothing(run):
+    phases = run.phases("gw0")
+    phases.path.mkdir()
+    phases.append("a/one", "warming up")
+    (run.path / "phases-gw1-1.jsonl").write_text('{"time": 1.0, "claim": "a/two", "phase"')
+    assert journal.unfinished(run.path) == {}

@@ -174,6 +174,8 @@ def test_an_interrupted_run_lists_finished_and_missing_claims(project, workers, 
     check_kept(project)
     outcomes = [r["outcome"] for r in project.results().values()]
     assert (outcomes.count("PASSED"), outcomes.count("NOT_RUN")) == (3, 3)
+    reasons = [r["message"] for r in project.results().values() if r["outcome"] == "NOT_RUN"]
+    assert any(re.fullmatch(r"interrupted after \d+ s of: starting", reason) for reason in reasons)
     out = (project.path / "out").read_text()
     assert "expectations: untouched, the session was interrupted" in out
     assert "INTERNALERROR" not in out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.machine import environment
@@ -69,6 +71,10 @@ class Run:
         """Return the journal of this process."""
         return Journal(self.path / f"journal-{worker}-{os.getpid()}.jsonl")
 
+    def phases(self, worker: str) -> Phases:
+        """Return the log of what this process's claims are doing."""
+        return Phases(self.path / f"phases-{worker}-{os.getpid()}.jsonl")
+
     def finish(self, document: Mapping[str, Any]) -> Path:
         """Write results.json, then point the link ``latest`` at this run."""
         path = self.path / "results.json"
@@ -116,6 +122,42 @@ class Journal:
                 sync(self.path.parent)
 
 
+@dataclass(slots=True)
+class Phases:
+    """The file in which a process logs each phase of its claims, with the time at which it began.
+
+    It tells what a claim was doing when a run was interrupted, and what claims waited for.
+    """
+
+    path: Path
+    _last: tuple[str, str] = ("", "")
+
+    def append(self, claim: str, phase: str) -> None:
+        """Log a phase, unless it is the last one; an error is ignored: nothing depends on it."""
+        if (claim, phase) != self._last:
+            self._last = claim, phase
+            line = dumps({"time": time.time(), "claim": claim, "phase": phase}, claim)
+            with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+ENDED: Final = "ended"  #: The phase that ends a claim.
+
+
+def unfinished(folder: Path) -> dict[str, tuple[str, float]]:
+    """Return the last phase, and the time at which it began, of claims that have not ended.
+
+    The keys are ids of claims; that of a ladder stands for all of its rungs.
+    """
+    found: dict[str, tuple[str, float]] = {}
+    for path in folder.glob("phases-*.jsonl"):
+        with suppress(OSError, ValueError, KeyError):  # a line that a crash left incomplete
+            for line in path.read_text(encoding="utf-8").splitlines():
+                entry = loads(line, "")
+                found[entry["claim"]] = entry["phase"], entry["time"]
+    return {claim: last for claim, last in found.items() if last[0] != ENDED}
+
+
 def read_journals(folder: Path) -> tuple[list[Result], int]:
     """Read the journals of a run: each claim's last result, and the number of incomplete lines.
 
@@ -156,17 +198,20 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError(f"{path}: {error}; run again") from error
 
 
-def complete(manifest: Manifest, results: Iterable[Result], reason: str) -> list[Result]:
+def complete(
+    manifest: Manifest, results: Iterable[Result], reason: Callable[[str], str]
+) -> list[Result]:
     """Return exactly one result per collected claim, in collection order.
 
-    A claim without a result gets the outcome NOT_RUN, with ``reason`` as its message. Results of
-    claims that the manifest does not list come last.
+    A claim without a result gets the outcome NOT_RUN, with the ``reason`` for its id in the run as
+    its message. Results of claims that the manifest does not list come last.
     """
-    lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0, message=reason)
+    lost = partial(Result, title="", outcome=Outcome.NOT_RUN, key="", seed=0)
     completed = {
         name: lost(
             claim=name.removesuffix(ranks_suffix(nodeid)),
             nodeid=nodeid,
+            message=reason(name),
             run=manifest.run,
             started=manifest.started,
         )

@@ -27,7 +27,7 @@ from pytest_aiperf.machine import gpu_memory, isolation, requirements
 from pytest_aiperf.machine.file_lock import locked
 from pytest_aiperf.machine.gpu_lock import continue_compilers
 from pytest_aiperf.model import Gpu, Outcome, Result
-from pytest_aiperf.records import results
+from pytest_aiperf.records import journal, results
 from pytest_aiperf.records.consistency import contradiction
 from pytest_aiperf.report import terminal
 from pytest_aiperf.rules import stats
@@ -122,6 +122,7 @@ class Runner:
         self.settings = session.settings
         self.ladders: dict[str, list[pytest.Item]] = {}  # the rungs of each rung's ladder
         self.terminal: Any = None  # None on an xdist worker
+        self.phases = session.run.phases(self.settings.worker) if session.run else None
         self.noise_shown = False
         self.waited: set[str] = set()  #: Claims whose wait was printed.
         self.expected: set[str] = set()  # nodeids of claims that failed as expected (xfail)
@@ -328,12 +329,15 @@ class Runner:
             elif live is not None:
                 live.show({**message, "claim": claim})
                 self._show_wait(claim, message)
+                self._log(claim, str(message.get("phase", "")))
 
+        self._log(claim, "starting")
         ended = isolation.supervise(
             lambda channel: self._run_in_child(items, channel),
             deadline_s=self.settings.deadline_s,
             on_message=receive,
         )
+        self._log(claim, journal.ENDED)
         if ended.status != "exited":
             continue_compilers()  # the claim may have paused some when it was killed
         how = isolation.describe(ended)
@@ -345,6 +349,10 @@ class Runner:
             reports = measured[only.nodeid].reports
             reports[:] = [r for r in reports if r.when == "setup"] + [lost]
         return measured, how
+
+    def _log(self, claim: str, phase: str) -> None:
+        if self.phases is not None and phase:  # other messages than of phases come, too
+            self.phases.append(claim, phase)
 
     def _show_wait(self, claim: str, message: isolation.Message) -> None:
         """Print that a claim waits for another one, where no live line shows it; once per claim."""

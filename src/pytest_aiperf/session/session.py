@@ -242,7 +242,14 @@ class Session:
                     os.kill(int(path.read_text()), signal.SIGTERM)
         finished, torn = journal.read_journals(self.run.path)
         reason = "interrupted" if interrupted else "stopped at a failure" if stopped else LOST
-        results = journal.complete(journal.read_manifest(self.run.path), finished, reason)
+        doing = journal.unfinished(self.run.path) if interrupted else {}
+        now = time.time()
+
+        def why(claim: str) -> str:
+            phase, since = doing.get(claim) or doing.get(claim.partition("[")[0]) or ("", now)
+            return f"{reason} after {now - since:.0f} s of: {phase}" if phase else reason
+
+        results = journal.complete(journal.read_manifest(self.run.path), finished, why)
         self.results = {r.nodeid: r for r in results}
         if torn:
             self.closing.append(f"{torn} incomplete journal line(s) ignored")
