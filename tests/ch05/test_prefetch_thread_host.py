@@ -12,7 +12,9 @@ the library arm can beat the thread.
 The library arm needs no thread: it announces the next block to the kernel before it hashes this one
 (posix_fadvise with POSIX_FADV_WILLNEED), which starts the reading and returns. This hides the
 waiting for the disk, but the hashing thread itself still reserves the pages and copies the block
-out of the page cache. The reader thread hides that as well, and needs another core for it.
+out of the page cache. The reader thread hides that as well, and needs another core for it: on a
+host with 32 CPUs the library arm takes 1.3 times as long (1.06 to 1.58), and on one with two cores,
+which other work shared, it won.
 
 The limit is (read + hash) / max(read, hash), less the first read, which nothing hides: 1.85x for 12
 blocks if both stages take equally long. The gain ends where one stage is several times longer than

@@ -11,8 +11,9 @@ predict.
 elements: the branch is mispredicted at most every tenth time, and the gain is smaller. "sorted"
 shows where the gain ends: the same data as in "half", but sorted, so that the branch goes one way
 for the first half and the other way for the second. The prediction is wrong about once, and the
-branchless loop may even lose, because it stores every element: it is only required to take at most
-1.67 times as long, and no bound tests that its gain has ended. Unsorted data of which almost all or
+branchless loop may even lose, because it stores every element. On a host with 32 CPUs it takes 1.12
+times as long (1.00 to 1.26). It is only required to take at most 1.43 times as long, and no bound
+tests that its gain has ended. Unsorted data of which almost all or
 almost no elements are kept are predicted as well. If the skipped work is more than one store, the
 branch even wins there.
 
