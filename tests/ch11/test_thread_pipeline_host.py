@@ -6,11 +6,11 @@ another computes the spectrum of recording i, on a second core. A bounded queue 
 connects the stages: the slower stage sets the pace, and a fast first stage cannot fill the memory.
 Of 24 recordings, only the first is decompressed while the other stage waits.
 
-The limit is the sum over the maximum of the stage times, 2x where they are equal, as they
-nearly are here: on a host with 32 CPUs the gain was 1.8x, and 1.7 cores were busy. It needs two free
-cores and single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm would
-already use all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do items
-of a few microseconds, which is what a queue operation costs.
+The limit is the sum over the maximum of the stage times, 2x where they are equal, as they nearly
+are here: on a host with 32 CPUs the gain was 1.8x, and 1.7 cores were busy. It needs two free cores
+and single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm would already
+use all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do items of a few
+microseconds, which is what a queue operation costs.
 """
 
 import threading

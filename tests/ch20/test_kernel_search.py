@@ -8,10 +8,10 @@ reads its row from memory again. One pass that keeps the row in registers moves 
 of the bytes, which limits the gain. So do two passes with hints, if the second one finds the row in
 the L2 cache; the kernels that torch.compile generates are of this kind. The list of candidates
 contains all variants from the start: the claim is that the search selects a good one and rejects
-wrong ones, not that it invents it. On an H100 the results
-reach 97 % of the rate of a copy. They are as fast as torch.compile, the library arm, within 2 %;
-only for log_softmax it is 13 % slower, and on an H200 for softmax 17 %. Where the rows in flight fit in the L2
-cache, a second pass costs little and there is little to find.
+wrong ones, not that it invents it. On an H100 the results reach 97 % of the rate of a copy. They
+are as fast as torch.compile, the library arm, within 2 %; only for log_softmax it is 13 % slower,
+and on an H200 for softmax 17 %. Where the rows in flight fit in the L2 cache, a second pass costs
+little and there is little to find.
 
 A search finds whatever its judge accepts, so the judge must be strict. It compares each candidate
 with fp64 on fresh inputs, times all candidates of a generation in the same mirrored rounds, and

@@ -715,14 +715,29 @@ def row_of_numbers(bench):
     return (np.random.default_rng(bench.seed).random(32),)
 
 
-@cheat("optimized returns lists or dicts that appear 7 times more, the baseline's 0 times")
+REPEATED = "optimized returns lists, dicts or dataclasses that appear 7 times more"
+
+
+@cheat(f"{REPEATED}, the baseline's 0 times")
 def one_list_for_many_rows():
     rows = lambda x: [(x * 2).tolist() for _ in range(8)]
     one = lambda x: [(x * 2).tolist()] * 8
     return pair(rows, one, inputs=row_of_numbers, reference=lambda x: [x + x] * 8)
 
 
-@cheat("optimized returns lists or dicts that appear 7 times more")
+@dataclass
+class Row:
+    total: float
+
+
+@cheat(REPEATED)
+def one_dataclass_for_equal_rows():
+    rows = lambda x: [Row(float(x.sum())) for _ in range(8)]
+    one = lambda x: [Row(float(x.sum()))] * 8
+    return pair(rows, one, inputs=row_of_numbers, reference=lambda x: [Row(float(sum(x)))] * 8)
+
+
+@cheat(REPEATED)
 def one_list_in_many_dicts():
     def shared(x):
         row = (x * 2)[:4].tolist()

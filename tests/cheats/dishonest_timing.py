@@ -111,6 +111,23 @@ def where_the_destination_is_not_sorted_prepared():
     return SORT_INTO | {"optimized": prepared(make)}
 
 
+@cheat(WRONG, clock="host")
+def a_destination_that_is_not_cleared():
+    """The baseline clears it by arithmetic, which NaN would survive."""
+
+    def inputs(bench):
+        return np.random.default_rng(bench.seed).random(N), np.zeros(N)
+
+    def cleared(x, out):
+        out *= 0
+        out += np.sort(x)
+
+    def arm(x, out):
+        out += np.sort(x)
+
+    return SORT_INTO | {"inputs": inputs, "baseline": cleared, "optimized": arm}
+
+
 @cheat(f"{WRONG}|{ALONE}")
 def where_the_destination_is_nan_on_the_gpu():
     """The device that simulates a GPU replays captured calls, whose inputs stay in place."""
@@ -620,6 +637,16 @@ def sleeps_that_end_late():
     slack = Path("/proc/self/timerslack_ns")
     usual = slack.read_text()
     return leaving(lambda: slack.write_text("30000000"), lambda: slack.write_text(usual))
+
+
+@cheat(SETTINGS + "hundreds of folders in sys.path", clock="host")
+def imports_that_search_many_folders():
+    def arm(x):
+        if len(sys.path) < 1000:
+            sys.path.extend(f"/nowhere/{i}" for i in range(1000))
+        return np.sort(x)
+
+    return SORT | {"optimized": arm}
 
 
 @cheat(SETTINGS + "sys.getswitchinterval", clock="host")

@@ -446,6 +446,18 @@ def one_tuple_for_many_rows():
     return arms(rows, lambda x: [tuple((x * 2).tolist())] * 8, **words)
 
 
+@dataclass(frozen=True)
+class Row:
+    total: float
+
+
+@honest()
+def one_frozen_dataclass_for_equal_rows():
+    words = {"inputs": row_of_numbers, "reference": lambda x: [Row(float(sum(x)))] * 8}
+    rows = lambda x: [Row(float(x.sum())) for _ in range(8)]
+    return arms(rows, lambda x: [Row(float(x.sum()))] * 8, **words)
+
+
 @honest()
 def views_of_bytes_in_both_arms():
     return arms(lambda b: np.frombuffer(b[0]), inputs=bytes_of(bytes), reference=lambda b: b[1])

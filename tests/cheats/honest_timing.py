@@ -54,6 +54,15 @@ def a_destination_that_is_zeroed_first():
 
 
 @honest(clock="host")
+def a_destination_that_is_cleared_in_another_way():
+    def cleared(x, out):
+        out *= 0
+        out += np.sort(x)
+
+    return SORT_INTO | {"baseline": cleared, "optimized": sort_into}
+
+
+@honest(clock="host")
 def a_destination_and_a_result():
     def both(x, out):
         sort_into(x, out)

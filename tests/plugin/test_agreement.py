@@ -104,8 +104,38 @@ def test_many_tensors_of_one_argument_are_checked_together():
     effects = infer_effects(call, make)
     assert len(effects.mutated) == 42
     assert set(effects.write_only) == {f"args[1][{i}]" for i in range(20)} | {"args[2][1]"}
-    # one finds what is changed, one is for each argument, and two are for the short mixed one
-    assert len(calls) == 1 + 3 + 2
+    # one finds what is changed, and one is for each argument. Of the two that are not written only,
+    # each takes another, with finite values, and two are for the short mixed one
+    assert len(calls) == 1 + 3 + 2 + 2
+
+
+def accumulate_after_clearing(a, out):
+    out *= 0
+    out += a
+
+
+def keep_the_smaller(a, out):
+    np.minimum(a, out, out=out)
+
+
+def keep_the_larger(a, out):
+    np.maximum(a, out, out=out)
+
+
+@pytest.mark.parametrize(
+    ("call", "cleared"),
+    [(accumulate_after_clearing, ("args[1]",)), (keep_the_smaller, ()), (keep_the_larger, ())],
+)
+def test_what_a_call_clears_by_arithmetic_is_given_finite_values(call, cleared):
+    def make():
+        return np.random.default_rng(0).random(8), np.random.default_rng(1).random(8)
+
+    effects = infer_effects(call, make)
+    assert (effects.write_only, effects.cleared) == (cleared, cleared)
+    args = make()
+    effects.poison(args)
+    assert (args[1] == 256).all() == bool(cleared)
+    assert (args[0] < 1).all()
 
 
 def test_integers_that_inputs_set_are_not_poisoned():
@@ -610,6 +640,10 @@ UNCOMPARED = {
     "text": (lambda: "text", "str"),
     "an array of text": (lambda: np.array(["text"]), "ndarray of <U4"),
     "bytes": (lambda: b"bytes", "bytes"),
+    "a large integer": (
+        lambda: [*range(99), 2**64],
+        "list, whose element 99 has more than 64 bits,",
+    ),
 }
 
 

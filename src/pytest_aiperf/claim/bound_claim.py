@@ -299,7 +299,7 @@ class BoundClaim:
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
         inputs.overwrite_in_place(self.make_inputs(inputs.seed))
-        tensors.poison(inputs.args, self.effects.write_only)
+        self.effects.poison(inputs.args)
         return call
 
     def check_arguments(self, name: str, args: Args) -> None:
@@ -526,7 +526,7 @@ class BoundClaim:
         deviate by more than ``MAX_ROUNDING``. Changes ``inputs``. Return [] if the reference fails.
         """
         tensors.nudge(inputs.args)
-        tensors.poison(inputs.args, self.effects.write_only)
+        self.effects.poison(inputs.args)
         try:
             returned = self.claim.reference(*inputs.args)
         except Exception:  # noqa: BLE001  the changed inputs may be out of its domain
@@ -555,7 +555,7 @@ class BoundClaim:
 
     def result_of(self, name: str, inputs: Inputs) -> list[NamedTensor]:
         """Call an arm, and copy the tensors that it returned or changed."""
-        tensors.poison(inputs.args, self.effects.write_only)
+        self.effects.poison(inputs.args)
         returned = self.prepare(name, inputs)(*inputs.args)
         self.device.synchronize()
         return self.output_copies(returned, inputs)

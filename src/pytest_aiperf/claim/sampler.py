@@ -356,7 +356,7 @@ class Sampler:
         for i in range(len(arm.inputs), self.sets):
             shared = self.large and others
             inputs = others[0].inputs[0] if shared else self._make_inputs(seed + i)
-            tensors.poison(inputs.args, self.bound.effects.write_only)
+            self.bound.effects.poison(inputs.args)
             arm.functions.append(self.ladder.prepare(arm.name, inputs))
             arm.inputs.append(inputs)
         return arm
@@ -698,7 +698,7 @@ class Sampler:
                 del inputs
                 arm.inputs[i] = Inputs((), (), seed)  # frees them before new ones are made
                 arm.inputs[i] = self._make_inputs(seed)
-                tensors.poison(arm.inputs[i].args, self.bound.effects.write_only)
+                self.bound.effects.poison(arm.inputs[i].args)
             elif is_prepared:
                 arm.values[i] = seed
             else:

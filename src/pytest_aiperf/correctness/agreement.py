@@ -99,6 +99,9 @@ below the third figure is never reported: in fp64, the reference has such errors
 MAX_SINGLE_CHECKS = 4
 """Tensors of one argument that are checked one by one for being written only, unless all are. More
 count as read: a training step changes each of hundreds of parameters, and each check is a call."""
+FINITE = 256.0
+"""What is written into arrays that a call clears by arithmetic: NaN would stay there. Formats of 8
+bits can hold it as well."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
@@ -131,7 +134,8 @@ class ArgumentEffects:
     """What the baseline does to its arguments."""
 
     mutated: tuple[str, ...] = ()  #: Paths of the arguments' leaves that the baseline changes.
-    write_only: tuple[str, ...] = ()  #: Paths in ``mutated`` that the baseline never reads.
+    write_only: tuple[str, ...] = ()
+    """Paths in ``mutated`` that the baseline never reads, or only to clear them."""
     names: tuple[str, ...] = ()  #: Names of the parameters, for messages.
     returned: int | None = field(default=None, compare=False)
     """How many values the baseline returns that are none of the changed arguments."""
@@ -141,11 +145,18 @@ class ArgumentEffects:
     """Positions of arguments in which the baseline changes bytes, texts, sets or queues."""
     objects: tuple[int, ...] = ()
     """Positions of arguments in which it changes attributes of objects."""
+    cleared: tuple[str, ...] = ()
+    """Paths in ``write_only`` that it clears by arithmetic, as in ``out *= 0``."""
 
     @property
     def updates(self) -> bool:
         """Whether a call reads an argument that it changes: a second call has another result."""
         return bool(self.exact or set(self.mutated) - set(self.write_only))
+
+    def poison(self, args: Args) -> None:
+        """Fill the arrays whose values must not matter with wrong ones."""
+        tensors.poison(args, set(self.write_only) - set(self.cleared))
+        tensors.poison(args, self.cleared, FINITE)
 
     def label(self, path: str) -> str:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
@@ -245,7 +256,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
     del before, arrays, leaves
     held = [contents.read(arg) for arg in inputs.args]
-    returned, mutated = _run(prepare, inputs, ArgumentEffects())
+    returned, mutated = _run(prepare, inputs, ArgumentEffects(), lambda _: None)
     pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
     effects = ArgumentEffects(
         mutated,
@@ -267,31 +278,38 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
             "(structured arrays are not compared): return a result as well"
         )
 
-    def are_write_only(*paths: str) -> bool:
-        inputs = _make_filled(make)
+    def do_not_matter(paths: Sequence[str], *values: float) -> bool:
+        """Whether the result stays the same if these arrays are filled with each of the values."""
         try:
-            returned, _ = _run(prepare, inputs, replace(effects, write_only=paths))
-            result = outputs_of(returned, inputs.args, effects)
-            judge({"baseline": compare(result, expected)}, expected)
+            for value in values:
+                inputs = _make_filled(make)
+                poison = partial(tensors.poison, paths=paths, value=value)
+                returned, _ = _run(prepare, inputs, effects, poison)
+                result = outputs_of(returned, inputs.args, effects)
+                judge({"baseline": compare(result, expected)}, expected)
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
             return False
         return True
 
     poisonable = [p for p in mutated if p in candidates]
     write_only: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
     for _, group in itertools.groupby(poisonable, key=lambda p: p.partition("]")[0]):
         paths = tuple(group)
-        if are_write_only(*paths):
+        if do_not_matter(paths, math.nan):
             write_only += paths
+        elif do_not_matter(paths, FINITE, -FINITE):
+            cleared += paths
         elif 1 < len(paths) <= MAX_SINGLE_CHECKS:
-            write_only += tuple(p for p in paths if are_write_only(p))
+            write_only += tuple(p for p in paths if do_not_matter([p], math.nan))
+    write_only += cleared
     unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
     if unseeded_names:
         raise UsageError(
             f"inputs() gives different values for the same seed: {', '.join(unseeded_names)} "
             f"({UNSEEDED})"
         )
-    return replace(effects, write_only=write_only)
+    return replace(effects, write_only=write_only, cleared=cleared)
 
 
 def _make_filled(make: Callable[[], Any]) -> Any:
@@ -323,16 +341,16 @@ def _may_poison(array: Any) -> bool:
 
 
 def _run(
-    prepare: Prepare, inputs: Inputs, effects: ArgumentEffects
+    prepare: Prepare, inputs: Inputs, effects: ArgumentEffects, poison: Callable[[Args], object]
 ) -> tuple[object, tuple[str, ...]]:
-    """Call an arm on inputs whose write-only arguments are poisoned.
+    """Call an arm on inputs after ``poison`` has changed its arguments.
 
     Return what it returned, and the paths of arguments that it changed but ``effects.mutated``
     lacks. Garbage collection is off: destroying a CUDA graph would break a capture in progress.
     """
     with gc_disabled():
         call = prepare(inputs)
-        tensors.poison(inputs.args, effects.write_only)
+        poison(inputs.args)
         before = tensors.fingerprint(inputs.args, effects.mutated)
         returned = call(*inputs.args)
     return returned, tensors.changed(before, inputs.args, effects.mutated)
@@ -404,7 +422,7 @@ def collect(
 
     def expected_outputs() -> list[Expected]:
         inputs = make()
-        tensors.poison(inputs.args, effects.write_only)
+        effects.poison(inputs.args)
         return expect(reference(*inputs.args))
 
     expected = expected_outputs() if effects.nbytes > kept_bytes else None
@@ -417,7 +435,7 @@ def collect(
     changes: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for arm in sorted(arms, key=_turn, reverse=True):
         inputs = make()
-        returned, changed = _run(arms[arm], inputs, effects)
+        returned, changed = _run(arms[arm], inputs, effects, effects.poison)
         changes[arm] = changed, effects.not_compared(changed, inputs.args)
         _refuse_lazy_copies(arm, returned)
         outputs = outputs_of(returned, inputs.args, effects)
@@ -550,7 +568,7 @@ class _Form:
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
     read_only: Sequence[bool]  #: Whether an output's memory cannot be written.
     shared_bytes: int  #: Bytes that returned arrays have in common.
-    repeats: int  #: How often returned lists and dicts appear again.
+    repeats: int  #: How often returned lists, dicts and dataclasses appear again.
 
 
 def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
@@ -617,8 +635,9 @@ def _compare_forms(
                 )
         if form.repeats > base.repeats:
             raise WrongResult(
-                f"{arm} returns lists or dicts that appear {form.repeats:,} times more, the "
-                f"baseline's {base.repeats:,} times: whatever changes one must copy it first"
+                f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
+                f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
+                "first"
             )
 
 
@@ -917,6 +936,8 @@ def _numbers(value: Any) -> Any:
         kind = type(value).__name__
         if (type(value).__module__, kind) == ("numpy", "ndarray"):  # no other is asked for it
             kind += f" of {value.dtype}"
+        large = tensors.large_number(value)
+        kind += "" if large is None else f", whose element {large} has more than 64 bits,"
         raise UsageError(
             f"a result of type {kind} cannot be compared: return numbers of up to 64 bits, or "
             "plain, dense arrays of them (of a structured array, its fields)"

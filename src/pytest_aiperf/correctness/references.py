@@ -88,7 +88,7 @@ class References:
                 yield place, scope[place[1]]
 
     def holds(self, result: object) -> bool:
-        """Whether arrays, lists or dicts in a result were, in part, there before the first call."""
+        """Whether arrays or containers in a result were, in part, there before the first call."""
         if tensors.containers(result).keys() & self._lists:
             return True
         arrays = (leaf for _, leaf in tensors.walk(result, "result") if tensors.backend_of(leaf))

@@ -70,6 +70,11 @@ def fields(value: object) -> dict[str, Any] | None:
     return found
 
 
+def is_open_dataclass(value: object) -> bool:
+    """Whether an object is of a dataclass whose fields can be assigned."""
+    return fields(value) is not None and not _in_class(type(value), "__dataclass_params__").frozen
+
+
 def items(value: dict[Any, Any]) -> list[tuple[str, Any, Any]]:
     """Return label, key and value of each item of a dict, in the order of the labels."""
     labelled = [(_label(key, i), key, item) for i, (key, item) in enumerate(dict.items(value))]

@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -177,6 +178,13 @@ def is_number_list(value: Any) -> bool:
     if not stored.is_one_of(type(value), (list, tuple)) or len(value) <= MANY:
         return False
     return {*map(id, map(type, value))} <= _number_types("ml_dtypes" in sys.modules)
+
+
+def large_number(value: Any) -> int | None:
+    """Return the position of the first integer in a list or tuple that 64 bits cannot hold."""
+    items = value if stored.is_one_of(type(value), (list, tuple)) else ()
+    large = (i for i, x in enumerate(items) if type(x) is int and not -(2**63) <= x < 2**64)
+    return next(large, None)
 
 
 def _is_number(value: Any) -> bool:
@@ -489,12 +497,12 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
 
 
 def containers(value: Any) -> Counter[int]:
-    """Count how often each list and dict appears in a value, by id; tuples cannot be changed."""
+    """Count how often each container that can be changed appears in a value, by id."""
     counts: Counter[int] = Counter()
     rest = [value]
     while rest:
         item = rest.pop()
-        if issubclass(type(item), (list, dict)):
+        if issubclass(type(item), (list, dict)) or stored.is_open_dataclass(item):
             counts[id(item)] += 1
             if counts[id(item)] > 1:
                 continue
@@ -503,7 +511,7 @@ def containers(value: Any) -> Counter[int]:
 
 
 def repeated_containers(value: Any) -> int:
-    """Return how often lists and dicts in a value appear again."""
+    """Return how often lists, dicts and dataclasses in a value appear again."""
     counts = containers(value)
     return counts.total() - len(counts)
 
@@ -571,7 +579,8 @@ def alike(first: Args, second: Args) -> bool:
 
 def _equal(first: object, second: object) -> bool:
     try:
-        return first is second or bool(first == second)
+        with warnings.catch_warnings(action="ignore"):  # scipy's sparse arrays are slow to compare
+            return first is second or bool(first == second)
     except Exception:  # noqa: BLE001  any class may define ==
         return False
 
@@ -660,8 +669,11 @@ def changed(
     return tuple(p for p in dict.fromkeys((*now, *before)) if p not in left_out)
 
 
-def poison(args: Args, paths: Collection[str]) -> None:
-    """Fill the arrays at these paths with wrong values, but not the memory around a view."""
+def poison(args: Args, paths: Collection[str], value: float = math.nan) -> None:
+    """Fill the arrays at these paths with wrong values, but not the memory around a view.
+
+    ``value`` is that of arrays of real and complex numbers.
+    """
     for array in (a for p, a in (arrays(args) if paths else {}).items() if p in paths):
         if dtype(array) == "bool":
             for _, index in _slabs(tuple(array.shape), chunk(array)):
@@ -672,7 +684,7 @@ def poison(args: Args, paths: Collection[str]) -> None:
             bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
             as_int_bits(array)[...] = bits
         else:
-            backend_of(array).as_real_view(array)[...] = math.nan
+            backend_of(array).as_real_view(array)[...] = value
 
 
 @dataclasses.dataclass(slots=True)
