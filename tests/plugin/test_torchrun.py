@@ -337,6 +337,32 @@ def test_the_first_rank_that_fails_gives_the_message(tmp_path, exits, launcher, 
     assert [result.message for result in combined.results] == [combined.message]
 
 
+def test_a_missed_deadline_tells_what_each_rank_was_doing(tmp_path):
+    for rank, line in ((0, 57), (1, 63)):
+        (tmp_path / f"rank-{rank}.trace").write_text(
+            'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 1 in wait\n\n'
+            "Current thread 0x2 (most recent call first):\n"
+            '  File "/lib/site-packages/torch/c10d.py", line 9 in barrier\n'
+            f'  File "/course/test_p2p.py", line {line} in staged\n'
+        )
+    (tmp_path / "rank-1.phase").write_text("checking results")
+    job = torchrun.RankJob(str(tmp_path), (BLANK,))
+    combined = torchrun._combine_exits(job, 2, launcher_exit("timeout"))
+    assert combined.message.endswith(
+        "; rank 0: in barrier (c10d.py:9), in staged (test_p2p.py:57)"
+        "; rank 1: checking results, in barrier (c10d.py:9), in staged (test_p2p.py:63)"
+    )
+
+
+def test_a_rank_keeps_its_last_phase_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torchrun.faulthandler, "register", lambda *_, **__: None)
+    rank = torchrun.Rank(torchrun.RankJob(str(tmp_path), (BLANK,)))
+    rank.receive("working", phase="building inputs")
+    rank.receive("step")
+    assert (tmp_path / "rank-1.phase").read_text() == "building inputs"
+
+
 def test_a_skip_in_the_ranks_is_a_skip(tmp_path):
     for rank in (0, 1):
         rank_exit = torchrun.RankExit(message="no such library", is_cause=True, skipped=True)

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -107,7 +108,8 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
         if len(exits) == count and launcher.status == "exited" and launcher.code == 0:
             return exits[0]
         others = "".join(f"; rank {rank}: {e.message}" for _, _, rank, e in sorted(failures)[:1])
-        return _failed(job, isolation.describe(launcher) + others)
+        seen = [_last_seen(job, rank) for rank in range(count) if rank not in exits]
+        return _failed(job, isolation.describe(launcher) + others + "".join(seen))
     _, _, rank, first = min(failures)
     if first.skipped:
         return first
@@ -115,6 +117,22 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
     if len(first.results) != 1 or first.results[0].outcome is Outcome.PASSED:
         return _failed(job, message, is_cause=first.is_cause)  # failed before or after measuring
     return replace(first, message=message, results=(replace(first.results[0], message=message),))
+
+
+def _last_seen(job: RankJob, rank: int) -> str:
+    """Return what a rank was doing when it was stopped, from its phase and its trace.
+
+    Of the trace these are the innermost function and the innermost one that no library defines:
+    they show where ranks wait for each other.
+    """
+    phase, trace = (Path(job.scratch, f"rank-{rank}.{end}") for end in ("phase", "trace"))
+    doing = [phase.read_text()] if phase.exists() else []
+    _, _, main = trace.read_text().rpartition("Current thread") if trace.exists() else ("", "", "")
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', main)
+    own = [frame for frame in frames if "/site-packages/" not in frame[0]]
+    for file, line, name in dict.fromkeys([*frames[:1], *own[:1]]):
+        doing.append(f"in {name} ({Path(file).name}:{line})")
+    return f"; rank {rank}: {', '.join(doing)}" if doing else ""
 
 
 def _failed(job: RankJob, message: str, *, is_cause: bool = False) -> RankExit:
@@ -137,7 +155,9 @@ class Rank:
         faulthandler.register(signal.SIGTERM, self._trace, chain=True)
 
     def receive(self, kind: str, **payload: Any) -> None:
-        """Keep the claims' results; ignore the other messages that they send, such as progress."""
+        """Keep the claims' results, and their last phase in a file."""
+        if phase := payload.get("phase"):
+            self._file.with_suffix(".phase").write_text(phase)
         if kind == "result":
             result = from_json(Result, payload["result"])
             self._exit = replace(self._exit, results=(*self._exit.results, result))
