@@ -131,7 +131,7 @@ def _parser(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, str]]:
     add = _command(subcommands, ceilings)
     add("--fresh", action="store_true", help="measure again, even if a measurement is cached")
     add("--links", action="store_true", help="also survey the links: each pair of GPUs, all sizes")
-    text = "also write the ceilings as JSON, with the GPU's model but not its UUID"
+    text = "also write the limits as JSON, with the GPU's model but not its UUID"
     add("--json", metavar="FILE", type=Path, help=text)
     _add_capture(subcommands)
     _add_views(subcommands)
@@ -718,7 +718,7 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def clean(given: argparse.Namespace) -> int:
-    """Remove the plugin's builds, ceilings, runs and profiles.
+    """Remove the plugin's builds, measured limits, runs and profiles.
 
     Runs and profiles are removed below the current folder only. Accepted results and symbolic
     links stay. Do not run it while a session measures.

@@ -78,7 +78,8 @@ class Work:
     written: float = 0.0  #: Bytes that a call must write to device memory: each output once.
     flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
-    """Precision of the flops: the name of a ceiling, such as "fp32", "tf32", "bf16" or "fp8"."""
+    """Precision of the flops: "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_e5m2", "nvfp4" or
+    "int8". No limit is measured for "fp8_e5m2" and "nvfp4", so such work has no share of one."""
 
     @property
     def bytes(self) -> float:

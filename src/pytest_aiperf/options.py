@@ -59,7 +59,7 @@ def _seconds(text: str) -> float:
 _FLAG: Final = {"action": "store_true"}
 _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpu": {**_FLAG, "help": "measure the claims about the GPU"},
-    "cpu": {**_FLAG, "help": "measure the claims about the host; with --gpu, measure all claims"},
+    "cpu": {**_FLAG, "help": "measure the host claims; with --gpu, measure all claims"},
     "quick": {
         **_FLAG,
         "help": "fewer replicates, wider intervals, no second attempt after a failure",
