@@ -124,11 +124,43 @@ def test_a_large_claim_is_not_overtaken_by_small_ones_forever(claim, monkeypatch
     monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
     first, large = claim(60), claim(90)
     time.sleep(0.1)  # its patience is over, and it has seen that it does not fit
-    small = claim(10)
+    small = claim(20)
     assert not small.holds.is_set()
     first.release()
     assert large.holds.wait(PATIENCE_S)
+    assert not small.holds.is_set()
+    large.release()
     assert small.holds.wait(PATIENCE_S)
+
+
+def test_claims_that_delay_nobody_pass_while_a_large_one_has_its_turn(claim, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
+    first, large = claim(60), claim(80)
+    time.sleep(0.1)
+    small = [claim(10), claim(10), claim(10)]
+    assert [each.holds.is_set() for each in small] == [True, True, False]
+    first.release()
+    assert large.holds.wait(PATIENCE_S), "beside the two that have passed"
+    assert not small[2].holds.is_set()
+
+
+def test_nobody_takes_the_place_of_a_claim_whose_turn_it_is(claim, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(gpu_memory, "POLL_S", 0.2)
+    first, large = claim(1), claim(100)
+    time.sleep(0.5)
+    first.release()  # nothing is reserved until the large claim looks again
+    assert not claim(1).holds.is_set()
+    assert large.holds.wait(PATIENCE_S)
+
+
+def test_a_killed_process_leaves_its_turn_to_another(claim, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.0)
+    first, large = claim(60), claim(90)
+    time.sleep(0.1)
+    large.kill()
+    assert claim(40).holds.is_set()
+    assert first.holds.is_set()
 
 
 def test_the_wait_is_measured(claim, tmp_path):

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +32,8 @@ the temporaries of a comparison, which is made by parts."""
 REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
-PATIENCE_S: Final = 120.0
-"""How long a claim that waits for memory lets later ones pass that fit beside those that run."""
+PATIENCE_S: Final = 30.0
+"""How long a claim waits for memory until its turn comes before that of later ones."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
@@ -74,8 +75,9 @@ def reservation(
 
     It waits until all reservations together are at most ``limit`` bytes, and this one fits into
     the free memory: arms that keep copies of their weights need more than is reserved for them. One
-    that is larger waits until there is no other. Whoever has waited for ``PATIENCE_S`` lets nobody
-    else pass, so that a large reservation is not overtaken by small ones forever.
+    that is larger waits until there is no other. Whoever has waited for ``PATIENCE_S`` has the next
+    turn: from then on, others pass only if all that have passed leave room for it. So a large
+    reservation is not overtaken by small ones forever, and they need not wait for it.
 
     Args:
         gpu: UUID of the GPU.
@@ -100,23 +102,20 @@ def reservation(
             since = time.monotonic()
             on_wait(f"waiting for {nbytes / 2**30:.1f} GiB of GPU {gpu}, which other claims use")
 
-    def fits() -> bool:
-        reserved = _reserved(folder, name)
-        return not reserved or (reserved + nbytes <= limit and nbytes <= free())
-
-    passable_until = time.monotonic() + PATIENCE_S
-    with ExitStack() as scope:
+    queue = _Queue(folder, name, nbytes, limit)
+    begun = time.monotonic()
+    with ExitStack() as scope, ExitStack() as turn:
         while True:
-            with locked(folder / f"{name}.gate", wait=wait):
-                while not (has_room := fits()) and time.monotonic() > passable_until:
-                    wait()
-                    time.sleep(POLL_S)
-                if has_room:
+            with locked(folder / f"{name}.gate"):
+                if queue.has_room(free):
+                    turn.close()
                     entry = folder / f"{name}-{uuid.uuid4().hex}"
-                    scope.enter_context(locked(entry, shared=True))
+                    scope.enter_context(queue.noted(entry))
                     scope.callback(entry.unlink, missing_ok=True)
-                    entry.write_text(str(nbytes), encoding="ascii")
                     break
+                if time.monotonic() > begun + PATIENCE_S and not is_shared(queue.turn):
+                    turn.enter_context(queue.noted(queue.turn))
+                    queue.has_turn = True
             wait()
             time.sleep(POLL_S)
         waited_s = 0.0
@@ -126,16 +125,55 @@ def reservation(
         yield waited_s
 
 
-def _reserved(folder: Path, name: str) -> int:
-    """Return the bytes that live processes have reserved; delete what dead ones have left.
+@dataclass(slots=True)
+class _Queue:
+    """The reservations of a GPU's memory, as one claim sees them that wants ``nbytes``.
 
-    Only the holder of the gate calls this, and only the holder of the gate adds a reservation.
+    Call its methods only with the gate locked: nobody else then adds a reservation or takes a turn.
     """
-    total = 0
-    for entry in folder.glob(f"{name}-*"):
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            if is_shared(entry):
-                total += int(entry.read_text(encoding="ascii"))
-            else:
-                entry.unlink()
-    return total
+
+    folder: Path
+    name: str
+    nbytes: int
+    limit: int
+    has_turn: bool = False  #: Whether this claim has the turn.
+
+    @property
+    def turn(self) -> Path:
+        """The file that the claim has locked whose turn comes next."""
+        return self.folder / f"{self.name}.turn"
+
+    def has_room(self, free: Callable[[], float]) -> bool:
+        held = self._reservations()
+        total = self.nbytes + sum(nbytes for nbytes, _ in held)
+        if not self.has_turn and is_shared(self.turn):
+            needed, since = _read(self.turn)
+            needed += self.nbytes + sum(nbytes for nbytes, at_ns in held if at_ns > since)
+            if needed > self.limit:  # once the reservations before the turn have ended
+                return False
+        elif not held:
+            return True
+        return total <= self.limit and self.nbytes <= free()
+
+    @contextmanager
+    def noted(self, path: Path) -> Iterator[None]:
+        """Lock a file with the bytes that this claim wants and the time."""
+        with locked(path, shared=True):
+            path.write_text(f"{self.nbytes} {time.monotonic_ns()}", encoding="ascii")
+            yield
+
+    def _reservations(self) -> list[tuple[int, int]]:
+        """Return bytes and time of each live reservation; delete what dead claims have left."""
+        found = []
+        for entry in self.folder.glob(f"{self.name}-*"):
+            with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                if is_shared(entry):
+                    found.append(_read(entry))
+                else:
+                    entry.unlink()
+        return found
+
+
+def _read(entry: Path) -> tuple[int, int]:
+    nbytes, at_ns = entry.read_text(encoding="ascii").split()
+    return int(nbytes), int(at_ns)
