@@ -1,11 +1,13 @@
 """A training step whose hooks clip and average gradients, with and without compiled autograd.
 
-hooks      Forward and backward pass are compiled. Autograd calls a hook in Python for each
-           parameter, as soon as its gradient is there, and the hook's operations are launched
-           kernel by kernel.
-compiled   Compiled autograd traces the whole backward pass when it runs, the hooks included, and
-           compiles it.
-after      There are no hooks: a compiled function clips and averages all gradients afterwards.
+eager_hooks        Forward and backward pass are compiled. Autograd calls a hook in Python for each
+                   parameter, as soon as its gradient is there, and the hook's operations are
+                   launched kernel by kernel.
+compiled_hooks     The hook is a compiled function. Autograd calls it as before.
+compiled_backward  Compiled autograd traces the whole backward pass when it runs, the hooks
+                   included, and compiles it.
+after              There are no hooks: a compiled function clips and averages all gradients
+                   afterwards.
 
 In all of them, the averages are applied to the parameters when the backward pass has ended. Hooks
 that do so at once, as in ch13/optimizer_in_backward, are wrong under compiled autograd in torch
@@ -45,11 +47,13 @@ def clip_and_average(parameter, momentum):
     parameter.grad = None
 
 
-def with_hooks(weights, momenta):
+compiled_clip_and_average = torch.compile(clip_and_average, dynamic=False)
+
+
+def with_hooks(hook, weights, momenta):
     network = Network(weights)
     for parameter, momentum in zip(network.weights, momenta, strict=True):
-        hook = partial(clip_and_average, momentum=momentum)
-        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.register_post_accumulate_grad_hook(partial(hook, momentum=momentum))
     return network
 
 
@@ -58,8 +62,15 @@ def apply(network, momenta):
     torch._foreach_add_(list(network.parameters()), momenta, alpha=-RATE)
 
 
-def hooks(_x, weights, momenta):
-    network = with_hooks(weights, momenta)
+def eager_hooks(_x, weights, momenta):
+    return step_with(with_hooks(clip_and_average, weights, momenta))
+
+
+def compiled_hooks(_x, weights, momenta):
+    return step_with(with_hooks(compiled_clip_and_average, weights, momenta))
+
+
+def step_with(network):
     forward = torch.compile(network, dynamic=False)
 
     def step(x, _weights, momenta):
@@ -71,8 +82,8 @@ def hooks(_x, weights, momenta):
     return step
 
 
-def compiled(_x, weights, momenta):
-    network = with_hooks(weights, momenta)
+def compiled_backward(_x, weights, momenta):
+    network = with_hooks(clip_and_average, weights, momenta)
     forward = torch.compile(network, dynamic=False)
     compiler = torch.compile(dynamic=False)
 

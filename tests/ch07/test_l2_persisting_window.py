@@ -67,6 +67,6 @@ def test_l2_persisting_window(compare: Compare, nvcc: Nvcc, rung: str) -> None:
             read=contexts.nbytes + ids.nbytes + items.nbytes, written=out.nbytes
         ),
         reference=in_fp64,
-        # at most a sixth of the rows are read from device memory again
+        # fewer than a quarter of the uses of a row read device memory
         evidence=[evidence.counter("dram__bytes.sum", max=1.2, per="work")],
     )
