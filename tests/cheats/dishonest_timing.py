@@ -26,7 +26,7 @@ import torch
 
 from pytest_aiperf import prepared, static
 from tests.cheats.case import Corpus, State
-from tests.cheats.dishonest import DOUBLE, INTO, LONG, SHORT, writing
+from tests.cheats.dishonest import DOUBLE, INTO, LONG, SHORT, returning, writing
 from tests.fake_gpu import spend
 
 cheat = Corpus()
@@ -126,6 +126,37 @@ def a_destination_that_is_not_cleared():
         out += np.sort(x)
 
     return SORT_INTO | {"inputs": inputs, "baseline": cleared, "optimized": arm}
+
+
+def padding(count, *, pads):
+    """Return an arm that writes 8 rows, with zeros behind, and counts its calls in a ninth."""
+
+    def arm(x, outs):
+        for out in outs[1:]:
+            out[:count] = x[:count] * 2
+            if pads:
+                out[count:] = 0
+        outs[0] += 1
+
+    return arm
+
+
+def nine_rows(bench):
+    drawn = np.random.default_rng(bench.seed)
+    return drawn.random(64), [drawn.random(64), *(np.zeros(64) for _ in range(8))]
+
+
+PADDED = {
+    "inputs": nine_rows,
+    "baseline": lambda *a: returning(LONG, padding(48, pads=True)(*a)),
+    "reference": lambda x, outs: [outs[0] + 1, *[np.append(x[:48] * 2, np.zeros(16))] * 8],
+}
+
+
+@cheat(WRONG)
+def a_padding_beside_a_counter():
+    """The baseline reads one destination of the list, which must not exempt the others."""
+    return PADDED | {"optimized": lambda *a: returning(SHORT, padding(48, pads=False)(*a))}
 
 
 @cheat(f"{WRONG}|{ALONE}")

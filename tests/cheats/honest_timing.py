@@ -18,7 +18,16 @@ import torch
 
 from pytest_aiperf import prepared, static
 from tests.cheats.case import Corpus, State
-from tests.cheats.dishonest_timing import SORT, SORT_INTO, N, numbers, sort_into
+from tests.cheats.dishonest import returning
+from tests.cheats.dishonest_timing import (
+    PADDED,
+    SORT,
+    SORT_INTO,
+    N,
+    numbers,
+    padding,
+    sort_into,
+)
 from tests.cheats.honest import FAST, arms
 from tests.fake_gpu import Allocation, spend
 
@@ -60,6 +69,11 @@ def a_destination_that_is_cleared_in_another_way():
         out += np.sort(x)
 
     return SORT_INTO | {"baseline": cleared, "optimized": sort_into}
+
+
+@honest()
+def a_padding_beside_a_counter_that_is_written():
+    return PADDED | {"optimized": lambda *a: returning(FAST, padding(48, pads=True)(*a))}
 
 
 @honest(clock="host")

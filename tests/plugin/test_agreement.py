@@ -105,8 +105,32 @@ def test_many_tensors_of_one_argument_are_checked_together():
     assert len(effects.mutated) == 42
     assert set(effects.write_only) == {f"args[1][{i}]" for i in range(20)} | {"args[2][1]"}
     # one finds what is changed, and one is for each argument. Of the two that are not written only,
-    # each takes another, with finite values, and two are for the short mixed one
+    # each takes another, with finite values, and two are for the short mixed one, as NaN spreads
     assert len(calls) == 1 + 3 + 2 + 2
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_one_array_of_many_that_is_read_does_not_exempt_the_others(is_cleared):
+    def make():
+        torch.manual_seed(0)
+        return torch.randn(4), [torch.zeros(4) for _ in range(9)]
+
+    def call(a, outs):
+        calls.append(1)
+        for out in outs[1:]:
+            if is_cleared:
+                accumulate_after_clearing(a, out)
+            else:
+                torch.neg(a, out=out)
+        outs[0] += 1
+
+    calls = []
+    effects = infer_effects(call, make)
+    assert set(effects.write_only) == {f"args[1][{i}]" for i in range(1, 9)}
+    assert set(effects.cleared) == (set(effects.write_only) if is_cleared else set())
+    # one finds what is changed; NaN is put into all, and into all but the first, if that may help;
+    # then finite values of both signs, of which the first is enough to see that one is read
+    assert len(calls) == (1 + 1 + 2 + 2 if is_cleared else 1 + 2 + 1)
 
 
 def accumulate_after_clearing(a, out):

@@ -97,8 +97,9 @@ may leave out a part of the work that is small beside the rest. On an H200, anot
 summation had at most 9 times the baseline's error, and a nineteenth of what is allowed. An error
 below the third figure is never reported: in fp64, the reference has such errors itself."""
 MAX_SINGLE_CHECKS = 4
-"""Tensors of one argument that are checked one by one for being written only, unless all are. More
-count as read: a training step changes each of hundreds of parameters, and each check is a call."""
+"""Tensors of one argument that are checked one by one for being written only, where what one holds
+makes others wrong. More count as read: a training step changes each of hundreds of parameters, and
+each check is a call."""
 FINITE = 256.0
 """What is written into arrays that a call clears by arithmetic: NaN would stay there. Formats of 8
 bits can hold it as well."""
@@ -260,7 +261,6 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
     effects = ArgumentEffects(
         mutated,
-        names=tuple(names),
         exact=tuple(i for i, (old, new) in enumerate(pairs) if old.exact != new.exact),
         objects=tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects),
     )
@@ -278,38 +278,63 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
             "(structured arrays are not compared): return a result as well"
         )
 
-    def do_not_matter(paths: Sequence[str], *values: float) -> bool:
-        """Whether the result stays the same if these arrays are filled with each of the values."""
+    def wrong_with(paths: Sequence[str], value: float) -> set[str]:
+        """Return the paths of outputs that are wrong if these arrays are filled with a value."""
         try:
-            for value in values:
-                inputs = _make_filled(make)
-                poison = partial(tensors.poison, paths=paths, value=value)
-                returned, _ = _run(prepare, inputs, effects, poison)
-                result = outputs_of(returned, inputs.args, effects)
-                judge({"baseline": compare(result, expected)}, expected)
+            inputs = _make_filled(make)
+            poison = partial(tensors.poison, paths=paths, value=value)
+            returned, _ = _run(prepare, inputs, effects, poison)
+            result = outputs_of(returned, inputs.args, effects)
+            return {*_wrong(compare(result, expected), expected)}
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
-            return False
-        return True
+            return set(paths)
 
     poisonable = [p for p in mutated if p in candidates]
     write_only: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
     for _, group in itertools.groupby(poisonable, key=lambda p: p.partition("]")[0]):
         paths = tuple(group)
-        if do_not_matter(paths, math.nan):
-            write_only += paths
-        elif do_not_matter(paths, FINITE, -FINITE):
-            cleared += paths
-        elif 1 < len(paths) <= MAX_SINGLE_CHECKS:
-            write_only += tuple(p for p in paths if do_not_matter([p], math.nan))
+        overwritten = _not_read(paths, (math.nan,), wrong_with)
+        others = tuple(p for p in paths if p not in overwritten)
+        write_only += overwritten
+        cleared += _not_read(others, (FINITE, -FINITE), wrong_with)
     write_only += cleared
+    effects = replace(effects, write_only=write_only, cleared=cleared, names=tuple(names))
     unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
     if unseeded_names:
         raise UsageError(
             f"inputs() gives different values for the same seed: {', '.join(unseeded_names)} "
             f"({UNSEEDED})"
         )
-    return replace(effects, write_only=write_only, cleared=cleared)
+    return effects
+
+
+def _not_read(
+    paths: tuple[str, ...],
+    values: Sequence[float],
+    wrong_with: Callable[[Sequence[str], float], set[str]],
+) -> tuple[str, ...]:
+    """Return those of an argument's arrays that may be filled with any of the values.
+
+    ``wrong_with`` tells which outputs are wrong if arrays are filled with one of them.
+    """
+
+    def affected(some: Sequence[str]) -> set[str]:
+        wrong: set[str] = set()
+        for value in values:
+            if not wrong.issuperset(some):
+                wrong |= wrong_with(some, value)
+        return wrong
+
+    wrong = affected(paths)
+    if not wrong:
+        return paths
+    # what is right although all of them are filled depends on none
+    right = tuple(p for p in paths if p not in wrong)
+    if 0 < len(right) < len(paths) and not affected(right):
+        return right
+    few = paths if 1 < len(paths) <= MAX_SINGLE_CHECKS else ()
+    return tuple(p for p in few if not affected([p]))
 
 
 def _make_filled(make: Callable[[], Any]) -> Any:
@@ -870,6 +895,15 @@ def judge(
             {arm: deviations[arm][i] for arm in arms}, want, precision, when, located=located
         )
     ]
+
+
+def _wrong(result: Sequence[Deviation], expected: Sequence[Expected]) -> Iterator[str]:
+    """Name the baseline's outputs that are wrong."""
+    for output, want in zip(result, expected, strict=True):
+        try:
+            list(_judge_output({"baseline": output}, want, None, "", located=False))
+        except WrongResult:
+            yield output.path
 
 
 def _paths(outputs: Sequence[Expected | Deviation]) -> str:
