@@ -1298,3 +1298,10 @@ def test_a_much_faster_arm_may_start_slowly():
 
     bound = a_bound_claim(Launching(noise=WHITE, seed=1), optimized=doubling(2))
     assert speedup(measured(bound)).value > 50
+
+
+@pytest.mark.parametrize(("limit_s", "told"), [(0.0, True), (60.0, False)])
+def test_a_note_tells_that_building_the_inputs_took_long(limit_s, told, monkeypatch):
+    monkeypatch.setattr(sampler, "LONG_SETS_S", limit_s)
+    notes = measured(a_bound_claim()).notes
+    assert any(note.startswith("building inputs took ") for note in notes) is told

@@ -363,3 +363,17 @@ def test_equal_objects_are_found_without_their_warnings(recwarn):
 
     assert tensors.alike((Warns(),), (Warns(),))
     assert not recwarn
+
+
+def test_many_objects_are_walked_without_looking_at_their_class_again(monkeypatch):
+    """20,000 of them would take a minute and more, as each set of inputs is walked twice."""
+
+    @dataclasses.dataclass
+    class Point:
+        x: float
+
+    looked = []
+    look = tensors.stored._in_class
+    monkeypatch.setattr(tensors.stored, "_in_class", lambda *a: looked.append(a) or look(*a))
+    assert len(tensors.walk([Point(float(i)) for i in range(100)], "args")) == 100
+    assert len(looked) < 10

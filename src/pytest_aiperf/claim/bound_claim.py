@@ -95,7 +95,7 @@ class BoundClaim:
         self._entropy = random.SystemRandom().getrandbits(64)
         self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._variants: dict[
-            tuple[tuple[Any, ...], tuple[Hashable, ...]], int
+            tuple[tuple[Any, ...], Hashable], int
         ] = {}  # seeds by the values that they gave
         self._has_learned = False
         self._score_units: set[str] = set()
@@ -140,7 +140,8 @@ class BoundClaim:
 
         Every arm gets sets of its own: ``inputs`` must not make one arm's easier to work with.
         """
-        arrays = tensors.arrays(inputs.args)
+        leaves = tensors.leaves(inputs.args)
+        arrays = {path: leaf for path, leaf in leaves.items() if tensors.backend_of(leaf)}
         layouts = {path: tensors.layout(array) for path, array in arrays.items()}
         values = {}
         if self.effects.returned is not None:  # else it is not known yet what inputs() leaves unset
@@ -163,17 +164,19 @@ class BoundClaim:
         is_whole = len(values) == len(arrays.keys() - set(self.effects.write_only))
         # small inputs of a check may repeat
         if self.full and self.effects.returned is not None and is_whole:
-            leaves = tensors.leaves(inputs.args)
             lists = {p: x for p, x in leaves.items() if tensors.is_number_list(x)}
             listed = {p: tensors.sample_of_list(x, self._entropy) for p, x in lists.items()}
             values = values | listed
             others = [leaf for p, leaf in leaves.items() if p not in arrays]
             dynamic = tuple(f"args[{i}]" for i in inputs.dynamic)
             self._constant = {path for path in values if path.startswith(dynamic)}
-            self._refuse_repeated(inputs.seed, values, tuple(map(_text, others)))
+            texts = tuple(map(_text, others))
+            # not the texts of all sets, which may be a million, but a hash, unless one has no text
+            key = object() if object in map(type, texts) else hash(texts)
+            self._refuse_repeated(inputs.seed, values, key)
 
     def _refuse_repeated(
-        self, seed: int, values: Mapping[str, Sequence[float]], others: tuple[Hashable, ...]
+        self, seed: int, values: Mapping[str, Sequence[float]], others: Hashable
     ) -> None:
         """Refuse values that another seed gave: an arm could keep the results of a few variants.
 

@@ -97,6 +97,7 @@ CHECKED_CALLS, CHECKING_S = 5, 1.0
 and their new values take less than so many seconds; else there are two."""
 TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 """Which call's result is wrong, for error messages."""
+LONG_SETS_S = 30.0  #: Seconds that sets of inputs took in all, from which on a note tells it.
 LONG_BUILD_S = 1.0
 """Seconds to build a replicate above which others may use the device meanwhile. Until a claim has
 the exclusive lock again, all others have to end their steps: about as long, on an H200."""
@@ -178,6 +179,7 @@ class Sampler:
         self._reusing: set[str] = set()  # arms whose later results overwrite earlier ones
         self._stuck: dict[str, tuple[str, ...]] = {}  # paths of values that arms keep
         self._set_s = math.inf  # to build one set
+        self._all_sets_s = 0.0  # to build all sets so far
         self._replicate_s = math.inf  # to build the buffers of a replicate, and to warm them up
         self.drawing_s = 0.0
         """Seconds in which new values were drawn. They are no part of the time budget: it decides
@@ -365,7 +367,9 @@ class Sampler:
         self.bound.give_way()  # here, so that the wait is not timed
         started = time.monotonic()
         inputs = self.bound.make_inputs(seed)
-        self._set_s = min(self._set_s, time.monotonic() - started)
+        spent = time.monotonic() - started
+        self._set_s = min(self._set_s, spent)
+        self._all_sets_s += spent
         return inputs
 
     def _build_and_warm(self, seed: int) -> list[ArmBuffers]:
@@ -838,8 +842,17 @@ class Sampler:
             cache=self.bound.claim.cache if self.device.gpu else "warm",
             sets=self.sets,
             replicates=replicates,
-            notes=(*self.notes, *self._slowed(replicates)),
+            notes=(*self.notes, *self._slowed(replicates), *self._long_inputs()),
         )
+
+    def _long_inputs(self) -> Iterator[str]:
+        """Tell if to build the inputs, and to look at each value in them, took long."""
+        if self._all_sets_s > LONG_SETS_S:
+            one, in_all = si(self._set_s, "s"), si(self._all_sets_s, "s")
+            yield (
+                f"building inputs took {in_all}, {one} for each set: numbers in arrays or lists "
+                "take less than those in many objects"
+            )
 
     def _slowed(self, replicates: tuple[Replicate, ...]) -> Iterator[str]:
         """Report arms that are always much slower when they are timed than when first called."""

@@ -152,7 +152,7 @@ class _Reader:
         kind, sums = tensors.identify(value)
         is_float = not tensors.is_exact(tensors.as_array(value)[0])
         self.has_floats = self.has_floats or (into is self.exact and is_float)
-        into.update(f"{kind} {sums if sums is None else sums.tolist()};".encode())
+        into.update(f"{kind} {getattr(sums, 'tolist', lambda: sums)()};".encode())
 
 
 def _text(value: object) -> str:

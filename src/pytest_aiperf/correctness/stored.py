@@ -50,7 +50,33 @@ def slots(value: object) -> dict[str, Any]:
 
 def fields(value: object) -> dict[str, Any] | None:
     """Return the fields of a dataclass, if it stores all and computes none; None otherwise."""
-    kind = type(value)
+    if id(type(value)) not in _DECLARED:
+        _DECLARED[id(type(value))] = type(value), _declared(type(value))
+    _, declared = _DECLARED[id(type(value))]
+    if declared is None:
+        return None
+    own, found = attributes(value), {}
+    for name, slot in declared.items():
+        if name in own:
+            found[name] = own[name]
+        elif slot is not None:
+            found[name] = slot.__get__(value)
+        else:
+            return None
+    return found
+
+
+_DECLARED: dict[int, tuple[type, dict[str, Any] | None]] = {}
+"""Of each class its fields, see :func:`_declared`. To look at it again for each of many objects
+takes most of the time of a walk. Whatever becomes of the class, stored values are read. Keys are
+ids, as the metaclass may define ``__hash__``; the class is kept, so that no other has its id."""
+
+
+def _declared(kind: type) -> dict[str, Any] | None:
+    """Return what reads each field of a dataclass from its slot, or None; None for other classes.
+
+    Classes that compute a field, or attributes in general, count as others.
+    """
     declared = _in_class(kind, "__dataclass_fields__")
     if type(declared) is not dict or not is_one_of(type(kind), (type, ABCMeta)):
         return None
@@ -58,16 +84,11 @@ def fields(value: object) -> dict[str, Any] | None:
         return None
     if _in_class(kind, "__getattribute__") is not object.__getattribute__:
         return None
-    own, found = attributes(value), {}
-    for name in (field.name for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
-        in_class = _in_class(kind, name)
-        if name in own and type(in_class) is not property:
-            found[name] = own[name]
-        elif type(in_class) is types.MemberDescriptorType:  # a slot
-            found[name] = in_class.__get__(value)
-        else:
-            return None
-    return found
+    names = [field.name for field in dataclasses.fields(kind)]
+    in_class = {name: _in_class(kind, name) for name in names}
+    if property in map(type, in_class.values()):
+        return None
+    return {n: x if type(x) is types.MemberDescriptorType else None for n, x in in_class.items()}
 
 
 def is_open_dataclass(value: object) -> bool:

@@ -120,8 +120,8 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
     else:
         for path_suffix, item in items.items():
             _walk(item, name + path_suffix, leaves, is_result=is_result)
-        nones = sum(item is None for item in items.values())
-        if is_result and nones and len(items) > MANY:
+        many = items.values() if is_result and len(items) > MANY else ()
+        if nones := sum(item is None for item in many):
             leaves.append((f"{name}, None", nones))
 
 
@@ -135,6 +135,8 @@ def _table(value: Any) -> dict[str, list[Any]]:
 
 
 def _grad(value: Any) -> Any:
+    if _is_number(value):
+        return None
     torch = sys.modules.get("torch")
     is_tensor = torch and stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter))
     return value.grad if is_tensor and value.is_leaf else None
@@ -144,6 +146,8 @@ def children(value: Any) -> dict[str, Any] | None:
     """Return the items of a container by the suffix of their path; None if it is a leaf."""
     torch, kind = sys.modules.get("torch"), type(value)
     found: dict[str, Any] | None = None
+    if _is_number(value):  # the most common value in inputs of many objects
+        return None
     if value is None or issubclass(kind, Score):
         found = {}
     elif issubclass(kind, (tuple, list)) and not is_number_list(value):
@@ -266,6 +270,8 @@ def _backend(name: str) -> ArrayBackend:
 
 def backend_of(value: Any) -> Any:
     """Return the backend of an array; None for another value."""
+    if _is_number(value):  # the most common value in inputs of many objects
+        return None
     for name in BACKENDS:
         if sys.modules.get(name) and (backend := _backend(name)).is_array(value):
             return backend
@@ -597,6 +603,8 @@ def identify(leaf: Any) -> tuple[str, Any]:
 
     Objects of unknown types, which may not even be immutable, have no text.
     """
+    if stored.is_one_of(type(leaf), _NUMBER_TYPES):  # as an array, it would take ten times as long
+        return type(leaf).__name__, repr(leaf)
     if array := as_array(leaf):
         return signature(array[0]), _checksums(array[0])
     return type(leaf).__name__, repr(leaf) if type(leaf) in _PLAIN_TYPES else None
@@ -604,14 +612,14 @@ def identify(leaf: Any) -> tuple[str, Any]:
 
 def is_compared(leaf: Any) -> bool:
     """Whether a leaf is an array or numbers, which are compared element by element."""
-    return bool(backend_of(leaf)) or is_number_list(leaf) or _is_number(leaf)
+    return _is_number(leaf) or bool(backend_of(leaf)) or is_number_list(leaf)
 
 
 def as_array(leaf: Any) -> tuple[Any, ...]:
     """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
     import numpy as np
 
-    if not backend_of(leaf) and (is_number_list(leaf) or _is_number(leaf)):
+    if _is_number(leaf) or is_number_list(leaf):
         leaf = np.asarray(leaf)
     return (leaf,) if backend_of(leaf) else ()
 
