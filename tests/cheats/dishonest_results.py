@@ -737,19 +737,6 @@ def one_dataclass_for_equal_rows():
     return pair(rows, one, inputs=row_of_numbers, reference=lambda x: [Row(float(sum(x)))] * 8)
 
 
-def rows_of_numbers(bench):
-    return ([np.random.default_rng(bench.seed + i).random(32).tolist() for i in range(8)],)
-
-
-@cheat(
-    "optimized returns lists, dicts or dataclasses of its inputs, where the baseline returns copies"
-)
-def lists_of_the_inputs():
-    copied = lambda rows: [list(row) for row in rows if row[0] < 2]
-    own = lambda rows: [row for row in rows if row[0] < 2]
-    return pair(copied, own, inputs=rows_of_numbers, reference=copied)
-
-
 @cheat(REPEATED)
 def one_list_in_many_dicts():
     def shared(x):

@@ -20,7 +20,6 @@ from tests.cheats.dishonest_results import (
     module_of,
     numbers,
     row_of_numbers,
-    rows_of_numbers,
     shared_memory,
     sort_in_place,
     with_outliers,
@@ -432,12 +431,6 @@ def parts_of_one_buffer():
 def equal_lists_that_are_not_one():
     words = {"inputs": row_of_numbers, "reference": lambda x: [x + x] * 8}
     return arms(lambda x: [(x * 2).tolist() for _ in range(8)], **words)
-
-
-@honest()
-def lists_of_the_inputs_in_both_arms():
-    some = lambda rows: [row for row in rows if row[0] < 2]
-    return arms(some, inputs=rows_of_numbers, reference=some)
 
 
 @honest()

@@ -594,7 +594,6 @@ class _Form:
     read_only: Sequence[bool]  #: Whether an output's memory cannot be written.
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
-    of_inputs: int  #: How many of them are those of the arguments.
 
 
 def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
@@ -607,7 +606,6 @@ def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffec
         [tensors.is_read_only(x) for _, x in outputs],
         tensors.shared_bytes(arrays),
         tensors.repeated_containers(returned),
-        len(tensors.containers(returned).keys() & tensors.containers(args).keys()),
     )
 
 
@@ -660,22 +658,12 @@ def _compare_forms(
                     f"{arm} returns {output.path} in memory that cannot be written, but the "
                     "baseline's can: whatever changes it must copy it first"
                 )
-        _refuse_containers(arm, form, base)
-
-
-def _refuse_containers(arm: str, form: _Form, base: _Form) -> None:
-    """Refuse lists, dicts and dataclasses that are not the result's own, unless the baseline's."""
-    if form.of_inputs > base.of_inputs:
-        raise WrongResult(
-            f"{arm} returns lists, dicts or dataclasses of its inputs, where the baseline "
-            "returns copies: whatever changes one of them must copy it first"
-        )
-    if form.repeats > base.repeats:
-        raise WrongResult(
-            f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
-            f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
-            "first"
-        )
+        if form.repeats > base.repeats:
+            raise WrongResult(
+                f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
+                f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
+                "first"
+            )
 
 
 def _coarse(errors: Sequence[Error], precision: PrecisionName | None) -> Iterator[str]:
