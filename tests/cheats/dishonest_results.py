@@ -737,6 +737,25 @@ def one_dataclass_for_equal_rows():
     return pair(rows, one, inputs=row_of_numbers, reference=lambda x: [Row(float(sum(x)))] * 8)
 
 
+def rows_of_numbers(bench):
+    return (np.random.default_rng(bench.seed).random((8, 4)).tolist(),)
+
+
+@marked("copies of the result: optimized returns lists, dicts or dataclasses of its inputs")
+def rows_that_are_not_copied():
+    rows = lambda x: sorted(map(list, x))
+    return pair(rows, sorted, inputs=rows_of_numbers, reference=sorted)
+
+
+@marked("copies of the result: optimized returns lists, dicts or dataclasses of its inputs")
+def records_that_are_not_copied():
+    inputs = lambda bench: [{"total": sum(row)} for row in rows_of_numbers(bench)[0]]
+    key = lambda record: record["total"]
+    ordered = lambda x: sorted(x, key=key)
+    rows = lambda x: [dict(record) for record in ordered(x)]
+    return pair(rows, ordered, inputs=lambda bench: (inputs(bench),), reference=ordered)
+
+
 @cheat(REPEATED)
 def one_list_in_many_dicts():
     def shared(x):

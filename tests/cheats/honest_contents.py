@@ -13,6 +13,7 @@ import torch
 
 from tests.cheats.case import Corpus
 from tests.cheats.dishonest_contents import Total, bits, group
+from tests.cheats.dishonest_results import rows_of_numbers
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
 
@@ -214,3 +215,30 @@ def a_histogram_with_the_same_keys_for_all_seeds():
         return dict(sorted(collections.Counter(n.tolist()).items()))
 
     return arms(in_arrays, counted, inputs=inputs, reference=counted)
+
+
+# objects of the inputs
+
+
+@honest()
+def rows_of_the_inputs_in_both_arms():
+    return arms(sorted, inputs=rows_of_numbers, reference=sorted)
+
+
+@honest()
+def rows_of_an_argument_that_both_arms_change():
+    def double(x):
+        for row in x:
+            row[:] = [2 * number for number in row]
+        return x[:4]
+
+    copied = lambda x: [row[:] for row in double(x)]
+    doubled = lambda x: (np.array(x) * 2).tolist()
+    words = {"inputs": rows_of_numbers, "reference": lambda x: (doubled(x)[:4], doubled(x))}
+    return arms(double, copied, **words)
+
+
+@honest()
+def rows_that_are_copied_in_another_way():
+    copied = lambda x: [row[:] for row in sorted(x)]
+    return arms(copied, lambda x: sorted(map(list, x)), inputs=rows_of_numbers, reference=sorted)

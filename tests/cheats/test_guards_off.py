@@ -298,6 +298,9 @@ GUARDS = {
     "results repeat no list": Guard(
         {(tensors, "repeated_containers"): always(0)}, caught("one_list_for_many_rows")
     ),
+    "results of the inputs' objects are named": Guard(
+        {(tensors, "shared_containers"): always(0)}, marked("rows_that_are_not_copied")
+    ),
     "bytes are inputs as well": Guard(
         {(tensors, "_buffers"): always({})}, caught("a_view_of_a_bytearray")
     ),

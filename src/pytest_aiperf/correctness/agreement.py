@@ -594,18 +594,22 @@ class _Form:
     read_only: Sequence[bool]  #: Whether an output's memory cannot be written.
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
+    handed_back: int  #: How many of them are those of arguments that the baseline does not change.
 
 
 def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
     arrays = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
     written = {*effects.mutated, *(f"args[{i}]" for i in effects.exact)}
     memory = tensors.memory_of(args, written)
+    changed = {*effects.exact, *effects.objects, *(_split(path)[0] for path in effects.mutated)}
+    others = tuple(arg for i, arg in enumerate(args) if i not in changed)
     return _Form(
         [bool(backend_of(x)) and tensors.is_deferred(x, memory) for _, x in outputs],
         [tensors.has_graph(x) for _, x in outputs],
         [tensors.is_read_only(x) for _, x in outputs],
         tensors.shared_bytes(arrays),
         tensors.repeated_containers(returned),
+        tensors.shared_containers(returned, others),
     )
 
 
@@ -658,12 +662,23 @@ def _compare_forms(
                     f"{arm} returns {output.path} in memory that cannot be written, but the "
                     "baseline's can: whatever changes it must copy it first"
                 )
-        if form.repeats > base.repeats:
-            raise WrongResult(
-                f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
-                f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
-                "first"
-            )
+        yield from _compare_containers(arm, form, base)
+
+
+def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
+    """Refuse containers that appear more often than the baseline's; yield if they are not new."""
+    if form.repeats > base.repeats:
+        raise WrongResult(
+            f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
+            f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
+            "first"
+        )
+    if form.handed_back > base.handed_back:
+        # not refused: a baseline that goes through another library copies without need
+        yield (
+            f"copies of the result: {arm} returns lists, dicts or dataclasses of its inputs, "
+            "so a caller that changes them changes the inputs as well; the baseline's are new"
+        )
 
 
 def _coarse(errors: Sequence[Error], precision: PrecisionName | None) -> Iterator[str]:

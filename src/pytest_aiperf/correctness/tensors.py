@@ -522,6 +522,12 @@ def repeated_containers(value: Any) -> int:
     return counts.total() - len(counts)
 
 
+def shared_containers(value: Any, args: Args) -> int:
+    """Return how many lists, dicts and dataclasses in a value are those of arguments."""
+    own = containers(value)
+    return len(own.keys() & containers(args).keys()) if own else 0
+
+
 def layout(array: Any) -> tuple[Any, ...]:
     """Return what a call's time may depend on beside the values of an array."""
     address, strides = backend_of(array).address_and_strides(array)
