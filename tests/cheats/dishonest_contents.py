@@ -82,6 +82,19 @@ def a_queue_that_is_not_filled():
     return leaving(lambda: collections.deque(maxlen=4), lambda d, x: d.extend(bits(x).tolist()))
 
 
+def a_cache():
+    return collections.OrderedDict.fromkeys(range(64), "")
+
+
+def use(d, x):
+    d.move_to_end(int(64 * x[0]))
+
+
+@cheat(LEFT)
+def a_cache_whose_order_is_not_kept():
+    return leaving(a_cache, use)
+
+
 @cheat(LEFT)
 def a_file_in_memory_that_is_not_written():
     return leaving(io.BytesIO, lambda d, x: d.write(x.tobytes()))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.cheats.case import Corpus
-from tests.cheats.dishonest_contents import Total, bits, group
+from tests.cheats.dishonest_contents import Total, a_cache, bits, group, use
 from tests.cheats.dishonest_results import rows_of_numbers
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
@@ -86,6 +86,21 @@ def a_set_that_is_filled_in_another_order():
 @honest()
 def a_queue_that_is_filled():
     return leaving(lambda: collections.deque(maxlen=4), lambda d, x: d.extend(bits(x).tolist()))
+
+
+@honest()
+def a_cache_whose_order_is_kept():
+    def again(d, x):
+        key = int(64 * x[0])
+        d[key] = d.pop(key)
+
+    return leaving(a_cache, again, use)
+
+
+@honest()
+def a_dict_that_is_filled_in_another_order():
+    fill = lambda step: lambda d, x: d.update({i: str(x[i]) for i in range(8)[::step]})
+    return leaving(dict, fill(-1), fill(1))
 
 
 @honest()

@@ -266,6 +266,9 @@ GUARDS = {
     "contents beside arrays are compared": Guard(
         {(agreement, "compare_contents"): always(())}, caught("a_set_that_is_not_filled")
     ),
+    "an OrderedDict's order is compared": Guard(
+        {(stored, "keys"): always([])}, caught("a_cache_whose_order_is_not_kept")
+    ),
     "contents that timed calls leave are compared": Guard(
         {(ladder.Ladder, "_verify_left"): nothing},
         caught("bytes_that_are_written_until_it_is_timed"),

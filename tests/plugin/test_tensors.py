@@ -1,5 +1,6 @@
 """Tensors in a value are found, compared, poisoned and overwritten."""
 
+import collections
 import dataclasses
 import math
 import mmap
@@ -377,3 +378,15 @@ def test_many_objects_are_walked_without_looking_at_their_class_again(monkeypatc
     monkeypatch.setattr(tensors.stored, "_in_class", lambda *a: looked.append(a) or look(*a))
     assert len(tensors.walk([Point(float(i)) for i in range(100)], "args")) == 100
     assert len(looked) < 10
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+@pytest.mark.parametrize("of", [float, lambda x: np.full(2, x)])
+def test_overwrite_gives_dicts_the_order_of_the_new_values(kind, of):
+    live = one_set(kind(a=of(1), b=of(2), c=of(3)))
+    fresh = kind(a=of(4), c=of(6), b=of(5))
+    if kind is collections.OrderedDict:
+        fresh.move_to_end("a")
+    assert live.overwrite(one_set(fresh)) == ()
+    assert list(live.args[0]) == list(fresh)
+    assert [np.mean(x) for x in live.args[0].values()] == [np.mean(x) for x in fresh.values()]

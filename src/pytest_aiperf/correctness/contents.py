@@ -93,9 +93,13 @@ class _Reader:
                 # walk() does not look into queues
                 self.read(item, into, is_compared=is_compared and kind is not collections.deque)
         elif stored.is_one_of(kind, _DICTS):
-            for label, _, item in stored.items(value):
+            labels = {}
+            for label, key, item in stored.items(value):
+                labels[id(key)] = label
                 self._text(label, into)
                 self.read(item, into, is_compared=is_compared)
+            if kind is collections.OrderedDict:  # who uses this class, such as a cache, needs it
+                self._text([labels.get(id(key)) for key in stored.keys(value)], into)
         else:
             simple = all(stored.is_one_of(type(item), _TEXTS) for item in value)
             texts = map(_text, value) if simple else map(self._item, value)

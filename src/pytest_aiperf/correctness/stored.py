@@ -6,6 +6,7 @@ types are compared by identity, and attributes are read where objects and classe
 """
 
 import array
+import collections
 import contextlib
 import dataclasses
 import mmap
@@ -100,6 +101,25 @@ def items(value: dict[Any, Any]) -> list[tuple[str, Any, Any]]:
     """Return label, key and value of each item of a dict, in the order of the labels."""
     labelled = [(_label(key, i), key, item) for i, (key, item) in enumerate(dict.items(value))]
     return sorted(labelled, key=operator.itemgetter(0))
+
+
+def keys(value: dict[Any, Any]) -> list[Any]:
+    """Return the keys of a dict in its order; an OrderedDict keeps one of its own."""
+    return list(_base(value).__iter__(value))
+
+
+def refill(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
+    """Replace the items of a dict."""
+    base, new = _base(value), list(items)
+    base.clear(value)
+    for key, item in new:
+        base.__setitem__(value, key, item)
+
+
+def _base(value: dict[Any, Any]) -> Any:
+    """Return the class whose methods know all that a dict stores."""
+    is_ordered = issubclass(type(value), collections.OrderedDict)
+    return collections.OrderedDict if is_ordered else dict
 
 
 def _label(key: Any, number: int) -> str:

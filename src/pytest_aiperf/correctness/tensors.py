@@ -742,7 +742,8 @@ class Overwriting:
         items = news
         if olds.keys() == news.keys():
             items = self.items(olds, news)
-            if all(items[key] is olds[key] for key in items):
+            has_order = issubclass(type(live), dict)  # its keys may have another one
+            if all(items[key] is olds[key] for key in items) and not has_order:
                 return live
         else:
             has_arrays = any(backend_of(leaf) for _, leaf in walk(fresh, path))
@@ -790,8 +791,7 @@ def refill(live: Any, fresh: Any, items: Iterable[Any]) -> None:
         list.__setitem__(live, slice(None), items)
     elif isinstance(live, dict):
         by_key = dict(zip((key for _, key, _ in stored.items(fresh)), items, strict=True))
-        dict.clear(live)
-        dict.update(live, {key: by_key[key] for key in dict.keys(fresh)})
+        stored.refill(live, [(key, by_key[key]) for key in stored.keys(fresh)])
     else:
         for field, item in zip(dataclasses.fields(live), items, strict=True):
             object.__setattr__(live, field.name, item)
