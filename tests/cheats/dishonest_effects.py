@@ -157,7 +157,9 @@ def decimals_of_many_digits():
     return leaving(lambda: setattr(decimal.getcontext(), "prec", 2000), lambda x: x * 2)
 
 
-@marked("whether another arm slows the baseline down.* when a thread called it", clock="host")
+@marked(
+    "whether the baseline is slow only while it is timed.* when a thread called it", clock="host"
+)
 def a_baseline_that_is_slow_where_the_harness_calls_it():
     def baseline(x):
         frame = sys._getframe(1)

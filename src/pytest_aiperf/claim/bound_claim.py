@@ -36,6 +36,8 @@ from .claim import Arm, Claim, Progress, no_progress
 from .side_effects import SideEffects
 
 WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
+BEFORE_OTHERS = "before another arm had run"
+"""How the baseline was called where another arm may be the reason if timed calls take longer."""
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
 """Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
@@ -439,8 +441,10 @@ class BoundClaim:
             return self.device.block([self._baseline_call()], Mode.WALL).run(before)
 
         seconds = {
-            "before another arm had run": min(timed(nothing), timed(nothing)),
-            "with garbage collection on": min(timed(as_it_is), timed(as_it_is)),
+            BEFORE_OTHERS: min(timed(nothing), timed(nothing)),
+            "with garbage collection on, which is off in timed calls": min(
+                timed(as_it_is), timed(as_it_is)
+            ),
         }
         seconds["when a thread called it"] = min(self._time_in_thread() for _ in range(2))
         return seconds

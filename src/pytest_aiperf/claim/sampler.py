@@ -36,7 +36,7 @@ from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicat
 from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
-from .bound_claim import ASSUMED_MEMORY_BYTES, bind
+from .bound_claim import ASSUMED_MEMORY_BYTES, BEFORE_OTHERS, bind
 from .ladder import Ladder
 from .side_effects import SideEffects
 from .stopping_rule import StoppingRule
@@ -188,6 +188,7 @@ class Sampler:
         self._late: set[str] = set()  # arms whose results changed after the clock, on the host
         self._rotations: list[list[str]] = []  # orders of the arms in the next rounds
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
+        self._slow_when_timed: dict[str, str] = {}  # baselines that no other arm slows down
         self._slowing_inputs: dict[str, str] = {}
         self._idle = validity.IdleTime()
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
@@ -767,7 +768,9 @@ class Sampler:
             if timed_s > SLOWED_BASELINE * noise * alone_s + WAKING_S:
                 was, is_ = (si(seconds, "s") for seconds in (alone_s, timed_s))
                 how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
-                self._slowed_baselines[name] = f"{is_}, but {was} {how}"
+                by_others = how == BEFORE_OTHERS
+                found = self._slowed_baselines if by_others else self._slow_when_timed
+                found[name] = f"{is_}, but {was} {how}"
 
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.
@@ -818,6 +821,8 @@ class Sampler:
         for name, times in self._slowed_baselines.items():
             role = "library" if name.startswith("library") else "baseline"
             yield f"whether another arm slows the {role} down: {name} took {times}"
+        for name, times in self._slow_when_timed.items():
+            yield f"whether the baseline is slow only while it is timed: {name} took {times}"
         for name, times in self._slowing_inputs.items():
             yield f"whether inputs() slows the baseline down: {name} took {times}"
         if self.large:
