@@ -62,6 +62,27 @@ SORT_INTO = {
 }
 
 
+# rare cases that take most of the time
+
+
+def rarely_slow(x):
+    """Sort; 2 inputs in 100 need much more work, as those of a search without a match may."""
+    for _ in range(100 if x[0] < 0.02 else 0):
+        np.sort(x)
+    return np.sort(x)
+
+
+RARELY_SLOW = SORT | {
+    "inputs": lambda bench: np.random.default_rng(bench.seed).random(2000),
+    "baseline": rarely_slow,
+}
+
+
+@cheat("optimized disagrees with the reference", clock="host")
+def a_rare_case_that_is_left_out():
+    return RARELY_SLOW | {"optimized": lambda x: x + 0 if x[0] < 0.02 else np.sort(x)}
+
+
 # destinations whose poison is known
 
 

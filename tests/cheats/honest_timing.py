@@ -21,6 +21,7 @@ from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import returning
 from tests.cheats.dishonest_timing import (
     PADDED,
+    RARELY_SLOW,
     SORT,
     SORT_INTO,
     N,
@@ -37,6 +38,14 @@ HONEST = honest.entries
 
 def sorting(arm, **words):
     return SORT | {"optimized": arm, **words}
+
+
+# rare cases
+
+
+@honest(clock="host")
+def a_rare_case_that_is_quick():
+    return RARELY_SLOW | {"optimized": np.sort}
 
 
 # destinations

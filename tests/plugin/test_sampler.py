@@ -1305,3 +1305,28 @@ def test_a_note_tells_that_building_the_inputs_took_long(limit_s, told, monkeypa
     monkeypatch.setattr(sampler, "LONG_SETS_S", limit_s)
     notes = measured(a_bound_claim()).notes
     assert any(note.startswith("building inputs took ") for note in notes) is told
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_results_on_inputs_on_which_the_baseline_is_slow_are_verified(is_wrong):
+    def baseline(x):
+        spend(20e-3 if x[0] < 0.05 else 200e-6)
+        return x * 2
+
+    def optimized(x):
+        spend(100e-6)
+        return x * (3 if is_wrong and x[0] < 0.05 else 2)
+
+    bound = a_bound_claim(baseline=baseline, optimized=optimized, metric="wall")
+    bound.learn_effects()
+    ladder = Ladder([bound])
+    ladder.check_slow_seeds()  # 200 seeds miss a case of 1 in 20 in 1 of 30,000 runs
+    assert isinstance(ladder.rungs[0].error, WrongResult) is is_wrong
+    # as many seeds do not count as repeated values
+    assert len(bound._variants) < 10
+
+
+def test_inputs_that_all_take_as_long_are_not_verified_again():
+    bound = a_bound_claim(metric="wall")
+    bound.learn_effects()
+    assert bound.slow_seeds() == []

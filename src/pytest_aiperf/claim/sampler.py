@@ -36,7 +36,13 @@ from pytest_aiperf.model import CacheName, Gpu, GpuState, Metric, Mode, Replicat
 from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
-from .bound_claim import ASSUMED_MEMORY_BYTES, BEFORE_OTHERS, bind
+from .bound_claim import (
+    ASSUMED_MEMORY_BYTES,
+    BEFORE_OTHERS,
+    FEWEST_SEEDS,
+    SEARCHING_S,
+    bind,
+)
 from .ladder import Ladder
 from .side_effects import SideEffects
 from .stopping_rule import StoppingRule
@@ -814,6 +820,10 @@ class Sampler:
         if self.large:
             self.device.release()
             self.ladder.check_anew(self._last_seed + 1)
+        elif self.metric is Metric.WALL and self.device.ranks.count == 1:
+            slowest = self._set_s + max(self._first_s.values())
+            if slowest * FEWEST_SEEDS < SEARCHING_S:
+                self.ladder.check_slow_seeds()
 
     def unchecked(self) -> Iterator[str]:
         """Describe what could not be checked."""
