@@ -266,6 +266,10 @@ GUARDS = {
     "contents beside arrays are compared": Guard(
         {(agreement, "compare_contents"): always(())}, caught("a_set_that_is_not_filled")
     ),
+    "results are verified where the baseline is slow": Guard(
+        {(ladder.Ladder, "check_slow_seeds"): nothing},
+        calls(test_sampler.test_results_on_inputs_on_which_the_baseline_is_slow_are_verified, True),
+    ),
     "an OrderedDict's order is compared": Guard(
         {(stored, "keys"): always([])}, caught("a_cache_whose_order_is_not_kept")
     ),

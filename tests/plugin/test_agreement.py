@@ -664,7 +664,8 @@ UNCOMPARED = {
     "text": (lambda: "text", "str"),
     "an array of text": (lambda: np.array(["text"]), "ndarray of <U4"),
     "bytes": (lambda: b"bytes", "bytes"),
-    "a large integer": (
+    "a large integer": (lambda: 2**64, "int of more than 64 bits"),
+    "a large integer in a list": (
         lambda: [*range(99), 2**64],
         "list, whose element 99 has more than 64 bits,",
     ),

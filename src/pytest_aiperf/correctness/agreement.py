@@ -987,6 +987,7 @@ def _numbers(value: Any) -> Any:
             kind += f" of {value.dtype}"
         large = tensors.large_number(value)
         kind += "" if large is None else f", whose element {large} has more than 64 bits,"
+        kind += " of more than 64 bits" if type(value) is int else ""
         raise UsageError(
             f"a result of type {kind} cannot be compared: return numbers of up to 64 bits, or "
             "plain, dense arrays of them (of a structured array, its fields)"
