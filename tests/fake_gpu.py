@@ -199,7 +199,7 @@ class FakeMachine:
     def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
         if device.gpu is None:
             return {}
-        progress("measuring this GPU's ceilings")
+        progress("measuring this GPU's limits")
         return CEILINGS
 
 

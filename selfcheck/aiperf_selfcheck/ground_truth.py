@@ -402,7 +402,7 @@ def on_gpu(device: Device, progress: ceilings.ProgressLine) -> Workbench:
     def read_limit() -> float:
         limits = ceilings.get(device, ("read",), progress)
         if "read" not in limits:
-            raise InvalidMeasurement("the read ceiling of this GPU is not known")
+            raise InvalidMeasurement("the read limit of this GPU is not known")
         return float(limits["read"])
 
     def softmax_of_operations(x: Any) -> Any:

@@ -181,7 +181,7 @@ def _floor(f: Figures) -> Iterator[Row]:
 def _flush(f: Figures) -> Iterator[Row]:
     shares = {way: f[f"{way}_of_limit"] for way in ("rotated", "flushed", "warm")}
     measured = ", ".join(f"{way} {text.percent(share)}" for way, share in shares.items())
-    check = f"a {f['bytes'] / (1 << 20):.3g} MiB read, share of the read ceiling"
+    check = f"a {f['bytes'] / (1 << 20):.3g} MiB read, share of the read limit"
     is_met = shares["rotated"] <= 1 < shares["warm"] and f["as_cold_as_flushed"] >= 0.9
     bound = "rotated as cold as flushed, at most 100 %; warm above"
     yield Row(check, measured, bound, is_met)

@@ -300,13 +300,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How close an arm comes to the ceiling that bounds it."""
+    """How close an arm comes to the limit that bounds it."""
 
-    ceiling: str  #: Name of the ceiling.
+    ceiling: str  #: Name of the limit, such as "copy".
     rate: float  #: The arm's rate.
-    limit: float  #: The ceiling's value.
-    unit: str  #: Unit of the rate and of the ceiling.
-    share: float  #: Rate divided by the ceiling.
+    limit: float  #: The limit itself: the highest rate that this GPU reached.
+    unit: str  #: Unit of the rate and of the limit.
+    share: float  #: Rate divided by the limit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +449,7 @@ class Result:
     agreement: tuple[Error, ...] = ()  #: Largest error of each arm.
     kernels: tuple[KernelRecord, ...] = ()  #: Kernels of the CUDA builds.
     evidence: tuple[Finding, ...] = ()  #: Results of checking the evidence.
-    limits: Mapping[str, Limit] = field(default_factory=dict)  #: Each arm's ceiling and rate.
+    limits: Mapping[str, Limit] = field(default_factory=dict)  #: Each arm's rate and limit.
     traces: Mapping[str, Trace] = field(default_factory=dict)  #: Trace of one call of each arm.
     diagnosis: Mapping[str, str] = field(default_factory=dict)  #: What limits each arm's speed.
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.

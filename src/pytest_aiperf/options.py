@@ -58,7 +58,7 @@ def _seconds(text: str) -> float:
 
 _FLAG: Final = {"action": "store_true"}
 _OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gpu": {**_FLAG, "help": "measure the claims about the GPU"},
+    "gpu": {**_FLAG, "help": "measure the GPU claims"},
     "cpu": {**_FLAG, "help": "measure the host claims; with --gpu, measure all claims"},
     "quick": {
         **_FLAG,

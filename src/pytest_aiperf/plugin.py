@@ -310,7 +310,7 @@ def _select(session: Session, config: pytest.Config, items: list[pytest.Item]) -
             "--cpu measures host claims, and no selected claim is marked @pytest.mark.host: mark "
             "those whose optimization runs on the host, or use --gpu"
             if is_host
-            else "--gpu measures claims about the GPU, and all selected ones are host claims "
+            else "--gpu measures GPU claims, and all selected ones are host claims "
             "(@pytest.mark.host): use --cpu"
         )
     if session.settings.shard:

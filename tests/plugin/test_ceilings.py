@@ -298,7 +298,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(get, tmp_path):
     (tmp_path / "ceilings").write_text("in the way")
     lines = []
     assert get(progress=lines.append) == {"copy": 1e12, "bf16": 1e12}
-    assert "the ceilings are not kept: cannot write" in lines[0]
+    assert "the limits are not kept: cannot write" in lines[0]
 
 
 # errors while measuring
@@ -328,8 +328,8 @@ def test_a_ceiling_that_cannot_be_measured_costs_only_itself(benchmarks):
     assert ceilings._measure(device, lines.append, ["copy", "read", "fp8"]) == {"copy": 4e12}
     assert lines == [
         "only library calls are measured: no nvcc: get one",
-        "measuring this GPU's ceilings: copy",
-        "measuring this GPU's ceilings: fp8",
+        "measuring this GPU's limits: copy",
+        "measuring this GPU's limits: fp8",
         "fp8 is not measured: out of memory",
     ]
     assert device.released == 3
@@ -352,7 +352,7 @@ def test_a_machine_has_its_devices_ceilings():
     assert FakeMachine().ceilings(FakeDevice(None), lines.append) == {}
     assert lines == []
     assert FakeMachine().ceilings(FakeDevice(FAKE_GPU), lines.append) == CEILINGS
-    assert lines == ["measuring this GPU's ceilings"]
+    assert lines == ["measuring this GPU's limits"]
     assert set(CEILINGS) == set(ceilings.DEVICE)
 
 
@@ -501,10 +501,10 @@ def test_the_table_has_the_datasheet_beside_it(command):
     assert (status, err) == (0, "")
     assert out.splitlines() == [
         "NVIDIA H200",
-        "ceiling   measured  datasheet  share",
-        "copy     4.28 TB/s  4.80 TB/s   89 %",
-        "launch     2.10 µs",
-        "h2d      55.3 GB/s  64.0 GB/s   86 %",
+        "limit    measured  datasheet  share",
+        "copy    4.28 TB/s  4.80 TB/s   89 %",
+        "launch    2.10 µs",
+        "h2d     55.3 GB/s  64.0 GB/s   86 %",
     ]
 
 

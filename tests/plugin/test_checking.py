@@ -557,4 +557,4 @@ def test_host(compare):
 """)
     done = project.run("--gpu")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines(["ERROR: --gpu measures claims about the GPU, and all selected *"])
+    done.stderr.fnmatch_lines(["ERROR: --gpu measures GPU claims, and all selected *"])

@@ -84,7 +84,7 @@ def _get(
         try:
             atomic_write(path, dumps({**versions, "ceilings": ceilings}, "ceilings"))
         except UsageError as why:
-            progress(f"the ceilings are not kept: {why}")
+            progress(f"the limits are not kept: {why}")
     return {name: ceilings[name] for name in names if name in ceilings}
 
 
@@ -131,7 +131,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
     for name in names:
         if name not in benchmarks:
             continue
-        progress(f"measuring this GPU's ceilings: {name}")
+        progress(f"measuring this GPU's limits: {name}")
         run = benchmarks[name]
         try:
             rate = _run_undisturbed(device, run) or _run_undisturbed(device, run)
@@ -167,7 +167,7 @@ def _kernels(gpu: Gpu, progress: ProgressLine) -> Mapping[str, Callable[..., obj
 def table(ceilings: Mapping[str, float], key: str) -> list[str]:
     """Return the lines of a table: ceilings beside the datasheet figures of a GPU key."""
     datasheet = DATASHEET.get(key, {})
-    rows = [("ceiling", "measured", "datasheet", "share")]
+    rows = [("limit", "measured", "datasheet", "share")]
     for name, rate in ceilings.items():
         unit, peak = unit_of(name), datasheet.get(name)
         cells = (si(peak, unit, 3), percent(rate / peak)) if peak else ("", "")

@@ -49,8 +49,8 @@ GLOSSARY: Final = {
     "quieter machine. Lost: less than the claim requires. Undecided: the interval reaches what the "
     "claim requires, and its lower end does not.",
     "rate": "Work per second of the optimized arm: bytes that a call must move, or FLOPs.",
-    "of limit": "Rate of the optimized arm divided by the ceiling that limits it.",
-    "ceiling": "The highest rate that this GPU reached in a micro-benchmark, for example bf16.",
+    "of limit": "Rate of the optimized arm divided by the limit that bounds it.",
+    "limit": "The highest rate that this GPU reached in a micro-benchmark, for example bf16.",
     "arithmetic intensity": "Floating-point operations per byte that a call must move. Claims at "
     "low intensity are limited by bandwidth, at high intensity by arithmetic.",
     "evidence": "A measurable consequence of why the optimized arm is faster, with bounds. It "

@@ -142,7 +142,7 @@ def too_fast(limit: Limit, source: str = "measured") -> str | None:
     """
     if limit.share <= advice.MAX_SHARE:
         return None
-    again = ", or the ceilings are too low: python -m pytest_aiperf ceilings --fresh"
+    again = ", or the limits are too low: python -m pytest_aiperf ceilings --fresh"
     return (
         f"{si(limit.rate, limit.unit)} exceed the {si(limit.limit, limit.unit)} that this GPU "
         f"reaches ({limit.ceiling}, {source}): the arm skips work, or work= counts more than a "
