@@ -8,7 +8,8 @@ come from the task's generator, or from a language model behind an OpenAI-compat
 candidate is the source code of a module with a function ``run``. It is rejected if it raises, if
 its result is wrong, or if it caches results: inputs are overwritten in place between calls. The
 accepted candidates of a generation are timed in the same rounds, and compared with the task's start
-(`pytest_aiperf.measure_each`). Without a GPU, candidates are only checked.
+(`pytest_aiperf.measure_each`). With TRITON_INTERPRET=1, which needs no GPU, candidates are only
+checked.
 
 Candidates of a language model run in a subprocess. That protects the search from hangs and crashes,
 not from malice: run it in a container.
