@@ -6,15 +6,16 @@ and a thread that reads the next block while this one is hashed (prefetching, do
 the shorter of the two stages behind the longer. Python's GIL does not prevent that: a read releases
 it while it waits, and hashing releases it for large blocks. The order is random, so the kernel
 cannot guess the next block; only the program knows it. All arms switch off its reading ahead within
-a block (POSIX_FADV_RANDOM), which would also fetch the blocks behind. Where no second core is idle,
-the library arm can beat the thread.
+a block (POSIX_FADV_RANDOM), which would also fetch the blocks behind. On a host with 32 CPUs the
+gain is 1.5x, but the disk's times vary much: a call of the baseline takes 67 to 163 ms, the gain's
+interval is 1.1 to 2.0, and it is from a second attempt, because the first did not meet the bar.
 
 The library arm needs no thread: it announces the next block to the kernel before it hashes this one
 (posix_fadvise with POSIX_FADV_WILLNEED), which starts the reading and returns. This hides the
 waiting for the disk, but the hashing thread itself still reserves the pages and copies the block
-out of the page cache. The reader thread hides that as well, and needs another core for it: on a
-host with 32 CPUs the library arm takes 1.3 times as long (1.06 to 1.58), and on one with two cores,
-which other work shared, it won.
+out of the page cache. The reader thread can hide that as well, and needs another core for it: where
+none is idle, the library arm is the better choice. On the same host it takes 1.3 times as long
+(1.06 to 1.58) as the thread; how much of that is the copying was not measured.
 
 The limit is (read + hash) / max(read, hash), less the first read, which nothing hides: 1.85x for 12
 blocks if both stages take equally long. The gain ends where one stage is several times longer than

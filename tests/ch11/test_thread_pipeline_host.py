@@ -4,13 +4,18 @@ Only one thread executes Python code at a time, but zlib and NumPy release the g
 lock (GIL) while they process large buffers. So one thread can decompress recording i + 1 while
 another computes the spectrum of recording i, on a second core. A bounded queue of two recordings
 connects the stages: the slower stage sets the pace, and a fast first stage cannot fill the memory.
-Of 24 recordings, only the first is decompressed while the other stage waits.
+Only the first of 24 recordings must be decompressed while the other stage waits.
 
-The limit is the sum over the maximum of the stage times, 2x where they are equal, as they nearly
-are here: on a host with 32 CPUs the gain was 1.8x, and 1.7 cores were busy. It needs two free cores
-and single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm would already
-use all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do items of a few
-microseconds, which is what a queue operation costs.
+The limit is the sum over the maximum of the stage times, 2x where they are equal. On a host with 32
+CPUs the gain is 1.8x (1.5 to 2.2), with 1.7 times as many cores busy. The stages were not timed
+alone, but a gain of 1.8x needs stages that differ by about a quarter at most. It also needs two
+free cores and single-threaded stages: with NumPy's multi-threaded BLAS functions the serial arm
+would already use all cores. Stages in pure Python gain nothing, because they hold the GIL; nor do
+items of a few microseconds, which is what a queue operation costs.
+
+These recordings do not depend on each other, so a pool of threads that each do both stages could
+use more than two cores. A pipeline is for stages that cannot run twice at once, because they keep a
+state or own a device. No arm measures the pool.
 """
 
 import threading
