@@ -521,9 +521,9 @@ class OutOfMemoryError(RuntimeError):
 def lack():
     from pytest_aiperf.machine.gpu_lock import default_folder
 
-    entries = [p for p in default_folder().glob("memory-*") if not p.name.endswith("gate")]
+    entries = [p for p in default_folder().glob("memory-*") if not p.suffix]  # no gate, no turn
     with open("reserved", "a") as file:
-        print(os.getpid(), sum(int(p.read_text()) for p in entries), file=file)
+        print(os.getpid(), sum(int(p.read_text().split()[0]) for p in entries), file=file)
     if Path("reserved").read_text().split()[0] == str(os.getpid()):
         raise OutOfMemoryError("tried to allocate 4 GiB")
 
