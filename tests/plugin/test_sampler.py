@@ -1326,6 +1326,20 @@ def test_results_on_inputs_on_which_the_baseline_is_slow_are_verified(is_wrong):
     assert len(bound._variants) < 10
 
 
+@pytest.mark.parametrize(
+    ("metric", "searching_s", "searched"),
+    [(Metric.WALL, 60.0, 1), (Metric.WALL, 0.0, 0), (Metric.DEVICE, 60.0, 0)],
+)
+def test_slow_inputs_are_searched_for_after_timing_by_the_hosts_clock_if_calls_are_short(
+    metric, searching_s, searched, monkeypatch
+):
+    monkeypatch.setattr(sampler, "SEARCHING_S", searching_s)
+    calls = []
+    monkeypatch.setattr(Ladder, "check_slow_seeds", lambda _: calls.append(1))
+    measured(a_bound_claim(), metric=metric)
+    assert len(calls) == searched
+
+
 def test_inputs_that_all_take_as_long_are_not_verified_again():
     bound = a_bound_claim(metric="wall")
     bound.learn_effects()

@@ -39,11 +39,13 @@ from .side_effects import SideEffects
 
 WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
 SEARCHED_SEEDS, SEARCHING_S, FEWEST_SEEDS = 200, 0.5, 8
-"""Seeds, and seconds, in which inputs are looked for on which the baseline is slow: of a case that
-2 in 100 inputs are, they find 98 of 100. Fewer seeds than the last do not tell what is usual."""
+"""Inputs on which the baseline is slow are searched for among so many seeds, for so many seconds at
+most. A case that 2 of 100 inputs have is found by 98 of 100 searches. Fewer seeds than the last
+figure do not tell which time is usual."""
 SLOW_TIMES, SLOW_S, VERIFIED_SEEDS = 3.0, 50e-6, 3
-"""Such inputs take so many times as long as most, and so many seconds more; results on so many of
-them are verified, even if it was other work on the machine that took the time."""
+"""The baseline counts as slow on inputs if it takes so many times as long as on most, and so many
+seconds more. The results for so many of these inputs are verified; it does no harm if other work on
+the machine took the time."""
 BEFORE_OTHERS = "before another arm had run"
 """How the baseline was called where another arm may be the reason if timed calls take longer."""
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.

@@ -103,7 +103,7 @@ CHECKED_CALLS, CHECKING_S = 5, 1.0
 and their new values take less than so many seconds; else there are two."""
 TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
 """Which call's result is wrong, for error messages."""
-LONG_SETS_S = 30.0  #: Seconds that sets of inputs took in all, from which on a note tells it.
+LONG_SETS_S = 30.0  #: If building all sets of inputs took more seconds, a note says so.
 LONG_BUILD_S = 1.0
 """Seconds to build a replicate above which others may use the device meanwhile. Until a claim has
 the exclusive lock again, all others have to end their steps: about as long, on an H200."""
@@ -861,7 +861,7 @@ class Sampler:
         )
 
     def _long_inputs(self) -> Iterator[str]:
-        """Tell if to build the inputs, and to look at each value in them, took long."""
+        """Yield a note if building the inputs, and looking at each of their values, took long."""
         if self._all_sets_s > LONG_SETS_S:
             one, in_all = si(self._set_s, "s"), si(self._all_sets_s, "s")
             yield (

@@ -156,7 +156,8 @@ class _Reader:
         kind, sums = tensors.identify(value)
         is_float = not tensors.is_exact(tensors.as_array(value)[0])
         self.has_floats = self.has_floats or (into is self.exact and is_float)
-        into.update(f"{kind} {getattr(sums, 'tolist', lambda: sums)()};".encode())
+        shown = sums.tolist() if hasattr(sums, "tolist") else sums  # the text of a single number
+        into.update(f"{kind} {shown};".encode())
 
 
 def _text(value: object) -> str:

@@ -68,9 +68,10 @@ def fields(value: object) -> dict[str, Any] | None:
 
 
 _DECLARED: dict[int, tuple[type, dict[str, Any] | None]] = {}
-"""Of each class its fields, see :func:`_declared`. To look at it again for each of many objects
-takes most of the time of a walk. Whatever becomes of the class, stored values are read. Keys are
-ids, as the metaclass may define ``__hash__``; the class is kept, so that no other has its id."""
+"""The fields of each class, see :func:`_declared`. To look at the class again for each of many
+objects would take most of the time of a walk. If it changes later, stored values are read anyway.
+Keys are ids, as the metaclass may define ``__hash__``; the class is kept, so that no other has its
+id."""
 
 
 def _declared(kind: type) -> dict[str, Any] | None:

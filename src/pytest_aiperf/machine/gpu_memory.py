@@ -127,7 +127,7 @@ def reservation(
 
 @dataclass(slots=True)
 class _Queue:
-    """The reservations of a GPU's memory, as one claim sees them that wants ``nbytes``.
+    """The reservations of a GPU's memory, as seen by a claim that wants ``nbytes``.
 
     Call its methods only with the gate locked: nobody else then adds a reservation or takes a turn.
     """
@@ -140,7 +140,7 @@ class _Queue:
 
     @property
     def turn(self) -> Path:
-        """The file that the claim has locked whose turn comes next."""
+        """The file that is locked by the claim whose turn comes next."""
         return self.folder / f"{self.name}.turn"
 
     def has_room(self, free: Callable[[], float]) -> bool:
