@@ -1,0 +1,88 @@
+"""Sending a tensor to another GPU over NVLink beats staging it in pinned host memory.
+
+A process keeps a layer's activations on one GPU, and the next layer is on another: 256 MiB go there
+and as much comes back, as in a model that is split over the GPUs of one process. "staged" goes the
+way that is open where GPUs cannot reach each other: each transfer is a copy to pinned host memory
+and a second one from there. So all bytes cross PCIe four times, one after the other: at 55 GB/s,
+that is 20 ms. "direct" lets one GPU write into the other's memory (peer access, which PyTorch
+enables for `copy_`). Over the NVLink of an H200, a copy in one direction reaches 392 GB/s, and
+copies in both directions at once 773 GB/s together, so 1.4 ms are the limit.
+
+Two processes do that at the same time, one per GPU, so both directions of each link are in use.
+Nothing waits on the host in either arm: events between the streams of the GPUs order the copies. A
+staging copy in chunks could overlap the two copies of a transfer and take half as long; that is not
+a rung. Nor does the comparison hold for GPUs that are connected by PCIe alone, where direct copies
+cross it once instead of twice.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pytest_aiperf import Bench, Compare, evidence, prepared
+
+
+def activations(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw what this rank sends; make room for what comes back."""
+    torch.manual_seed(bench.seed * 100 + dist.get_rank())
+    x = torch.randn(bench.size(2**26, check=1000), device=bench.device)
+    return x, torch.empty_like(x)
+
+
+def on_next_gpu(x):
+    """Return an empty tensor like ``x`` on the next GPU; without GPUs, on the CPU."""
+    if not x.is_cuda:
+        return torch.empty_like(x)
+    return torch.empty_like(x, device=f"cuda:{(x.device.index + 1) % dist.get_world_size()}")
+
+
+def wait(waiting, other):
+    """Let the stream of a tensor's GPU wait for the stream of another tensor's."""
+    if waiting.is_cuda:
+        stream = torch.cuda.current_stream(waiting.device)
+        stream.wait_stream(torch.cuda.current_stream(other.device))
+
+
+@prepared
+def staged(x, _out):
+    host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    remote = on_next_gpu(x)
+
+    def run(x, out):
+        host.copy_(x, non_blocking=True)
+        wait(remote, x)
+        remote.copy_(host, non_blocking=True)
+        remote.relu_()
+        host.copy_(remote, non_blocking=True)
+        wait(out, remote)
+        out.copy_(host, non_blocking=True)
+
+    return run
+
+
+@prepared
+def direct(x, _out):
+    remote = on_next_gpu(x)
+
+    def run(x, out):
+        remote.copy_(x)
+        remote.relu_()
+        out.copy_(remote)
+
+    return run
+
+
+@pytest.mark.gpu(count=2)
+def test_p2p_direct(compare: Compare) -> None:
+    compare(
+        baseline=staged,
+        optimized=direct,
+        inputs=activations,
+        reference=lambda x, out: x.clamp(min=0),
+        metric="wall",
+        cache="warm",  # makes no difference: the copies are many times the L2 capacity
+        evidence=[
+            evidence.copied_bytes("device to host", max=0),
+            evidence.copied_bytes("host to device", max=0),
+        ],
+    )

@@ -1,0 +1,76 @@
+"""Compiling hooks, alone or with the backward pass, beats running them eagerly in a compiled model.
+
+torch.compile compiles the backward pass of a model, but not what autograd does around it: it adds
+gradients up and calls hooks in Python, and what a hook does is launched kernel by kernel. Here a
+hook per parameter clips its gradient and adds it to the momentum: eight operations on a matrix of
+1 MiB, 192 short kernels for 24 layers. "hooks" compiles the hook as a function, so that each call
+launches a few fused kernels, after a check that the compiled code fits. "backward" is compiled
+autograd: it traces the backward pass when it runs, the hooks included, and compiles all of it. One
+check then replaces those of 24 hooks, and Python is not called back. Both are compared with eager
+hooks.
+
+The library arm does without hooks: a compiled function does the same for all gradients after the
+backward pass. That needs no private function of torch, and is the better choice where all
+gradients may be kept until then: each hook frees its gradient. Compiled autograd finds its
+compiled pass again by comparing the graph of each call, which takes time on the host, and compiles
+anew if the graph has changed. With larger matrices, the kernels outlast their launches, and only
+the bytes of unfused operations are left to gain. Hooks may not change what the backward pass still
+reads: with hooks that update their parameter, torch 2.11 computes wrong results under compiled
+autograd.
+"""
+
+import pytest
+import torch
+
+from kernels.ch13 import hooked_backward as arms
+from pytest_aiperf import Bench, Compare, evidence, prepared
+
+State = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+
+
+def state(bench: Bench) -> State:
+    """Draw a batch of rows, the weights of each layer, and the momentum of each."""
+    layers, width = bench.size(24, check=2), bench.size(512, check=32)
+    shape = layers, width, width
+    weights = torch.randn(shape, device=bench.device) * width**-0.5
+    momenta = 1e-3 * torch.randn(shape, device=bench.device)
+    x = torch.randn(bench.size(256, check=16), width, device=bench.device)
+    return x, list(weights), list(momenta)
+
+
+def in_fp64(x, weights, momenta):
+    doubles = [w.double().requires_grad_() for w in weights]
+    rows = x.double()
+    for w in doubles:
+        hidden = rows / rows.pow(2).mean(1, keepdim=True).sqrt() @ w
+        rows = rows + hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+    losses = (rows * rows).mean(1)
+    losses.mean().backward()
+    sums = [
+        arms.MOMENTUM * m.double() + clipped(w.grad) for w, m in zip(doubles, momenta, strict=True)
+    ]
+    updated = [w.detach() - arms.RATE * m for w, m in zip(doubles, sums, strict=True)]
+    return [losses.detach(), *updated, *sums]
+
+
+def clipped(grad):
+    return grad * min(1.0, arms.MAX_RMS / float(grad.norm() / grad.numel() ** 0.5))
+
+
+ARMS = {"hooks": prepared(arms.compiled_hooks), "backward": prepared(arms.compiled_backward)}
+EAGER_HOOKS, NO_HOOKS = prepared(arms.eager_hooks), prepared(arms.after)
+
+
+@pytest.mark.parametrize("rung", ARMS)
+def test_compiled_autograd(compare: Compare, rung: str) -> None:
+    compare(
+        baseline=EAGER_HOOKS,
+        optimized=ARMS[rung],
+        library=NO_HOOKS,
+        against="idiomatic",
+        inputs=state,
+        reference=in_fp64,
+        metric="wall",
+        cache="warm",
+        evidence=[evidence.kernels(max=0.75, per="baseline")],
+    )
