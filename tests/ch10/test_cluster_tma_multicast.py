@@ -59,10 +59,10 @@ def matrices(bench: Bench) -> Matrices:
 @pytest.mark.sm90
 @pytest.mark.parametrize("rung", LESS_FROM_L2)
 def test_cluster_tma_multicast(compare: Compare, nvcc: Nvcc, rung: str) -> None:
-    gemm = nvcc("ch10/cluster_multicast.cu")
+    gemm, large_tiles = nvcc("ch10/cluster_multicast.cu"), nvcc("ch10/wgmma_ladder.cu")
     is_wide = rung == "wide_cluster_2"
     compare(
-        baseline=nvcc("ch10/wgmma_ladder.cu")["tma_store"] if is_wide else gemm["no_cluster"],
+        baseline=large_tiles["tma_store"] if is_wide else gemm["no_cluster"],
         optimized=gemm[rung],
         library=lambda a, b, out, m, n, k: torch.mm(a, b.T, out=out),
         against="previous rung" if is_wide else "naive",

@@ -28,7 +28,7 @@ import torch
 from kernels.ch14 import llama
 from pytest_aiperf import Bench, Compare, Work, evidence, prepared, static
 
-FIRST_CALLS = 3
+FIRST_CALLS = 5
 """Least ratio of the first calls' CPU times: the whole model compiled, to block by block."""
 
 
