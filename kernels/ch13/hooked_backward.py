@@ -3,7 +3,6 @@
 eager_hooks        Forward and backward pass are compiled. Autograd calls a hook in Python for each
                    parameter, as soon as its gradient is there, and the hook's operations are
                    launched kernel by kernel.
-compiled_hooks     The hook is a compiled function. Autograd calls it as before.
 compiled_backward  Compiled autograd traces the whole backward pass when it runs, the hooks
                    included, and compiles it.
 after              There are no hooks: a compiled function clips and averages all gradients
@@ -47,13 +46,11 @@ def clip_and_average(parameter, momentum):
     parameter.grad = None
 
 
-compiled_clip_and_average = torch.compile(clip_and_average, dynamic=False)
-
-
-def with_hooks(hook, weights, momenta):
+def with_hooks(weights, momenta):
     network = Network(weights)
     for parameter, momentum in zip(network.weights, momenta, strict=True):
-        parameter.register_post_accumulate_grad_hook(partial(hook, momentum=momentum))
+        hook = partial(clip_and_average, momentum=momentum)
+        parameter.register_post_accumulate_grad_hook(hook)
     return network
 
 
@@ -63,14 +60,7 @@ def apply(network, momenta):
 
 
 def eager_hooks(_x, weights, momenta):
-    return step_with(with_hooks(clip_and_average, weights, momenta))
-
-
-def compiled_hooks(_x, weights, momenta):
-    return step_with(with_hooks(compiled_clip_and_average, weights, momenta))
-
-
-def step_with(network):
+    network = with_hooks(weights, momenta)
     forward = torch.compile(network, dynamic=False)
 
     def step(x, _weights, momenta):
@@ -83,7 +73,7 @@ def step_with(network):
 
 
 def compiled_backward(_x, weights, momenta):
-    network = with_hooks(clip_and_average, weights, momenta)
+    network = with_hooks(weights, momenta)
     forward = torch.compile(network, dynamic=False)
     compiler = torch.compile(dynamic=False)
 

@@ -1,25 +1,26 @@
-"""Compiling hooks, alone or with the backward pass, beats running them eagerly in a compiled model.
+"""Compiling the backward pass together with its hooks beats eager hooks in a compiled model.
 
 torch.compile compiles the backward pass of a model, but not what autograd does around it: it adds
 gradients up and calls hooks in Python, and what a hook does is launched kernel by kernel. Here a
 hook per parameter clips its gradient and adds it to the momentum: eight operations on a matrix of
-1 MiB, 192 short kernels for 24 layers. "hooks" compiles the hook as a function, so that each call
-launches a few fused kernels, after a check that the compiled code fits. "backward" is compiled
-autograd: it traces the backward pass when it runs, the hooks included, and compiles all of it. One
-check then replaces those of 24 hooks, and Python is not called back. Both are compared with eager
-hooks.
+1 MiB, 192 short kernels for 24 layers. Compiled autograd traces the backward pass when it runs, the
+hooks included, and compiles all of it: a call launches 242 kernels instead of 387, and Python is
+not called back. The host decides: on an H100 a call takes 7 ms instead of 9, of which the kernels
+take about 1.
+
+Compiling each hook as a function is not enough. It leaves as few kernels, 243, but before each of
+its 24 calls Python checks whether the compiled code fits, and the gain was 1.03x (0.98 to 1.08).
 
 The library arm does without hooks: a compiled function does the same for all gradients after the
-backward pass. That needs no private function of torch, and is the better choice where all
-gradients may be kept until then: each hook frees its gradient. Compiled autograd finds its
-compiled pass again by comparing the graph of each call, which takes time on the host, and compiles
-anew if the graph has changed. With larger matrices, the kernels outlast their launches, and only
-the bytes of unfused operations are left to gain. Hooks may not change what the backward pass still
-reads: with hooks that update their parameter, torch 2.11 computes wrong results under compiled
-autograd.
+backward pass. It takes as long as compiled autograd (1.01 times, 0.97 to 1.07) and needs no private
+function of torch, so it is the better choice where all gradients may be kept until then: each hook
+frees its gradient. Compiled autograd finds its compiled pass again by comparing the graph of each
+call, which takes time on the host, and compiles anew if the graph has changed. With larger
+matrices, the kernels outlast their launches, and only the bytes of unfused operations are left to
+gain. Hooks may not change what the backward pass still reads: with hooks that update their
+parameter, torch 2.11 computes wrong results under compiled autograd.
 """
 
-import pytest
 import torch
 
 from kernels.ch13 import hooked_backward as arms
@@ -57,17 +58,11 @@ def clipped(grad):
     return grad * min(1.0, arms.MAX_RMS / float(grad.norm() / grad.numel() ** 0.5))
 
 
-ARMS = {"hooks": prepared(arms.compiled_hooks), "backward": prepared(arms.compiled_backward)}
-EAGER_HOOKS, NO_HOOKS = prepared(arms.eager_hooks), prepared(arms.after)
-
-
-@pytest.mark.parametrize("rung", ARMS)
-def test_compiled_autograd(compare: Compare, rung: str) -> None:
+def test_compiled_autograd(compare: Compare) -> None:
     compare(
-        baseline=EAGER_HOOKS,
-        optimized=ARMS[rung],
-        library=NO_HOOKS,
-        against="idiomatic",
+        baseline=prepared(arms.eager_hooks),
+        optimized=prepared(arms.compiled_backward),
+        library=prepared(arms.after),
         inputs=state,
         reference=in_fp64,
         metric="wall",

@@ -279,6 +279,14 @@ def test_every_call_runs_on_the_devices_stream(cuda, mode):
     assert cuda.current is None
 
 
+def test_the_slowest_rank_decides_how_many_calls_are_traced(cuda, monkeypatch):
+    monkeypatch.setattr(cuda_module, "trace", lambda *words: words[-1])
+    device = CudaDevice(GPU)
+    device.ranks.max = lambda seconds: seconds + 1
+    call_s = device.trace(lambda: cuda.launch(1e-3), Mode.WALL, cold=False)
+    assert call_s == pytest.approx(1.001, rel=1e-4)
+
+
 def test_a_blocking_kernel_that_is_too_short_is_made_longer(cuda):
     device, slow_host = CudaDevice(GPU), 2e-3
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import random
 import re
 import sys
@@ -189,6 +190,21 @@ def test_each_arm_has_each_place_equally_often():
     for place in range(3):
         letters = [order[place] for order in orders]
         assert {letters.count(arm) for arm in "ABC"} == {len(orders) // 3}
+
+
+def test_ranks_that_have_drawn_differently_are_refused_before_they_call_different_arms():
+    class Others(RankGroup):
+        count = 2
+        passed = 2**31
+
+        def max(self, figure):
+            return max(figure, math.copysign(self.passed, figure))
+
+    device = FakeDevice(FAKE_GPU, Noise.none())
+    timed = a_sampler(a_bound_claim(device))
+    device.ranks = Others()
+    with pytest.raises(InvalidMeasurement, match="the ranks have chosen different inputs"):
+        timed._refuse_ranks_apart()
 
 
 def test_each_replicate_has_a_seed_of_its_own_and_fresh_inputs():

@@ -132,6 +132,30 @@ def test_cuda(compare): compare(**sums)
     done.stdout.fnmatch_lines(["*its results need a GPU*"])
 
 
+@pytest.mark.parametrize(("renews", "seconds"), [(True, 0.03), (False, 0.12)])
+def test_ranks_make_the_same_calls_though_one_draws_its_inputs_slowly(two, renews, seconds):
+    """Otherwise they would call different arms, and wait for each other in their collectives."""
+    two.write("conftest.py", f"import tests.fake_gpu\ntests.fake_gpu.FakeDevice.renews = {renews}")
+    two.two(f"""
+def slowly(bench):
+    time.sleep({seconds} * RANK)
+    return shares(bench)
+
+def twice(x):
+    spend(100e-6)
+    return (total(x) + total(x)) / 2
+
+def once(x):
+    spend(50e-6)
+    return total(x)
+
+@in_two
+def test_sum(compare):
+    compare(**sums | dict(baseline=twice, optimized=once, inputs=slowly))
+""")
+    two.run("--gpu", "--quick", "-o", "aiperf_deadline=40").assert_outcomes(passed=1)
+
+
 def test_one_rank_that_goes_wrong_is_named_and_costs_its_claim_only(two):
     two.two("""
 def halves(x):

@@ -16,6 +16,7 @@ import math
 import random
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -403,7 +404,8 @@ class Sampler:
         self.device.block(calls, Mode.WALL).run()
         self._refuse_changed_settings(arm.name)
         spans = sorted(s for i, r in enumerate(results) for s in _spans(r, i))
-        if any(b[0] < a[1] and a[2] != b[2] for a, b in itertools.pairwise(spans)):
+        is_new = all(b[0] >= a[1] or a[2] == b[2] for a, b in itertools.pairwise(spans))
+        if not self.device.ranks.all(is_new):
             self._reusing.add(arm.name)
 
     def _estimate_s(self, arm: ArmBuffers) -> float:
@@ -413,8 +415,9 @@ class Sampler:
         get blocks in which values return.
         """
         shortest = math.inf
+        is_renewed = self.device.renews and self.device.ranks.all(self._set_s <= RENEWAL_S)
         for i in range(3):
-            if self.device.renews and self._set_s <= RENEWAL_S:
+            if is_renewed:
                 self._renew(arm, [i % self.sets])
             call = arm.call(i % self.sets)
             if self.metric is Metric.WALL:
@@ -576,9 +579,19 @@ class Sampler:
             self.bound.random.shuffle(self._rotations)
         return self._rotations.pop()
 
+    def _refuse_ranks_apart(self) -> None:
+        """Raise if ranks have drawn differently: they would call other arms, and wait forever."""
+        ranks = self.device.ranks
+        if ranks.count > 1:
+            state = zlib.crc32(repr(self.bound.random.getstate()).encode())
+            if not ranks.agree(state):
+                problem = "the ranks have chosen different inputs or orders of arms"
+                raise InvalidMeasurement(f"{problem}: please report this")
+
     def _round(self, blocks: Pass) -> tuple[Round, str | None]:
         """Run a mirrored round, or one lone call of each arm; return it and what disturbed it."""
         order = list(blocks.batches)
+        self._refuse_ranks_apart()
         if not blocks.is_lone:
             order = self._next_rotation(order)
             order += reversed(order)  # mirrored: a steady drift affects all arms equally
@@ -722,7 +735,7 @@ class Sampler:
         """
         if self._last_buffers and not self.device.renews:
             call_s = sum(s + self._set_s for s in self._first_s.values())
-            few = CHECKED_CALLS * call_s > CHECKING_S
+            few = self.device.ranks.max(CHECKED_CALLS * call_s) > CHECKING_S
             self._run(self._lone_calls(self._last_buffers, 2 if few else CHECKED_CALLS))
         self._last_buffers = []
         self._prebuilt.clear()  # buffers of replicates that were not run

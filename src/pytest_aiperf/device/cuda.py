@@ -240,7 +240,8 @@ class CudaDevice:
             call()
         blocking_s = _MIN_BLOCKING_S + 3 * (now() - begun) * 1e-9  # CUPTI lengthens launches
         self.synchronize()
-        call_s = (now() - begun) * 1e-9
+        # all ranks must make as many calls: a rank that is early waits for the others in this one
+        call_s = self.ranks.max((now() - begun) * 1e-9)
 
         def before() -> None:
             if flush:

@@ -21,6 +21,10 @@ class RankGroup:
         """Return the largest of all ranks' figures."""
         return figure
 
+    def agree(self, number: int) -> bool:
+        """Whether all ranks have passed the same number, of less than 2**53."""
+        return self.max(float(number)) == -self.max(-float(number))
+
     def barrier(self) -> None:
         """Wait on the host until all ranks have called this."""
 
