@@ -67,14 +67,10 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The bytes of the L2 cache that persisting lines may take at most.
-size_t most_persisting() {
-    static const size_t bytes = [] {
-        int device = 0, most = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&most, cudaDevAttrMaxPersistingL2CacheSize, device);
-        return size_t(most);
-    }();
+// The bytes of the L2 cache that are set aside for persisting lines.
+size_t bytes_set_aside() {
+    size_t bytes = 0;
+    cudaDeviceGetLimit(&bytes, cudaLimitPersistingL2CacheSize);
     return bytes;
 }
 
@@ -85,7 +81,7 @@ cudaLaunchAttribute window_over(const void* items, size_t bytes, cudaAccessPrope
     window.base_ptr = const_cast<void*>(items);
     window.num_bytes = bytes;
     // persisting lines evict each other if the window is larger than the part set aside
-    window.hitRatio = std::min(1.0f, float(most_persisting()) / bytes);
+    window.hitRatio = std::min(1.0f, float(bytes_set_aside()) / bytes);
     window.hitProp = property;
     window.missProp = cudaAccessPropertyNormal;
     return attribute;
@@ -134,8 +130,13 @@ extern "C" cudaError_t window(const float* contexts, const int* ids, const nv_bf
     return score_batches<false, true>(contexts, ids, items, out, pairs, entries, stream);
 }
 
-// Reserve as much of the L2 cache for persisting lines as the GPU permits, for the process. Other
-// lines use that part, too, as long as no persisting ones are there.
-extern "C" cudaError_t set_aside(cudaStream_t) {
-    return cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, most_persisting());
+// Reserve a part of the L2 cache for persisting lines, for the process. Fails if the GPU permits
+// less.
+extern "C" cudaError_t set_aside(int mib, cudaStream_t) {
+    int device = 0, most = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxPersistingL2CacheSize, device);
+    const size_t bytes = size_t(mib) << 20;
+    if (bytes > size_t(most)) return cudaErrorUnsupportedLimit;
+    return cudaDeviceSetLimit(cudaLimitPersistingL2CacheSize, bytes);
 }

@@ -1,14 +1,12 @@
-"""In symmetric memory, one-shot all-reduce beats NCCL for small messages, and two-shot for large.
+"""Two-shot all-reduce in symmetric memory beats NCCL at 2 and 32 MiB; NCCL beats one-shot.
 
-One-shot should lose to NCCL at 32 MiB, so there NCCL is the optimized arm. The claim has no record
-yet: its bars are estimates from the latency and bandwidth of NVLink. In a tensor-parallel layer
-whose weight is split along its inner dimension (row-parallel), each rank computes a partial sum of
-the whole output, and an all-reduce adds them up. Symmetric memory is mapped into every rank's
-address space. If the GEMM writes its partial sum there, the other ranks read it directly over
-NVLink, and nothing is copied. In a one-shot all-reduce each rank reads all partial sums and adds
-them, in one kernel and one hop. In a two-shot one, each rank adds up one part and writes the sum to
-all ranks: two hops, but fewer bytes if there are more than two ranks, and the sum needs no other
-buffer.
+In a tensor-parallel layer whose weight is split along its inner dimension (row-parallel), each rank
+computes a partial sum of the whole output, and an all-reduce adds them up. Symmetric memory is
+mapped into every rank's address space. If the GEMM writes its partial sum there, the other ranks
+read it directly over NVLink, and nothing is copied. In a one-shot all-reduce each rank reads all
+partial sums and adds them, in one kernel and one hop. In a two-shot one, each rank adds up one part
+and writes the sum to all ranks: two hops, but fewer bytes if there are more than two ranks, and the
+sum needs no other buffer.
 
 The layer is the output projection of Llama 3 8B's attention, split over two GPUs: 8 tokens (64 KiB)
 and 256 tokens (2 MiB) are steps of decoding, 4096 tokens (32 MiB) are a prefill. All arms run the
@@ -16,12 +14,18 @@ same GEMM, which is part of all times and brings the ratios closer to 1, and wei
 L2 cache; read from memory, they would add the same time to all. The baseline's GEMM writes to
 ordinary memory, which NCCL reduces in place. The evidence is the name of the kernel that reduces.
 
-The gain should be largest for messages between these sizes, where a hop still costs more than the
-bytes. The limit of large messages is the link: on two ranks each sends as many bytes as the tensor
-has, whichever algorithm runs. The kernels have at most 24 blocks, and those of one-shot have half
-the threads, probably too few to fill the link. NCCL 2.27 and later has such kernels, too, for
-buffers that are registered with it as symmetric windows; they are not measured here. Kernels that
-reduce in the NVLink switch (multimem, NVLS) need multicast memory, and are left out as well.
+On two H100s, the kernel of two-shot takes 14 µs for 2 MiB, and NCCL's 27; for 32 MiB they take 114
+and 141. That is at most 294 GB/s in each direction. The limit is the link, since on two ranks each
+sends as many bytes as the tensor has, whichever algorithm runs. One-shot, which should be best for
+small messages, is not: at 64 KiB its kernel takes 8.5 µs, and NCCL's 6.5. At
+32 MiB it takes 188 µs: like two-shot it has at most 24 blocks, but half as many threads in each. So
+in these two cases NCCL is the optimized arm.
+
+Device time is judged, as in a CUDA graph. Without a graph, small messages wait for the host: a call
+takes 120 µs with NCCL at 64 KiB, which makes 14 calls of CUDA, and 56 with one-shot, which makes
+two. NCCL 2.27 and later has such kernels, too, for buffers that are registered with it as symmetric
+windows; they are not measured here. Kernels that reduce in the NVLink switch (multimem, NVLS) need
+multicast memory, and are left out as well.
 """
 
 import pytest
@@ -82,7 +86,7 @@ def in_fp64(x, weight):
 one_shot = in_symmetric_memory("one_shot_all_reduce")
 two_shot = in_symmetric_memory("two_shot_all_reduce_")  # in place
 CASES = {  # tokens, baseline, optimized arm, text in the name of its kernel
-    "one_shot-8": (8, nccl, one_shot, "one_shot_all_reduce"),
+    "nccl-8": (8, one_shot, nccl, "ncclDevKernel"),
     "two_shot-256": (256, nccl, two_shot, "two_shot_all_reduce"),
     "two_shot-4096": (4096, nccl, two_shot, "two_shot_all_reduce"),
     "nccl-4096": (4096, one_shot, nccl, "ncclDevKernel"),
