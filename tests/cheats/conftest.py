@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -55,6 +56,8 @@ SETTERS = (  # functions that dishonest arms call, with the usual arguments
     (sys.setswitchinterval, sys.getswitchinterval()),
     (gc.set_threshold, *gc.get_threshold()),
     (os.sched_setaffinity, 0, os.sched_getaffinity(0)),
+    (os.umask, os.umask(0o22)),
+    (resource.setrlimit, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)),
     (signal.setitimer, signal.ITIMER_VIRTUAL, 0),
     (logging.getLogger().setLevel, logging.getLogger().level),
     (torch.autograd.set_detect_anomaly, False),
@@ -85,11 +88,12 @@ def restored(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     environ = dict(os.environ)
     originals = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
-    finders = list(sys.meta_path)
+    finders, folder = list(sys.meta_path), Path.cwd()
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     children = set(multiprocessing.active_children())  # of other tests in this process
     yield
     sys.meta_path[:] = finders
+    os.chdir(folder)
     for owner, name, value in originals:
         setattr(owner, name, value)
     for setter, *arguments in SETTERS:

@@ -10,6 +10,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -155,6 +156,31 @@ def variables_of_the_next_processes():
 @cheat(SETTINGS)
 def decimals_of_many_digits():
     return leaving(lambda: setattr(decimal.getcontext(), "prec", 2000), lambda x: x * 2)
+
+
+@cheat(SETTINGS + "working folder")
+def a_folder_of_its_own():
+    return leaving(lambda: os.chdir("/"), lambda x: x * 2)
+
+
+@cheat(SETTINGS + "working folder")
+def a_folder_that_is_removed():
+    def change():
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+
+    return leaving(change, lambda x: x * 2)
+
+
+@cheat(SETTINGS + "umask")
+def files_that_nobody_else_reads():
+    return leaving(lambda: os.umask(0o77), lambda x: x * 2)
+
+
+@cheat(SETTINGS + "RLIMIT_NOFILE")
+def few_files_at_a_time():
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return leaving(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, most)), lambda x: x * 2)
 
 
 @marked(

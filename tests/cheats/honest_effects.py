@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import functools
 import os
+import resource
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -84,6 +87,34 @@ def a_context_of_decimals_for_one_call():
             return x * float(decimal.Decimal(2))
 
     return arms(doubled)
+
+
+@honest()
+def a_folder_and_limits_for_one_call():
+    def doubled(x):
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        umask = os.umask(0o77)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+            with contextlib.chdir("/"):
+                return x * 2
+        finally:
+            os.umask(umask)
+            resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+    return arms(doubled, lambda x: x * 2)
+
+
+@honest()
+def a_module_that_the_first_call_imports():
+    sys.modules.pop("wave", None)
+
+    def doubled(x):
+        import wave
+
+        return x * (2 if wave else 0)
+
+    return arms(doubled, lambda x: x * 2)
 
 
 @honest()

@@ -74,6 +74,11 @@ def from_two_lines(calls, keep):
     return [first, *[call() for call in calls[1:]]][keep]
 
 
+def without(*names):
+    """Return the settings of the process but for some."""
+    return {name: read for name, read in validity._PROCESS.items() if name not in names}
+
+
 def caught(name):
     return lambda _p, _m: assert_caught(CHEATS[name])
 
@@ -492,6 +497,16 @@ GUARDS = {
     ),
     "settings of the process do not change": Guard(
         {(validity, "_PROCESS"): {}}, caught("one_core")
+    ),
+    "the working folder does not change": Guard(
+        {(validity, "_PROCESS"): without("working folder")}, caught("a_folder_of_its_own")
+    ),
+    "the umask does not change": Guard(
+        {(validity, "_PROCESS"): without("umask")}, caught("files_that_nobody_else_reads")
+    ),
+    "resource limits do not change": Guard(
+        {(validity, "_PROCESS"): without(*validity._LIMITS.values())},
+        caught("few_files_at_a_time"),
     ),
     "settings of libraries do not change": Guard(
         {(validity, "_libraries"): always({})}, caught("small_buffers_of_numpy")
