@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import functools
 import mmap
 import os
@@ -630,6 +631,58 @@ BORROWED = "copies of the result: optimized returns, in part, what its code refe
 def a_window_of_a_table():
     window = lambda start: TABLE[start : start + 64]
     return pair(lambda i: window(i).copy(), window, inputs=a_start, reference=window)
+
+
+CURRENT = contextvars.ContextVar("CURRENT", default=TABLE)
+
+
+@functools.lru_cache
+def table_of(seed):
+    return np.random.default_rng(seed).random(2**20)
+
+
+def of_context(start):
+    return CURRENT.get()[start : start + 64]
+
+
+def of_cache(start):
+    return table_of(1)[start : start + 64]
+
+
+@marked(BORROWED)
+def a_window_of_a_context():
+    return pair(lambda i: of_context(i).copy(), of_context, inputs=a_start, reference=of_context)
+
+
+@marked(BORROWED)
+def a_window_of_a_context_that_the_first_call_fills():
+    current = contextvars.ContextVar("current")
+
+    def window(start):
+        try:
+            table = current.get()
+        except LookupError:
+            current.set(table := TABLE.copy())
+        return table[start : start + 64]
+
+    return pair(lambda i: of_cache(i).copy(), window, inputs=a_start, reference=of_cache)
+
+
+@marked(BORROWED)
+def a_window_of_a_cached_table():
+    return pair(lambda i: of_cache(i).copy(), of_cache, inputs=a_start, reference=of_cache)
+
+
+@marked(BORROWED)
+def a_window_of_a_table_that_a_generator_keeps():
+    def windows():
+        table, start = TABLE.copy(), 0
+        while True:
+            start = yield table[start : start + 64]
+
+    kept = windows()
+    next(kept)
+    return pair(lambda i: of_cache(i).copy(), kept.send, inputs=a_start, reference=of_cache)
 
 
 BYTES = bytearray(TABLE.tobytes())

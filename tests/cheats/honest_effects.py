@@ -25,6 +25,7 @@ from tests.cheats.dishonest_effects import (
     windowed,
     windowed_at_once,
 )
+from tests.cheats.dishonest_results import a_start, of_cache, of_context
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
 
@@ -87,6 +88,23 @@ def a_context_of_decimals_for_one_call():
             return x * float(decimal.Decimal(2))
 
     return arms(doubled)
+
+
+@honest()
+def copies_of_what_a_context_and_a_cache_keep():
+    copy = lambda start: of_context(start).copy()
+    return arms(copy, lambda start: of_cache(start) * 1, inputs=a_start, reference=of_cache)
+
+
+@honest()
+def one_buffer_that_a_cache_keeps():
+    buffer = functools.cache(np.empty)
+    return arms(lambda x: np.multiply(x, 2, out=buffer(len(x))), lambda x: x * 2)
+
+
+@honest()
+def windows_by_both_arms():
+    return arms(of_cache, of_context, inputs=a_start, reference=of_cache)
 
 
 @honest()

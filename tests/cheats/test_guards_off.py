@@ -294,6 +294,17 @@ GUARDS = {
     "results lie in no table of the module": Guard(
         {(references.References, "holds"): always(value=False)}, marked("a_window_of_a_table")
     ),
+    "results lie in no table of a context": Guard(
+        {(references, "_VARIABLE"): None},
+        marked("a_window_of_a_context_that_the_first_call_fills"),
+    ),
+    "results lie in no table that the first call makes": Guard(
+        {(references.References, "kept"): always(())},
+        marked("a_window_of_a_context_that_the_first_call_fills"),
+    ),
+    "results lie in no table of a cached function": Guard(
+        {(references, "_kept"): always([])}, marked("a_window_of_a_cached_table")
+    ),
     "results can be written": Guard(
         {(tensors, "is_read_only"): always(value=False)}, caught("bytes_as_an_array")
     ),

@@ -1,7 +1,9 @@
 """What the code of an arm refers to."""
 
+import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +62,49 @@ def test_a_name_with_another_value_is_replaced_unless_it_had_none(first, is_repl
     before = references.states()
     value = 2
     assert references.replaced_since(before) == ["value"] * is_replaced
+
+
+def test_memory_in_caches_generators_methods_and_slots_counts():
+    class Slots:
+        __slots__ = ("table",)
+
+    slots, cached = Slots(), functools.cache(lambda: np.ones(1))
+    slots.table, generator = np.ones(2), (table for table in [np.ones(4)])
+    get = {"table": np.ones(8)}.get
+    cached()
+    assert References(lambda: (slots, cached, generator, get)).nbytes[True] >= 8 * (1 + 2 + 8)
+    assert References(cached).holds(cached())
+
+
+def test_a_table_beside_a_list_that_contains_itself_is_found():
+    table = [np.ones(4)]
+    table.append(table)
+    assert References(lambda: table).holds(table[0][1:])
+
+
+def test_a_table_behind_many_numbers_is_found():
+    numbers = tuple(float(i) for i in range(40))
+    table = np.ones(4)
+
+    def window():
+        return table[1:]
+
+    call = functools.partial(lambda *_: window(), *numbers)
+    assert References(call).holds(window())
+
+
+def test_an_object_whose_class_refuses_to_be_looked_at_is_left_alone():
+    class Refusing(type):
+        def __getattribute__(cls, name):
+            raise RuntimeError(name)
+
+    class Odd(metaclass=Refusing):
+        pass
+
+    odd = object.__new__(Odd)
+    references = References(lambda: odd)
+    assert references.states().keys()
+    assert not references.holds([np.ones(1)], references.kept())
 
 
 def test_what_libraries_refer_to_is_left_out():

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_aiperf.correctness.references import Place, References, State, replaced_functions
+from pytest_aiperf.correctness.references import Kept, Place, References, State, replaced_functions
 from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
@@ -30,6 +30,7 @@ class SideEffects:
         self._written: dict[str, list[int]] = defaultdict(list)
         self._starts: dict[str, list[bool]] = defaultdict(list)  # whether a call starts processes
         self._others: dict[str, validity.OtherProcesses] = defaultdict(validity.OtherProcesses)
+        self._kept: Kept = ()  # what the arm referred to ahead of its checked call
         self._borrowing: set[str] = set()  # arms whose results lie in memory of the module
 
     def begin(self, _name: str = "") -> None:
@@ -45,6 +46,7 @@ class SideEffects:
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Observe one checked call of an arm."""
+        self._kept = self.references[name].kept()
         written, pages = _written_bytes(), _pages_of_children()
         self.begin()
         with self._others[name]:
@@ -57,7 +59,7 @@ class SideEffects:
 
     def returns(self, name: str, returned: object) -> None:
         """Note whether a result is, in part, what the code of its arm refers to."""
-        if self.references[name].holds(returned):
+        if self.references[name].holds(returned, self._kept):
             self._borrowing.add(name)
 
     def unchecked(self, *, of_memory: bool) -> Iterator[str]:

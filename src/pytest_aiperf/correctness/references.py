@@ -1,31 +1,39 @@
-"""Finds what the code of an arm refers to: globals, attributes of modules and classes, closures.
+"""Finds what the code of an arm refers to: globals, closures, attributes of modules and classes.
 
-An arm may change there what the baseline uses, hold memory, or find a function that the test has
+The values of context variables count like those of closures, and cached functions like others. An
+arm may change there what the baseline uses, hold memory, or find a function that the test has
 replaced. Only names in the code are looked up: what an object keeps in C++ does not show.
 """
 
 import builtins
 import collections
 import contextlib
+import contextvars
 import functools
+import gc
 import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Prepared
 from pytest_aiperf.rules import validity
 
 from . import stored, tensors
 
-MAX_FUNCTIONS = 16  #: Functions whose code is read: those of libraries lead to thousands.
+MAX_FUNCTIONS = 16  #: Functions whose code is read: each may lead to many more.
 MAX_ITEMS = 64  #: Items of a container that are compared; of longer ones also the length.
-_VALUES = (int, float, complex, bool, str, bytes, type(None))
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = (int, float, complex, bool, str, type(None))
+_PLAIN_IDS = {*map(id, _PLAIN)}
+_VALUES = (*_PLAIN, bytes)
+_CACHED = type(functools.cache(len))  # functions that keep their results in C
+_VARIABLE = contextvars.ContextVar
+_CODE = (type, types.ModuleType, types.FunctionType)  # what they keep leads to all there is
+_vars = type.__dict__["__dict__"].__get__  # of a class, whatever its metaclass defines
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_ITEM_IDS = {*map(id, (*_CONTAINERS, *_DICTS))}
 
 _INSPECTED = (
     "builtins", "collections", "copy", "functools", "io", "itertools", "json", "math", "numpy",
@@ -34,8 +42,9 @@ _INSPECTED = (
 _INSPECTED_OF_TORCH = "torch._tensor", "torch.functional", "torch.nn.functional"
 """Packages and modules in which :func:`replaced_functions` looks: all would take 0.1 s."""
 
-Place = tuple[int, str]  #: The id of a dict or cell, and a name in it.
+Place = tuple[int, str]  #: The id of a dict, cell or context variable, and a name in it.
 State = tuple[Any, ...]
+Kept = Sequence[tuple[Any, object]]  #: Arrays, containers and buffers, with samples of each.
 
 
 class References:
@@ -45,15 +54,12 @@ class References:
         self._places: dict[Place, tuple[str, Any]] = {}
         self.replaced: set[str] = set()
         """Functions of installed libraries in whose place there is one from elsewhere."""
+        if not _is_installed(call):
+            self._hold("its own code", call)
         self._read(call)
-        self._held = self._containers()
-        arrays: tuple[Any, ...] = ()
-        self._spans: Sequence[tuple[int, int]] = ()
-        self._lists: set[int] = set()
-        with contextlib.suppress(UsageError):  # a container that contains itself
-            arrays = self._arrays()
-            self._spans = tensors.memory_of(self._held).spans
-            self._lists = {*tensors.containers(self._held)}
+        self._first = self._held()  # before the first call
+        self._spans = _spans(self._first.values())
+        arrays = self._arrays()
         self.nbytes = {
             on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
             for on_host in (False, True)
@@ -84,50 +90,85 @@ class References:
             if type(scope) is types.CellType:
                 with contextlib.suppress(ValueError):  # it is not set
                     yield place, scope.cell_contents
+            elif type(scope) is _VARIABLE:
+                with contextlib.suppress(LookupError):  # it is not set
+                    yield place, scope.get()
             elif place[1] in scope:
                 yield place, scope[place[1]]
 
-    def holds(self, result: object) -> bool:
-        """Whether arrays or containers in a result were, in part, there before the first call."""
-        if tensors.containers(result).keys() & self._lists:
-            return True
-        arrays = (leaf for _, leaf in tensors.walk(result, "result") if tensors.backend_of(leaf))
-        # reading the address of a lazy copy would make it
-        return any(tensors.overlaps(a, self._spans) for a in arrays if not tensors.is_lazy_copy(a))
+    def kept(self) -> Kept:
+        """Note what the code has come to refer to since before the first call, ahead of a call."""
+        held = self._held()
+        return [(held[i], _sample(held[i])) for i in held.keys() - self._first.keys()]
 
-    def _containers(self) -> tuple[Any, ...]:
-        """Return the arrays, containers and buffers at all places."""
-        kinds = (*_CONTAINERS, *_DICTS, bytes, *stored.BUFFERS)
-        values = [value for _, value in self._values() if not issubclass(type(value), _CODE)]
-        values += [item for value in values for item in stored.attributes(value).values()]
-        return tuple(v for v in values if tensors.backend_of(v) or stored.is_one_of(type(v), kinds))
+    def holds(self, result: object, kept: Kept = ()) -> bool:
+        """Whether arrays or containers in a result are, in part, what the code refers to.
+
+        It must have been there before the first call, or before this one, which has not changed it:
+        a table that the first call makes, and not a buffer that each call writes.
+        """
+        lists = tensors.containers(result).keys()
+        arrays = [leaf for _, leaf in tensors.walk(result, "result") if tensors.backend_of(leaf)]
+        unchanged = [value for value, sample in kept if _sample(value) == sample]
+        if lists & {*self._first, *map(id, unchanged)}:
+            return True
+        spans = self._spans, _spans(unchanged)
+        # reading the address of a lazy copy would make it
+        arrays = [array for array in arrays if not tensors.is_lazy_copy(array)]
+        return any(tensors.overlaps(a, where) for a in arrays for where in spans)
 
     def _arrays(self) -> tuple[Any, ...]:
-        return tuple(tensors.arrays(self._held).values())
+        return tuple(value for value in self._first.values() if tensors.backend_of(value))
+
+    def _held(self) -> dict[int, Any]:
+        """Return the arrays, containers and buffers that the code refers to now, by id."""
+        values = [value for _, value in self._values() if not issubclass(type(value), _CODE)]
+        rest = [*values, *itertools.chain.from_iterable(map(_kept, values))]
+        held: dict[int, Any] = {}
+        while rest:
+            value = rest.pop()
+            items = _items(value) if id(value) not in held else None
+            if items is not None:
+                held[id(value)] = value
+                rest += _without_numbers(items)
+        return held
 
     def _read(self, call: object) -> None:
         todo = collections.deque([call])
         seen: dict[int, object] = {}
-        while todo and len(seen) < MAX_FUNCTIONS:
+        functions = 0
+        while todo and functions < MAX_FUNCTIONS:
             value = todo.popleft()
-            if id(value) in seen:
-                continue
+            # what a library or a launcher keeps for itself changes with any call
+            if id(value) not in seen and not _is_installed(value):
+                functions += type(value) is types.FunctionType
+                todo.extend(self._behind(value))
             seen[id(value)] = value
-            if _is_installed(value):
-                continue  # what a library or a launcher keeps for itself changes with any call
-            if type(value) is types.FunctionType:
-                todo.extend(self._function(value))
-            elif type(value) is Prepared:
-                todo.append(value.make)
-            elif type(value) is functools.partial:
-                self._hold("partial", (value.args, value.keywords))
-                todo.extend((value.func, *value.args, *value.keywords.values()))
-            elif type(value) is types.MethodType:
+
+    def _behind(self, value: Any) -> Iterator[object]:
+        """Note what a function or another object keeps; yield what may call or keep more."""
+        if type(value) is types.FunctionType:
+            yield from self._function(value)
+        elif type(value) is Prepared:
+            yield value.make
+        elif type(value) is _VARIABLE:
+            self._places[id(value), value.name] = value.name, value
+            yield value.get(None)
+        elif issubclass(type(value), _CACHED):
+            self._hold("cached function", value)
+            yield stored.attributes(value).get("__wrapped__")
+        elif type(value) is functools.partial:
+            self._hold("partial", (value.args, value.keywords))
+            yield from (value.func, *value.args, *value.keywords.values())
+        elif type(value) is types.MethodType:
+            self._hold("self", value.__self__)
+            yield value.__func__
+        elif type(value) is types.BuiltinFunctionType:  # self is the module if it is no method
+            if not issubclass(type(value.__self__), _CODE):
                 self._hold("self", value.__self__)
-                todo.append(value.__func__)
-            elif not issubclass(type(value), type) and "__call__" in vars(type(value)):
-                self._hold("self", value)
-                todo.append(vars(type(value))["__call__"])
+        elif not issubclass(type(value), type) and "__call__" in _vars(type(value)):
+            self._hold("self", value)
+            yield _vars(type(value))["__call__"]
 
     def _hold(self, name: str, value: object) -> None:
         scope = {name: value}
@@ -159,13 +200,51 @@ class References:
     def _inside(self, value: Any, label: str, names: set[str]) -> Iterator[object]:
         """Note the attributes of a module or class that the code of a function names."""
         if issubclass(type(value), (types.ModuleType, type)):
-            space = vars(value)
+            space = _vars(value) if issubclass(type(value), type) else vars(value)
             for name in sorted(names & space.keys()):
                 if issubclass(type(value), types.ModuleType) and _is_replaced(value, space[name]):
                     self.replaced.add(f"{value.__name__}.{name}")
                 yield from self._note(space, name, f"{label}.{name}", names)
         else:
             yield value
+
+
+def _kept(value: Any) -> list[Any]:
+    """Return what an object keeps: attributes, cached results, the values of a context, ..."""
+    is_context = type(value) is contextvars.Context
+    return _without_numbers(value.values() if is_context else gc.get_referents(value))
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """Return the items of a container, and none of an array or a buffer; None for other objects."""
+    if id(type(value)) in _ITEM_IDS:
+        return gc.get_referents(value)  # in C: a cache may have a million items
+    if tensors.backend_of(value) or _is_buffer(value):
+        return ()
+    children = tensors.children(value)
+    return None if children is None else children.values()
+
+
+def _spans(values: Iterable[Any]) -> Sequence[tuple[int, int]]:
+    """Return where the memory of arrays and buffers is."""
+    memory = (value for value in values if tensors.backend_of(value) or _is_buffer(value))
+    return tensors.memory_of(tuple(memory)).spans
+
+
+def _sample(value: Any) -> object:
+    """Return what shows whether a call has written to an array, a container or a buffer."""
+    if id(type(value)) in _ITEM_IDS:
+        return _state(value)
+    # as text, in which NaN equals NaN
+    return [str(tensors.sample(array, 0)) for array in tensors.memory_of((value,)).arrays]
+
+
+def _without_numbers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if id(type(value)) not in _PLAIN_IDS]
+
+
+def _is_buffer(value: Any) -> bool:
+    return stored.is_one_of(type(value), (bytes, *stored.BUFFERS))
 
 
 def _is_installed(value: object) -> bool:
@@ -176,12 +255,17 @@ def _is_installed(value: object) -> bool:
 
 
 def _is_of_plugin(kind: type) -> bool:
-    return str(kind.__module__).startswith("pytest_aiperf.")
+    return _home(kind).startswith("pytest_aiperf.")
+
+
+def _home(kind: type) -> str:
+    """Return the name of the module that defines a class."""
+    return str(type.__dict__["__module__"].__get__(kind))
 
 
 def _is_library_class(kind: type) -> bool:
     """Whether an installed library or the plugin defines a class."""
-    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None)
+    file = getattr(sys.modules.get(_home(kind)), "__file__", None)
     return _is_of_plugin(kind) or bool(file and file.startswith(validity.LIBRARIES))
 
 
@@ -228,7 +312,7 @@ def _state(value: Any) -> State:
     if tensors.backend_of(value):
         return id(value), tensors.layout(value)
     if kind is types.FunctionType:
-        return id(value), id(value.__code__)
+        return id(value), id(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
     is_code = issubclass(kind, (type, types.ModuleType))
     if stored.is_one_of(kind, _VALUES) or is_code or _is_library_class(kind):
         return (_key(value),)
