@@ -1,7 +1,11 @@
 """Another repository, with this package installed and nothing configured."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -9,7 +13,8 @@ import pytest
 
 from tests.plugin.conftest import by_claim
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 NUMPY = '''\
 """Adding in place saves an allocation."""
 
@@ -122,6 +127,53 @@ def test_the_plugin_may_be_loaded_by_a_conftest(project, monkeypatch):
     project.write("conftest.py", 'pytest_plugins = ["pytest_aiperf.plugin"]\n')
     project.tests("def test_it(compare): compare(**usual)")
     project.run("--aiperf-gpu").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("autoload", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "conftest"),
+    [
+        (("-p", "pytest_aiperf.plugin"), ""),
+        (("-p", "aiperf"), ""),
+        ((), 'pytest_plugins = ["pytest_aiperf.plugin"]'),
+        (("-p", "aiperf", "-p", "pytest_aiperf.plugin"), "pytest_plugins = 'pytest_aiperf.plugin'"),
+    ],
+)
+def test_an_installed_plugin_may_be_loaded_again(arguments, conftest, autoload, tmp_path):
+    done = _markers(tmp_path, *arguments, conftest=conftest, autoload=autoload)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("@pytest.mark.gpu") == 1
+
+
+def test_an_installed_plugin_can_be_blocked(tmp_path):
+    done = _markers(tmp_path, "-p", "no:aiperf")
+    assert done.returncode == 0, done.stderr
+    assert "@pytest.mark.gpu" not in done.stdout
+
+
+def _markers(folder, *arguments, conftest="", autoload=True):
+    """List pytest's markers where a package with this one's entry points is installed."""
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = (f"{name} = {module}" for name, module in entry_points["pytest11"].items())
+    installed = folder / "installed" / "pytest_aiperf_again-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest-aiperf-again\n")
+    (installed / "entry_points.txt").write_text("\n".join(["[pytest11]", *lines, ""]))
+    (folder / "conftest.py").write_text(conftest)
+    path = os.pathsep.join([str(installed.parent), *filter(None, sys.path)])
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environ |= {"PYTHONPATH": path}
+    environ |= {} if autoload else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", *arguments, "--markers", "-c/dev/null"]
+    command.append(f"--rootdir={folder}")
+    return subprocess.run(
+        [*command, str(folder)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_measuring(project):
