@@ -7,7 +7,7 @@
 //                  predecessors, WINDOWS x 32 at a time, until it reaches one that has published
 //                  its inclusive prefix (PREFIX); then it publishes its own prefix.
 //
-// On fast memory the look-back is what limits the rate: about forty tiles start per
+// On fast memory, ticket and look-back take a good part of the time: about forty tiles start per
 // microsecond, and each reads the states of others from the L2 cache. So tiles are large, and
 // several windows are read at once.
 //

@@ -17,7 +17,7 @@ is the share of all prompt tokens that were reused. The reused values must be ri
 prompt's values is compared with the sum of those computed from its first token. The library arm is
 a tree with room for all tokens: no cache can reuse more. Blocks reach 0.88 of that and the tree
 0.89. Tokens that are not reused must be computed, so the time to the first token depends on the
-rest: about 31 % of the tokens with a cache for each chat, 24 % with blocks and 23 % with the tree.
+rest: about 32 % of the tokens with a cache for each chat, 24 % with blocks and 22 % with the tree.
 The gain depends on the trace: there is none where prompts share no prefix. The trace is synthetic,
 with messages of 10 to 80 tokens, evenly spread; with longer ones, half a block matters less. The
 time that lookups and evictions take is not measured.

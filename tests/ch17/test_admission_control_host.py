@@ -17,7 +17,8 @@ have waited too long when their turn comes, needs no prediction and no cap, and 
 Set to the promised time, it would serve requests that end just too late, so it has to be set a
 service time or two below. Its disadvantage is that a rejected client learns so only after the wait.
 The gain includes the recovery: without rejection the backlog of the rush makes about half of the
-last phase late, too.
+last phase late, too. Arrivals are more regular than a Poisson process: the intervals between them
+have a gamma distribution of shape 4. Service times are lognormal.
 """
 
 import numpy as np

@@ -11,8 +11,9 @@ The library arm of "64" is what PyTorch has for this: FlexAttention, compiled, w
 that lists the pages of each sequence. The mask is made in the untimed setup, because an engine
 makes it once per step for all layers. It takes 15 % longer than this kernel on an H200 and 5 %
 longer on an H100; why was not measured, nor was FlexAttention with pages of 16 tokens: a tile of
-its kernel must fit into a page, and has 64 keys by default. FlashInfer is not compared. It reaches
-86 % of the read rate or more, so no kernel that reads the same bytes can be more than 16 % faster.
+its kernel must fit into a page, and has 64 keys by default. FlashInfer is not compared. The kernel
+of this claim reaches 86 % of the read rate or more, so no other that reads the same bytes can be
+more than 16 % faster.
 The library arm of "16" shows what the lookup costs, 2 to 3 % on an H200: it is the same kernel on a
 contiguous cache, which has one page of the longest length per sequence.
 

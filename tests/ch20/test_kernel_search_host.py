@@ -1,10 +1,10 @@
 """Successive halving finds a faster kernel with a fifth of an exhaustive search's timed calls.
 
-Variants of a matrix product in C differ in loop order, in the rows computed together and in the
-tile of the inner dimension. Which one is fastest depends on caches and compiler, so it has to be
-measured. Timing each variant 16 times would spend most calls on variants that lose by far.
-Successive halving times all of them once, keeps the better half, times these twice as often, and so
-on: the calls go to the variants that are hard to tell apart. A search is no better than its
+Variants of a product of 250 x 250 matrices in C differ in loop order, in the rows computed together
+and in the tile of the inner dimension. Which one is fastest depends on caches and compiler, so it
+has to be measured. Timing each variant 16 times would spend most calls on variants that lose by
+far. Successive halving times all of them once, keeps the better half, times these twice as often,
+and so on: the calls go to the variants that are hard to tell apart. A search is no better than its
 variants, which are plain C for one thread, without the host's widest vectors. NumPy's matrix
 product, the library arm, beats what it finds by far: on a host with 32 CPUs it takes a sixteenth of
 the time. Whoever needs a product calls the library; the lesson is how to search.

@@ -9,7 +9,8 @@ judged against the step before it.
 tokens per step in bf16; losses, weights and moments must agree. Their share of the bf16 limit is
 the model FLOPs utilization (MFU): the work is 6 operations per weight and token, and attention. The
 optimizer's time depends on the weights alone, so that more tokens per step raise the MFU and shrink
-the gain. Both rungs together reach 1.32x, where 1.5x was the aim: the eager step's kernels take
+the gain. With an earlier version of the code, whose figures follow, both rungs together reached
+1.32x, where 1.5x was the aim: the eager step's kernels take
 23.8 ms on an H200, of which 10.6 are GEMMs and 7.9 AdamW. Of the 18.0 ms that remain, the same
 GEMMs take 10.6, AdamW 3.0, the fused kernels 2.8 and attention 1.7. Fewer bits are the next step
 (ch19/fp8_training_block).
@@ -17,7 +18,7 @@ GEMMs take 10.6, AdamW 3.0, the fused kernels 2.8 and attention 1.7. Fewer bits 
 "graph" removes the launch overhead of Python. A large model hides that overhead behind its kernels.
 The graph is therefore a claim of its own, in wall time, for a model with 23 million weights, whose
 step launches 215 short kernels and copies: on an H100 they keep the GPU busy for 1.5 ms of a step
-of 6.5 ms, and the graph takes 1.6 ms. The gain depends on how quickly the host launches: it is 4.2x
+of 6.7 ms, and the graph takes 1.6 ms. The gain depends on how quickly the host launches: it is 4.2x
 (3.5 to 5.0). The library arm is the same compiled step with the graphs that torch.compile captures
 by itself (mode="reduce-overhead"): one per pass, while autograd and the optimizer still run in
 Python. On an H100 it takes 1.7 times as long as the graph of the whole step (1.5 to 2.0).
