@@ -1,14 +1,14 @@
 """One stacked matmul call beats a Python loop over 2048 tiny matrices.
 
 A product of two 16x16 matrices is 8192 operations, a fraction of a microsecond. A call from Python
-costs several microseconds: the interpreter runs the loop and creates three views, then NumPy parses
-arguments, selects a loop for the types, and checks shapes and strides. A stack of matrices pays for
-that once, and the loop over the products runs in C.
+costs more than a microsecond: the interpreter runs the loop and creates three views, then NumPy
+parses arguments, selects a loop for the types, and checks shapes and strides. A stack of matrices
+pays for that once, and the loop over the products runs in C.
 
 Both arms compute the same products, so the gain is limited by the time per call over the time per
-product. It grows as matrices shrink, and vanishes where a product takes longer than its call, from
-about 64x64. All matrices of a stack have one shape: pad ragged ones, or group them by size. A test
-beside the claim counts the calls of both arms, 2048 and 1.
+product. It grows as matrices shrink, and vanishes where a product takes longer than its call, by
+estimate from about 64x64. All matrices of a stack have one shape: pad ragged ones, or group them by
+size. A test beside the claim counts the calls of both arms, 2048 and 1.
 """
 
 import numpy as np

@@ -11,15 +11,15 @@ reads device memory, and the others find the frames in the L2 cache.
 meets at a barrier in device memory (a cooperative launch). Six frames (24 MiB) are in flight. Each
 SM has blocks of several groups, so that some load while others wait. The same order with a kernel
 per pass has 132 short kernels, and their starts, first loads and last sums cost more than the cache
-saves. On an H100 "resident" takes 0.67 ms and the sweeps 1.07, close to the rate of device memory:
-1.58x.
+saves. On an H100 "resident" takes 0.68 ms and the sweeps 1.07, close to the rate of device memory:
+1.56x.
 
-If one pass of six reads device memory and five the L2 cache, at twice the rate, "resident" can be
-at most 1.7 times as fast. More frames at once may leave the cache: it has two halves, and data that
-an SM reads from the far half may take room in both. The library arm is torch.compile, which makes
-one sweep per pass. These frames would even fit on the SMs: six of them are 186 KiB per SM, and its
-shared memory holds 227. Then the L2 cache would not be read either; this claim is about the cache
-alone.
+If one pass of six reads device memory and then five read the L2 cache, at the 3.2 and 8.1 TB/s that
+were measured for an H100, "resident" can be at most 2.0 times as fast; all its passes together read
+4.7 TB/s. More frames at once may leave the cache: it has two halves, and data that an SM reads from
+the far half may take room in both. The library arm is torch.compile, which makes one sweep per
+pass. These frames would even fit on the SMs: six of them are 186 KiB per SM, and its shared memory
+holds 227. Then the L2 cache would not be read either; this claim is about the cache alone.
 """
 
 import torch

@@ -7,13 +7,13 @@ exposed. "hooks" starts an asynchronous all-reduce in each parameter's hook. "dd
 DistributedDataParallel, which does the same with buckets; the gradients are views of the buckets.
 
 With F, B and C the times of forward, backward and communication, the limit is (F + B + C) / (F +
-max(B, C) + one layer's communication): about 1.4x for six layers, where C is a third of the sum and
-B = 2 F. About half of that gain was measured: 1.19x with "hooks" and 1.17x with "ddp" on two H200s,
-1.17x and 1.14x on two H100s. The reason is that NCCL's kernels take SMs and memory bandwidth from
-the GEMMs that run beside them: in a trace on the H100s, those of the backward pass take 2.9 ms
-instead of 2.0, and the all-reduces 3.2 instead of 3.1. If B or C is much shorter than the other,
-there is little to hide. If layers are so small that the GPU waits for Python, both arms take as
-long as Python.
+max(B, C) + one layer's communication): about 1.4x for six layers, where C is nearly half of the sum
+(3.1 of 7.0 ms in a trace on two H100s) and B about 2 F. A third to half of that gain was measured:
+1.19x with "hooks" and 1.17x with "ddp" on two H200s, 1.17x and 1.14x on two H100s. What the overlap
+costs is the reason: NCCL's kernels share SMs and memory bandwidth with the GEMMs that run beside
+them. In a trace on the H100s, those of the backward pass take 2.9 ms instead of 2.0, and the
+all-reduces 3.2 instead of 3.1. If B or C is much shorter than the other, there is little to hide.
+If layers are so small that the GPU waits for Python, both arms take as long as Python.
 """
 
 import pytest

@@ -8,13 +8,13 @@ flat buffer of its own, copies the shards from there into the list, and `cat` co
 the concatenation.
 
 On two ranks, 16 layers take 48 launches instead of 96, and the device avoids two copies of 2 MiB
-per layer. The launches decide: on two H100s a call takes 2.7 ms instead of 5.0, and the copies
-take less than 0.1 ms of that. Where the GEMM of a layer takes longer than the host's launches, or a
-CUDA graph replays them, only the copies are left to gain. The limit is a layer's GEMM, tanh and
-all-gather. Weights are split by rows and
-activations kept as columns, so a shard is contiguous. Where the split runs along the inner
-dimension, a copy is needed either way. Pairs of layers of which the second is split by columns
-(row-parallel) need no gather between them, only one all-reduce at the end.
+per layer. The launches decide: on two H100s a call takes 2.7 ms instead of 5.0, and the copies take
+less than 0.1 ms of that. Where the GEMM of a layer takes longer than the host's launches, or a CUDA
+graph replays them, only the copies are left to gain. The limit is a layer's GEMM, tanh and
+all-gather. Weights are split by rows and activations kept as columns, so a shard is contiguous.
+Where the split runs along the inner dimension, a copy is needed either way. Pairs of layers of
+which the second is split by columns (row-parallel) need no gather between them, only one all-reduce
+at the end.
 """
 
 import pytest
