@@ -283,7 +283,7 @@ def _notes(inspected: Mapping[str, Inspected]) -> Iterator[str]:
 
 
 def refuse_impossible_times(record: Result) -> None:
-    """Raise InvalidMeasurement if a time beats the GPU's datasheet or its measured ceilings."""
+    """Raise InvalidMeasurement if a time beats the GPU's datasheet or its measured limits."""
     if problem := roofline.impossible_time(record):
         raise InvalidMeasurement(problem)
 

@@ -69,7 +69,7 @@ class ClaimContext:
     noise_floor: float = math.inf
     """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
     ceilings: Mapping[str, float] = field(default_factory=dict)
-    """The device's roofline ceilings by name; only claims with ``work`` need them."""
+    """The device's roofline limits by name; only claims with ``work`` need them."""
     has_all_memory: bool = False  #: Whether this process has reserved all memory of the GPU.
     step: Callable[[], object] = lambda: None
     """Called before each part of a measurement that has the claim's deadline for itself."""

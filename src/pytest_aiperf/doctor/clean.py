@@ -14,7 +14,7 @@ _SKIPPED: Final = frozenset({".git", ".venv", "node_modules", "site-packages"})
 
 
 def find_artifacts(below: Path, cache: Path, runs: str, artifacts: str) -> list[Path]:
-    """List runs and profiles below a folder, and the builds and ceilings of a cache.
+    """List runs and profiles below a folder, and the builds and limits of a cache.
 
     A folder is listed only if it has this plugin's CACHEDIR.TAG. No symbolic link is followed.
     """

@@ -1,4 +1,4 @@
-"""Measure the ceilings of a GPU, once per driver and torch version, and keep them on disk."""
+"""Measure the limits of a GPU, once per driver and torch version, and keep them on disk."""
 
 import functools
 import hashlib
@@ -25,10 +25,10 @@ DEVICE: Final = (
     *("copy", "read", "l2", "shared", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"),
     *("launch", "graph_launch"),
 )
-"""GPU ceilings that the rooflines of claims use."""
+"""GPU limits that the rooflines of claims use."""
 HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
-"""Ceilings of the transfers between host and GPU."""
-LINKS: Final = interconnect.NAMES  #: Ceilings of the links between GPUs.
+"""Limits of the transfers between host and GPU."""
+LINKS: Final = interconnect.NAMES  #: Limits of the links between GPUs.
 
 ProgressLine = Callable[[str], object]  #: Callback that gets one line about the progress.
 
@@ -42,9 +42,9 @@ def get(
     *,
     fresh: bool = False,
 ) -> dict[str, float]:
-    """Return the ceilings of a device's GPU; measure those missing, or all if ``fresh``.
+    """Return the limits of a device's GPU; measure those missing, or all if ``fresh``.
 
-    The units are bytes or operations per second, and seconds per launch. A ceiling that cannot be
+    The units are bytes or operations per second, and seconds per launch. A limit that cannot be
     measured here is left out. Measuring takes about ten seconds and needs the exclusive lock.
     """
     assert device.gpu is not None
@@ -53,7 +53,7 @@ def get(
 
 
 def cached(gpu: Gpu) -> dict[str, float]:
-    """Return the ceilings of a GPU that are on disk; measure nothing."""
+    """Return the limits of a GPU that are on disk; measure nothing."""
     return _read(*_location([gpu]))
 
 
@@ -89,18 +89,18 @@ def _get(
 
 
 def _location(gpus: Sequence[Gpu]) -> tuple[Path, dict[str, str]]:
-    """Return the file of these GPUs' ceilings, and the versions for which it is valid."""
+    """Return the file of these GPUs' limits, and the versions for which it is valid."""
     uuids = "+".join(gpu.uuid for gpu in gpus)
     if len(gpus) > 1:  # all UUIDs would make the file name too long
         uuids = f"{len(gpus)}-{hashlib.sha256(uuids.encode()).hexdigest()[:16]}"
     name = f"{uuids}-{gpus[0].driver}.json".replace("/", "_")
-    # ceilings depend on torch, which brings its cuBLAS, and on the micro-benchmarks' code
+    # limits depend on torch, which brings its cuBLAS, and on the micro-benchmarks' code
     versions = {"torch": metadata.version("torch"), "methods": _benchmarks_hash()}
     return nvcc.default_cache() / "ceilings" / name, versions
 
 
 def _read(path: Path, versions: Mapping[str, str]) -> dict[str, float]:
-    """Read the ceilings in a file.
+    """Read the limits in a file.
 
     Return {} if it is invalid, or was measured with another torch or other micro-benchmarks.
     """
@@ -135,7 +135,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
         run = benchmarks[name]
         try:
             rate = _run_undisturbed(device, run) or _run_undisturbed(device, run)
-        except (RuntimeError, AiperfError) as why:  # the other ceilings can still be measured
+        except (RuntimeError, AiperfError) as why:  # the other limits can still be measured
             progress(f"{name} is not measured: {str(why).partition(chr(10))[0]}")
             continue
         finally:
@@ -165,7 +165,7 @@ def _kernels(gpu: Gpu, progress: ProgressLine) -> Mapping[str, Callable[..., obj
 
 
 def table(ceilings: Mapping[str, float], key: str) -> list[str]:
-    """Return the lines of a table: ceilings beside the datasheet figures of a GPU key."""
+    """Return the lines of a table: limits beside the datasheet figures of a GPU key."""
     datasheet = DATASHEET.get(key, {})
     rows = [("limit", "measured", "datasheet", "share")]
     for name, rate in ceilings.items():
@@ -176,6 +176,6 @@ def table(ceilings: Mapping[str, float], key: str) -> list[str]:
 
 
 def record(gpu: Gpu, ceilings: Mapping[str, float]) -> dict[str, Any]:
-    """Return ceilings as a record that can be published: with the GPU's model, not its UUID."""
+    """Return limits as a record that can be published: with the GPU's model, not its UUID."""
     about = {"gpu": to_json(replace(gpu, uuid="")), "torch": metadata.version("torch")}
     return {**about, "ceilings": dict(ceilings)}

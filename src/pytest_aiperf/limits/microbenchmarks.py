@@ -1,4 +1,4 @@
-"""Micro-benchmarks of one GPU: the fastest block of the fastest variant gives the ceiling."""
+"""Micro-benchmarks of one GPU: the fastest block of the fastest variant gives the limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_aiperf.model import Gpu, Metric, Mode
 _BLOCKS: Final = 10  #: Timed blocks per micro-benchmark; the fastest counts.
 _BURSTS: Final = 8  #: Additional blocks of an arithmetic benchmark, each after a pause.
 _REST_S: Final = 0.03  #: Pause before a burst, in which the average power falls below its cap.
-_MAX_S: Final = 0.6  #: Time budget per micro-benchmark: all ceilings take about ten seconds.
+_MAX_S: Final = 0.6  #: Time budget per micro-benchmark: all limits take about ten seconds.
 _THREADS: Final = 256  #: Threads per block in ceilings.cu.
 _MIN_ARCH: Final = {"fp16": 70, "tf32": 80, "bf16": 80, "int8": 80, "fp8": 89}
 """Compute capability (times ten) from which tensor cores support a type."""
@@ -49,7 +49,7 @@ class Sizes:
 
 
 class Microbenchmarks:
-    """Measures the ceilings of a device, on random data from a private generator."""
+    """Measures the limits of a device, on random data from a private generator."""
 
     def __init__(self, device: Device, sizes: Sizes, kernels: Kernels | None) -> None:
         """Without ``kernels`` (those of ceilings.cu) only library calls are measured."""
@@ -74,7 +74,7 @@ class Microbenchmarks:
             pageable = partial(self._transfer, down=down, pinned=False)
             benchmarks[f"{name}_pageable"] = pageable
         self.benchmarks: Final[Mapping[str, Callable[[], float]]] = benchmarks
-        """Ceiling name to the function that measures it; only ceilings that this GPU supports."""
+        """Limit name to the function that measures it; only limits that this GPU supports."""
 
     def _copy(self) -> float:
         source, target = self._bytes(self._sizes.memory), self._bytes(self._sizes.memory)
@@ -124,7 +124,7 @@ class Microbenchmarks:
         """Multiply matrices, in bursts after a pause and continuously; return the higher rate.
 
         Under sustained work the power cap lowers the SM clock; right after a pause it does not.
-        The blocks of a claim lie in between, so the ceiling is the higher of the two rates.
+        The blocks of a claim lie in between, so the limit is the higher of the two rates.
         """
         highest = 0.0
         for m, n, k in self._sizes.products:

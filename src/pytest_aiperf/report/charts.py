@@ -16,7 +16,7 @@ from . import aggregate
 
 ROOF_HEIGHT: Final = 340  #: Height of the roofline chart in pixels.
 SCALING_HEIGHT: Final = 180  #: Height of the chart of scaling in pixels.
-LABEL_HEIGHT: Final = 15  #: Height of a ceiling's label in pixels.
+LABEL_HEIGHT: Final = 15  #: Height of a limit's label in pixels.
 APART: Final = (
     "Not all of these rungs were measured together: compare their ratios, not their times."
 )
@@ -153,7 +153,7 @@ class Ladder:
 
     axis: Axis
     steps: tuple[Step, ...]  #: The first arm, the rungs, then ``marks``.
-    marks: tuple[Step, ...]  #: The library, and each ceiling as the speedup that would reach it.
+    marks: tuple[Step, ...]  #: The library, and each limit as the speedup that would reach it.
     unit: str  #: Unit of the figures.
     remark: str  #: What to know about rungs that were not measured together; or empty.
 
@@ -247,7 +247,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """One ceiling on the roofline chart: a line from (x1, y1) to (x2, y2)."""
+    """One limit on the roofline chart: a line from (x1, y1) to (x2, y2)."""
 
     limit: Limit
     x1: float
@@ -258,7 +258,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The names of one or more ceilings; the text ends at (x, y)."""
+    """The names of one or more limits; the text ends at (x, y)."""
 
     x: float
     y: float
@@ -267,7 +267,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A chart of FLOP/s over FLOP per byte, with arms as dots and measured ceilings as lines."""
+    """A chart of FLOP/s over FLOP per byte, with arms as dots and measured limits as lines."""
 
     x: Axis
     y: Axis
@@ -277,7 +277,7 @@ class Roofline:
 
 
 def roofline(results: Sequence[Result]) -> Roofline | None:
-    """Place every arm with known bytes and FLOPs; None without such an arm or a ceiling."""
+    """Place every arm with known bytes and FLOPs; None without such an arm or a limit."""
     limits = {lim.ceiling: lim for r in results for lim in r.limits.values() if lim.limit > 0}
     points = [
         (r, each)
@@ -312,7 +312,7 @@ def _points(result: Result) -> list[tuple[float, float, str]]:
 
 
 def _labels(roofs: Sequence[Roof]) -> Iterator[Label]:
-    """Name each ceiling, left of its line; ceilings close to each other share a label."""
+    """Name each limit, left of its line; limits close to each other share a label."""
     for unit, along in (("FLOP/s", 0.0), ("B/s", 0.7)):
         places = [
             (r.y1 + along * (r.y2 - r.y1), r.x1 + along * (r.x2 - r.x1), r.limit)
@@ -339,7 +339,7 @@ def _down(y: Axis, rate: float) -> float:
 
 
 def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
-    """Place a compute ceiling; it begins at the ridge, where it meets the memory ceiling."""
+    """Place a compute limit; it begins at the ridge, where it meets the memory limit."""
     memory = max((lim.limit for lim in slant), default=math.inf)
     start = min(max(x.low, limit.limit / memory), x.high)
     down = _down(y, limit.limit)
@@ -347,7 +347,7 @@ def _flat(limit: Limit, slant: Sequence[Limit], x: Axis, y: Axis) -> Roof:
 
 
 def _slant(limit: Limit, x: Axis, y: Axis) -> Roof | None:
-    """Place a memory ceiling: its FLOP/s are bytes per second times FLOP per byte."""
+    """Place a memory limit: its FLOP/s are bytes per second times FLOP per byte."""
     left, right = max(x.low, y.low / limit.limit), min(x.high, y.high / limit.limit)
     if left >= right:
         return None

@@ -173,7 +173,7 @@ def ladder(
 
 
 def roofline(results: Sequence[Result], link: Link = nowhere) -> "Markup":
-    """Draw the arms of claims with known bytes and FLOPs below the ceilings measured there."""
+    """Draw the arms of claims with known bytes and FLOPs below the limits measured there."""
     chart = charts.roofline(results)
     if chart is None:
         return _nothing()
@@ -192,7 +192,7 @@ def scaling(by_ranks: Mapping[int, Result], link: Link = nowhere) -> "Markup":
 
 
 def shares(results: Sequence[Result], link: Link = nowhere) -> "Markup":
-    """Draw the rate of each arm as a percentage of the ceiling that limits it."""
+    """Draw the rate of each arm as a percentage of the limit that bounds it."""
     rows = [
         {
             "result": r,

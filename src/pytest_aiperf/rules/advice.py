@@ -13,10 +13,10 @@ _Bounds = Mapping[str, tuple[float, float]]
 
 MAX: Final = 3  #: Most sentences about one arm: beyond the first few, the others are effects.
 IDLE: Final = 0.3  #: An overhead-bound arm leaves the GPU idle for at least this share of time.
-FAR: Final = 0.4  #: Below this share of a ceiling, an arm is not limited by it.
+FAR: Final = 0.4  #: Below this share of a limit, an arm is not bounded by it.
 BUSY: Final = 0.6  #: Above this utilization in ncu's counters, a unit limits an arm.
 MAX_SHARE: Final = 1.05
-"""A rate may exceed a ceiling by 5 %: ceilings are measured, and GPUs of one model differ."""
+"""A rate may exceed a limit by 5 %: limits are measured, and GPUs of one model differ."""
 
 _SHORT_KERNEL_S: Final = 10e-6
 """Kernels that are shorter on average spend most of their time starting and draining."""

@@ -1,9 +1,9 @@
-"""The roofline model: which ceiling limits an arm, how close the arm comes, and what would help.
+"""The roofline model: which limit bounds an arm, how close the arm comes, and what would help.
 
 An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
 from all three limits does more than ``work`` counts, because it is unfused or computes in a wider
 dtype, or it is latency-bound: its own instructions wait for each other. A rate and a trace do not
-show bank conflicts or full issue slots, so for an arm that comes only half as close to its ceiling,
+show bank conflicts or full issue slots, so for an arm that comes only half as close to its limit,
 the advice lists possible causes.
 """
 
@@ -19,8 +19,8 @@ from . import advice, stats
 
 MEMORY: Final = ("copy", "read", "l2")
 
-_NEAR = 0.8  #: From this share of its ceiling on, an arm is limited by it.
-_AT = 0.97  #: Below this share of its ceiling, an arm can still gain without less work.
+_NEAR = 0.8  #: From this share of its limit on, an arm is bounded by it.
+_AT = 0.97  #: Below this share of its limit, an arm can still gain without less work.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
 _NARROW = ("tf32", "fp16", "bf16", "fp8")  #: Dtypes of the tensor cores, faster than fp32.
 
@@ -75,18 +75,18 @@ DATASHEET: Final[Mapping[str, Mapping[str, float]]] = {
         8e12, 1.8e12, fp64=1.4e12, fp32=83.4e12, tf32=1.25e15, bf16=2.5e15, fp16=2.5e15, fp8=5e15,
         int8=167e12, h2d=_C2C, d2h=_C2C,
     ),
-    # no matrix rates: NVIDIA states only that of sparse FP4, which is no ceiling here
+    # no matrix rates: NVIDIA states only that of sparse FP4, which is no limit here
     "gb10": _sheet(301e9, fp32=31e12),
 }  # fmt: skip
-"""NVIDIA's peak rates (dense) by GPU key and ceiling, in bytes or operations per second.
+"""NVIDIA's peak rates (dense) by GPU key and limit, in bytes or operations per second.
 
 Where datasheets differ, the larger figure is taken.
 """
 
 
 def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, float]) -> Limit | None:
-    """Return the ceiling at which this work takes the longest; None if no ceiling applies."""
-    amounts = {}  # by ceiling: (bytes or operations of one call, the ceiling's rate)
+    """Return the limit at which this work takes the longest; None if no limit applies."""
+    amounts = {}  # by limit: (bytes or operations of one call, the limit's rate)
     if work.bytes > 0 and (memory := _memory(work, cache, ceilings)):
         amounts[memory[0]] = (work.bytes, memory[1])
     if work.flops > 0 and work.dtype and work.dtype in ceilings:
@@ -100,7 +100,7 @@ def limit_of(seconds: float, work: Work, cache: str, ceilings: Mapping[str, floa
 
 
 def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the ceiling of a call's memory traffic and its rate in bytes per second.
+    """Return the limit of a call's memory traffic and its rate in bytes per second.
 
     Every switch between reading and writing costs time on the memory bus, and a copy switches most
     often. The time per byte is interpolated between that of pure reads (or writes) and of a copy.
@@ -118,7 +118,7 @@ def _memory(work: Work, cache: str, ceilings: Mapping[str, float]) -> tuple[str,
 
 
 def impossible_time(record: Result) -> str | None:
-    """Describe a time that beats the GPU's datasheet or its measured ceilings; None without one."""
+    """Describe a time that beats the GPU's datasheet or its measured limits; None without one."""
     timing, work = record.timing, record.work
     if timing is None or timing.metric is not Metric.DEVICE or work is None:
         return None
@@ -218,7 +218,7 @@ def _known(
     if trace is None or not 0 < seconds < math.inf:
         return known
     # The traced call may hit caches that the timed calls miss, and then its busy time is too short.
-    # An arm at 90 % of a ceiling is busy for at least 90 % of its time, so the larger share counts.
+    # An arm at 90 % of a limit is busy for at least 90 % of its time, so the larger share counts.
     known["idle share"] = 1 - max(trace.busy / seconds, limit.share if limit else 0.0)
     known |= {"launches": trace.launches, "activities": trace.kernels + trace.copies}
     is_one = bool(trace.seconds) and trace.seconds[0] / trace.counts[0] > 0.5 * trace.busy
@@ -301,7 +301,7 @@ def _busiest(counters: Mapping[str, float]) -> tuple[str, str] | None:
 def _latency(
     limit: Limit | None, rules: Sequence[advice.Rule], figures: Mapping[str, float]
 ) -> tuple[str, str] | None:
-    """Describe an arm that is far from its ceiling and in whose profile no unit is busy."""
+    """Describe an arm that is far from its limit and in whose profile no unit is busy."""
     if "utilization" not in figures:
         return None
     rate = _rate(limit) if limit else "no unit is busy"
@@ -327,7 +327,7 @@ def _unknown(figures: Mapping[str, float], hint: str) -> tuple[str, str]:
 
 
 def unit_of(ceiling: str) -> str:
-    """Name the unit of a ceiling."""
+    """Name the unit of a limit."""
     if ceiling in ("launch", "graph_launch"):
         return "s"
     if ceiling == "int8":

@@ -1,4 +1,4 @@
-"""The machine that a session measures on: its GPUs, its devices and their ceilings."""
+"""The machine that a session measures on: its GPUs, its devices and their limits."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Machine(Protocol):
         """Open a GPU, or the host if ``gpu`` is None; only the process of a claim calls this."""
 
     def ceilings(self, device: Device, progress: Callable[[str], object]) -> Mapping[str, float]:
-        """Return ceilings by name. The caller holds the device's lock, because this may measure."""
+        """Return limits by name. The caller holds the device's lock, because this may measure."""
 
 
 class CudaMachine:
@@ -44,7 +44,7 @@ class CudaMachine:
             return {}  # a host has none: its limits change with its load
         if device.ranks.count > 1:
             # Each rank measures alone: measuring together, the ranks would wait for any rank that
-            # has cached ceilings and does not measure.
+            # has cached limits and does not measure.
             device = CudaDevice(device.gpu)
         return ceilings.get(device, progress=progress)
 

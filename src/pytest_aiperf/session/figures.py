@@ -1,4 +1,4 @@
-"""Noise floor and ceilings, measured once and shared by all claims of a session."""
+"""Noise floor and limits, measured once and shared by all claims of a session."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ class SharedFigures:
     def ceilings(
         self, device: Device, measure: Callable[[], Mapping[str, float]]
     ) -> Mapping[str, float]:
-        """Return a device's ceilings; measure unknown ones. The caller holds the exclusive lock."""
+        """Return a device's limits; measure unknown ones. The caller holds the exclusive lock."""
         ceilings = self._ceilings(device)
         if ceilings is None:
             assert device.gpu is not None
@@ -74,7 +74,7 @@ class SharedFigures:
     def _for_claim(
         self, claim: Claim, context: ClaimContext, gpus: Sequence[Gpu], machine: Machine
     ) -> tuple[float, Mapping[str, float]]:
-        """Return the noise floor and the ceilings; take the lock and measure what is unknown."""
+        """Return the noise floor and the limits; take the lock and measure what is unknown."""
         device, lock, progress = context.device, context.lock, context.progress
         floor = self.noise_floor(gpus)
         limits = self._ceilings(device) if claim.work else {}

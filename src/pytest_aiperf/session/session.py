@@ -55,7 +55,7 @@ class Session:
     gpus: tuple[Gpu, ...]
     """GPUs to measure on; none when only checking, or measuring only the host."""
     expectations: Expectations
-    figures: SharedFigures  #: Noise floor and ceilings that all claims of the session use.
+    figures: SharedFigures  #: Noise floor and limits that all claims of the session use.
     run: journal.Run | None = None  #: Folder of the run; None in a process that records nothing.
     live: Live | None = None  #: The line that shows progress; None if ``run`` is None.
     send: Callable[..., None] = lambda _kind, **_fields: None

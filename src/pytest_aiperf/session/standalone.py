@@ -185,7 +185,7 @@ def measure_claims(
 ) -> list[tuple[Result, Exception | None]]:
     """Measure claims together in this process; return each one's record and error.
 
-    ``figures`` are the noise floor and the ceilings that several processes share. Arguments are
+    ``figures`` are the noise floor and the limits that several processes share. Arguments are
     otherwise those of :func:`measure`.
     """
     if not claims:
