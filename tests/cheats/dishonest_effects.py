@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import decimal
 import functools
 import itertools
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pytest_aiperf import prepared
 from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import SETTINGS, SHORT, returning
 from tests.cheats.dishonest_results import pair
@@ -128,6 +130,77 @@ def weights_that_record_gradients():
 def an_attribute_of_an_object_that_both_use():
     state = State(level=0)
     return leaving(lambda: setattr(state, "level", 10), lambda x: x * 2 if state.level < 20 else x)
+
+
+EASIER = "whether inputs are drawn as the test says: optimized changes"
+AGREES = "whether results are judged as the test says: optimized changes"
+
+
+@marked(f"{EASIER} draw, which inputs")
+def values_that_are_sorted_once_an_arm_is_timed():
+    draw, calls = lambda random, n: random.random(n), itertools.count()
+
+    def inputs(bench):
+        return (draw(np.random.default_rng(bench.seed), bench.size(64, check=8)),)
+
+    def change():
+        nonlocal draw
+        if next(calls) > 20:
+            draw = lambda random, n: np.sort(random.random(n))
+
+    return leaving(change, np.sort, inputs=inputs, reference=np.sort)
+
+
+@marked(f"{EASIER} its own code, which inputs")
+def code_of_inputs_that_an_arm_replaces():
+    def inputs(bench):
+        return vectors(bench)
+
+    def other(bench):
+        return vectors(bench)
+
+    change = lambda: setattr(inputs, "__code__", other.__code__)
+    return leaving(change, lambda x: x * 2, inputs=inputs)
+
+
+@marked(f"{EASIER} draw, which inputs")
+def inputs_that_a_setup_replaces():
+    draw = vectors
+
+    def inputs(bench):
+        return draw(bench)
+
+    def make(_x):
+        nonlocal draw
+        draw = lambda bench: vectors(bench)  # noqa: PLW0108  another function
+        return lambda x: returning(SHORT, x * 2)
+
+    work = lambda x: x * 2
+    return pair(work, work, inputs=inputs) | {"optimized": prepared(make)}
+
+
+@marked(f"{AGREES} Oracle.doubled, which the reference uses")
+def a_method_that_only_the_reference_uses():
+    class Oracle:
+        @staticmethod
+        def doubled(x):
+            return x * 2
+
+    return leaving(
+        lambda: setattr(Oracle, "doubled", lambda x: x + x),
+        lambda x: x * 2,
+        reference=lambda x: Oracle.doubled(x),  # noqa: PLW0108  not what it was here
+    )
+
+
+@marked(f"{AGREES} answer, which the reference uses")
+def an_answer_that_an_arm_leaves_for_the_reference():
+    answer = contextvars.ContextVar("answer")
+    return leaving(
+        lambda: answer.set(2),
+        lambda x: x * 2,
+        reference=lambda x: x * answer.get(2),
+    )
 
 
 @marked("functions that the test has replaced: numpy.sort")

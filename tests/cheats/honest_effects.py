@@ -81,6 +81,39 @@ def a_function_that_is_replaced_for_one_call():
 
 
 @honest()
+def what_the_reference_uses_is_replaced_for_one_call():
+    factor = 2
+
+    def doubled(x):
+        nonlocal factor
+        factor = 3
+        try:
+            return x * 2
+        finally:
+            factor = 2
+
+    return arms(doubled, lambda x: x * 2, reference=lambda x: x * factor)
+
+
+@honest()
+def a_cached_function_that_the_reference_uses_as_well():
+    twos = functools.cache(lambda n: np.full(n, 2.0))
+    with_table = lambda x: x * twos(len(x))
+    return arms(with_table, lambda x: x * 2, reference=with_table)
+
+
+@honest()
+def a_count_of_all_calls():
+    calls = []
+
+    def counted(x):
+        calls.append(len(x))
+        return x * 2
+
+    return arms(counted, reference=counted)
+
+
+@honest()
 def a_context_of_decimals_for_one_call():
     def doubled(x):
         with decimal.localcontext() as context:

@@ -79,6 +79,11 @@ def without(*names):
     return {name: read for name, read in validity._PROCESS.items() if name not in names}
 
 
+def of_the_baseline(effects):
+    """Read what the baseline refers to, and nothing else."""
+    return effects.references["baseline"].states()
+
+
 def caught(name):
     return lambda _p, _m: assert_caught(CHEATS[name])
 
@@ -419,6 +424,22 @@ GUARDS = {
     ),
     "what the baseline uses is compared": Guard(
         {(side_effects.SideEffects, "end"): nothing}, marked("a_list_of_handlers_that_grows")
+    ),
+    "what inputs() uses is compared": Guard(
+        {(side_effects.SideEffects, "_read"): of_the_baseline},
+        marked("values_that_are_sorted_once_an_arm_is_timed"),
+    ),
+    "what the reference uses is compared": Guard(
+        {(side_effects.SideEffects, "_read"): of_the_baseline},
+        marked("a_method_that_only_the_reference_uses"),
+    ),
+    "what context variables hold is compared": Guard(
+        {(references, "_VARIABLE"): None},
+        marked("an_answer_that_an_arm_leaves_for_the_reference"),
+    ),
+    "the callables' own code is compared": Guard(
+        {(references.References, "_hold"): nothing},
+        marked("code_of_inputs_that_an_arm_replaces"),
     ),
     "what the baseline uses is compared while it is timed": Guard(
         {(sampler.Sampler, "_observe"): nothing}, marked("a_handler_once_it_is_timed")

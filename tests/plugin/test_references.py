@@ -1,7 +1,9 @@
 """What the code of an arm refers to."""
 
+import contextvars
 import functools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -76,6 +78,18 @@ def test_memory_in_caches_generators_methods_and_slots_counts():
     assert References(cached).holds(cached())
 
 
+def test_a_context_variable_counts_with_its_default_and_what_is_set():
+    variable = contextvars.ContextVar("variable", default=(np.ones(4),))
+    for call in (variable.get, lambda: variable.get()[0]):
+        references = References(call)
+        before = references.states()
+        assert labels(references) >= {"its own code", "variable"}
+        assert references.holds(variable.get()[0][1:])
+        variable.set((np.ones(4),))
+        assert references.states() != before
+        assert references.holds(variable.get()[0][1:], references.kept())
+
+
 def test_a_table_beside_a_list_that_contains_itself_is_found():
     table = [np.ones(4)]
     table.append(table)
@@ -105,6 +119,52 @@ def test_an_object_whose_class_refuses_to_be_looked_at_is_left_alone():
     references = References(lambda: odd)
     assert references.states().keys()
     assert not references.holds([np.ones(1)], references.kept())
+
+
+def replacing_code(call):
+    call.__code__ = (lambda x, *, scale=1: x).__code__
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (replacing_code, "its own code"),
+        (lambda call: setattr(call, "__defaults__", (1,)), "its own code"),
+        (lambda call: setattr(call, "easy", True), "its own code"),
+        (lambda call: call.__kwdefaults__.update(scale=2), "scale"),
+        (lambda call: call.__globals__.update(sorted=list), "sorted"),
+        (lambda call: call.__globals__.update(later=1), "later"),
+    ],
+)
+def test_each_way_to_change_a_function_is_seen(change, changed):
+    names = {}
+    exec("def call(x, *, scale=1): return sorted(later * x)", names)
+    references = References(names["call"])
+    before = references.states()
+    change(names["call"])
+    after = references.states()
+    places = before.keys() | after.keys()
+    assert {references.label(p) for p in places if before.get(p) != after.get(p)} == {changed}
+
+
+def test_an_attribute_of_the_name_of_a_later_global_is_another_name():
+    names = {}
+    exec("def call(x): return x.later", names)
+    references = References(names["call"])
+    names["later"] = 1
+    assert "later" not in labels(references)
+
+
+def test_a_library_may_wrap_its_functions(monkeypatch):
+    """As torch does when it compiles for the first time."""
+    references = References(lambda x: json.dumps(x))  # noqa: PLW0108  refers to the module
+    before = references.states()
+    again = types.FunctionType(json.dumps.__code__, vars(json), "dumps")
+    again.__qualname__, again.__module__ = "dumps", "json"
+    monkeypatch.setattr(json, "dumps", again)
+    assert references.states() == before
+    monkeypatch.setattr(json, "dumps", json.loads)
+    assert references.states() != before
 
 
 def test_what_libraries_refer_to_is_left_out():

@@ -102,7 +102,7 @@ class BoundClaim:
         """Draws orders, and the seeds of what is timed. If an arm could predict it, it could solve
         the inputs of all blocks beforehand."""
         self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
-        self.side_effects = SideEffects(claim.arms)
+        self.side_effects = SideEffects(claim.arms, claim.inputs, claim.reference)
         self._settings = validity.flags()
         self._entropy = random.SystemRandom().getrandbits(64)
         self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
@@ -313,7 +313,9 @@ class BoundClaim:
                 "make it writable and of a fixed shape"
             )
         with gc_disabled():  # if make() captures a CUDA graph, collecting an old one would break it
+            self.side_effects.begin()
             call = arm.make(*inputs.args)
+            self.side_effects.end(name)
         if not callable(call):
             raise UsageError(f"{name}: make(*inputs) of prepared(make) must return the callable")
         inputs.overwrite_in_place(self.make_inputs(inputs.seed))

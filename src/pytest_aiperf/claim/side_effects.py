@@ -1,9 +1,9 @@
-"""Finds what calls do beside their results: to globals that the baseline uses, and to files."""
+"""Finds what calls do beside their results: to globals that others use, and to files."""
 
 import contextlib
 import resource
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_aiperf.correctness.references import Kept, Place, References, State, replaced_functions
@@ -19,11 +19,24 @@ class SideEffects:
     """What the calls of a claim's arms changed and wrote.
 
     Where both an arm and the baseline change a value, such as a cache, nothing is told: whatever
-    the baseline finds there, it may have put there itself.
+    is found there, the baseline may have put there itself.
     """
 
-    def __init__(self, arms: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        arms: Mapping[str, object],
+        inputs: Callable[..., object],
+        reference: Callable[..., object],
+    ) -> None:
         self.references = {name: References(arm) for name, arm in arms.items()}
+        self._users = {  # what no other arm may change, and what that would do
+            "the baseline": (
+                "whether another arm slows the baseline down",
+                self.references["baseline"],
+            ),
+            "inputs()": ("whether inputs are drawn as the test says", References(inputs)),
+            "the reference": ("whether results are judged as the test says", References(reference)),
+        }
         self._states: dict[Place, State] = {}
         self._changed: dict[str, set[Place]] = defaultdict(set)
         self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
@@ -34,14 +47,20 @@ class SideEffects:
         self._borrowing: set[str] = set()  # arms whose results lie in memory of the module
 
     def begin(self, _name: str = "") -> None:
-        """Read what the baseline refers to, ahead of an arm's calls."""
-        self._states = self.references["baseline"].states()
+        """Read what the baseline, inputs() and the reference refer to, ahead of an arm's calls."""
+        self._states = self._read()
 
     def end(self, name: str) -> None:
         """Find out what the calls of an arm since :meth:`begin` have changed there."""
-        before, after = self._states, self.references["baseline"].states()
-        common = before.keys() & after.keys()
-        self._changed[name] |= {place for place in common if before[place] != after[place]}
+        before, after = self._states, self._read()
+        places = before.keys() | after.keys()
+        self._changed[name] |= {p for p in places if before.get(p) != after.get(p)}
+
+    def _read(self) -> dict[Place, State]:
+        states: dict[Place, State] = {}
+        for _, references in self._users.values():
+            states |= references.states(but=states.keys())
+        return states
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -64,15 +83,7 @@ class SideEffects:
 
     def unchecked(self, *, of_memory: bool) -> Iterator[str]:
         """Describe effects that make the arms differ, or memory that is not counted."""
-        own = self._changed["baseline"]
-        for name, places in sorted(self._changed.items()):
-            labels = sorted({self.references["baseline"].label(place) for place in places - own})
-            if labels:
-                yield (
-                    f"whether another arm slows the baseline down: {name} changes "
-                    f"{', '.join(labels[:MAX_NAMES])}, "
-                    "which the baseline uses"
-                )
+        yield from self._changed_for_others()
         for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
             yield (
                 f"copies of the result: {name} returns, in part, what its code refers to, so a "
@@ -88,6 +99,16 @@ class SideEffects:
                 )
         if of_memory:
             yield from self._uncounted_memory()
+
+    def _changed_for_others(self) -> Iterator[str]:
+        """Describe what arms change in what the baseline, inputs() or the reference uses."""
+        for user, (unknown, references) in self._users.items():
+            for name, places in sorted(self._changed.items()):
+                others = places - self._changed["baseline"]
+                labels = sorted(filter(None, {*map(references.label, others)}))
+                if labels:
+                    names = ", ".join(labels[:MAX_NAMES])
+                    yield f"{unknown}: {name} changes {names}, which {user} uses"
 
     def _uncounted_memory(self) -> Iterator[str]:
         most = max(self._written["baseline"], default=0)

@@ -9,12 +9,13 @@ import builtins
 import collections
 import contextlib
 import contextvars
+import dis
 import functools
 import gc
 import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_aiperf.model import Prepared
@@ -29,8 +30,10 @@ _PLAIN_IDS = {*map(id, _PLAIN)}
 _VALUES = (*_PLAIN, bytes)
 _CACHED = type(functools.cache(len))  # functions that keep their results in C
 _VARIABLE = contextvars.ContextVar
+_UNSET = types.CellType()  # a cell that is not set is equal to it
 _CODE = (type, types.ModuleType, types.FunctionType)  # what they keep leads to all there is
 _vars = type.__dict__["__dict__"].__get__  # of a class, whatever its metaclass defines
+_flags = type.__dict__["__flags__"].__get__
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _ITEM_IDS = {*map(id, (*_CONTAINERS, *_DICTS))}
@@ -66,13 +69,13 @@ class References:
         }
         """Bytes of arrays there before the first call: on GPUs (False) and on the host (True)."""
 
-    def states(self) -> dict[Place, State]:
-        """Return what is comparable about the value at each place."""
-        return {place: _state(value) for place, value in self._values()}
+    def states(self, but: Collection[Place] = ()) -> dict[Place, State]:
+        """Return what is comparable about the value at each place but for some."""
+        return {place: _state(value) for place, value in self._values() if place not in but}
 
     def label(self, place: Place) -> str:
-        """Return how the code refers to a place."""
-        return self._places[place][0]
+        """Return how the code refers to a place; an empty text if it does not."""
+        return self._places[place][0] if place in self._places else ""
 
     def replaced_since(self, before: Mapping[Place, State]) -> list[str]:
         """Label the places that have another value than then, or a container with other items.
@@ -88,7 +91,7 @@ class References:
     def _values(self) -> Iterator[tuple[Place, Any]]:
         for place, (_, scope) in self._places.items():
             if type(scope) is types.CellType:
-                with contextlib.suppress(ValueError):  # it is not set
+                if scope != _UNSET:  # does not look into cells that are set
                     yield place, scope.cell_contents
             elif type(scope) is _VARIABLE:
                 with contextlib.suppress(LookupError):  # it is not set
@@ -153,7 +156,8 @@ class References:
             yield value.make
         elif type(value) is _VARIABLE:
             self._places[id(value), value.name] = value.name, value
-            yield value.get(None)
+            with contextlib.suppress(LookupError):
+                yield value.get()
         elif issubclass(type(value), _CACHED):
             self._hold("cached function", value)
             yield stored.attributes(value).get("__wrapped__")
@@ -166,7 +170,8 @@ class References:
         elif type(value) is types.BuiltinFunctionType:  # self is the module if it is no method
             if not issubclass(type(value.__self__), _CODE):
                 self._hold("self", value.__self__)
-        elif not issubclass(type(value), type) and "__call__" in _vars(type(value)):
+                yield value.__self__
+        elif "__call__" in _vars(type(value)) and not _is_library_class(type(value)):
             self._hold("self", value)
             yield _vars(type(value))["__call__"]
 
@@ -182,15 +187,19 @@ class References:
             scope = next((scope for scope in scopes if name in scope), None)
             if scope is not None:
                 yield from self._note(scope, name, name, names)
+        for name in _globals(function.__code__):  # a call may define it, also over a builtin
+            self._places.setdefault((id(scopes[0]), name), (name, scopes[0]))
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._places[id(cell), name] = name, cell
             with contextlib.suppress(ValueError):
                 yield from self._inside(cell.cell_contents, name, names)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        for value in function.__defaults__ or ():
             self._hold("default", value)
             yield value
+        for name in function.__kwdefaults__ or {}:
+            yield from self._note(function.__kwdefaults__, name, name, names)
 
     def _note(self, scope: Any, name: str, label: str, names: set[str]) -> Iterator[object]:
         if (id(scope), name) not in self._places:
@@ -264,7 +273,9 @@ def _home(kind: type) -> str:
 
 
 def _is_library_class(kind: type) -> bool:
-    """Whether an installed library or the plugin defines a class."""
+    """Whether an installed library, Python or the plugin defines a class."""
+    if not _flags(kind) & stored.HEAP_TYPE:
+        return True
     file = getattr(sys.modules.get(_home(kind)), "__file__", None)
     return _is_of_plugin(kind) or bool(file and file.startswith(validity.LIBRARIES))
 
@@ -303,19 +314,56 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code looks up, and not those of attributes."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _globals(constant)
+
+
 def _state(value: Any) -> State:
     kind = type(value)
+    known = _READERS.get(id(kind)) or _READERS.setdefault(id(kind), (kind, _reader(kind)))
+    return known[1](value)
+
+
+_READERS: dict[int, tuple[type, Callable[[Any], State]]] = {}
+"""What reads the state of the objects of a class: to look at the class each time would take most of
+the time between blocks. Keys are ids, as in :data:`stored._DECLARED`."""
+
+
+def _reader(kind: type) -> Callable[[Any], State]:
     if stored.is_one_of(kind, _CONTAINERS):
-        return id(value), len(value), *map(_key, _first(value))
+        return lambda value: (id(value), len(value), *map(_key, _first(value)))
     if stored.is_one_of(kind, _DICTS):
-        return id(value), len(value), *map(_key, _first(dict.values(value)))
-    if tensors.backend_of(value):
-        return id(value), tensors.layout(value)
+        return lambda value: (id(value), len(value), *map(_key, _first(dict.values(value))))
     if kind is types.FunctionType:
-        return id(value), id(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
-    is_code = issubclass(kind, (type, types.ModuleType))
-    if stored.is_one_of(kind, _VALUES) or is_code or _is_library_class(kind):
-        return (_key(value),)
+        return _state_of_function
+    if stored.is_one_of(kind, _VALUES):
+        return lambda value: (value,)
+    if issubclass(kind, (type, types.ModuleType)) or kind is types.BuiltinFunctionType:
+        return lambda value: (id(value),)
+    return _state_of_library if _is_library_class(kind) else _state_of_object
+
+
+def _state_of_function(value: types.FunctionType) -> State:
+    if _is_installed(
+        value
+    ):  # torch wraps some of its functions when it compiles for the first time
+        return value.__module__, value.__qualname__
+    own = stored.attributes(value)
+    code = id(value.__code__), id(value.__defaults__), id(value.__kwdefaults__)
+    return id(value), code, *((name, _state_of_attribute(item)) for name, item in own.items())
+
+
+def _state_of_library(value: Any) -> State:
+    return (id(value), tensors.layout(value)) if tensors.backend_of(value) else (id(value),)
+
+
+def _state_of_object(value: Any) -> State:
     own = stored.attributes(value) | stored.slots(value)
     return id(value), *((name, _state_of_attribute(item)) for name, item in own.items())
 
@@ -328,7 +376,9 @@ def _is_replaced_state(value: Any, before: State, now: State) -> bool:
         return False  # their items have no order
     if stored.is_one_of(kind, (*_CONTAINERS, *_DICTS)):
         return now[1] < before[1] or before[2:] != now[2 : len(before)]
-    if tensors.backend_of(value) or len(before) < 2 or kind is types.FunctionType:
+    if kind is types.FunctionType:
+        return bool(before[1] != now[1])
+    if tensors.backend_of(value) or len(before) < 2:
         return before != now
     own = dict(now[1:])
     return any(was != (None,) and own.get(name) != was for name, was in before[1:])
