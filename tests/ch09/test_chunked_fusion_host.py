@@ -1,24 +1,25 @@
 """Evaluating a NumPy expression chunk by chunk beats evaluating it in place on the whole array.
 
-NumPy evaluates an expression one operation at a time. The usual form makes a temporary array for
-nearly every operation; the operating system maps and clears fresh pages for each of them on the
-first access, and these page faults are part of its cost. "in_place" (`out=`) has no temporaries,
-but each of the seven operations still reads the whole array of 128 MiB from main memory and writes
-it back: seven passes. In "chunks" of 256 KiB, all operations but the first find the chunk in a
-cache, and main memory is read once for the input and written once for the output: the gain of loop
-fusion, without a compiler (cache blocking).
+NumPy evaluates an expression one operation at a time. The usual form makes temporary arrays, up to
+one per operation (NumPy may reuse some); the operating system maps and clears fresh pages for each
+of them on the first access, and these page faults are part of its cost. "in_place" (`out=`) has no
+temporaries, but each of the seven operations still reads the whole array of 128 MiB from main
+memory and writes it back: seven passes. In "chunks" of 256 KiB, all operations but the first find
+the chunk in a cache, and main memory is read once for the input and written once for the output:
+the gain of loop fusion, without a compiler (cache blocking).
 
 Each rung is judged against the one before it. The evidence of "in_place" is that the page faults
 are gone; hosts offer no counter of the bytes from main memory here. For "chunks", a test beside the
 claim runs both functions on arrays that record each access, and counts what a cache that keeps the
-blocks used last reads from memory and writes back: 14 passes in place, 2 by chunks, and 14 again
-where a chunk does not fit. A chunk must fit in the cache with its input, and must be large enough
-to outweigh the Python overhead of seven calls. The limit is that of the passes, 7x, where an
-operation takes no longer on cached data than memory takes to deliver them; NumPy's operations on
-cached data are slower than that on one core, so the gain is far less. Arrays that fit in the cache
-gain nothing; operations across chunks (sorting, means) cannot be split in this way. Compilers fuse
-loops by themselves (numexpr, Numba, torch.compile); there is no library arm, because numexpr is not
-among the packages of the course.
+blocks used last reads from memory and writes back, 7 of each in place, 1 of each by chunks, and 7
+again where a chunk does not fit (it does not count reads of lines that are then overwritten). A
+chunk must fit in the cache with its input, and must be large enough to outweigh the Python overhead
+of seven calls. The limit is that of the passes, 7x, where an operation takes no longer on cached
+data than memory takes to deliver them; NumPy's operations on cached data are slower than that on
+one core, so the gain is far less. Arrays that fit in the cache gain nothing; operations across
+chunks (sorting, means) cannot be split in this way. Compilers fuse loops by themselves (numexpr,
+Numba, torch.compile); there is no library arm, because numexpr is not among the packages of the
+course.
 """
 
 from collections import OrderedDict

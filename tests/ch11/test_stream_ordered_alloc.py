@@ -9,9 +9,10 @@ synchronisation and maps it again once per call; "retained" keeps it.
 Both arms launch the same kernels, so the difference is the allocator's. The claim is judged on wall
 time, including a synchronisation per call. On an H200 the kernels take 26 µs of each allocation's
 share of a call. The rest is 138 µs in the baseline, 33 in "pool" and 7 in "retained", where the
-launches are part of it. Where sizes are known in advance, allocating once outside the loop is as
-good; the caching allocator of a framework does what the pool does. The gain shrinks as the kernels
-between allocations grow, and other processes cannot use retained memory.
+launches are part of it. Where sizes are known in advance, one allocation outside the loop avoids
+the calls altogether, and the caching allocator of a framework also keeps memory that was freed; no
+arm measures either. The gain shrinks as the kernels between allocations grow, and other processes
+cannot use retained memory.
 """
 
 import pytest

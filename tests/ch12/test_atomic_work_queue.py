@@ -9,11 +9,11 @@ memory, and on an H100 it takes 1.8 times as long as the queue. That is what a q
 that stay because their prologue is costly, and items of uneven length. Without a prologue, one
 block per item balances as well and needs no counter; that case is not measured here.
 
-All arms have as many blocks at a time as fit on the GPU, three per SM, so they differ only in how
-items are distributed. A block requests its next item when it starts the current one, so it does not
-wait for the atomic. At the end, the other blocks wait for at most two items of the slowest, in
-"chunked" for five. "chunked" takes 4 items per atomicAdd: a quarter of the atomics, and a coarser
-split.
+All arms have as many blocks at a time as fit on the GPU, three per SM, so the rungs and the static
+split differ only in how items are distributed. A block requests its next item when it starts the
+current one, so it does not wait for the atomic. At the end, the other blocks wait for at most two
+items of the slowest, in "chunked" for five. "chunked" takes 4 items per atomicAdd: a quarter of the
+atomics, and a coarser split.
 
 The limit is the largest static share divided by the mean share, which is more than 2. Nine tenths
 of it were the aim; both rungs reach about 1.35x on an H100, and chunks make no difference here. Two

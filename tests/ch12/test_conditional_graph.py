@@ -8,14 +8,15 @@ writes the flag to mapped pinned host memory, which saves the copy but not the w
 in a CUDA graph, and the host launches once for hundreds of steps. Each pass through the node's body
 costs the GPU a few microseconds, which "while_8_steps" pays once for 8 guarded steps. It is judged
 against "poll_every_8", the others against a poll after every step. Those three lose to the library
-arm: on an H100 it takes 0.21 of the time of "mapped_flag" and 0.49 of that of "while_node".
+arm: on an H100 it takes 0.21 of the time of "mapped_flag", 0.40 of that of "poll_every_8" and 0.48
+of that of "while_node".
 
 The claim is judged on wall time, because the kernels are the same. The gain is small where a step
 takes longer than a launch and a wake-up. The library arm needs no conditional node: the host
 captures a burst of guarded steps in a graph and launches it again before it reads the flag of the
 burst before, so that the GPU has work while the host wakes up, and one burst too many runs. The
 bursts have 32 steps, because a burst of 8 is shorter than a launch and a wake-up. On an H100,
-"while_8_steps" is 1.05x as fast as this arm, with an interval from 1.00 to 1.09. So the WHILE node
+"while_8_steps" is 1.02x as fast as this arm, with an interval from 1.01 to 1.04. So the WHILE node
 hardly saves time against a host that polls late. It frees the host, which launches once and does
 not wait, and the length of a burst no longer depends on the host's speed. The body of a conditional
 node may contain kernels and copies, but nothing that needs the host.
@@ -32,7 +33,7 @@ TOLERANCE = 0.4
 EVIDENCE = {
     "mapped_flag": evidence.launches(max=0.55, per="baseline"),
     "poll_every_8": evidence.api_calls(max=0.5, per="baseline"),
-    # one launch for hundreds of steps; a trace counts the body's kernels as one more launch
+    # one launch for hundreds of steps; the limits leave room for a few more in a trace
     "while_node": evidence.launches(max=0.01, per="baseline"),
     "while_8_steps": evidence.launches(max=0.02, per="baseline"),
 }
