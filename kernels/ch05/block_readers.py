@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 BLOCK_BYTES = 2 << 20
-"""Bytes per read and per copy. Small enough for a block to stay in the CPU's cache in between."""
+"""Bytes per read and per copy. A block may stay in the CPU's cache in between."""
 
 _thread_pool = cache(ThreadPoolExecutor)
 

@@ -18,7 +18,7 @@
 //                 instructions.
 //   grid_stride   The same accesses from a grid of fixed size: as many blocks as the SMs hold at
 //                 once. Each thread steps through the vectors by the number of threads in the grid.
-//                 It is no rung of a claim: it gains nothing over `vector` here.
+//                 It is no rung of a claim, and no record has its time.
 //
 // The last block of a grid is partly beyond the end of the vectors, hence the test `i < n`. With
 // float4, up to three elements are left after the last whole vector; one thread adds those.

@@ -14,8 +14,8 @@
 //                                          2 KiB.
 //   soa         charges[i]                 A structure of arrays (SoA): each field is one array of
 //                                          its own. A warp loads 4 whole sectors, too.
-//   soa_vector  charges[4 * i ...]         A thread loads and stores
-//                                          four of them with 16-byte accesses.
+//   soa_vector  charges[4 * i ...]         A thread loads and stores four of them with 16-byte
+//                                          accesses.
 //
 // The number of particles is rounded up to whole groups in all layouts: `capacity`. The kernels
 // compute the first n of them.

@@ -10,8 +10,8 @@ changes one thing:
   (0.96 to 1.20), and no gain is required of it.
 * "gather" maps the shard into memory (mmap) instead of reading it. The same indexing call now
   copies the records straight out of the page cache, and the shard itself is not copied. The
-  operating system runs only for page faults, and one fault maps many pages: usually 16
-  (fault-around), at most 2 MiB.
+  operating system runs only for page faults, and one fault maps many pages: by default 16
+  (fault-around), and up to 2 MiB. In the record, 12 faults map the 20 MB.
 
 The mapping itself is part of the call. The evidence of "read_all" is its memory, that of the whole
 shard beside the batch. The evidence of "gather" is its page faults, where a read fills memory that

@@ -7,11 +7,11 @@ is measured against the one before it.
 
 "reused" reads into the same pageable buffer every time: no fresh pages. In "pinned" this buffer is
 pinned memory, which the GPU reads directly: one copy less. "ring" makes two changes. It reads and
-sends 2 MiB at a time through a ring of small pinned buffers, which stay in the CPU's cache, and
-four threads read into some while others are being sent. An event per block keeps a read from
-overwriting a block before its transfer is complete. Reading is a memory copy by the CPU, at about 7
-GB/s per core, several times slower than PCIe. So most of the gain should come from the threads; a
-ring with a single reader was not measured.
+sends 2 MiB at a time through a ring of small pinned buffers (20 MiB in all), which may stay in the
+CPU's cache, and four threads read into some while others are being sent. An event per block keeps a
+read from overwriting a block before its transfer is complete. Reading is a memory copy by the CPU,
+at about 7 GB/s per core, several times slower than PCIe. So most of the gain should come from the
+threads; a ring with a single reader was not measured.
 
 The limit is PCIe, at 55 GB/s on an H100. Four readers reach 16 GB/s. PCIe works for only 2.3 of the
 6.4 ms of a call, because the CPU's copies take most of the time. The page cache is warm for all

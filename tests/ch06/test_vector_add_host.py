@@ -9,7 +9,7 @@ The arrays have 64 MiB, more than most caches hold, and more than the largest bl
 allocator keeps when it is freed (glibc's mmap threshold, at most 32 MiB). Smaller arrays gain less:
 the allocator reuses their pages by itself. So do arrays in huge pages, whose faults are rare. On a
 host with 32 CPUs a call of the baseline takes 544 faults, one per 120 KiB rather than one per 4,
-and 18.8 ms instead of 15.0: a gain of 1.24x (1.20 to 1.29), which need not reach the 1.25x that was
+and 18.8 ms instead of 15.2: a gain of 1.24x (1.20 to 1.29), which need not reach the 1.25x that was
 the aim. With so few faults, most of the difference is probably the zeroing, which was not timed. A
 result that must be kept needs a new array anyway. The limit is one read and one write of memory.
 """

@@ -29,7 +29,7 @@ EVIDENCE = {  # kernel, FMAs in the loop body (16 steps unrolled), instructions 
 
 
 def values(bench: Bench) -> tuple[torch.Tensor, torch.Tensor, float, int, int]:
-    n = 132 * 128 * 8  # one block of 128 threads on each SM of an H200, 8 values per thread
+    n = 132 * 128 * 8  # one block of 128 threads on each of the 132 SMs, 8 values per thread
     x = torch.randn(n, device=bench.device)
     return x, torch.empty_like(x), 1 - 2**-11, bench.size(4096, check=50), n
 

@@ -11,12 +11,12 @@ The claim is judged on peak memory. The price is time: part of the forward pass 
 device time is shown beside the memory. At width 2048 the GEMMs outweigh the host's launches, so
 that this is the price that a user pays: a sixth of the step for the GEMM that "full" repeats, and a
 few percent for the passes over memory that both rungs repeat. On an H100 the device time rises by
-4 % for "selective" and by 19 % for "full"; 12 % and 35 % are allowed. torch.compile can choose by
-itself what it recomputes (activation_memory_budget); that is not measured here. The limits of the
-gain are 2x and 10x. It approaches them with
-more layers and with more tokens per unit of width, because the peak also contains the weights'
-gradients and the block that is being recomputed. The gain is small where weights outweigh
-activations.
+6 % for "selective" and by 20 % for "full"; 12 % and 35 % are allowed. torch.compile can choose by
+itself what it recomputes (activation_memory_budget); that is not measured here.
+
+The peak falls by 1.7x and 3.8x on an H100; the limits are 2x and 10x. More layers, and more tokens
+per unit of width, bring it closer to them, because the peak also contains the weights' gradients
+and the block that is being recomputed. The gain is small where weights outweigh activations.
 
 The step returns the gradients alone. The loss is a mean over so many values that it hardly depends
 on the inputs, and the gradients depend on every value of the forward pass.

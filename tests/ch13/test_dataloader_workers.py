@@ -66,6 +66,6 @@ def test_dataloader_workers(compare: Compare) -> None:
         reference=in_fp64,
         metric="wall",
         cache="warm",
-        # without the wait for the first batch; the baseline has 0.07
+        # without the wait for the first batch; the baseline has 0.08 on an H100
         evidence=[evidence.busy_share(min=0.8)],
     )

@@ -11,10 +11,9 @@ The ratio of bytes is 2.9x. It is the limit where both reach the same share of c
 fused kernel reaches a larger one: on an H200, its two launches run at 0.89 of the copy rate. Two
 further kernels, both tiny, and the gaps between the four launches lower the share of the whole call
 to 0.82; a larger model would hide them. An update compiled by torch.compile would save the same
-passes; it is not measured here. A loop over
-tensors would move as many bytes as foreach, with one launch per tensor and operation. The update
-matters in steps with few tokens per parameter. With sharded optimizer states each GPU updates only
-its part.
+passes; it is not measured here. Nor is a loop over tensors, which would move as many bytes as
+foreach, with one launch per tensor and operation. The update matters in steps with few tokens per
+parameter. With sharded optimizer states each GPU updates only its part.
 """
 
 import torch

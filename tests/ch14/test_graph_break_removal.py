@@ -6,11 +6,11 @@ the CPU waits for the GPU, and the code after the `if` becomes another graph; no
 break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
-The claim is judged on wall time: the layer is small, its kernels take 16 of 319 us on an H100, and
-each of the three breaks costs about 64 us. The gain shrinks with the width of the layer and ends
-where the work between two decisions takes much longer than a break.
-torch.where loses where the branch not taken is expensive (torch.cond keeps such a branch in the
-graph).
+The claim is judged on wall time. The layer is small: on an H100 the baseline's kernels take 16 of
+its 319 us, and without its three breaks 128 us are left, so a break costs about 64 us. The gain
+shrinks with the width of the layer and ends where the work between two decisions takes much longer
+than a break. torch.where loses where the branch not taken is expensive; torch.cond, which keeps
+such a branch in the graph, is not measured here.
 """
 
 import torch

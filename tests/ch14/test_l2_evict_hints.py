@@ -1,4 +1,4 @@
-"""Marking streamed data evict-first keeps a table in the L2 cache, which would otherwise evict it.
+"""Marking streamed data evict-first keeps more of a table in the L2 cache than the default policy.
 
 Each of 131,072 rows gets a row of a table added, selected by its id. The table of 16 MiB fits the
 L2 cache, and each of its rows is needed 32 times. But between two of these uses, tens of megabytes

@@ -20,9 +20,8 @@ which paging avoids (ch15/paged_kv_admission_host).
 import pytest
 import torch
 
-from kernels.ch15 import kv_cache
-from kernels.ch15.decoder import Decoder, attention, causal, output_and_mlp, random_decoder
-from kernels.ch15.decoder128 import block, qkv_projection
+from kernels.ch15 import kv_cache, oracle
+from kernels.ch15.decoder import Decoder, random_decoder
 from pytest_aiperf import Bench, Compare, evidence, prepared, static
 
 
@@ -37,20 +36,10 @@ def prompts_and_tokens(bench: Bench) -> tuple[Decoder, torch.Tensor, torch.Tenso
 
 
 def in_fp64(model, prompts, new):
-    """Run prompts and new tokens through all layers; the last layer only for the new tokens."""
-    model, sequences, count = model.to(torch.float64), torch.cat([prompts, new], 1), new.shape[1]
-    *lower_layers, (qkv, *rest) = model.layers()
-    mask = torch.ones(count, sequences.shape[1], dtype=torch.bool, device=new.device)
-    mask = mask.tril(prompts.shape[1])
-    hidden_states = []
-    for batch in sequences.split(8):
-        x = model.embedding[batch]
-        for layer in lower_layers:
-            x = block(x, layer, causal)
-        q, k, v = qkv_projection(x, qkv)
-        attended = attention(q[:, -count:], k, v, attn_mask=mask)
-        hidden_states.append(output_and_mlp(x[:, -count:], attended.flatten(-2), *rest))
-    return torch.cat(hidden_states).transpose(0, 1)
+    """Run prompts and new tokens through all layers, eight texts at a time."""
+    model, sequences = model.to(torch.float64), torch.cat([prompts, new], 1)
+    states = [oracle.hidden_states(model, texts) for texts in sequences.split(8)]
+    return torch.cat([x[:, -new.shape[1] :] for x in states]).transpose(0, 1)
 
 
 RUNGS = {
