@@ -6,6 +6,7 @@ from tests.cheats import (
     dishonest,
     dishonest_contents,
     dishonest_effects,
+    dishonest_objects,
     dishonest_results,
     dishonest_timing,
 )
@@ -15,12 +16,14 @@ CHEATS = {
     **dishonest.CHEATS,
     **dishonest_contents.CHEATS,
     **dishonest_effects.CHEATS,
+    **dishonest_objects.CHEATS,
     **dishonest_results.CHEATS,
     **dishonest_timing.CHEATS,
 }
 MARKED = {
     **dishonest_contents.MARKED,
     **dishonest_effects.MARKED,
+    **dishonest_objects.MARKED,
     **dishonest_results.MARKED,
 }
 

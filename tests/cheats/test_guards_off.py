@@ -23,7 +23,9 @@ from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.correctness import (
     agreement,
     contents,
+    objects,
     own_memory,
+    reach,
     references,
     stored,
     tensors,
@@ -214,7 +216,8 @@ GUARDS = {
         {(agreement.Deviation, "signature"): ""}, caught("another_dtype")
     ),
     "views are not accepted as results": Guard(
-        {(tensors, "is_deferred"): always(False)}, caught("a_view_for_a_copy")
+        {(tensors, "is_deferred"): always(False), (reach.Hidden, "is_viewed_by"): always(False)},
+        caught("a_view_for_a_copy"),
     ),
     "the reference is fp64": Guard(
         {(agreement, "_check_reference"): always(1.0)},
@@ -329,8 +332,45 @@ GUARDS = {
     "results of the inputs' objects are named": Guard(
         {(tensors, "shared_containers"): always(0)}, marked("rows_that_are_not_copied")
     ),
+    "integers are compared exactly": Guard(
+        {(tensors, "_exact_or_doubles"): lambda _, numbers: numbers},
+        caught("integers_that_are_rounded_to_doubles"),
+    ),
+    "memory inside of arguments is theirs": Guard(
+        {(reach.Hidden, "is_viewed_by"): always(value=False)}, caught("a_view_of_an_attribute")
+    ),
+    "arguments repeat no list": Guard(
+        {(objects, "_repeated_and_borrowed"): always((0, 0))},
+        caught("one_row_many_times_in_an_argument"),
+    ),
+    "arguments share no list": Guard(
+        {(objects, "_repeated_and_borrowed"): always((0, 0))},
+        caught("rows_of_the_inputs_in_an_argument"),
+    ),
+    "items are changed in place by both arms": Guard(
+        {(objects, "_have_same_contents"): always(value=True)}, caught("an_item_that_is_replaced")
+    ),
+    "items that only the arm changes in place are named": Guard(
+        {(objects, "_have_same_contents"): always(value=True)},
+        marked("an_item_that_is_changed_in_place"),
+    ),
+    "attributes of functions and classes are read": Guard(
+        {(contents, "_attributes_of_code"): always({})},
+        marked("an_attribute_of_a_class_that_is_not_written"),
+    ),
+    "arguments can be written as before": Guard(
+        {(tensors, "is_read_only"): always(value=False)},
+        caught("an_argument_that_is_left_read_only"),
+    ),
+    "buffers can be resized as before": Guard(
+        {(objects, "_is_locked"): always(value=False)}, caught("a_bytearray_that_is_left_locked")
+    ),
+    "numbers are Python's own": Guard(
+        {(tensors, "boxed_numbers"): always(0)}, caught("numbers_of_numpy_in_a_result")
+    ),
     "bytes are inputs as well": Guard(
-        {(tensors, "_buffers"): always({})}, caught("a_view_of_a_bytearray")
+        {(tensors, "as_buffer"): nothing, (reach.Hidden, "is_viewed_by"): always(value=False)},
+        caught("a_view_of_a_bytearray"),
     ),
     "copies are not lazy": Guard(
         {(tensors, "is_lazy_copy"): always(False)},

@@ -7,6 +7,7 @@ from tests.cheats import (
     honest,
     honest_contents,
     honest_effects,
+    honest_objects,
     honest_results,
     honest_timing,
 )
@@ -16,6 +17,7 @@ HONEST = {
     **honest.HONEST,
     **honest_contents.HONEST,
     **honest_effects.HONEST,
+    **honest_objects.HONEST,
     **honest_results.HONEST,
     **honest_timing.HONEST,
 }
@@ -26,7 +28,9 @@ def test_it_passes(name):
     assert_honest(HONEST[name])
 
 
-@pytest.mark.parametrize("name", [*honest_contents.HONEST, *honest_effects.HONEST])
+@pytest.mark.parametrize(
+    "name", [*honest_contents.HONEST, *honest_effects.HONEST, *honest_objects.HONEST]
+)
 def test_nothing_is_left_unchecked(name):
     result, problem = measure_entry(HONEST[name])
     assert problem is None or isinstance(problem, ClaimNotMet), result.message

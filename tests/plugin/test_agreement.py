@@ -664,11 +664,7 @@ UNCOMPARED = {
     "text": (lambda: "text", "str"),
     "an array of text": (lambda: np.array(["text"]), "ndarray of <U4"),
     "bytes": (lambda: b"bytes", "bytes"),
-    "a large integer": (lambda: 2**64, "int of more than 64 bits"),
-    "a large integer in a list": (
-        lambda: [*range(99), 2**64],
-        "list, whose element 99 has more than 64 bits,",
-    ),
+    "complex numbers beside a large integer": (lambda: [1j] * 99 + [2**64], "list"),
 }
 
 
@@ -680,6 +676,30 @@ def test_a_result_that_cannot_be_compared_is_named(make, name):
         judge(lambda a, out: odd, lambda a, out: odd, reference=lambda a, out: odd)
     effects = infer_effects(lambda x, a, out: double(a, out), lambda: (odd, *vector()()))
     assert effects.mutated == ("args[2]",), "such values may be inputs"
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [2**64, [*range(99), 2**64], [-1, *range(20), 2**63], [np.int64(-1), *[np.uint64(2**63)] * 20]],
+)
+def test_integers_that_numpy_would_round_are_compared_exactly(numbers):
+    def check(result):
+        results = iter([result, numbers])  # the optimized arm runs first
+        arm = lambda a, out: next(results)
+        arms = {"baseline": preparing(arm), "optimized": preparing(arm)}
+        reference = lambda a, out: numbers
+        return agreement.agree(arms, as_inputs(vector()), reference, ArgumentEffects(returned=1))
+
+    assert check(numbers)
+    larger = [*numbers[:-1], int(numbers[-1]) + 1] if isinstance(numbers, list) else numbers + 1
+    with wrong("optimized disagrees with the reference: result["):
+        check(larger)
+
+
+def test_doubles_beside_a_large_integer_are_compared_as_doubles():
+    numbers = [0.5] * 20 + [2**70]
+    (array,) = tensors.as_array(numbers)
+    assert array.tolist() == numbers
 
 
 def test_a_result_that_contains_itself_is_refused():

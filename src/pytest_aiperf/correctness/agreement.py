@@ -31,8 +31,10 @@ from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
 
-from . import contents, tensors
+from . import contents, objects, reach, tensors
 from .contents import Contents
+from .objects import Originals
+from .reach import Hidden
 from .tensors import (
     Args,
     Inputs,
@@ -150,6 +152,16 @@ class ArgumentEffects:
     """Paths in ``write_only`` that it clears by arithmetic, as in ``out *= 0``."""
 
     @property
+    def changed(self) -> tuple[int, ...]:
+        """Positions of arguments that the baseline changes, but for attributes of objects."""
+        return tuple(sorted({*self.exact, *(_split(path)[0] for path in self.mutated)}))
+
+    @property
+    def changed_inside(self) -> tuple[int, ...]:
+        """Those of arguments in which there may be objects, unlike in an array or a number list."""
+        return tuple(i for i in self.changed if f"args[{i}]" not in self.mutated)
+
+    @property
     def updates(self) -> bool:
         """Whether a call reads an argument that it changes: a second call has another result."""
         return bool(self.exact or set(self.mutated) - set(self.write_only))
@@ -257,7 +269,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
     del before, arrays, leaves
     held = [contents.read(arg) for arg in inputs.args]
-    returned, mutated = _run(prepare, inputs, ArgumentEffects(), lambda _: None)
+    returned, mutated, _ = _run(prepare, inputs, ArgumentEffects(), lambda _: None)
     pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
     effects = ArgumentEffects(
         mutated,
@@ -283,7 +295,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
         try:
             inputs = _make_filled(make)
             poison = partial(tensors.poison, paths=paths, value=value)
-            returned, _ = _run(prepare, inputs, effects, poison)
+            returned, _, _ = _run(prepare, inputs, effects, poison)
             result = outputs_of(returned, inputs.args, effects)
             return {*_wrong(compare(result, expected), expected)}
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
@@ -367,18 +379,20 @@ def _may_poison(array: Any) -> bool:
 
 def _run(
     prepare: Prepare, inputs: Inputs, effects: ArgumentEffects, poison: Callable[[Args], object]
-) -> tuple[object, tuple[str, ...]]:
+) -> tuple[object, tuple[str, ...], Originals]:
     """Call an arm on inputs after ``poison`` has changed its arguments.
 
-    Return what it returned, and the paths of arguments that it changed but ``effects.mutated``
-    lacks. Garbage collection is off: destroying a CUDA graph would break a capture in progress.
+    Return what it returned, the paths of arguments that it changed but ``effects.mutated`` lacks,
+    and the objects that were among the arguments. Garbage collection is off: destroying a CUDA
+    graph would break a capture in progress.
     """
     with gc_disabled():
         call = prepare(inputs)
         poison(inputs.args)
         before = tensors.fingerprint(inputs.args, effects.mutated)
+        originals = Originals(inputs.args, effects.changed_inside)
         returned = call(*inputs.args)
-    return returned, tensors.changed(before, inputs.args, effects.mutated)
+    return returned, tensors.changed(before, inputs.args, effects.mutated), originals
 
 
 def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[NamedTensor]:
@@ -460,7 +474,7 @@ def collect(
     changes: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for arm in sorted(arms, key=_turn, reverse=True):
         inputs = make()
-        returned, changed = _run(arms[arm], inputs, effects, effects.poison)
+        returned, changed, originals = _run(arms[arm], inputs, effects, effects.poison)
         changes[arm] = changed, effects.not_compared(changed, inputs.args)
         _refuse_lazy_copies(arm, returned)
         outputs = outputs_of(returned, inputs.args, effects)
@@ -469,13 +483,17 @@ def collect(
             ("baseline", "optimized")
         ):  # an optimized arm is the next rung's baseline
             beside[arm] = contents.read(returned).objects
-        forms[arm] = _form(returned, outputs, inputs.args, effects)
+        forms[arm] = _form(
+            *(returned, outputs, inputs.args, effects),
+            hidden=Hidden(inputs.args, lambda: make().args),
+            arguments=originals.state_after(inputs.args, [x for _, x in outputs if backend_of(x)]),
+        )
         if expected is None:
             outputs_[arm] = copies(outputs)
             in_use.append(returned)
         else:
             deviations[arm] = compare(outputs, expected)
-        del inputs, returned, outputs
+        del inputs, returned, outputs, originals
     _refuse_changes(changes, effects)
     in_use.clear()
     if expected is None:
@@ -546,7 +564,7 @@ class Results:
             unchecked.update(shortcuts.changes_beside(self.beside[base]))
         errors = judge(deviations, self.expected, precision)
         forms = {role: self.forms[arm] for role, arm in roles.items()}
-        unchecked.update(_compare_forms(deviations, forms))
+        unchecked.update(_compare_forms(deviations, forms, effects))
         unchecked.update(_coarse(errors, precision))
         for role, arm in roles.items():
             found = compare_contents(role, self.left[arm], self.left[base], effects)
@@ -595,21 +613,40 @@ class _Form:
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
     handed_back: int  #: How many of them are those of arguments that the baseline does not change.
+    boxed: int  #: How many numbers are objects of numpy, and not Python's own.
+    is_cut: bool  #: Whether the arguments reach more objects than are looked at.
+    arguments: objects.State
 
 
-def _form(returned: object, outputs: Outputs, args: Args, effects: ArgumentEffects) -> _Form:
-    arrays = [x for path, x in outputs if path.startswith("result") and backend_of(x)]
+def _form(
+    returned: object,
+    outputs: Outputs,
+    args: Args,
+    effects: ArgumentEffects,
+    *,
+    hidden: Hidden,
+    arguments: objects.State,
+) -> _Form:
+    own = [(path, x) for path, x in outputs if path.startswith("result") and backend_of(x)]
     written = {*effects.mutated, *(f"args[{i}]" for i in effects.exact)}
     memory = tensors.memory_of(args, written)
-    changed = {*effects.exact, *effects.objects, *(_split(path)[0] for path in effects.mutated)}
+    paths = {path for path, _ in own}
+    changed = {*effects.changed, *effects.objects}
     others = tuple(arg for i, arg in enumerate(args) if i not in changed)
     return _Form(
-        [bool(backend_of(x)) and tensors.is_deferred(x, memory) for _, x in outputs],
+        [
+            bool(backend_of(x))
+            and (tensors.is_deferred(x, memory) or (p in paths and hidden.is_viewed_by(x)))
+            for p, x in outputs
+        ],
         [tensors.has_graph(x) for _, x in outputs],
         [tensors.is_read_only(x) for _, x in outputs],
-        tensors.shared_bytes(arrays),
+        tensors.shared_bytes([x for _, x in own]),
         tensors.repeated_containers(returned),
         tensors.shared_containers(returned, others),
+        sum(tensors.boxed_numbers(x) for _, x in outputs),
+        hidden.is_cut,
+        arguments,
     )
 
 
@@ -624,7 +661,9 @@ def _refuse_lazy_copies(arm: str, returned: object) -> None:
 
 
 def _compare_forms(
-    deviations: Mapping[str, Sequence[Deviation]], forms: Mapping[str, _Form]
+    deviations: Mapping[str, Sequence[Deviation]],
+    forms: Mapping[str, _Form],
+    effects: ArgumentEffects,
 ) -> Iterator[str]:
     """Refuse outputs that leave work to their reader, unless the baseline's are alike.
 
@@ -636,9 +675,9 @@ def _compare_forms(
         for output, (is_view, view_allowed, has_graph, needs_graph) in zip(
             deviations[arm], flags, strict=True
         ):
-            if is_view and not view_allowed and output.path.startswith("result"):
+            if is_view and not view_allowed:
                 raise WrongResult(
-                    f"{arm} returns {output.path} as a view of its inputs, of a file or of few "
+                    f"{arm} gives {output.path} as a view of its inputs, of a file or of few "
                     "elements, but the baseline computes it: whatever reads the view does the "
                     "work, so time that step in both arms"
                 )
@@ -663,10 +702,11 @@ def _compare_forms(
                     "baseline's can: whatever changes it must copy it first"
                 )
         yield from _compare_containers(arm, form, base)
+        yield from _compare_arguments(arm, form.arguments, base.arguments, effects)
 
 
 def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
-    """Refuse containers that appear more often than the baseline's; yield if they are not new."""
+    """Refuse containers and numbers that are not the baseline's; yield what need not be refused."""
     if form.repeats > base.repeats:
         raise WrongResult(
             f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
@@ -678,6 +718,58 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
         yield (
             f"copies of the result: {arm} returns lists, dicts or dataclasses of its inputs, "
             "so a caller that changes them changes the inputs as well; the baseline's are new"
+        )
+    if form.boxed > base.boxed + tensors.MANY:
+        raise WrongResult(
+            f"{arm} gives {form.boxed:,} numbers as objects of numpy, the baseline "
+            f"{base.boxed:,}: convert them as the baseline does, for example with tolist()"
+        )
+    if form.is_cut:
+        yield (
+            f"whether {arm} returns views of memory inside its arguments: they reach more than "
+            f"{reach.MAX_OBJECTS:,} objects, so keep the numbers in arrays"
+        )
+
+
+def _compare_arguments(
+    arm: str, state: objects.State, base: objects.State, effects: ArgumentEffects
+) -> Iterator[str]:
+    """Refuse arguments in which others see a difference; yield where they need not."""
+
+    def named(paths: Iterable[str]) -> str:
+        return _some(effects.label(path) for path in sorted(paths))
+
+    if state.repeats > base.repeats:
+        raise WrongResult(
+            f"{arm} leaves lists, dicts or dataclasses that appear {state.repeats:,} times more in "
+            f"an argument, the baseline {base.repeats:,} times: put a copy in each place"
+        )
+    if state.borrowed > base.borrowed:
+        # a returned list may be that of an input, but here new inputs would overwrite both at once
+        raise WrongResult(
+            f"{arm} puts lists, dicts or dataclasses of its inputs into an argument, so whatever "
+            "changes one changes the inputs as well, and the baseline's are new: put copies there"
+        )
+    if unwritten := state.stale - base.stale:
+        raise WrongResult(
+            f"{arm} puts a new object into {named(unwritten)}, and the baseline changes the one "
+            "that is there, which others may hold: change it in place"
+        )
+    if written := base.stale - state.stale:
+        yield (
+            f"the objects that were in {named(written)}: {arm} changes them in place, and the "
+            "baseline puts new ones there and leaves the old as they were"
+        )
+    if differ := state.read_only ^ base.read_only:
+        how = "cannot" if differ & state.read_only else "can"
+        raise WrongResult(
+            f"{arm} leaves an array that {how} be written in {named(differ)}, unlike the baseline: "
+            "leave flags.writeable as the baseline does"
+        )
+    if locked := state.locked - base.locked:
+        raise WrongResult(
+            f"{arm} leaves {named(locked)} locked by a view of its memory, so that it cannot be "
+            "resized: release() the memoryview, or delete the array, before the call returns"
         )
 
 
@@ -985,12 +1077,9 @@ def _numbers(value: Any) -> Any:
         kind = type(value).__name__
         if (type(value).__module__, kind) == ("numpy", "ndarray"):  # no other is asked for it
             kind += f" of {value.dtype}"
-        large = tensors.large_number(value)
-        kind += "" if large is None else f", whose element {large} has more than 64 bits,"
-        kind += " of more than 64 bits" if type(value) is int else ""
         raise UsageError(
-            f"a result of type {kind} cannot be compared: return numbers of up to 64 bits, or "
-            "plain, dense arrays of them (of a structured array, its fields)"
+            f"a result of type {kind} cannot be compared: return numbers, or plain, dense arrays "
+            "of them (of a structured array, its fields)"
         )
     return backend_of(array[0]).as_real_view(array[0])
 

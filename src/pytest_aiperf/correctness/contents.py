@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_aiperf.model import Score
+from pytest_aiperf.rules import validity
 
 from . import stored, tensors
 
@@ -33,7 +34,7 @@ _TEXTS = (
 )
 """Types whose values are equal if their texts are."""
 _FLOATS = (float, complex)
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CODE = (types.ModuleType, types.BuiltinFunctionType, types.MethodType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,9 @@ class _Reader:
         if id(value) in self.seen or len(self.seen) >= MAX_OBJECTS:
             return
         self.seen[id(value)] = value
+        if issubclass(type(value), (type, types.FunctionType)):
+            self._attributes(_attributes_of_code(value))
+            return
         walked = (tensors.children(value) or {}) if is_compared else {}
         for item in walked.values():
             self.read(item, into, is_compared=True)
@@ -162,6 +166,19 @@ class _Reader:
 
 def _text(value: object) -> str:
     return f"{type(value).__name__} {value!r};"
+
+
+def _attributes_of_code(value: Any) -> dict[str, object]:
+    """Return the attributes of a function or a class; {} if a library defines it."""
+    if type(value) is types.FunctionType:
+        own, file = stored.attributes(value), value.__code__.co_filename
+    else:
+        own = stored.attributes_of_class(value)
+        module = sys.modules.get(str(own.get("__module__")))
+        file = str(stored.attributes(module).get("__file__", "<C>"))
+    if file.startswith(("<", *validity.LIBRARIES)):
+        return {}
+    return {name: item for name, item in own.items() if not name.startswith(("__", "_abc_"))}
 
 
 def _generator_state(value: Any) -> tuple[object, ...]:

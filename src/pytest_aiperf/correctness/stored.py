@@ -38,6 +38,10 @@ def attributes(value: object) -> dict[str, Any]:
     return {}
 
 
+def attributes_of_class(kind: type) -> dict[str, Any]:
+    return {k: v for k, v in _VARS(kind).items() if type(k) is str}
+
+
 def slots(value: object) -> dict[str, Any]:
     """Return the attributes that an object stores in slots."""
     found: dict[str, Any] = {}

@@ -33,6 +33,7 @@ MANY = 16
 """A longer list of numbers is compared as one array: its scale is that of all its elements. A
 shorter one may hold unlike figures, which are compared one by one."""
 _NUMBER_TYPES = {bool, int, float, complex}
+PLAIN_NUMBERS = frozenset(map(id, _NUMBER_TYPES))  #: Ids of these types.
 _PLAIN_TYPES = {*_NUMBER_TYPES, list, tuple, str, bytes, bytearray, set, frozenset, range}
 """Types whose values are equal if their texts are."""
 ALIGNMENT = 16  #: Bytes; every allocator aligns arrays to at least as many.
@@ -184,13 +185,6 @@ def is_number_list(value: Any) -> bool:
     return {*map(id, map(type, value))} <= _number_types("ml_dtypes" in sys.modules)
 
 
-def large_number(value: Any) -> int | None:
-    """Return the position of the first integer in a list or tuple that 64 bits cannot hold."""
-    items = value if stored.is_one_of(type(value), (list, tuple)) else ()
-    large = (i for i, x in enumerate(items) if type(x) is int and not -(2**63) <= x < 2**64)
-    return next(large, None)
-
-
 def _is_number(value: Any) -> bool:
     return id(type(value)) in _number_types("ml_dtypes" in sys.modules)
 
@@ -203,6 +197,15 @@ def _number_types(has_ml_dtypes: bool) -> frozenset[int]:
     modules = [np, sys.modules["ml_dtypes"]] if has_ml_dtypes else [np]
     kinds = [kind for module in modules for kind in vars(module).values() if type(kind) is type]
     return frozenset(map(id, (*_NUMBER_TYPES, *(k for k in kinds if issubclass(k, np.generic)))))
+
+
+@functools.cache
+def _integer_types() -> frozenset[int]:
+    import numpy as np
+
+    kinds = [kind for kind in vars(np).values() if type(kind) is type]
+    integers = (k for k in kinds if issubclass(k, (np.integer, np.bool_)))
+    return frozenset(map(id, (bool, int, *integers)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -395,13 +398,20 @@ class Memory:
 
 def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
     """Return the memory of the arguments, but for those at the paths ``skip``."""
-    others = [a for p, a in (arrays(args) | _buffers(args)).items() if p not in skip]
-    spans: list[tuple[int, int]] = []
-    for start, end in sorted(map(span, others)):
-        if spans and start <= spans[-1][1]:
-            start, end = spans[-1][0], max(end, spans.pop()[1])  # noqa: PLW2901
-        spans.append((start, end))
-    return Memory(others, spans)
+    leaves = [(path, x) for path, x in walk(args, "args") if path not in skip]
+    buffers = (as_buffer(x) for _, x in leaves)
+    others = [x for _, x in leaves if backend_of(x)] + [x for x in buffers if x is not None]
+    return Memory(others, joined(map(span, others)))
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order; what overlaps is one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            start, end = found[-1][0], max(end, found.pop()[1])  # noqa: PLW2901
+        found.append((start, end))
+    return found
 
 
 def overlaps(array: Any, spans: Sequence[tuple[int, int]]) -> bool:
@@ -431,18 +441,16 @@ def is_deferred(array: Any, memory: Memory) -> bool:
     return is_file or any(name == n and start < e and s < end for n, s, e in ranges)
 
 
-def _buffers(args: Args) -> dict[str, Any]:
-    """Return the bytes in arguments, and memory of other kinds, as arrays on the same memory."""
+def as_buffer(value: Any) -> Any:
+    """Return bytes, or memory of another kind, as an array on the same memory; None for others."""
     import numpy as np
 
-    found: dict[str, Any] = {}
-    for path, value in walk(args, "args"):
-        with contextlib.suppress(ValueError):  # it is empty, released or closed
-            if type(value) is memoryview:
-                found[path] = np.asarray(value)
-            elif stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
-                found[path] = np.frombuffer(value, np.uint8)
-    return found
+    with contextlib.suppress(ValueError):  # it is empty, released or closed
+        if type(value) is memoryview:
+            return np.asarray(value)
+        if stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
+            return np.frombuffer(value, np.uint8)
+    return None
 
 
 _MEMORY_FILES = ("/dev/", "/memfd:", "/anon_hugepage", "/SYSV")
@@ -484,6 +492,15 @@ def is_lazy_copy(leaf: Any) -> bool:
 
 def is_read_only(leaf: Any) -> bool:
     return bool(backend_of(leaf)) and not getattr(getattr(leaf, "flags", None), "writeable", True)
+
+
+def boxed_numbers(value: Any) -> int:
+    """Return how many numbers are objects of a library, and not of Python."""
+    is_list = stored.is_one_of(type(value), (list, tuple))
+    kinds = {*map(id, map(type, value))} if is_list else {id(type(value))}
+    if kinds <= PLAIN_NUMBERS or not kinds <= _number_types("ml_dtypes" in sys.modules):
+        return 0
+    return sum(id(type(x)) not in PLAIN_NUMBERS for x in (value if is_list else (value,)))
 
 
 def has_graph(leaf: Any) -> bool:
@@ -622,12 +639,35 @@ def is_compared(leaf: Any) -> bool:
 
 
 def as_array(leaf: Any) -> tuple[Any, ...]:
-    """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers."""
+    """Return a leaf as an array, in a tuple; () if it is neither an array nor numbers.
+
+    Integers that no integer type of numpy holds become rows of words of 64 bits: numpy would round
+    them to doubles, or store objects.
+    """
     import numpy as np
 
     if _is_number(leaf) or is_number_list(leaf):
-        leaf = np.asarray(leaf)
+        numbers = np.asarray(leaf)
+        if numbers.dtype.kind in "fO":
+            numbers = _exact_or_doubles(leaf, numbers)
+        leaf = numbers
     return (leaf,) if backend_of(leaf) else ()
+
+
+def _exact_or_doubles(leaf: Any, numbers: Any) -> Any:
+    """Return numbers, which numpy has made doubles or objects, as words or as doubles."""
+    import numpy as np
+
+    items = (leaf,) if _is_number(leaf) else leaf
+    # most lists of doubles begin with one: to look at all types would double the time
+    if id(type(items[0])) in _integer_types() and {*map(id, map(type, items))} <= _integer_types():
+        size = 8 * (max(int(x).bit_length() for x in items) // 64 + 1)
+        data = b"".join([int(x).to_bytes(size, "little", signed=True) for x in items])
+        return np.frombuffer(data, "<i8").reshape(*numbers.shape, size // 8)
+    if numbers.dtype.kind == "O":
+        with contextlib.suppress(OverflowError, TypeError, ValueError):
+            return np.asarray(leaf, float)
+    return numbers
 
 
 def _checksums(array: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Describes what a call does to the objects among its arguments, beside the values at their paths.
+
+Whoever else holds an object sees whether an item was updated in place or replaced, whether a list
+now holds the inputs' own rows, and whether a buffer can still be written or resized.
+"""
+
+import array
+import collections
+import contextlib
+import io
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import contents, stored, tensors
+from .tensors import Args
+
+_PLAIN = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None))))
+_RESIZABLE = (bytearray, array.array, io.BytesIO)
+_OTHERS = (set, collections.deque, *_RESIZABLE)
+"""Types of what can be changed in place, beside arrays, lists, dicts and dataclasses."""
+Found = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a call has left, beside values."""
+
+    repeats: int  #: How often objects appear again in the arguments that the baseline changes.
+    borrowed: int  #: How many of their objects belong to the other arguments.
+    stale: frozenset[str]
+    """Paths at which there is a new object, and whose old one has other contents."""
+    read_only: frozenset[str]  #: Paths of arrays that cannot be written.
+    locked: frozenset[str]  #: Paths of buffers that cannot be resized, because others view them.
+
+
+class Originals:
+    """The objects in the arguments that the baseline changes, before a call."""
+
+    def __init__(self, args: Args, changed: Collection[int]) -> None:
+        self._changed = changed  # those that hold objects
+        self._objects = _mutable({f"args[{i}]": args[i] for i in changed})
+
+    def state_after(self, args: Args, results: Iterable[Any] = ()) -> State:
+        """Compare with the arguments after the call, which has returned these arrays."""
+        spans = tensors.joined(map(tensors.span, results))
+        named = {f"args[{i}]": arg for i, arg in enumerate(args)}
+        mine = {f"args[{i}]" for i in self._changed}
+        found = _mutable({path: arg for path, arg in named.items() if path in mine})
+        others = _mutable({path: arg for path, arg in named.items() if path not in mine})
+        now = dict(found)
+        return State(
+            *_repeated_and_borrowed(found, others),
+            frozenset(
+                path
+                for path, old in self._objects
+                if now.get(path, old) is not old and not _have_same_contents(old, now[path])
+            ),
+            frozenset(path for path, x in (*found, *others) if tensors.is_read_only(x)),
+            frozenset(path for path, x in (*found, *others) if _is_locked(x, spans)),
+        )
+
+
+def _mutable(named: dict[str, Any]) -> Found:
+    """Return what can be changed in place, as often as it appears, in values by path."""
+    found: Found = []
+    for path, value in named.items():
+        _add(value, path, found)
+    return found
+
+
+def _add(value: Any, path: str, found: Found) -> None:
+    kind = type(value)
+    if id(kind) in _PLAIN:
+        return
+    if kind is list or kind is tuple:
+        if kind is list:
+            found.append((path, value))
+        if not {*map(id, map(type, value))} <= _PLAIN:  # as fast as an array's elements
+            for i, item in enumerate(value):
+                _add(item, f"{path}[{i}]", found)
+        return
+    is_container = issubclass(kind, (list, dict)) or stored.is_open_dataclass(value)
+    if is_container or stored.is_one_of(kind, _OTHERS) or tensors.backend_of(value):
+        found.append((path, value))
+    for suffix, item in (tensors.children(value) or {}).items():
+        _add(item, path + suffix, found)
+
+
+def _repeated_and_borrowed(found: Found, others: Found) -> tuple[int, int]:
+    own = [id(x) for _, x in found if not tensors.backend_of(x)]
+    return len(own) - len({*own}), len({*own} & {id(x) for _, x in others})
+
+
+def _have_same_contents(old: Any, new: Any) -> bool:
+    return not tensors.changed(tensors.fingerprint((old,)), (new,)) and (
+        contents.read(old).exact == contents.read(new).exact
+    )
+
+
+def _is_locked(value: Any, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a buffer cannot be resized, though no result lies in it, in one of the spans.
+
+    The buffer has its own size again afterwards.
+    """
+    kind = type(value)
+    if not stored.is_one_of(kind, _RESIZABLE):
+        return False
+    with contextlib.suppress(ValueError):  # it is closed
+        array = tensors.as_buffer(value.getbuffer() if kind is io.BytesIO else value)
+        if array is not None and tensors.overlaps(array, spans):
+            return False
+        del array  # it locks the buffer
+    try:
+        if kind is io.BytesIO:
+            with contextlib.suppress(ValueError):  # it is closed
+                value.truncate(len(value.getvalue()))
+        elif value:
+            value.append(value[0])
+            value.pop()
+    except BufferError:
+        return True
+    return False

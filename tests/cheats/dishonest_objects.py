@@ -1,0 +1,296 @@
+"""Arms that leave other objects in their arguments, or return memory that lies inside of one."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import io
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.cheats.case import Corpus
+from tests.cheats.dishonest_results import VIEW, pair
+
+cheat = Corpus()
+CHEATS = cheat.entries
+marked = Corpus()
+MARKED = marked.entries
+
+
+def vectors(bench):
+    return (np.random.default_rng(bench.seed).random(64),)
+
+
+def large(x):
+    """Return integers of 128 bits that depend on an array."""
+    return [int(value * 2**53) << 75 | i for i, value in enumerate(x.tolist())]
+
+
+def changing(destination, baseline, optimized):
+    """Return a claim whose arms change an argument and return an array."""
+
+    def arm(change):
+        return lambda x, d: (change(d, x), x * 2)[1]
+
+    words = {
+        "inputs": lambda bench: (*vectors(bench), destination()),
+        "reference": reference_of(baseline),
+    }
+    return pair(arm(baseline), arm(optimized), **words)
+
+
+def reference_of(baseline):
+    """Return a reference that gives the result and the numbers in the changed argument."""
+
+    def reference(x, d):
+        baseline(d, x)
+        return x + x, numbers_in(d)
+
+    return reference
+
+
+def numbers_in(value):
+    """Return a container without what is neither a container nor a number."""
+    if isinstance(value, dict):
+        return {key: numbers_in(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [numbers_in(item) for item in value]
+    return value if isinstance(value, (float, int, np.ndarray)) else None
+
+
+def put(make):
+    """Return a change that replaces the items of a list."""
+    return lambda d, x: d.__setitem__(slice(None), make(x))
+
+
+@cheat("optimized disagrees with the reference: d")
+def integers_of_128_bits():
+    return changing(
+        lambda: [0] * 64, put(large), put(lambda x: [number + 1 for number in large(x)])
+    )
+
+
+@cheat("optimized disagrees with the reference: d")
+def integers_that_are_rounded_to_doubles():
+    signed = lambda x: [(-1) ** i * (int(v * 2**53) << 10) + i for i, v in enumerate(x.tolist())]
+    unsigned = lambda x: [abs(number) << 1 for number in signed(x)]
+    both = lambda x: signed(x)[:32] + unsigned(x)[32:]
+    rounded = lambda x: [int(float(number)) for number in both(x)]
+    return changing(lambda: [0] * 64, put(both), put(rounded))
+
+
+def holding(hold, view, copy):
+    """Return a claim whose baseline copies what an object holds, and whose arm returns a view."""
+    words = {
+        "inputs": lambda bench: (hold(*vectors(bench)),),
+        "reference": lambda d: np.array(copy(d)),
+    }
+    return pair(copy, view, **words)
+
+
+def a_function_of(x):
+    return lambda: x
+
+
+@cheat(VIEW)
+def a_view_of_an_attribute():
+    return holding(lambda x: SimpleNamespace(x=x), lambda d: d.x[:], lambda d: d.x.copy())
+
+
+@cheat(VIEW)
+def a_view_of_an_item_of_a_queue():
+    return holding(lambda x: collections.deque([x]), lambda d: d[0][:], lambda d: d[0].copy())
+
+
+@cheat(VIEW)
+def a_view_of_what_a_function_holds():
+    return holding(a_function_of, lambda d: d()[:], lambda d: d().copy())
+
+
+@cheat(VIEW)
+def a_view_of_an_array_of_c():
+    as_array = np.ctypeslib.as_array
+    return holding(lambda x: (ctypes.c_double * len(x))(*x), as_array, lambda d: as_array(d) + 0)
+
+
+@cheat(VIEW)
+def a_view_of_a_file_in_memory():
+    return holding(
+        lambda x: io.BytesIO(x.tobytes()),
+        lambda d: np.frombuffer(d.getbuffer()),
+        lambda d: np.frombuffer(d.getvalue()).copy(),
+    )
+
+
+@cheat(VIEW)
+def a_view_of_the_bytes_of_a_file_in_memory():
+    copy = lambda d: np.frombuffer(d.getvalue()).copy()
+    # read-only, as the arm's
+    locked = lambda d: (result := copy(d)).setflags(write=False) or result
+    return holding(lambda x: io.BytesIO(x.tobytes()), lambda d: np.frombuffer(d.getvalue()), locked)
+
+
+@cheat(VIEW)
+def a_view_of_numbers_in_an_object():
+    return holding(
+        lambda x: SimpleNamespace(x=array.array("d", x)),
+        lambda d: np.frombuffer(d.x),
+        lambda d: np.array(d.x),
+    )
+
+
+def rows(bench):
+    (x,) = vectors(bench)
+    return x.reshape(8, -1).tolist(), [[0.0] * (len(x) // 8) for _ in range(8)]
+
+
+def filling(baseline, optimized):
+    """Return a claim whose arms put rows into a list."""
+    reference = lambda r, d: (float(np.sum(r)), r)
+    arm = lambda how: lambda r, d: (d.__setitem__(slice(None), how(r)), float(np.sum(r)))[1]
+    return pair(arm(baseline), arm(optimized), inputs=rows, reference=reference)
+
+
+@cheat("optimized puts lists, dicts or dataclasses of its inputs into an argument")
+def rows_of_the_inputs_in_an_argument():
+    return filling(lambda r: [list(row) for row in r], lambda r: r)
+
+
+@cheat("optimized leaves lists, dicts or dataclasses that appear 7 times more in an argument")
+def one_row_many_times_in_an_argument():
+    return changing(
+        lambda: [[0.0] * 64 for _ in range(8)],
+        put(lambda x: [x.tolist() for _ in range(8)]),
+        put(lambda x: [x.tolist()] * 8),
+    )
+
+
+def table():
+    return {"total": np.ones(64)}
+
+
+def add_in_place(d, x):
+    d["total"] += x[:64]
+
+
+def add_anew(d, x):
+    d["total"] = d["total"] + x[:64]
+
+
+@cheat(r"optimized puts a new object into d\['total'\], and the baseline changes the one that is")
+def an_item_that_is_replaced():
+    return changing(table, add_in_place, add_anew)
+
+
+@marked(r"the objects that were in d\['total'\]: optimized changes them in place")
+def an_item_that_is_changed_in_place():
+    return changing(table, add_anew, add_in_place)
+
+
+@cheat(r"optimized puts a new object into d\['row'\], and the baseline changes the one that is")
+def a_row_that_is_replaced():
+    return changing(
+        lambda: {"row": [1.0] * 20},
+        lambda d, x: d["row"].__setitem__(slice(None), x[:20].tolist()),
+        lambda d, x: d.__setitem__("row", x[:20].tolist()),
+    )
+
+
+def a_counting_class():
+    class Counter:
+        total = 0.0
+
+    return Counter
+
+
+def a_counting_function():
+    def count():
+        pass
+
+    count.total = 0.0
+    return count
+
+
+@marked("what calls change in d: attributes of objects are not compared")
+def an_attribute_of_a_class_that_is_not_written():
+    return attributes_of(a_counting_class)
+
+
+@marked("what calls change in d: attributes of objects are not compared")
+def an_attribute_of_a_function_that_is_not_written():
+    return attributes_of(a_counting_function)
+
+
+def attributes_of(make):
+    return pair(
+        lambda x, d: (setattr(d, "total", float(np.sort(x)[0])), x * 2)[1],
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), make()),
+        reference=lambda x, d: x + x,
+    )
+
+
+def locking(baseline, optimized):
+    arm = lambda locks: lambda x: (x.setflags(write=not locks), x * 2)[1]
+    return pair(arm(baseline), arm(optimized), reference=lambda x: x + x)
+
+
+@cheat("optimized leaves an array that cannot be written in x")
+def an_argument_that_is_left_read_only():
+    return locking(baseline=False, optimized=True)
+
+
+@cheat("optimized leaves an array that can be written in x")
+def an_argument_that_is_not_locked():
+    return locking(baseline=True, optimized=False)
+
+
+VIEWS: list[memoryview] = []
+
+
+@cheat("optimized leaves d locked by a view of its memory")
+def a_bytearray_that_is_left_locked():
+    def optimized(x, d):
+        d[:] = x.tobytes()
+        VIEWS[:] = [memoryview(d)]
+        return x * 2
+
+    def baseline(x, d):
+        d[:] = x.tobytes()
+        return x * 2
+
+    words = {"inputs": lambda bench: (*vectors(bench), bytearray(vectors(bench)[0].nbytes))}
+    return pair(baseline, optimized, reference=lambda x, d: x + x, **words)
+
+
+BOXED = "numbers as objects of numpy"
+
+
+@cheat(BOXED)
+def numbers_of_numpy_in_a_result():
+    return pair(
+        lambda x: (x * 2).tolist(),
+        lambda x: list(x * 2),
+        inputs=vectors,
+        reference=lambda x: list(x + x),
+    )
+
+
+@cheat(BOXED)
+def numbers_of_numpy_in_rows_of_a_result():
+    shaped = lambda x: (x * 2).reshape(-1, 4)
+    return pair(
+        lambda x: shaped(x).tolist(),
+        lambda x: [list(row) for row in shaped(x)],
+        inputs=vectors,
+        reference=lambda x: shaped(x).tolist(),
+    )
+
+
+@cheat(BOXED)
+def numbers_of_numpy_in_an_argument():
+    return changing(
+        lambda: [0.0] * 64, put(lambda x: (x * 3)[:64].tolist()), put(lambda x: list((x * 3)[:64]))
+    )

@@ -1,0 +1,230 @@
+"""Honest arms that change objects among their arguments, or read memory that lies inside of one."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import io
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.cheats.case import Corpus
+from tests.cheats.dishonest_objects import (
+    a_counting_class,
+    a_function_of,
+    add_anew,
+    add_in_place,
+    large,
+    put,
+    reference_of,
+    rows,
+    table,
+    vectors,
+)
+from tests.cheats.honest import arms
+
+honest = Corpus()
+HONEST = honest.entries
+
+
+def changing(destination, change, baseline=None):
+    arm = lambda how: lambda x, d: (how(d, x), x * 2)[1]
+    words = {
+        "inputs": lambda bench: (*vectors(bench), destination()),
+        "reference": reference_of(change),
+    }
+    return arms(arm(change), arm(baseline or change), **words)
+
+
+@honest()
+def integers_of_128_bits_in_an_argument():
+    return changing(lambda: [0] * 64, put(large))
+
+
+@honest()
+def integers_of_128_bits_in_a_result():
+    return arms(large, lambda x: list(large(x)), inputs=vectors, reference=large)
+
+
+@honest()
+def negative_integers_beside_some_of_64_bits():
+    numbers = lambda x: [(-1) ** i * (int(v * 2**53) << 11) for i, v in enumerate(x.tolist())]
+    beside = lambda x: [number if number < 0 else number + 2**63 for number in numbers(x)]
+    return arms(beside, inputs=vectors, reference=beside)
+
+
+def holding(hold, read, other=None):
+    words = {
+        "inputs": lambda bench: (hold(*vectors(bench)),),
+        "reference": lambda d: np.array(read(d)),
+    }
+    return arms(read, other, **words)
+
+
+@honest()
+def copies_of_an_attribute():
+    return holding(lambda x: SimpleNamespace(x=x), lambda d: d.x + 0, lambda d: d.x.copy())
+
+
+@honest()
+def views_of_an_attribute_in_both_arms():
+    return holding(lambda x: collections.deque([x]), lambda d: d[0][:])
+
+
+@honest()
+def copies_of_what_a_function_holds():
+    return holding(a_function_of, lambda d: d() + 0, lambda d: d().copy())
+
+
+@honest()
+def copies_of_an_array_of_c():
+    return holding(
+        lambda x: (ctypes.c_double * len(x))(*x), np.array, lambda d: np.ctypeslib.as_array(d) + 0
+    )
+
+
+@honest()
+def copies_of_a_file_in_memory():
+    return holding(
+        lambda x: io.BytesIO(x.tobytes()),
+        lambda d: np.frombuffer(d.getbuffer()).copy(),
+        lambda d: np.frombuffer(d.getvalue()).copy(),
+    )
+
+
+@honest()
+def a_result_in_the_workspace_of_an_object():
+    """The arm computes into memory that an argument keeps, and the baseline into new memory."""
+    return arms(
+        lambda x, d: np.multiply(x, 2, out=d.workspace[: len(x)]),
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), SimpleNamespace(workspace=np.zeros(99))),
+        reference=lambda x, d: x + x,
+    )
+
+
+@honest()
+def copies_of_rows_in_an_argument():
+    """The baseline takes the rows of the inputs, and the arm does more: it copies them."""
+    return arms(
+        lambda r, d: (d.__setitem__(slice(None), [list(row) for row in r]), float(np.sum(r)))[1],
+        lambda r, d: (d.__setitem__(slice(None), r), float(np.sum(r)))[1],
+        inputs=rows,
+        reference=lambda r, d: (float(np.sum(r)), r),
+    )
+
+
+@honest()
+def equal_rows_in_an_argument():
+    several = lambda x: [x.tolist() for _ in range(8)]
+    one = lambda x: [x.tolist()] * 8
+    return changing(lambda: [[0.0] * 64 for _ in range(8)], put(several), put(one))
+
+
+@honest()
+def an_item_that_both_arms_change_in_place():
+    return changing(table, add_in_place, lambda d, x: np.add(d["total"], x, out=d["total"]))
+
+
+@honest()
+def an_item_that_both_arms_replace():
+    return changing(table, add_anew, lambda d, x: d.update(total=d["total"] + x))
+
+
+@honest()
+def an_item_that_is_changed_and_then_replaced_by_a_copy():
+    """Whoever holds the item sees the same as with the baseline."""
+
+    def add(d, x):
+        d["total"] += x
+        d["total"] = d["total"].copy()
+
+    return changing(table, add, add_in_place)
+
+
+@honest()
+def rows_that_are_sorted_in_place_or_by_copies():
+    def inputs(bench):
+        return (np.random.default_rng(bench.seed).random((9, 20)).tolist(),)
+
+    return arms(
+        lambda d: d.sort(),
+        lambda d: d.__setitem__(slice(None), sorted(d)),
+        inputs=inputs,
+        reference=sorted,
+    )
+
+
+@honest()
+def a_class_that_is_not_changed():
+    return arms(
+        lambda x, kind: x * 2,
+        inputs=lambda bench: (*vectors(bench), a_counting_class()),
+        reference=lambda x, kind: x + x,
+    )
+
+
+@honest()
+def an_argument_that_both_arms_leave_read_only():
+    return arms(lambda x: (x.setflags(write=False), x * 2)[1], reference=lambda x: x + x)
+
+
+@honest()
+def a_bytearray_that_is_viewed_and_released():
+    def optimized(x, d):
+        with memoryview(d) as view:
+            view[:] = x.tobytes()
+        return x * 2
+
+    def baseline(x, d):
+        d[:] = x.tobytes()
+        return x * 2
+
+    words = {"inputs": lambda bench: (*vectors(bench), bytearray(512))}
+    return arms(optimized, baseline, reference=lambda x, d: x + x, **words)
+
+
+@honest()
+def few_numbers_of_numpy_in_a_result():
+    figures = lambda x: {"sum": float(x.sum()), "largest": float(x.max())}
+    return arms(
+        lambda x: {"sum": x.sum(), "largest": x.max()}, figures, inputs=vectors, reference=figures
+    )
+
+
+@honest()
+def numbers_of_python_in_a_result():
+    """The arm does more: it converts the numbers."""
+    return arms(
+        lambda x: (x * 2).tolist(),
+        lambda x: list(x * 2),
+        inputs=vectors,
+        reference=lambda x: list(x + x),
+    )
+
+
+class Odd:
+    """An object of which nothing can be read or compared."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError
+
+    def __eq__(self, other):
+        raise RuntimeError
+
+    def __getattr__(self, name):
+        raise RuntimeError
+
+    __hash__ = None
+
+
+@honest()
+def odd_objects_among_the_arguments():
+    def inputs(bench):
+        loop = [Odd(), SimpleNamespace(), (n for n in range(9)), memoryview(b""), object()]
+        loop[1].own, loop[1].items = loop[1], loop
+        return *vectors(bench), SimpleNamespace(loop=loop, odd=Odd())
+
+    return arms(lambda x, d: x * 2, inputs=inputs, reference=lambda x, d: x + x)
