@@ -106,11 +106,6 @@ def _is_locked(value: Any, spans: Sequence[tuple[int, int]]) -> bool:
     kind = type(value)
     if not stored.is_one_of(kind, _RESIZABLE):
         return False
-    with contextlib.suppress(ValueError):  # it is closed
-        array = tensors.as_buffer(value.getbuffer() if kind is io.BytesIO else value)
-        if array is not None and tensors.overlaps(array, spans):
-            return False
-        del array  # it locks the buffer
     try:
         if kind is io.BytesIO:
             with contextlib.suppress(ValueError):  # it is closed
@@ -119,5 +114,7 @@ def _is_locked(value: Any, spans: Sequence[tuple[int, int]]) -> bool:
             value.append(value[0])
             value.pop()
     except BufferError:
-        return True
+        # only now: to view a BytesIO that nobody views moves its bytes
+        array = tensors.as_buffer(value.getbuffer() if kind is io.BytesIO else value)
+        return array is None or not tensors.overlaps(array, spans)
     return False
