@@ -19,8 +19,8 @@ BATCH = 8
 """Photos per batch."""
 
 WORKERS = 12
-"""Most worker processes. Beside an H100, a core needs eleven times as long for a batch as the GPU
-does for a step of the model, so far fewer would not keep up."""
+"""Most worker processes. A core needs some ten times as long for a batch as an H200 does for a step
+of the model, so far fewer would not keep up."""
 
 
 class PatchModel(NamedTuple):
