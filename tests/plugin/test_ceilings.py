@@ -331,11 +331,19 @@ def test_a_ceiling_that_cannot_be_measured_costs_only_itself(benchmarks):
         "measuring this GPU's limits: copy",
         "measuring this GPU's limits: fp8",
         "fp8 is not measured: out of memory",
+        "measuring this GPU's limits: copy",
     ]
-    assert device.released == 3
+    assert device.released == 4
 
 
-@pytest.mark.parametrize(("reasons", "rates"), [([0x20], {"copy": 4e12}), ([0x20] * 4, {})])
+def test_rates_of_memory_are_the_higher_ones_of_two(benchmarks):
+    rates = iter([2e12, 3e12, 4e12, 3.5e12])
+    benchmarks |= {"copy": lambda: next(rates), "read": lambda: next(rates), "fp8": lambda: 1e15}
+    measured = ceilings._measure(Steady(), lambda _: None, ["copy", "read", "fp8"])
+    assert measured == {"copy": 4e12, "read": 3.5e12, "fp8": 1e15}
+
+
+@pytest.mark.parametrize(("reasons", "rates"), [([0x20], {"copy": 4e12}), ([0x20] * 8, {})])
 def test_a_throttled_measurement_is_redone_once(benchmarks, reasons, rates):
     benchmarks["copy"] = lambda: 4e12
     lines = []
