@@ -7,7 +7,7 @@ and a second one from there. So all bytes cross PCIe four times, one after the o
 that is 20 ms, and on two H100s it takes 21. "direct" lets one GPU write into the other's memory
 (peer access, which PyTorch enables for `copy_`), and takes 1.7 ms. In a trace the copies take 1.37
 ms and the layer between them 0.18. Over the NVLink of an H200, a copy in one direction reaches 392
-GB/s, and copies in both directions at once 773 GB/s together, so 1.4 ms are the limit.
+GB/s, and copies in both directions at once 773 GB/s together, so the limit of the copies is 1.4 ms.
 
 Two processes do that at the same time, one per GPU, so both directions of each link are in use.
 Nothing waits on the host in either arm: events between the streams of the GPUs order the copies. A

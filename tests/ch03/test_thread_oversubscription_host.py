@@ -5,19 +5,22 @@ server's) then run four threads per core. BLAS splits a product among its thread
 ends when the last thread does. If one of them has no core, the others wait for it, and in the
 middle of a product they spin on the cores that it needs. The optimized arm divides the cores among
 the workers, less one core for the process that hands out the work, so that every thread has its own
-core. A worker gets at least one thread.
+core (a logical CPU: two of them may share the units of a physical core). A worker gets at least one
+thread.
 
 Each worker, a process that already runs, multiplies a small matrix by itself 32 times, so that
 random delays average out. How large the gain is depends on the host. On one of 32 logical CPUs, a
 call takes 49 ms with 32 threads per worker and 7.8 ms with seven. Each product of a worker then
 causes 15 context switches of threads that wait, instead of six, and one of a thread that loses its
-core while it works, where there was none. On a host of 16 logical CPUs a call takes 671 ms with 16
-threads per worker and 9.2 ms with three; why the waits are that long there was not examined. The
-thread count is read when the library is loaded, hence the environment variables. Between products,
-idle threads would spin as well, those of one arm while the other is timed; in both arms they sleep
-at once instead (OPENBLAS_THREAD_TIMEOUT). Large products suffer less, since their threads
-synchronise less often. A single worker should use all cores. A test beside the claim counts the
-context switches of all threads of the workers: they are the waits.
+core while it works, where there was none. An earlier record, of a host of 16 logical CPUs, has 67x;
+why the waits are that long there was not examined. The thread count is read when the library is
+loaded, hence the environment variables. Between products, idle threads would spin as well, those of
+one arm while the other is timed; in both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
+Large products suffer less, since their threads synchronise less often. How many threads are best
+for a single worker was not measured, so it is not known which part of the gain is due to the
+missing cores, and which to many threads for a small product. A test beside the claim counts the
+context switches of all threads of the workers: they are the waits, for a core as well as for other
+threads, and more threads have more of them.
 """
 
 from functools import partial

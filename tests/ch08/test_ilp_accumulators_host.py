@@ -5,16 +5,17 @@ waits for the one before and pays its full latency of 3 to 4 clocks, although th
 per clock. With the numbers dealt out to two, four or eight accumulators, as many multiplications
 are independent, and an out-of-order CPU overlaps them (instruction-level parallelism, ILP). Latency
 times throughput, 6 to 8, is the number of chains that keeps the multipliers busy, so the rungs gain
-less from step to step. In the record they gain less than that explains: 1.38x, 1.14x and 1.05x, on
-a host that did other work. NumPy, the library arm, is faster there than "two" and "four", and about
-as fast as "eight". The compiler must not do this by itself, because the order of multiplications
-changes the rounding.
+less from step to step. In the record they gain less than that explains: 1.38x, 1.14x and 1.04x (the
+last in an interval of 0.94 to 1.15), on a host that did other work. NumPy, the library arm, is
+faster there than "two", and as fast as "four" and "eight" within the intervals. The compiler must
+not do this by itself, because the order of multiplications changes the rounding.
 
 All functions are C without SIMD: a test beside the claim checks that their multiplications are
 scalar, so that the overlap alone explains the gain. SIMD instructions multiply several chains at
 once, and come on top; the library arm, NumPy on rows of 512 numbers, has them and an interpreter's
-overhead. The array of 256 KiB stays in the L2 cache; from main memory all arms would wait for the
-same bytes. The limit is the rate of the loads, two per clock.
+overhead. A block of calls reads eight arrays of 256 KiB, each once and with new values, 2 MiB in
+all. As far as they are not in the L2 cache, all arms wait for the same bytes, which no chain
+shortens. With the array in a near cache, the limit is the rate of the loads, two per clock.
 """
 
 import platform

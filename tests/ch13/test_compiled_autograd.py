@@ -9,8 +9,8 @@ launches 242 kernels instead of 387, and Python is not called back. The host dec
 call takes 7 ms instead of 9, of which the kernels take about 1. The host's times vary: calls under
 compiled autograd took 4.5 to 9.1 ms, and the gain was 1.27x in an interval of 1.03 to 1.57.
 
-Compiling each hook as a function is not enough. It leaves as few kernels, 243, but before each of
-its 24 calls Python checks whether the compiled code fits, and the gain was 1.03x (0.98 to 1.08).
+Compiling each hook as a function has no arm here: Python would still call each of them, and check
+before each call whether the compiled code fits.
 
 The library arm does without hooks: a compiled function does the same for all gradients after the
 backward pass. It takes as long as compiled autograd (1.05 times, 0.95 to 1.16) and needs no private

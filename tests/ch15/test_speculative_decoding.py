@@ -8,7 +8,7 @@ is the number of tokens per pass of the model, over many texts. "ngram" drafts f
 character follows which pair, "small_model" with one trained layer. With an acceptance rate `a`, `k`
 drafted tokens and a draft that costs `c` passes per token, tokens per pass are (1 - a^(k+1)) / (1 -
 a), and the limit of the speedup is that divided by 1 + k c. On an H100 "ngram" yields 1.78 tokens
-per pass and "small_model" 2.72; a round takes 1.06 and 1.18 times as long on the GPU as a pass of
+per pass and "small_model" 2.71; a round takes 1.06 and 1.18 times as long on the GPU as a pass of
 one token (1 + k c), so the limits are 1.68x and 2.30x. 1.75x and 2.16x were measured, in intervals
 of 7 % and 18 % to both sides: each call decodes few texts, and tokens are counted in other calls
 than those that are timed, so a measured gain can even exceed its limit. 90 % of the limit is the
