@@ -130,7 +130,7 @@ def _measure(device: Device, progress: ProgressLine, names: Sequence[str]) -> di
     sizes = microbenchmarks.Sizes.of(device.gpu, device.free_bytes())
     kernels = _kernels(device.gpu, progress)
     benchmarks = microbenchmarks.Microbenchmarks(device, sizes, kernels).benchmarks
-    ceilings = {}
+    ceilings: dict[str, float] = {}
     for name in [name for name in (*names, *_REPEATED) if name in names]:
         if name not in benchmarks:
             continue
