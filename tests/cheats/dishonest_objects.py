@@ -278,6 +278,17 @@ def numbers_of_numpy_in_a_result():
     )
 
 
+@cheat("truth values in bytes other than 0 and 1")
+def truth_values_of_many_bytes():
+    """A mask of bits, read as truth values: as many are true, and their sum is another."""
+    return pair(
+        lambda x: x > x.mean(),
+        lambda x: ((x > x.mean()).view(np.uint8) * 3).view(bool),
+        inputs=vectors,
+        reference=lambda x: x > x.mean(),
+    )
+
+
 @cheat(BOXED)
 def numbers_of_numpy_in_rows_of_a_result():
     shaped = lambda x: (x * 2).reshape(-1, 4)

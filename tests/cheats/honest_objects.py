@@ -194,6 +194,16 @@ def few_numbers_of_numpy_in_a_result():
 
 
 @honest()
+def truth_values_of_a_view():
+    return arms(
+        lambda x: (x > x.mean()).view(np.uint8).view(bool),
+        lambda x: ~(x <= x.mean()),
+        inputs=vectors,
+        reference=lambda x: x > x.mean(),
+    )
+
+
+@honest()
 def numbers_of_python_in_a_result():
     """The arm does more: it converts the numbers."""
     return arms(

@@ -368,6 +368,9 @@ GUARDS = {
     "numbers are Python's own": Guard(
         {(tensors, "boxed_numbers"): always(0)}, caught("numbers_of_numpy_in_a_result")
     ),
+    "truth values are 0 or 1": Guard(
+        {(tensors, "has_odd_truths"): always(value=False)}, caught("truth_values_of_many_bytes")
+    ),
     "bytes are inputs as well": Guard(
         {(tensors, "as_buffer"): nothing, (reach.Hidden, "is_viewed_by"): always(value=False)},
         caught("a_view_of_a_bytearray"),

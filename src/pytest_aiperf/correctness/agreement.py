@@ -614,6 +614,7 @@ class _Form:
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
     handed_back: int  #: How many of them are those of arguments that the baseline does not change.
     boxed: int  #: How many numbers are objects of numpy, and not Python's own.
+    odd_truths: int  #: How many outputs have truth values whose bytes are not 0 and 1.
     is_cut: bool  #: Whether the arguments reach more objects than are looked at.
     arguments: objects.State
 
@@ -645,6 +646,7 @@ def _form(
         tensors.repeated_containers(returned),
         tensors.shared_containers(returned, others),
         sum(tensors.boxed_numbers(x) for _, x in outputs),
+        sum(tensors.has_odd_truths(x) for _, x in outputs),
         hidden.is_cut,
         arguments,
     )
@@ -723,6 +725,11 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
         raise WrongResult(
             f"{arm} gives {form.boxed:,} numbers as objects of numpy, the baseline "
             f"{base.boxed:,}: convert them as the baseline does, for example with tolist()"
+        )
+    if form.odd_truths > base.odd_truths:
+        raise WrongResult(
+            f"{arm} gives truth values in bytes other than 0 and 1: whatever adds them up, or "
+            "reads the bytes, finds other numbers than the baseline's, so compare with != 0"
         )
     if form.is_cut:
         yield (

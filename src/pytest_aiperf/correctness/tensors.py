@@ -503,6 +503,14 @@ def boxed_numbers(value: Any) -> int:
     return sum(id(type(x)) not in PLAIN_NUMBERS for x in (value if is_list else (value,)))
 
 
+def has_odd_truths(leaf: Any) -> bool:
+    """Whether truth values have bytes other than 0 and 1, which sums take as those numbers."""
+    backend = backend_of(leaf)
+    if not backend or dtype(leaf) != "bool":
+        return False
+    return bool((backend.as_real_view(leaf).view(backend.module.uint8) > 1).any())
+
+
 def has_graph(leaf: Any) -> bool:
     """Whether a leaf is a torch tensor that autograd can differentiate."""
     is_torch = bool(backend_of(leaf)) and backend_of(leaf).module.__name__ == "torch"
