@@ -289,6 +289,37 @@ def truth_values_of_many_bytes():
     )
 
 
+@cheat("addresses are no multiples of their elements' size")
+def arrays_that_are_not_aligned():
+    message = lambda x: np.concatenate([np.zeros(3, np.uint8), x.view(np.uint8)])
+    return pair(
+        lambda x: np.frombuffer(message(x)[3:].tobytes()).copy(),
+        lambda x: message(x)[3:].view(np.float64),
+        inputs=vectors,
+        reference=lambda x: x + 0,
+    )
+
+
+@cheat("gives d other memory or strides")
+def a_tensor_with_other_memory():
+    import torch
+
+    def in_place(d, x):
+        d.copy_(torch.from_numpy(x) * 2)
+        return x * 2
+
+    def anew(d, x):
+        d.data = torch.from_numpy(x) * 2
+        return x * 2
+
+    return pair(
+        in_place,
+        anew,
+        inputs=lambda bench: (torch.zeros(len(vectors(bench)[0])).double(), *vectors(bench)),
+        reference=lambda d, x: (x + x, x + x),
+    )
+
+
 @cheat(BOXED)
 def numbers_of_numpy_in_rows_of_a_result():
     shaped = lambda x: (x * 2).reshape(-1, 4)

@@ -203,6 +203,37 @@ def truth_values_of_a_view():
     )
 
 
+def _count(d, keys, step):
+    for key in keys:
+        d[key] = d.get(key, 0) + step
+
+
+@honest()
+def a_long_dict_that_calls_fill():
+    """The reference returns such a dict, as anybody would write it."""
+    return arms(
+        lambda d, keys: _count(d, keys, 1),
+        lambda d, keys: d.update(collections.Counter(keys)),
+        inputs=lambda bench: ({}, [int(1e6 * value) % 300 for value in vectors(bench)[0]]),
+        reference=lambda d, keys: dict(collections.Counter(keys)),
+    )
+
+
+@honest()
+def a_tensor_that_both_arms_replace():
+    import torch
+
+    def anew(d, x):
+        d.data = torch.from_numpy(x) * 2
+
+    return arms(
+        anew,
+        lambda d, x: setattr(d, "data", torch.from_numpy(x) * 2),
+        inputs=lambda bench: (torch.zeros(len(vectors(bench)[0])).double(), *vectors(bench)),
+        reference=lambda d, x: x + x,
+    )
+
+
 @honest()
 def numbers_of_python_in_a_result():
     """The arm does more: it converts the numbers."""

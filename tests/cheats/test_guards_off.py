@@ -368,6 +368,12 @@ GUARDS = {
     "numbers are Python's own": Guard(
         {(tensors, "boxed_numbers"): always(0)}, caught("numbers_of_numpy_in_a_result")
     ),
+    "arrays are aligned": Guard(
+        {(tensors, "is_unaligned"): always(value=False)}, caught("arrays_that_are_not_aligned")
+    ),
+    "arguments keep their memory": Guard(
+        {(tensors, "view"): always(value=())}, caught("a_tensor_with_other_memory")
+    ),
     "truth values are 0 or 1": Guard(
         {(tensors, "has_odd_truths"): always(value=False)}, caught("truth_values_of_many_bytes")
     ),

@@ -136,5 +136,5 @@ def test_no_code_of_odd_objects_runs():
     loop = SimpleNamespace(odd=odd)
     loop.loop = loop
     args = ([odd, Rows([odd, [1.0]]), loop, Odd, Rows],)
-    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 3)
+    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 4)
     assert not reach.Hidden(args, lambda: args).is_viewed_by(np.arange(64.0))

@@ -166,6 +166,11 @@ class ArgumentEffects:
         """Whether a call reads an argument that it changes: a second call has another result."""
         return bool(self.exact or set(self.mutated) - set(self.write_only))
 
+    def tables(self, args: Args) -> dict[str, dict[str, list[Any]]]:
+        """Return the keys and values, by path, of the long dicts of numbers that calls change."""
+        found = {f"args[{i}]": tensors.table(args[i]) for i in self.changed}
+        return {path: columns for path, columns in found.items() if columns}
+
     def poison(self, args: Args) -> None:
         """Fill the arrays whose values must not matter with wrong ones."""
         tensors.poison(args, set(self.write_only) - set(self.cleared))
@@ -179,12 +184,15 @@ class ArgumentEffects:
     def not_compared(self, changed: Sequence[str], args: Args) -> list[str]:
         """Return the changed paths where neither :func:`outputs_of` nor contents compare values.
 
-        They are those of arrays and numbers, and those in arguments that ``exact`` lacks.
+        They are those of arrays and numbers, and those in arguments that ``exact`` lacks; of a long
+        dict of numbers, :func:`outputs_of` compares all.
         """
         leaves = tensors.leaves(args) if changed else {}
+        tables = {*self.tables(args)} if changed else set()
         return [
             path
             for path in changed
+            if f"args[{_split(path)[0]}]" not in tables
             if tensors.is_compared(leaves.get(path)) or _split(path)[0] not in self.exact
         ]
 
@@ -402,7 +410,12 @@ def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[N
     then returns the same values in an array of its own.
     """
     leaves = tensors.leaves(args) if effects.mutated else {}
-    mutated = [(p, leaves[p]) for p in effects.mutated if p in leaves]
+    tables = effects.tables(args)  # two leaves each, as in a result
+    in_tables = tuple(f"{path}[" for path in tables)
+    mutated = [
+        (p, leaves[p]) for p in effects.mutated if p in leaves and not p.startswith(in_tables)
+    ]
+    mutated += [(f"{p}, {kind}", column) for p, t in tables.items() for kind, column in t.items()]
     views = {tensors.view(x) for _, x in mutated if backend_of(x)}
     outputs = tensors.walk(returned, "result", is_result=True)
     distinct = [
@@ -615,6 +628,7 @@ class _Form:
     handed_back: int  #: How many of them are those of arguments that the baseline does not change.
     boxed: int  #: How many numbers are objects of numpy, and not Python's own.
     odd_truths: int  #: How many outputs have truth values whose bytes are not 0 and 1.
+    unaligned: int  #: How many arrays begin within an element, or have such strides.
     is_cut: bool  #: Whether the arguments reach more objects than are looked at.
     arguments: objects.State
 
@@ -647,6 +661,7 @@ def _form(
         tensors.shared_containers(returned, others),
         sum(tensors.boxed_numbers(x) for _, x in outputs),
         sum(tensors.has_odd_truths(x) for _, x in outputs),
+        sum(tensors.is_unaligned(x) for _, x in outputs),
         hidden.is_cut,
         arguments,
     )
@@ -731,6 +746,11 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
             f"{arm} gives truth values in bytes other than 0 and 1: whatever adds them up, or "
             "reads the bytes, finds other numbers than the baseline's, so compare with != 0"
         )
+    if form.unaligned > base.unaligned:
+        raise WrongResult(
+            f"{arm} returns arrays whose addresses are no multiples of their elements' size: "
+            "whatever reads them copies them first or takes longer, so copy them"
+        )
     if form.is_cut:
         yield (
             f"whether {arm} returns views of memory inside its arguments: they reach more than "
@@ -772,6 +792,11 @@ def _compare_arguments(
         raise WrongResult(
             f"{arm} leaves an array that {how} be written in {named(differ)}, unlike the baseline: "
             "leave flags.writeable as the baseline does"
+        )
+    if moved := state.moved - base.moved:
+        raise WrongResult(
+            f"{arm} gives {named(moved)} other memory or strides, and the baseline does not: views "
+            "of it keep the old values, so write into it, for example with copy_()"
         )
     if locked := state.locked - base.locked:
         raise WrongResult(

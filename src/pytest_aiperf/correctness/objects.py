@@ -32,6 +32,7 @@ class State:
     """Paths at which there is a new object, and whose old one has other contents."""
     read_only: frozenset[str]  #: Paths of arrays that cannot be written.
     locked: frozenset[str]  #: Paths of buffers that cannot be resized, because others view them.
+    moved: frozenset[str]  #: Paths of arrays that have other memory than before the call.
 
 
 class Originals:
@@ -40,6 +41,8 @@ class Originals:
     def __init__(self, args: Args, changed: Collection[int]) -> None:
         self._changed = changed  # those that hold objects
         self._objects = _mutable({f"args[{i}]": args[i] for i in changed})
+        arrays = ((p, x) for p, x in tensors.leaves(args).items() if tensors.backend_of(x))
+        self._memory = [(path, x, tensors.view(x)) for path, x in arrays]
 
     def state_after(self, args: Args, results: Iterable[Any] = ()) -> State:
         """Compare with the arguments after the call, which has returned these arrays."""
@@ -58,6 +61,7 @@ class Originals:
             ),
             frozenset(path for path, x in (*found, *others) if tensors.is_read_only(x)),
             frozenset(path for path, x in (*found, *others) if _is_locked(x, spans)),
+            frozenset(path for path, x, view in self._memory if tensors.view(x) != view),
         )
 
 

@@ -116,8 +116,8 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
         leaves.append((name, value))
         if (grad := _grad(value)) is not None:
             _walk(grad, name + ".grad", leaves, is_result=is_result)
-    elif is_result and (table := _table(value)):
-        leaves.extend((f"{name}, {what}", numbers) for what, numbers in table.items())
+    elif is_result and (columns := table(value)):
+        leaves.extend((f"{name}, {what}", numbers) for what, numbers in columns.items())
     else:
         for path_suffix, item in items.items():
             _walk(item, name + path_suffix, leaves, is_result=is_result)
@@ -126,7 +126,7 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
             leaves.append((f"{name}, None", nones))
 
 
-def _table(value: Any) -> dict[str, list[Any]]:
+def table(value: Any) -> dict[str, list[Any]]:
     """Return the keys and the values of a dict of many numbers by numbers; {} for others."""
     if not issubclass(type(value), dict):
         return {}
@@ -492,6 +492,10 @@ def is_lazy_copy(leaf: Any) -> bool:
 
 def is_read_only(leaf: Any) -> bool:
     return bool(backend_of(leaf)) and not getattr(getattr(leaf, "flags", None), "writeable", True)
+
+
+def is_unaligned(leaf: Any) -> bool:
+    return bool(backend_of(leaf)) and not getattr(getattr(leaf, "flags", None), "aligned", True)
 
 
 def boxed_numbers(value: Any) -> int:
