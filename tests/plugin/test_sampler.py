@@ -1337,7 +1337,7 @@ def test_results_on_inputs_on_which_the_baseline_is_slow_are_verified(is_wrong):
     bound.learn_effects()
     ladder = Ladder([bound])
     ladder.check_slow_seeds()  # 200 seeds miss a case of 1 in 20 in 1 of 30,000 runs
-    assert isinstance(ladder.rungs[0].error, WrongResult) is is_wrong
+    assert isinstance(ladder.rungs[0].suspicion, WrongResult) is is_wrong
     # as many seeds do not count as repeated values
     assert len(bound._variants) < 10
 

@@ -335,7 +335,7 @@ class Ladder:
                 for seed in rung.bound.slow_seeds():
                     rung.bound.check_seed(seed)
             except AiperfError as why:
-                rung.error = rung.error or why
+                rung.suspicion = rung.suspicion or why  # wrong results of timed calls come first
 
     def raise_error(self) -> None:
         """Raise the error of the first rung that has one."""
