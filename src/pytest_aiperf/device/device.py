@@ -240,7 +240,7 @@ class HostDevice:
         gc.collect()
 
     def free_bytes(self) -> int:
-        return 0  # never called: only GPU claims and limits ask for device memory
+        return 0  # never called: only claims and limits of GPUs need device memory
 
     def noise_probe(self) -> NoiseProbe:
         import numpy as np
