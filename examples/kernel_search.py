@@ -240,6 +240,19 @@ def judge_in_subprocess(
         return [Judged(**judged) for judged in json.loads(reply.read_text())]
 
 
+def find_task(task_name: str) -> Any:
+    """Import a task, such as ``package.module``, or ``package.module:name`` of its ``TASKS``."""
+    module, _, name = task_name.partition(":")
+    task: Any = importlib.import_module(module)
+    if name:
+        if name not in task.TASKS:
+            raise LookupError(f"TASKS has {', '.join(task.TASKS)}")
+        task = task.TASKS[name]
+    for attribute in ("START", "PROMPT", "generations", "inputs", "reference"):
+        getattr(task, attribute)
+    return task
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a search from the command line."""
     parser = argparse.ArgumentParser(
@@ -263,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--judge", nargs=2, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    module, _, name = options.task.partition(":")
-    task: Any = importlib.import_module(module)
-    if name:
-        task = task.TASKS[name]
+    try:
+        task = find_task(options.task)
+    except (ImportError, AttributeError, LookupError) as error:
+        parser.error(f"{options.task} is no task: {error}")
     if options.judge:
         request, reply = options.judge
         verdicts = judge(json.loads(request.read_text()), task, options.device)

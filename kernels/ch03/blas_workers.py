@@ -3,6 +3,7 @@
 import atexit
 import multiprocessing
 import os
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -48,13 +49,11 @@ def worker_pool(threads):
     return pool
 
 
-def context_switches(threads):
-    """Sum up the context switches of all threads of the workers since they started."""
-    switches = 0
-    for status in (s for p in worker_pool(threads)._pool for s in _statuses(p.pid)):  # noqa: SLF001
-        lines = (line.split() for line in status.splitlines() if "ctxt_switches" in line)
-        switches += sum(int(count) for _, count in lines)
-    return switches
+def lost_cores(threads):
+    """Count how often a thread of the workers has lost its core to another while it worked."""
+    statuses = [s for p in worker_pool(threads)._pool for s in _statuses(p.pid)]  # noqa: SLF001
+    found = (re.search(r"^nonvoluntary_ctxt_switches:\s*(\d+)", s, re.MULTILINE) for s in statuses)
+    return sum(int(match[1]) for match in found if match)
 
 
 def _statuses(process):

@@ -1,8 +1,9 @@
 """Two streams for a background job and for requests: by priority, or each on SMs of its own.
 
-by_priority   Both streams may use all SMs; the hardware starts blocks of requests first.
-by_partition  Each stream belongs to a green context: a context with some of the SMs of the GPU.
-              The streams share everything else, such as memory, loaded kernels and the L2 cache.
+by_priority      Both streams may use all SMs; the hardware starts blocks of requests first.
+by_smaller_grid  The same streams, but the background job launches blocks for eight SMs fewer.
+by_partition     Each stream belongs to a green context: a context with some of the SMs of the GPU.
+                 The streams share everything else, such as memory, loaded kernels and the L2 cache.
 """
 
 from functools import cache
@@ -25,6 +26,11 @@ def by_priority():
     lowest, highest = 0, -1  # lower numbers are higher priorities
     sms = torch.cuda.get_device_properties().multi_processor_count
     return Streams(torch.cuda.Stream(priority=lowest), torch.cuda.Stream(priority=highest), sms)
+
+
+def by_smaller_grid():
+    streams = by_priority()
+    return streams._replace(background_sms=streams.background_sms - REQUEST_SMS)
 
 
 @cache

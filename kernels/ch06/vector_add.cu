@@ -16,9 +16,6 @@
 //                 as coalesced as before. A thread has 32 bytes of a and b in flight instead of 8.
 //   vector        One float4 per thread: as many bytes in flight, moved by a quarter of the
 //                 instructions.
-//   grid_stride   The same accesses from a grid of fixed size: as many blocks as the SMs hold at
-//                 once. Each thread steps through the vectors by the number of threads in the grid.
-//                 It is no rung of a claim, and no record has its time.
 //
 // The last block of a grid is partly beyond the end of the vectors, hence the test `i < n`. With
 // float4, up to three elements are left after the last whole vector; one thread adds those.
@@ -78,15 +75,6 @@ __global__ void add_vector(const float* a, const float* b, float* out, size_t n)
         add_remainder(a, b, out, n);
 }
 
-__global__ void add_grid_stride(const float* a, const float* b, float* out, size_t n) {
-    const size_t threads = size_t(gridDim.x) * blockDim.x;
-    const size_t first = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    for (size_t i = first; i < n / 4; i += threads)
-        reinterpret_cast<float4*>(out)[i] = add(reinterpret_cast<const float4*>(a)[i],
-                                                reinterpret_cast<const float4*>(b)[i]);
-    if (first == 0) add_remainder(a, b, out, n);
-}
-
 // A 16-byte access needs a 16-byte-aligned address.
 bool aligned(const float* a, const float* b, const float* out) {
     return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
@@ -133,19 +121,5 @@ extern "C" cudaError_t vector(const float* a, const float* b, float* out, int n,
     if (!aligned(a, b, out)) return cudaErrorMisalignedAddress;
     const unsigned blocks = n / 4 / THREADS + 1;  // contains thread n / 4, for the remainder
     add_vector<<<blocks, THREADS, 0, stream>>>(a, b, out, n);
-    return cudaGetLastError();
-}
-
-extern "C" cudaError_t grid_stride(const float* a, const float* b, float* out, int n,
-                                   cudaStream_t stream) {
-    if (!aligned(a, b, out)) return cudaErrorMisalignedAddress;
-    int device, sms, blocks_per_sm;
-    const auto count = cudaDevAttrMultiProcessorCount;
-    if (cudaError_t error = cudaGetDevice(&device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&sms, count, device)) return error;
-    if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-            &blocks_per_sm, add_grid_stride, THREADS, 0))
-        return error;
-    add_grid_stride<<<sms * blocks_per_sm, THREADS, 0, stream>>>(a, b, out, n);
     return cudaGetLastError();
 }

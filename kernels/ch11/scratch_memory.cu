@@ -12,6 +12,10 @@
 //                call maps it again.
 //   retained     The same pool with the maximum release threshold: it keeps its memory, and nothing
 //                is mapped after the first call.
+//
+// The alternative is a framework's caching allocator: it keeps freed memory and reuses it within a
+// stream, without calls of the driver. `smooth_row` smooths one row with scratch memory of its
+// caller, who waits.
 
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -25,20 +29,25 @@ __global__ void smooth(const float* in, float* out, int n) {
     out[i] = (left + in[i] + right) * (1 / 3.f);
 }
 
+cudaError_t smooth_twice(const float* in, float* scratch, float* out, int n, cudaStream_t stream) {
+    const int blocks = (n + THREADS - 1) / THREADS;
+    smooth<<<blocks, THREADS, 0, stream>>>(in, scratch, n);
+    smooth<<<blocks, THREADS, 0, stream>>>(scratch, out, n);
+    return cudaGetLastError();
+}
+
 template <typename Allocate, typename Free>
 cudaError_t smooth_rows(const float* in, float* out, int rows, int n, cudaStream_t stream,
                         Allocate allocate, Free free) {
-    const int blocks = (n + THREADS - 1) / THREADS;
     for (int row = 0; row < rows; ++row) {
         const size_t first = size_t(row) * n;
         void* memory;
         if (const cudaError_t error = allocate(&memory, n * sizeof(float))) return error;
         auto* scratch = static_cast<float*>(memory);
-        smooth<<<blocks, THREADS, 0, stream>>>(in + first, scratch, n);
-        smooth<<<blocks, THREADS, 0, stream>>>(scratch, out + first, n);
+        if (const cudaError_t error = smooth_twice(in + first, scratch, out + first, n, stream))
+            return error;
         if (const cudaError_t error = free(memory)) return error;
     }
-    if (const cudaError_t error = cudaGetLastError()) return error;
     return cudaStreamSynchronize(stream);
 }
 
@@ -86,4 +95,9 @@ extern "C" cudaError_t retained(const float* in, float* out, int rows, int n,
                                 cudaStream_t stream) {
     static const Pool retaining(UINT64_MAX);
     return smooth_rows_from(retaining, in, out, rows, n, stream);
+}
+
+extern "C" cudaError_t smooth_row(const float* in, float* scratch, float* out, int n,
+                                  cudaStream_t stream) {
+    return smooth_twice(in, scratch, out, n, stream);
 }

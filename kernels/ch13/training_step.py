@@ -1,13 +1,16 @@
 """A training step of a small residual network with SGD, eager and without its launches.
 
 eager        Forward pass, backward pass and update are launched kernel by kernel.
-compiled     torch.compile fuses the passes' kernels and replays each pass from a CUDA graph; the
-             optimizer runs eagerly.
+compiled     torch.compile fuses kernels and replays three CUDA graphs: forward pass, backward
+             pass and update.
 whole_step   One CUDA graph runs the whole step and updates weights and momentum in place.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch._dynamo import mark_static_address
 from torch.nn.functional import gelu, rms_norm
 from torch.optim.sgd import sgd
 
@@ -49,15 +52,18 @@ class Network(nn.Module):
         return loss_of(x, target, self.weights)
 
 
-def compiled(_x, _target, weights, _momentum):
+def compiled(_x, _target, weights, momentum):
     network = Network(weights)
-    parameters = list(network.parameters())
-    compiled_loss = torch.compile(network, mode="reduce-overhead", dynamic=False)
+    parameters, averages = list(network.parameters()), list(momentum)
+    for tensor in (*parameters, *averages):  # updated in place: a graph must not copy them
+        mark_static_address(tensor)
+    compile_in_graph = partial(torch.compile, mode="reduce-overhead", dynamic=False)
+    compiled_loss, compiled_update = compile_in_graph(network), compile_in_graph(update)
 
-    def step(x, target, _weights, momentum):
+    def step(x, target, *_):
         torch.compiler.cudagraph_mark_step_begin()
         losses = compiled_loss(x, target)
-        update(parameters, momentum, torch.autograd.grad(losses.mean(), parameters))
+        compiled_update(parameters, averages, torch.autograd.grad(losses.mean(), parameters))
         return losses.detach().clone()  # the next replay overwrites the graph's own output
 
     return step

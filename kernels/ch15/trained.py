@@ -79,7 +79,7 @@ def train(model, text, steps, batch=BATCH):
     weights = [weight.requires_grad_() for weight in model]
     optimizer = torch.optim.AdamW(weights, LEARNING_RATE, (0.9, 0.98), fused=device.type == "cuda")
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 2e-3, total_steps=steps, pct_start=0.1
+        optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1
     )
     starts = torch.randint(len(text) - LENGTH, (steps, batch, 1), generator=rng)
     batches = text.to(device)[(starts + torch.arange(LENGTH + 1)).to(device)]

@@ -26,6 +26,9 @@ UNIT_BF16 = 2.0**-8
 UNIT_TF32 = 2.0**-10
 """Largest relative error of a value truncated to TF32, which tensor cores do with fp32 operands."""
 
+UNIT_SPLIT_BF16 = 2.0**-13
+"""Unit of products of values that are split into the sum of two bf16 values, with a relative error
+of at most 2^-16: most of it is for the accumulation of 4,096 terms in fp32."""
 
 PROGRAMS = 1024
 """Programs that share the candidates: some eight per SM, each with a row of 16 KiB in flight."""
@@ -115,3 +118,28 @@ def bf16(_, weight):
         return rescored(logits, margin, hidden, weight)
 
     return greedy_tokens
+
+
+def split_bf16(_, weight):
+    norm, (high, low) = largest_norm(weight), split(weight)
+
+    def product(x, part):
+        if x.is_cuda:
+            return torch.mm(x, part.T, out_dtype=torch.float32)
+        return x.float() @ part.float().T
+
+    def greedy_tokens(hidden, weight):
+        hidden_high, hidden_low = split(hidden)
+        # reads the high part once; the product of both low parts is below the error
+        of_high, of_low = product(torch.cat([hidden_high, hidden_low]), high).chunk(2)
+        logits = product(hidden_high, low).add_(of_low).add_(of_high)
+        margin = 4 * UNIT_SPLIT_BF16 * norm * torch.linalg.vector_norm(hidden, dim=1)
+        return rescored(logits, margin, hidden, weight)
+
+    return greedy_tokens
+
+
+def split(x):
+    """Return two bf16 values whose sum is nearly x."""
+    high = x.bfloat16()
+    return high, (x - high).bfloat16()

@@ -92,6 +92,8 @@ class RowTask:
     result: str
     mistake: tuple[str, str, str]
     """The name of a wrong variant, and what to replace in the one with a single pass."""
+    formula: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The operation with elementary functions, for a reference that shares no code with others."""
 
     @property
     def START(self) -> str:  # noqa: N802  a constant of the task modules that a search accepts
@@ -163,7 +165,11 @@ class RowTask:
 
     def reference(self, x):
         """Compute the result in fp64."""
-        return self.function(x.double())
+        return (self.formula or self.function)(x.double())
+
+
+def exponentials(x):
+    return torch.exp(x - x.amax(1, keepdim=True))
 
 
 def indented(lines, columns):
@@ -206,6 +212,7 @@ TASKS = {
         WHOLE_MAXIMUM_AND_SUM,
         "tl.exp(value - row_max) / total",
         ("no maximum", " - row_max", ""),
+        lambda x: exponentials(x) / exponentials(x).sum(1, keepdim=True),
     ),
     "log_softmax": RowTask(
         lambda x: torch.log_softmax(x, 1),
@@ -215,6 +222,7 @@ TASKS = {
         WHOLE_MAXIMUM_AND_SUM,
         "value - row_max - tl.log(total)",
         ("no maximum", " - row_max", ""),
+        lambda x: x - x.amax(1, keepdim=True) - exponentials(x).sum(1, keepdim=True).log(),
     ),
     "layer_norm": RowTask(
         lambda x: layer_norm(x, x.shape[1:]),

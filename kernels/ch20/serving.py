@@ -6,13 +6,18 @@ slab        The same batches; keys and values are written in place into a preall
 graph       The decode step over the slab is a captured CUDA graph. Tokens and position live in
             tensors, and a mask hides the part of the slab that is not yet written.
 
+``compiled`` is the last stage with torch.compile: it fuses kernels of the step and captures it.
+
 A request ends when the model emits END, which nobody knows beforehand: after each step the host
 asks whether all requests of the batch have ended. Until then those that have ended compute padding.
 Each stage returns the answers (requests x longest, filled up with END) and the hidden states that
 led to END (requests x width). All of them run prefill eagerly, inside the timed region.
 """
 
+from functools import partial
+
 import torch
+from torch._dynamo import mark_static_address
 
 from kernels.ch15.decoder import attention, captured, causal, norm, output_and_mlp
 
@@ -167,7 +172,17 @@ def slab(model, prompts, lengths, longest, size):
     return _eager(Slab, size, model, prompts, lengths, longest)
 
 
-def graph(model, prompts, lengths, longest, size):
+def compiled_in_graph(step, state):
+    """Compile and capture a step that reads and writes the tensors of ``state`` in place."""
+    for tensor in state:
+        mark_static_address(tensor)  # or each replay would copy it
+    replay = torch.compile(step, mode="reduce-overhead", dynamic=False)
+    for _ in range(2):  # the first call compiles, the second one captures
+        replay()
+    return replay
+
+
+def _in_graph(capture, model, prompts, lengths, longest, size):  # noqa: PLR0917  a call's inputs
     """Capture a step for batches of ``size`` requests, into which their number must divide."""
     device, width = prompts.device, prompts.shape[1]
     batch = Batch(model, size, longest)
@@ -189,7 +204,8 @@ def graph(model, prompts, lengths, longest, size):
         batch.emit(decode(model, batch.token, attend_captured()), step)
         step.add_(1)
 
-    replay = captured(decode_step, device)
+    of_batch = batch.token, batch.ended, batch.answers, batch.hidden, step
+    replay = capture(decode_step, (*model, *cache.layers, cache.visible, cache.columns, *of_batch))
 
     def answer(prompts, lengths):
         lengths = lengths.to(device)
@@ -205,3 +221,7 @@ def graph(model, prompts, lengths, longest, size):
         return batch.answers.clone(), batch.hidden.clone()
 
     return lambda _model, prompts, lengths, *_: _in_batches(answer, prompts, lengths, size)
+
+
+graph = partial(_in_graph, lambda step, state: captured(step, state[0].device))
+compiled = partial(_in_graph, compiled_in_graph)

@@ -104,10 +104,15 @@ def project(x, qkv, linear=linear):
     return linear(norm(x), qkv).view(3, -1, HEAD_DIM).split((1, 2))
 
 
-def output_and_mlp(x, attended, out, up, down, *, linear=linear):
-    """Add the output projection of the attention result (1 x width) to x, then the MLP."""
+def output_and_up(x, attended, out, up, *, linear=linear):
+    """Add the output projection of the attention result (1 x width) to x; also return GELU."""
     x = x + linear(attended, out)
-    return x + linear(gelu(linear(norm(x), up)), down)
+    return x, gelu(linear(norm(x), up))
+
+
+def output_and_mlp(x, attended, out, up, down, *, linear=linear):
+    x, hidden = output_and_up(x, attended, out, up, linear=linear)
+    return x + linear(hidden, down)
 
 
 def attention(q, keys, values, **options):
@@ -176,10 +181,10 @@ class Replay:
         self.position += 1
 
 
-def masked_layer(x, slab, position, mask, qkv, *rest, linear=linear):
+def masked_layer(x, slab, position, mask, qkv, *rest, linear=linear, then=output_and_mlp):
     q, kv = project(x, qkv, linear)
     slab.index_copy_(2, position, kv[:, :, None])
-    return output_and_mlp(x, attention(q, *slab, attn_mask=mask), *rest, linear=linear)
+    return then(x, attention(q, *slab, attn_mask=mask), *rest, linear=linear)
 
 
 class Graph(Replay):
@@ -205,11 +210,22 @@ def int4_linear(x, matrix):
     return linear(x, weight)
 
 
+@torch.compile(dynamic=False)
+def compiled_int8_up(*args):
+    return masked_layer(*args, linear=int8_linear, then=output_and_up)
+
+
+@torch.compile(dynamic=False)
+def compiled_int8_down(x, hidden, down):
+    return x + int8_linear(hidden, down)
+
+
 class CompiledInt8(Compiled):
     @staticmethod
-    @torch.compile(dynamic=False)
     def layer(*args):
-        return masked_layer(*args, linear=int8_linear)
+        # in two parts, because in one the last product would repeat the GELU for each output
+        *args, down = args
+        return compiled_int8_down(*compiled_int8_up(*args), down)
 
     def load(self, matrix):
         scales = matrix.abs().amax(1).float() / 127

@@ -2,25 +2,25 @@
 
 The naive loop is correct and common, except that PyTorch's default optimizer (foreach) is turned
 off, so that "fused" shows all launches of the update. Each arm changes one thing, and each rung is
-judged against the arm before it, in wall time for four steps. The library arm of the last rung is
-torch.compile with mode="reduce-overhead": it captures graphs as well, of the forward and of the
-backward pass, and fuses their elementwise operations, but it launches the optimizer from the CPU.
-On an H100 its GPU work is a quarter shorter than that of "captured" (5.1 ms instead of 6.6), but
-with the launches between its graphs it takes 9.8 ms, and "captured" 6.9.
+judged against the fastest arm before it, in wall time for four steps. The library arm of the last
+rung is torch.compile with mode="reduce-overhead": it captures graphs as well, of the forward and of
+the backward pass, and fuses their elementwise operations, but it launches the optimizer from the
+CPU. On an H100 its GPU work is a quarter shorter than that of "captured" (5.1 ms instead of 6.6),
+but with the launches between its graphs it takes 9.8 ms, and "captured" 6.9.
 
 "no_sync" keeps loss and gradient norm on the GPU. `.item()` makes the CPU wait until the GPU has
 computed the value. Meanwhile nothing is launched, so the GPU then waits for the CPU: here before
 the backward pass and before the optimizer, whose many short kernels cannot hide their launches.
 "pinned" copies batches from pinned memory. A copy from pageable memory waits for all earlier work,
-goes through the driver's staging buffer, and returns when it is done. The next arm is no rung:
-"bf16" multiplies on tensor cores (a context manager; the parameters stay in fp32). On an H200 the
-GPU's work takes 60 % less time, but the step a fifth more: autocast adds a fifth more launches, for
-casts, and launches set the pace until they are gone. "fused" updates all parameters with one kernel
-instead of eight per tensor. It is judged against "bf16"; "pinned", which was faster than that,
-takes 14 % more time than "fused" on an H200 and 6 % more on an H100. PyTorch's default needs a
-kernel per operation, but for all tensors at once: its launches are few as well, and what "fused"
-saves over it is bytes (ch13/fused_optimizer). "captured" launches the step as one CUDA graph
-(ch12/graph_replay), which is possible only because nothing in it waits for the CPU any more.
+goes through the driver's staging buffer, and returns when it is done. "bf16" multiplies on tensor
+cores (a context manager; the parameters stay in fp32). On an H200 the GPU's work takes 60 % less
+time, but the step a fifth more: autocast adds a fifth more launches, for casts, and launches set
+the pace until they are gone. So this rung is permitted to be slower. "fused" updates all parameters
+with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to make up for, as it
+is judged against "pinned", which takes 14 % more time on an H200 and 6 % more on an H100. PyTorch's
+default needs a kernel per operation, but for all tensors at once: its launches are few as well, and
+what "fused" saves over it is bytes (ch13/fused_optimizer). "captured" launches the step as one CUDA
+graph (ch12/graph_replay), which is possible only because nothing in it waits for the CPU any more.
 
 Two figures show how well the GPU is used. The share of the bf16 limit is the model FLOPs
 utilization (MFU): 6 operations per weight and row, over the time and the rate of the tensor cores,
@@ -34,6 +34,8 @@ launch "fused". In a large model the kernels hide launches, bf16 gains most, and
 the 45 % that are common there; here it cannot. 12x over the first arm was the aim and is not
 reached, 6.5x was measured, since "naive" waits little: its launches take most of its time, too.
 """
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -54,11 +56,12 @@ ARMS = {
     "fused": training_loop.fused,
     "captured": prepared(training_loop.captured_steps),
 }
-LADDER = list(ARMS)
+FASTEST_BEFORE = {rung: before for before, rung in pairwise(ARMS)} | {"fused": "pinned"}
 COMPILED = prepared(compiled_training.compiled_steps)
 PROOF = {
     "no_sync": [evidence.copied_bytes("device to host", max=0)],  # `.item()` is such a copy
     "pinned": [evidence.copied_bytes("host to device", memory="pageable", max=0)],
+    "bf16": [evidence.kernels(min=1.1, per="baseline")],  # the casts
     "fused": [
         evidence.kernel_name("FusedOptimizerTensorListMetadata", min=STEPS),
         evidence.launches(max=0.8, per="baseline"),
@@ -147,7 +150,7 @@ def adamw(w, m, v, gradient, number):
 
 @pytest.mark.parametrize("rung", PROOF)
 def test_training_step_ladder(compare: Compare, rung: str) -> None:
-    before = LADDER[LADDER.index(rung) - 1]
+    before = FASTEST_BEFORE[rung]
     compare(
         baseline=ARMS[before],
         optimized=ARMS[rung],

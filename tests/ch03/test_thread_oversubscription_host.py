@@ -18,9 +18,8 @@ loaded, hence the environment variables. Between products, idle threads would sp
 one arm while the other is timed; in both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
 Large products suffer less, since their threads synchronise less often. How many threads are best
 for a single worker was not measured, so it is not known which part of the gain is due to the
-missing cores, and which to many threads for a small product. A test beside the claim counts the
-context switches of all threads of the workers: they are the waits, for a core as well as for other
-threads, and more threads have more of them.
+missing cores, and which to many threads for a small product. A test beside the claim counts how
+often threads of the workers lose their core to another.
 """
 
 from functools import partial
@@ -31,7 +30,7 @@ import pytest
 from kernels.ch03.blas_workers import (
     PRODUCTS,
     WORKERS,
-    context_switches,
+    lost_cores,
     matrix_powers,
     usable_cores,
 )
@@ -49,16 +48,15 @@ def matrices(bench: Bench) -> np.ndarray:
 
 
 @pytest.mark.skipif(usable_cores() == SHARE, reason="one core: both arms have one thread")
-def test_threads_of_oversubscribed_workers_wait_for_each_other() -> None:
+def test_threads_of_oversubscribed_workers_take_each_others_cores() -> None:
     powers = np.tile(np.eye(256, dtype=np.float32), (WORKERS, 1, 1))
     switches = {}
     for threads in (usable_cores(), SHARE):
         matrix_powers(threads, powers)
-        before = context_switches(threads)
+        before = lost_cores(threads)
         for _ in range(5):
             matrix_powers(threads, powers)
-        switches[threads] = context_switches(threads) - before
-    # a thread that waits for another at the end of a product sleeps, and so do idle threads
+        switches[threads] = lost_cores(threads) - before
     assert switches[usable_cores()] > 2 * switches[SHARE]
 
 

@@ -5,17 +5,15 @@ waits for the one before and pays its full latency of 3 to 4 clocks, although th
 per clock. With the numbers dealt out to two, four or eight accumulators, as many multiplications
 are independent, and an out-of-order CPU overlaps them (instruction-level parallelism, ILP). Latency
 times throughput, 6 to 8, is the number of chains that keeps the multipliers busy, so the rungs gain
-less from step to step. In the record they gain less than that explains: 1.38x, 1.14x and 1.04x (the
-last in an interval of 0.94 to 1.15), on a host that did other work. NumPy, the library arm, is
-faster there than "two", and as fast as "four" and "eight" within the intervals. The compiler must
-not do this by itself, because the order of multiplications changes the rounding.
+less from step to step. The compiler must not do this by itself, because the order of
+multiplications changes the rounding.
 
 All functions are C without SIMD: a test beside the claim checks that their multiplications are
 scalar, so that the overlap alone explains the gain. SIMD instructions multiply several chains at
 once, and come on top; the library arm, NumPy on rows of 512 numbers, has them and an interpreter's
-overhead. A block of calls reads eight arrays of 256 KiB, each once and with new values, 2 MiB in
-all. As far as they are not in the L2 cache, all arms wait for the same bytes, which no chain
-shortens. With the array in a near cache, the limit is the rate of the loads, two per clock.
+overhead. A block of calls reads eight arrays of 128 KiB, which fit a core's L2 cache of 1 MiB or
+more: from a farther one all arms would wait for the same bytes, which no chain shortens. The limit
+is the rate of the loads, two per clock.
 """
 
 import platform
@@ -33,7 +31,7 @@ LADDER = list(CHAINS)
 
 def growth(bench: Bench) -> np.ndarray:
     rng = np.random.default_rng(bench.seed)
-    return rng.lognormal(0, 0.1, bench.size(2**15, check=2**12))
+    return rng.lognormal(0, 0.1, bench.size(2**14, check=2**12))
 
 
 def rows(factors):

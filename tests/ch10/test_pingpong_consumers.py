@@ -14,16 +14,19 @@ The price of the turns is that a step loads 256 rows of b for 64 rows of a inste
 through the L2 cache instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of 7.5, and
 the kernel that measures this GPU's L2 rate reaches 9.4, and a GEMM with small tiles 10.2 ("tma" in
 test_wgmma_ladder.py). So the loads are above what the L2 is known to deliver, and most likely take
-what the turns gain; no counter has confirmed it. An H100's L2 cache is slower, which fits its loss.
-Tiles of 128 x 128 would load 1.07 GB, still 10 TB/s. Clusters of two with multicast would load 0.81
-GB with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where softmax
-takes the place of the epilogue, turns do gain (test_flash_attention_hand.py).
+what the turns gain; the evidence counts the loads, but not that they are the limit. An H100's L2
+cache is slower, which fits its loss. Tiles of 128 x 128 would load 1.07 GB, still 10 TB/s. Clusters
+of two with multicast would load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels
+with both. In attention, where softmax takes the place of the epilogue, turns do gain
+(test_flash_attention_hand.py).
 """
 
 import pytest
 import torch
 
 from pytest_aiperf import Bench, Compare, Nvcc, Work, evidence
+
+L2_READS = "lts__t_sectors_srcunit_tex_op_read.sum"  # by SMs, not between the halves of the L2
 
 Matrices = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
 
@@ -48,6 +51,8 @@ def test_pingpong_consumers(compare: Compare, nvcc: Nvcc) -> None:
         ),
         reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
         evidence=[
+            # the price: 64 + 256 rows per 64 x 256 products, instead of 128 + 256 per 128 x 256
+            evidence.counter(L2_READS, min=0.9 * 640 / 384, per="baseline"),
             evidence.opcode("BAR.ARV", kernel="gemm_pingpong("),
             evidence.opcode("HGMMA.64x256x16", kernel="gemm_pingpong("),
             evidence.spills(kernel="gemm_pingpong("),

@@ -6,8 +6,9 @@ kernel than the GPU takes to run it. Captured once, the whole step is one launch
 replaces the launches of an eager step; in ch20/training_stack_graph it replaces those of a step
 whose passes are compiled and whose optimizer is fused already.
 
-torch.compile with mode="reduce-overhead", the library arm, captures the two passes by itself and
-fuses their elementwise kernels, but each step still runs autograd and the optimizer in Python.
+torch.compile with mode="reduce-overhead", the library arm, captures the two passes and the update
+by itself and fuses their elementwise kernels, but each step still runs autograd in Python, checks
+whether the compiled code fits the inputs, and launches three graphs.
 
 The claim is judged on wall time; losses, weights and momentum must be the same. A graph is bound to
 the addresses of its capture: batches are copied into the same tensors (not timed here), shapes must

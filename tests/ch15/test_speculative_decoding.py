@@ -9,13 +9,14 @@ character follows which pair, "small_model" with one trained layer. With an acce
 drafted tokens and a draft that costs `c` passes per token, tokens per pass are (1 - a^(k+1)) / (1 -
 a), and the limit of the speedup is that divided by 1 + k c. On an H100 "ngram" yields 1.78 tokens
 per pass and "small_model" 2.71; a round takes 1.06 and 1.18 times as long on the GPU as a pass of
-one token (1 + k c), so the limits are 1.68x and 2.30x. 1.75x and 2.16x were measured, in intervals
-of 7 % and 18 % to both sides: each call decodes few texts, and tokens are counted in other calls
-than those that are timed, so a measured gain can even exceed its limit. 90 % of the limit is the
-aim, which the lower end of "small_model", 80 %, does not reach. In "untrained" the roles are
-swapped, and the baseline is naive: one pass per token beats speculation whose draft is hardly ever
-accepted, because then each round costs more than a pass and yields one token. Trees of drafts
-(Medusa, EAGLE) verify several guesses per position; they are not measured here.
+one token (1 + k c), so the limits are 1.68x and 2.30x. With four texts per call, 1.75x and 2.16x
+were measured, in intervals of 7 % and 18 % to both sides; now a call decodes eight. The test
+asserts that the gain is at least 90 % of the limit, for these costs of a round and the tokens per
+pass of the same run. They are counted in other calls than those that are timed, so a measured gain
+can even exceed its limit. In "untrained" the roles are swapped, and the baseline is naive: one pass
+per token beats speculation whose draft is hardly ever accepted, because then each round costs more
+than a pass and yields one token. Trees of drafts (Medusa, EAGLE) verify several guesses per
+position; they are not measured here.
 
 The model has eight layers of width 4096 in bf16. No model of that size can be trained in seconds,
 so one of width 256 is trained on the documentation of Python, and embedded in the wide one, which
@@ -30,6 +31,7 @@ of sequences, the arithmetic of a pass is no longer free.
 """
 
 from functools import cache
+from statistics import fmean
 
 import pytest
 import torch
@@ -44,6 +46,10 @@ MARGIN = 0.3
 square of the error that bf16 causes in the difference of two logits."""
 DRAWS = 16
 """Draws of the noise of one token, of which the first with a wide margin is taken."""
+ROUND_COST = {"ngram": 1.06, "small_model": 1.18}
+"""GPU time of a round over that of a pass of one token, 1 + k c, measured on an H100."""
+MIN_SHARE = 0.9
+"""Least part of the limit that the gain must reach."""
 
 
 def narrow_width(full: bool) -> int:
@@ -90,9 +96,9 @@ def models_and_texts(device: str, full: bool) -> tuple[Requests, torch.Tensor]:
 
 
 def requests(bench: Bench) -> Requests:
-    """Choose one text of each quarter by how easily it is drafted, so that calls differ less."""
+    """Choose one text of each eighth by how easily it is drafted, so that calls differ less."""
     everything, order = models_and_texts(bench.device, bench.full)
-    parts = order.view(bench.size(4, check=3), -1)
+    parts = order.view(bench.size(8, check=3), -1)
     drawn = torch.randint(parts.shape[1], (len(parts), 1), device=bench.device)
     chosen = parts.gather(1, drawn)[:, 0]
     *models, prompts, noise = everything
@@ -132,7 +138,7 @@ RUNGS = {
 @pytest.mark.parametrize("rung", RUNGS)
 def test_speculative_decoding(compare: Compare, rung: str) -> None:
     baseline, optimized, against, evidence_of_rung = RUNGS[rung]
-    compare(
+    result = compare(
         baseline=baseline,
         optimized=optimized,
         against=against,
@@ -142,3 +148,6 @@ def test_speculative_decoding(compare: Compare, rung: str) -> None:
         metric=("wall", "score"),
         evidence=[evidence_of_rung],
     )
+    for scores in result.also if rung in ROUND_COST else ():
+        tokens_per_pass = fmean(r.rounds[0].seconds["optimized"][0] for r in scores.replicates)
+        assert result.speedup.value >= MIN_SHARE * tokens_per_pass / ROUND_COST[rung]

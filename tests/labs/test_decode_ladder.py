@@ -22,9 +22,9 @@ before, on wall time for 8 tokens. torch.compile of a layer in the same graph, w
 attention, is the library arm of "fused" and "overlapped", and slower than both. That of "int8" and
 "int4" is the same layer with the weight-only products of gpt-fast: int8 in a kernel that
 torch.compile generates, int4 in tinygemm, PyTorch's kernel that torchao calls. On an H100 tinygemm
-takes 7 % longer than "int4". The int8 arm says little: it is slower than torch.compile in bf16,
-because the kernel of the last product computes the GELU again for each output. Compiled in two
-parts, as in ch16/fp8_inference, it would not; that was not compared, nor was Marlin.
+takes 7 % longer than "int4". The int8 arm is compiled in two parts, as in ch16/fp8_inference: in
+one the kernel of the last product would compute the GELU again for each output. Marlin is not
+compared.
 
 In "fused", the products read weights at nine tenths of the read rate on an H100, attention the
 cache at 0.6 of it. The share falls with the bytes, and "int8" and "int4" gain less than their bytes

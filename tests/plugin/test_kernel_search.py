@@ -124,3 +124,19 @@ def test_candidates_in_a_subprocess(tmp_path, monkeypatch):
         [("crash", "import os\nos.abort()")], timeout_s=300, **words
     )
     assert "SIGABRT" in crashed.rejected
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ("kernels.ch20.no_tasks", "No module named 'kernels.ch20.no_tasks'"),
+        ("kernels.ch20.row_tasks:sotfmax", "TASKS has "),
+        ("kernels.ch20.row_tasks", "has no attribute 'START'"),
+    ],
+)
+def test_what_is_no_task_is_a_usage_error(capsys, task, why):
+    with pytest.raises(SystemExit, match="2"):
+        kernel_search.main([task])
+    error = capsys.readouterr().err
+    assert f"{task} is no task: " in error
+    assert why in error
