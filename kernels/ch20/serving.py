@@ -6,7 +6,7 @@ slab        The same batches; keys and values are written in place into a preall
 graph       The decode step over the slab is a captured CUDA graph. Tokens and position live in
             tensors, and a mask hides the part of the slab that is not yet written.
 
-``compiled`` is the last stage with torch.compile: it fuses kernels of the step and captures it.
+``compiled`` is the last stage with a step that torch.compile has fused before it is captured.
 
 A request ends when the model emits END, which nobody knows beforehand: after each step the host
 asks whether all requests of the batch have ended. Until then those that have ended compute padding.
@@ -17,7 +17,6 @@ led to END (requests x width). All of them run prefill eagerly, inside the timed
 from functools import partial
 
 import torch
-from torch._dynamo import mark_static_address
 
 from kernels.ch15.decoder import attention, captured, causal, norm, output_and_mlp
 
@@ -172,17 +171,7 @@ def slab(model, prompts, lengths, longest, size):
     return _eager(Slab, size, model, prompts, lengths, longest)
 
 
-def compiled_in_graph(step, state):
-    """Compile and capture a step that reads and writes the tensors of ``state`` in place."""
-    for tensor in state:
-        mark_static_address(tensor)  # or each replay would copy it
-    replay = torch.compile(step, mode="reduce-overhead", dynamic=False)
-    for _ in range(2):  # the first call compiles, the second one captures
-        replay()
-    return replay
-
-
-def _in_graph(capture, model, prompts, lengths, longest, size):  # noqa: PLR0917  a call's inputs
+def _in_graph(prepare_step, model, prompts, lengths, longest, size):  # noqa: PLR0917  a call's inputs
     """Capture a step for batches of ``size`` requests, into which their number must divide."""
     device, width = prompts.device, prompts.shape[1]
     batch = Batch(model, size, longest)
@@ -204,8 +193,7 @@ def _in_graph(capture, model, prompts, lengths, longest, size):  # noqa: PLR0917
         batch.emit(decode(model, batch.token, attend_captured()), step)
         step.add_(1)
 
-    of_batch = batch.token, batch.ended, batch.answers, batch.hidden, step
-    replay = capture(decode_step, (*model, *cache.layers, cache.visible, cache.columns, *of_batch))
+    replay = captured(prepare_step(decode_step), device)
 
     def answer(prompts, lengths):
         lengths = lengths.to(device)
@@ -223,5 +211,5 @@ def _in_graph(capture, model, prompts, lengths, longest, size):  # noqa: PLR0917
     return lambda _model, prompts, lengths, *_: _in_batches(answer, prompts, lengths, size)
 
 
-graph = partial(_in_graph, lambda step, state: captured(step, state[0].device))
-compiled = partial(_in_graph, compiled_in_graph)
+graph = partial(_in_graph, lambda step: step)
+compiled = partial(_in_graph, partial(torch.compile, dynamic=False))

@@ -11,14 +11,14 @@ both.
 
 A gain of a tenth was expected; 0.6 percent on an H200 and a loss of 1.6 on an H100 were measured.
 The price of the turns is that a step loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB
-through the L2 cache instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of 7.5, and
-the kernel that measures this GPU's L2 rate reaches 9.4, and a GEMM with small tiles 10.2 ("tma" in
-test_wgmma_ladder.py). So the loads are above what the L2 is known to deliver, and most likely take
-what the turns gain; the evidence counts the loads, but not that they are the limit. An H100's L2
-cache is slower, which fits its loss. Tiles of 128 x 128 would load 1.07 GB, still 10 TB/s. Clusters
-of two with multicast would load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels
-with both. In attention, where softmax takes the place of the epilogue, turns do gain
-(test_flash_attention_hand.py).
+in all instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of 7.5. The counter shows
+1.41 times as many sectors read from the L2 cache, not 1.67: probably requests of neighbouring SMs
+for the same rows of b are combined on their way. That still is about as much as the L2 delivers to
+the kernel that measures it (9.4 TB/s), so the loads most likely take what the turns gain. The
+evidence counts them, but it does not show that they are the limit. An H100's L2 cache is slower,
+which fits its loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would
+load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where
+softmax takes the place of the epilogue, turns do gain (test_flash_attention_hand.py).
 """
 
 import pytest
@@ -51,8 +51,9 @@ def test_pingpong_consumers(compare: Compare, nvcc: Nvcc) -> None:
         ),
         reference=lambda a, b, out, m, n, k: a.double() @ b.double().T,
         evidence=[
-            # the price: 64 + 256 rows per 64 x 256 products, instead of 128 + 256 per 128 x 256
-            evidence.counter(L2_READS, min=0.9 * 640 / 384, per="baseline"),
+            # the price: 64 + 256 rows per 64 x 256 products, instead of 128 + 256 per 128 x 256;
+            # 1.67 times as many, if the L2 cache sees all requests
+            evidence.counter(L2_READS, min=1.3, per="baseline"),
             evidence.opcode("BAR.ARV", kernel="gemm_pingpong("),
             evidence.opcode("HGMMA.64x256x16", kernel="gemm_pingpong("),
             evidence.spills(kernel="gemm_pingpong("),

@@ -15,18 +15,16 @@ The score is the memory that PyTorch has reserved for a call, over the most that
 time. The peak of the allocated bytes is the same, so the difference is fragmentation: 4.4x less is
 reserved with expandable segments, on an H200 and on an H100. The test also judges the score itself:
 by default it must be at least 4, and with expandable segments at most 2. For 256 MiB of caches,
-1694 and 382 MiB are reserved, and 258 by the library arm. The price of mapping is time, so the wall
-time is judged as well: with expandable segments it may be at most 1/0.95 of that with the default.
-Each call begins without cached memory, so its time includes all requests for device memory. Tensors
-whose sizes recur, as in a training loop of fixed shapes, do not fragment the default allocator
-either.
+1694 and 382 MiB are reserved, and 258 by the library arm. The price of mapping is time, which is
+not judged: each call begins without cached memory, and a time that includes requests for device
+memory says nothing about later calls, which find it mapped. Tensors whose sizes recur, as in a
+training loop of fixed shapes, do not fragment the default allocator either.
 
 Programs set ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` before they start. Here both arms
 run in one process, where a private function of PyTorch changes the setting for one call.
 """
 
 from functools import partial
-from statistics import fmean
 
 import pytest
 import torch
@@ -42,9 +40,6 @@ MIN_DEFAULT = 4
 
 MAX_EXPANDABLE = 2
 """Highest score of expandable segments: more of their memory is allocated than not."""
-
-MAX_PRICE = 1 / 0.95
-"""Most that the wall time of a call may be longer with expandable segments."""
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +85,6 @@ def reserving(run, is_expandable, q, kv):
         allocated = torch.cuda.max_memory_allocated() - allocated
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-    torch.cuda.empty_cache()  # not in the next call, whose time would include it
     return outputs, Score(reserved / allocated, "bytes reserved per byte allocated", "lower")
 
 
@@ -104,12 +98,6 @@ def in_fp64(q, kv):
     return torch.cat(outputs)
 
 
-def means_by_arm(timing):
-    """Return the mean of each arm: its seconds per call, or its score."""
-    blocks = [block.seconds for r in timing.replicates for block in r.rounds]
-    return {arm: fmean(s for block in blocks for s in block[arm]) for arm in blocks[0]}
-
-
 @pytest.mark.gpu
 def test_expandable_segments(compare: Compare) -> None:
     result = compare(
@@ -118,13 +106,11 @@ def test_expandable_segments(compare: Compare) -> None:
         library=partial(reserving, preallocated, False),
         inputs=tokens,
         reference=in_fp64,
-        metric=("score", "wall"),
+        metric="score",
         # both arms allocate the same bytes, so this holds for both: the difference is fragmentation
         evidence=[evidence.peak_memory(max=1.05, per="baseline")],
     )
-    assert result.also or result.timing is None  # the price was measured, too, if anything was
-    for walls in result.also:
-        wall, score = means_by_arm(walls), means_by_arm(result.timing)
-        assert wall["optimized"] <= MAX_PRICE * wall["baseline"]
-        assert score["baseline"] >= MIN_DEFAULT
-        assert score["optimized"] <= MAX_EXPANDABLE
+    for replicate in result.timing.replicates if result.timing else ():
+        [score] = replicate.rounds  # of a score: one value per arm
+        assert score.seconds["baseline"][0] >= MIN_DEFAULT
+        assert score.seconds["optimized"][0] <= MAX_EXPANDABLE

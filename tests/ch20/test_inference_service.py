@@ -7,8 +7,8 @@ attention's read ("slab"). In small batches, a step then still takes as long as 
 sixteen kernels per layer: with an H100 the GPU is idle for three fifths of the time. A CUDA graph
 launches all of them with one call ("captured"). For this, tokens and position must live on the GPU,
 and attention goes over the whole slab with a mask, which costs the GPU 2 to 3 % more time.
-The library arm of "captured" is the same step with torch.compile(mode="reduce-overhead"), which
-also fuses kernels and captures the graph by itself. Serving engines were not compared. Each stage
+The library arm of "captured" captures the same step after torch.compile has fused its kernels.
+Serving engines were not compared. Each stage
 is judged against the one before.
 
 The model has 4 layers of width 2048 with heads of 128 channels. Prompts and answers have the
