@@ -9,6 +9,7 @@ from tests.cheats import (
     dishonest_objects,
     dishonest_results,
     dishonest_timing,
+    dishonest_unusual,
 )
 from tests.cheats.case import assert_caught, assert_marked
 
@@ -19,12 +20,14 @@ CHEATS = {
     **dishonest_objects.CHEATS,
     **dishonest_results.CHEATS,
     **dishonest_timing.CHEATS,
+    **dishonest_unusual.CHEATS,
 }
 MARKED = {
     **dishonest_contents.MARKED,
     **dishonest_effects.MARKED,
     **dishonest_objects.MARKED,
     **dishonest_results.MARKED,
+    **dishonest_unusual.MARKED,
 }
 
 

@@ -10,6 +10,7 @@ from tests.cheats import (
     honest_objects,
     honest_results,
     honest_timing,
+    honest_unusual,
 )
 from tests.cheats.case import assert_honest, measure_entry
 
@@ -20,6 +21,7 @@ HONEST = {
     **honest_objects.HONEST,
     **honest_results.HONEST,
     **honest_timing.HONEST,
+    **honest_unusual.HONEST,
 }
 
 
@@ -29,7 +31,13 @@ def test_it_passes(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*honest_contents.HONEST, *honest_effects.HONEST, *honest_objects.HONEST]
+    "name",
+    [
+        *honest_contents.HONEST,
+        *honest_effects.HONEST,
+        *honest_objects.HONEST,
+        *honest_unusual.HONEST,
+    ],
 )
 def test_nothing_is_left_unchecked(name):
     result, problem = measure_entry(HONEST[name])

@@ -21,6 +21,7 @@ from pytest_aiperf.claim.bound_claim import AGREEMENT_SEEDS, BoundClaim
 from pytest_aiperf.claim.ladder import Ladder
 from pytest_aiperf.claim.measure import noise_floor
 from pytest_aiperf.claim.replicates import measure_metric
+from pytest_aiperf.claim.search import Search
 from pytest_aiperf.claim.stopping_rule import STANDARD, StoppingRule
 from pytest_aiperf.device.device import HostDevice
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
@@ -1336,27 +1337,68 @@ def test_results_on_inputs_on_which_the_baseline_is_slow_are_verified(is_wrong):
     bound = a_bound_claim(baseline=baseline, optimized=optimized, metric="wall")
     bound.learn_effects()
     ladder = Ladder([bound])
-    ladder.check_slow_seeds()  # 200 seeds miss a case of 1 in 20 in 1 of 30,000 runs
+    typical_s = {"baseline": 200e-6, "optimized": 100e-6}
+    ladder.search(typical_s, is_short=True)  # 200 seeds miss a case of 1 in 20 in 1 of 30,000 runs
     assert isinstance(ladder.rungs[0].suspicion, WrongResult) is is_wrong
     # as many seeds do not count as repeated values
     assert len(bound._variants) < 10
 
 
 @pytest.mark.parametrize(
+    ("baseline_s", "optimized_s", "judged", "told"),
+    [
+        (200e-6, 20e-3, 2.0, True),
+        (200e-6, 20e-3, 0.2, False),  # timed blocks have met such inputs as well
+        (40e-3, 20e-3, 2.0, False),
+        (200e-6, 400e-6, 2.0, False),
+    ],
+)
+def test_an_arm_that_is_slow_on_few_inputs_is_told(baseline_s, optimized_s, judged, told):
+    def arm(usual_s, rare_s):
+        def double(x):
+            spend(rare_s if x[0] < 0.05 else usual_s)
+            return x * 2
+
+        return double
+
+    arms = {"baseline": arm(200e-6, baseline_s), "optimized": arm(100e-6, optimized_s)}
+    bound = a_bound_claim(**arms, metric="wall")
+    bound.learn_effects()
+    Ladder([bound]).search({"baseline": judged * 1e-4, "optimized": 1e-4}, is_short=True)
+    text = "whether the speedup holds for all inputs: it is"
+    assert any(u.startswith(text) for u in bound.unchecked) is told
+
+
+def test_a_call_that_took_long_only_once_is_not_slow():
+    """Other work on the machine may have taken the time."""
+    met = set()
+
+    def optimized(x):
+        spend(20e-3 if x[0] < 0.05 and x[0] not in met else 100e-6)
+        met.add(x[0])
+        return x * 2
+
+    bound = a_bound_claim(optimized=optimized, metric="wall")
+    bound.learn_effects()
+    Ladder([bound]).search({"baseline": 2e-4, "optimized": 1e-4}, is_short=True)
+    assert not bound.unchecked
+
+
+@pytest.mark.parametrize(
     ("metric", "searching_s", "searched"),
-    [(Metric.WALL, 60.0, 1), (Metric.WALL, 0.0, 0), (Metric.DEVICE, 60.0, 0)],
+    [(Metric.WALL, 60.0, [True]), (Metric.WALL, 0.0, [False]), (Metric.DEVICE, 60.0, [])],
 )
 def test_slow_inputs_are_searched_for_after_timing_by_the_hosts_clock_if_calls_are_short(
     metric, searching_s, searched, monkeypatch
 ):
     monkeypatch.setattr(sampler, "SEARCHING_S", searching_s)
     calls = []
-    monkeypatch.setattr(Ladder, "check_slow_seeds", lambda _: calls.append(1))
+    monkeypatch.setattr(Ladder, "search", lambda *_, is_short: calls.append(is_short))
     measured(a_bound_claim(), metric=metric)
-    assert len(calls) == searched
+    assert calls == searched
 
 
 def test_inputs_that_all_take_as_long_are_not_verified_again():
     bound = a_bound_claim(metric="wall")
     bound.learn_effects()
-    assert bound.slow_seeds() == []
+    assert Search(bound).slow_seeds() == []

@@ -5,8 +5,6 @@ import inspect
 import math
 import random
 import re
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,7 @@ from pytest_aiperf.build.launcher import Launcher
 from pytest_aiperf.correctness import agreement, own_memory, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
-from pytest_aiperf.device.device import Device, gc_disabled, nothing
+from pytest_aiperf.device.device import Device, gc_disabled, grown_bytes, nothing
 from pytest_aiperf.errors import InvalidMeasurement, UsageError, WrongResult
 from pytest_aiperf.model import (
     Bench,
@@ -38,14 +36,6 @@ from .claim import Arm, Claim, Progress, no_progress
 from .side_effects import SideEffects
 
 WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
-SEARCHED_SEEDS, SEARCHING_S, FEWEST_SEEDS = 200, 0.5, 8
-"""Inputs on which the baseline is slow are searched for among so many seeds, for so many seconds at
-most. A case that 2 of 100 inputs have is found by 98 of 100 searches. Fewer seeds than the last
-figure do not tell which time is usual."""
-SLOW_TIMES, SLOW_S, VERIFIED_SEEDS = 3.0, 50e-6, 3
-"""The baseline counts as slow on inputs if it takes so many times as long as on most, and so many
-seconds more. The results for so many of these inputs are verified; it does no harm if other work on
-the machine took the time."""
 BEFORE_OTHERS = "before another arm had run"
 """How the baseline was called where another arm may be the reason if timed calls take longer."""
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
@@ -111,6 +101,8 @@ class BoundClaim:
         ] = {}  # seeds by the values that they gave
         self._has_learned = False
         self._score_units: set[str] = set()
+        self.grown_bytes: dict[str, list[int]] = {}
+        """By how much the resident memory has grown in checked calls of each arm, on the host."""
         self._held: Counter[str] = Counter()  # bytes that arms hold after their calls
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
@@ -125,11 +117,12 @@ class BoundClaim:
 
     def make_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs; the same seed gives the same values."""
-        inputs = self._draw(seed)
+        inputs = self.draw_inputs(seed)
         self._refuse_unlike(inputs)
         return inputs
 
-    def _draw(self, seed: int) -> Inputs:
+    def draw_inputs(self, seed: int) -> Inputs:
+        """Build one set of inputs that is not compared with others."""
         self.give_way()
         self.device.seed(seed)
         where = self.device.torch_device
@@ -277,7 +270,12 @@ class BoundClaim:
         def observed(*args: object) -> object:
             with explained(), ExitStack() as stack:
                 counts = [stack.enter_context(bound.observing(role)) for bound, role in owners]
-                returned = call(*args)
+                if Metric.MEMORY in self.claim.metrics and self.device.gpu is None:
+                    grown, returned = grown_bytes(bind(call, args))
+                    for bound, role in owners:
+                        bound.grown_bytes.setdefault(role, []).append(grown)
+                else:
+                    returned = call(*args)
                 for bound, role in owners:
                     bound.side_effects.returns(role, returned)
                 values = returned if isinstance(returned, tuple) else (returned,)
@@ -470,26 +468,6 @@ class BoundClaim:
             return self.prepare("baseline", inputs), inputs.args
 
         return self.device.time_in_thread(prepared)
-
-    def slow_seeds(self) -> list[int]:
-        """Draw many inputs; return the seeds of the few on which the baseline is the slowest.
-
-        An arm could be wrong for them alone, and so save most of the baseline's time. Without a
-        seed for which it takes much longer than for most, or enough seeds to tell, return [].
-        """
-        taken: dict[int, float] = {}
-        started = time.monotonic()
-        while len(taken) < SEARCHED_SEEDS and time.monotonic() - started < SEARCHING_S:
-            seed = self.random.getrandbits(31)
-            # not make_inputs(): among so many seeds, few different values repeat by chance
-            inputs = self._draw(seed)
-            self.effects.poison(inputs.args)
-            call = bind(self.claim.arms["baseline"], inputs.args)  # type: ignore[arg-type]
-            taken[seed] = self.device.block([call], Mode.WALL).run()
-        least = SLOW_TIMES * statistics.median(taken.values()) + SLOW_S
-        slow = [seed for seed, seconds in taken.items() if seconds > least]
-        slowest = sorted(slow, key=taken.__getitem__, reverse=True)[:VERIFIED_SEEDS]
-        return slowest if len(taken) >= FEWEST_SEEDS else []
 
     def _shared_arrays(self, inputs: Inputs) -> Iterator[str]:
         """Describe arrays that are passed several times: an arm could do their work once."""

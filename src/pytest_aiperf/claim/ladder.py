@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -16,6 +16,7 @@ from pytest_aiperf.errors import AiperfError, WrongResult
 from pytest_aiperf.model import Error, Metric, Prepared, Replicate, Round, Timing
 
 from .bound_claim import BoundClaim, Share, worst
+from .search import Search
 
 VERIFIED_RESULTS = 4
 """Results of each arm that are verified at least, drawn from all that its timed blocks left: of an
@@ -326,14 +327,19 @@ class Ladder:
             except AiperfError as why:
                 rung.error = rung.error or why
 
-    def check_slow_seeds(self) -> None:
-        """Check each rung on inputs on which its baseline is slow."""
+    def search(self, typical_s: Mapping[str, float], *, is_short: bool) -> None:
+        """Time each rung's arms on more inputs, on many if ``is_short``.
+
+        Check the results for those on which its baseline is slow, and whether the ratio of the
+        times in ``typical_s`` holds.
+        """
         for rung in self.rungs:
-            if isinstance(rung.bound.claim.arms["baseline"], Prepared):
-                continue  # to prepare it for so many sets takes too long
+            search = Search(rung.bound)
             try:
-                for seed in rung.bound.slow_seeds():
+                for seed in search.slow_seeds() if is_short else ():
                     rung.bound.check_seed(seed)
+                judged = typical_s[rung.arms["baseline"]] / typical_s[rung.arms["optimized"]]
+                rung.bound.unchecked.update(search.unchecked(judged))
             except AiperfError as why:
                 rung.suspicion = rung.suspicion or why  # wrong results of timed calls come first
 

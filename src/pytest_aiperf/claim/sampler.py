@@ -40,11 +40,10 @@ from pytest_aiperf.text import si
 from .bound_claim import (
     ASSUMED_MEMORY_BYTES,
     BEFORE_OTHERS,
-    FEWEST_SEEDS,
-    SEARCHING_S,
     bind,
 )
 from .ladder import Ladder
+from .search import FEWEST_SEEDS, JUDGED, SEARCHING_S
 from .side_effects import SideEffects
 from .stopping_rule import StoppingRule
 
@@ -90,6 +89,10 @@ SLOWED_BY_INPUTS = 3.0
 """A baseline is reported as not checked if calls after inputs() take this many times as long as
 repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
 down what only the baseline uses."""
+KEPT = 1.25
+"""An arm is reported as not checked if three of four blocks on new values take so many times as
+long as most on values that have returned, and WAKING_S. If the baseline's take longer as well,
+because values are not yet in caches, the factor grows by its ratio."""
 ALIKE = 1.2  #: Times of a baseline that differ by less have one cause.
 LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
 """How much longer a call that is timed alone may take than one in a block, beyond three times what
@@ -127,6 +130,8 @@ class ArmBuffers:
     """What is called with the arguments of each set."""
     values: dict[int, int] = field(default_factory=dict)
     """Seeds of the values that overwrote sets of a prepared arm, by index."""
+    met: set[int] = field(default_factory=set)
+    """Sets that were called since their values were new."""
 
     def call(self, i: int) -> Call:
         return bind(self.functions[i], self.inputs[i].args)
@@ -197,6 +202,11 @@ class Sampler:
         self._slowed_baselines: dict[str, str] = {}  # how much, by name
         self._slow_when_timed: dict[str, str] = {}  # baselines that no other arm slows down
         self._slowing_inputs: dict[str, str] = {}
+        self._typical_s: dict[str, float] = {}  # of each arm's blocks, as they are judged
+        # seconds per call of blocks whose values are all new, or all known
+        self._new_s: dict[str, list[float]] = {}
+        self._known_s: dict[str, list[float]] = {}
+        self._keeping: dict[str, str] = {}  # arms that are slower on new values
         self._idle = validity.IdleTime()
         self._last_buffers: list[ArmBuffers] = []  # of the last replicate
         self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
@@ -482,6 +492,7 @@ class Sampler:
             last = self.sets if count > 1 else draw.randint(1, self.sets)
             return [(last - count + i) % self.sets for i in range(count)], count - 1
         order = draw.sample(range(self.sets), self.sets)
+        order.sort(key=arm.met.__contains__)  # values return as late as possible
         order = [order[i % self.sets] for i in range(count)]
         if arm.name not in self._reusing:
             return order, draw.choice((draw.randrange(count), count - 1))
@@ -650,6 +661,9 @@ class Sampler:
             self._problem = self._problem or problem
 
         seconds = batch.block.run(before, after)
+        if not is_new:
+            self._note_values(batch, seconds)
+        arm.met.update(batch.order)
         if is_new:
             self._refuse_changed_settings(arm.name)
             self._observe(arm, SideEffects.end)
@@ -663,6 +677,14 @@ class Sampler:
             )
         self._idle.begins()
         return seconds / len(batch.order)
+
+    def _note_values(self, batch: Batch, seconds: float) -> None:
+        """Note the time of a block whose values are all new, or all known."""
+        sets = {*batch.order}
+        known = sets & batch.arm.met
+        if known in (set(), sets):
+            by_name = self._known_s if known else self._new_s
+            by_name.setdefault(batch.arm.name, []).append(seconds / len(batch.order))
 
     def _take(self, batch: Batch) -> tuple[list[NamedTensor], list[Contents]]:
         """Copy the result that a block has kept, and what its call has left in its arguments."""
@@ -718,6 +740,7 @@ class Sampler:
             if left and arm.in_place:
                 self._stuck[arm.name] = left
                 return
+            arm.met.discard(i)
             if left or not in_place:
                 del inputs
                 arm.inputs[i] = Inputs((), (), seed)  # frees them before new ones are made
@@ -745,10 +768,14 @@ class Sampler:
 
         Such an arm does the work of several calls at once, or that of later ones in the first.
         """
+        self._typical_s = {
+            name: statistics.geometric_mean(_seconds(replicates, name)) for name in self.calls
+        }
         self._call_again()
         self._find_slowed_baselines(replicates)
         self._find_slowed_by_others(replicates)
         self._find_slowing_inputs(replicates)
+        self._find_kept_work()
         blocks = {n: statistics.median(_seconds(replicates, n)) for n in self._alone_s}
         extra = {n: min(alone) - blocks[n] for n, alone in self._alone_s.items()}
         waiting_s = 0.0  # a graph, or a kernel in front of the call, hides the launch
@@ -828,15 +855,31 @@ class Sampler:
                 times = f"{si(is_, 's')} after inputs(), but {si(was, 's')} when it was repeated"
                 self._slowing_inputs[name] = times
 
+    def _find_kept_work(self) -> None:
+        """Compare blocks on new values with those in which all values have returned."""
+        if self.renews or not self.device.renews:
+            return
+        arms = self._known_s.keys() & self._new_s.keys()
+        for rung in self.ladder.rungs if arms >= self.calls.keys() else ():
+            name, base = rung.arms["optimized"], rung.arms["baseline"]
+            known_s = {arm: statistics.median(self._known_s[arm]) for arm in (name, base)}
+            usual = max(1.0, statistics.median(self._new_s[base]) / known_s[base])
+            new_s = sorted(self._new_s[name])
+            quartile = new_s[len(new_s) // 4]
+            if quartile > KEPT * usual * known_s[name] + WAKING_S:
+                is_, was = si(statistics.median(new_s), "s"), si(known_s[name], "s")
+                self._keeping[name] = f"{is_} on new values, but {was}"
+
     def finish(self) -> None:
         """Check what no block could."""
         if self.large:
             self.device.release()
             self.ladder.check_anew(self._last_seed + 1)
         elif self.metric is Metric.WALL and self.device.ranks.count == 1:
-            slowest = self._set_s + max(self._first_s.values())
-            if slowest * FEWEST_SEEDS < SEARCHING_S:
-                self.ladder.check_slow_seeds()
+            slowest = sorted(self._first_s.values())[-len(JUDGED) :]
+            seed_s = len(JUDGED) * self._set_s + sum(slowest)
+            is_short = seed_s * FEWEST_SEEDS < SEARCHING_S
+            self.ladder.search(self._typical_s, is_short=is_short)
 
     def unchecked(self) -> Iterator[str]:
         """Describe what could not be checked."""
@@ -848,6 +891,11 @@ class Sampler:
             yield f"whether the baseline is slow only while it is timed: {name} took {times}"
         for name, times in self._slowing_inputs.items():
             yield f"whether inputs() slows the baseline down: {name} took {times}"
+        for name, times in self._keeping.items():
+            yield (
+                f"results cached by value: {name} took {times} when they returned, as inputs() "
+                "takes too long for new values in each block; draw the inputs faster"
+            )
         if self.large:
             yield "results of timed calls: they are too large to keep, so another seed was checked"
         elif self._stuck:

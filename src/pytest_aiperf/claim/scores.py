@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import NamedTensor
-from pytest_aiperf.errors import UsageError
+from pytest_aiperf.device.device import UNTRACED_BYTES
+from pytest_aiperf.errors import InvalidMeasurement, UsageError
 from pytest_aiperf.model import Metric, Mode, Replicate, Round, Score, Timing
+from pytest_aiperf.text import si
 
 from .bound_claim import bind
 from .ladder import Ladder
+
+MORE_UNTRACED = 1.5
+"""A call may need so many times the memory without a tracer, and UNTRACED_BYTES: Python's pools of
+small objects are larger than the objects."""
 
 
 class ScoreSampler:
@@ -34,7 +40,23 @@ class ScoreSampler:
 
     def prepare_more(self, seeds: Sequence[int]) -> None: ...
     def finish(self) -> None: ...
-    def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None: ...
+
+    def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:
+        """Refuse arms that needed more memory in each checked call than where it was measured.
+
+        There, the tracer runs, and an arm could notice it.
+        """
+        for rung in self.ladder.rungs if self.metric is Metric.MEMORY else ():
+            name = rung.arms["optimized"]
+            measured = max(block.seconds[name][0] for r in replicates for block in r.rounds)
+            grown = min(rung.bound.grown_bytes.get("optimized", [0]))
+            if grown > MORE_UNTRACED * measured + UNTRACED_BYTES:
+                rung.suspicion = InvalidMeasurement(
+                    f"optimized needs {si(grown, 'B')} in calls that are checked, but "
+                    f"{si(measured, 'B')} in those whose memory is traced: a call must do the same "
+                    "whether it is traced or not"
+                )
+
     def unchecked(self) -> Iterable[str]:
         return self.ladder.not_compared(self.metric)
 

@@ -31,6 +31,7 @@ from .device import (
     gc_disabled,
     nothing,
     now,
+    refuse_changed_counters,
     run_calls,
     seed_all,
 )
@@ -199,9 +200,10 @@ class CudaDevice:
         memory = self._torch.cuda
         with self.current():
             self.synchronize()
-            before = memory.memory_allocated()
+            before, highest = memory.memory_allocated(), memory.max_memory_allocated()
             first()
             self.synchronize()
+            refuse_changed_counters(memory.max_memory_allocated() >= highest)
             memory.reset_peak_memory_stats()
             result = second()
             self.synchronize()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Final, Protocol
 
+from pytest_aiperf.errors import InvalidMeasurement
 from pytest_aiperf.machine.distributed import RankGroup
 from pytest_aiperf.model import Bench, Gpu, GpuState, Metric, Mode, Trace
 from pytest_aiperf.rules.validity import watched
@@ -37,6 +38,9 @@ and one call may need several."""
 UNTRACED_BYTES: Final = 8 << 20
 """By how much more than Python's tracer has seen the resident memory may grow without counting:
 pages of code and of freed memory explain it. More is memory of torch or C++."""
+
+_MARKING: Final = 0x6165  #: Domain of Python's tracer of which a mark is part, and no memory.
+_MARK_BYTES: Final = 1 << 60  #: More than any call allocates: the tracer's peak, until it is reset.
 
 Call = Callable[[], object]
 PreparedCall = tuple[Callable[..., object], tuple[Any, ...]]  #: A function and its arguments.
@@ -194,16 +198,25 @@ class HostDevice:
         process's resident memory includes them, and also pages of code and of freed memory.
         """
         _free_unused()  # what others have left must be neither freed nor used again meanwhile
-        _, resident = _resident_bytes()
+        highest, resident = _resident_bytes()
         tracemalloc.start()
         try:
+            mark = bytearray(1)
+            track = ctypes.pythonapi.PyTraceMalloc_Track
+            track(_MARKING, ctypes.c_void_p(id(mark)), ctypes.c_size_t(_MARK_BYTES))
+            ctypes.pythonapi.PyTraceMalloc_Untrack(_MARKING, ctypes.c_void_p(id(mark)))
             first()
+            refuse_changed_counters(
+                tracemalloc.get_traced_memory()[1] >= _MARK_BYTES,
+                _resident_bytes()[0] > highest - UNTRACED_BYTES,
+            )
             _free_unused()
             tracemalloc.reset_peak()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the current size
+            _reset_resident_peak()
             result = second()
             _, traced = tracemalloc.get_traced_memory()
             grown = _resident_bytes()[0] - resident
+            refuse_changed_counters(tracemalloc.get_object_traceback(mark) is not None)
         finally:
             tracemalloc.stop()
         peak = grown if grown > traced + UNTRACED_BYTES else traced
@@ -326,6 +339,33 @@ def _free_unused() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def refuse_changed_counters(*are_kept: bool) -> None:
+    """Raise InvalidMeasurement if a call has reset or stopped a counter of memory."""
+    if not all(are_kept):
+        raise InvalidMeasurement(
+            "a call has reset or stopped a counter of memory, so its peak is unknown: call neither "
+            "functions of tracemalloc that do so, nor reset_peak_memory_stats, and leave "
+            "/proc/self/clear_refs alone"
+        )
+
+
+def grown_bytes(call: Call) -> tuple[int, object]:
+    """Return by how much the resident memory has grown at most in a call, and its result.
+
+    No tracer runs, which the call could notice. Memory that malloc keeps makes it less.
+    """
+    _free_unused()
+    _, before = _resident_bytes()
+    _reset_resident_peak()
+    result = call()
+    return _resident_bytes()[0] - before, result
+
+
+def _reset_resident_peak() -> None:
+    """Make the current size of the resident memory its peak."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _resident_bytes() -> tuple[int, int]:
