@@ -23,6 +23,7 @@ from pytest_aiperf.claim import (
     explanation,
     ladder,
     sampler,
+    scores,
     search,
     side_effects,
 )
@@ -289,6 +290,26 @@ GUARDS = {
     "results are verified where the baseline is slow": Guard(
         {(search.Search, "slow_seeds"): always([])},
         calls(test_sampler.test_results_on_inputs_on_which_the_baseline_is_slow_are_verified, True),
+    ),
+    "arms are not slow for few inputs": Guard(
+        {(search.Search, "_slow_in_all"): always(())},
+        calls(
+            test_sampler.test_an_arm_that_is_slow_on_few_inputs_is_told, 200e-6, 20e-3, 2.0, True
+        ),
+    ),
+    "arms are timed with garbage collection as well": Guard(
+        {(search.Search, "_slow_while_collecting"): always(())},
+        marked("an_arm_that_makes_many_objects"),
+    ),
+    "new values take as long as known ones": Guard(
+        {(sampler.Sampler, "_find_kept_work"): nothing},
+        marked("a_part_of_the_work_kept_by_value"),
+    ),
+    "counters of memory are kept": Guard(
+        {(device, "refuse_changed_counters"): nothing}, caught("a_peak_that_is_reset")
+    ),
+    "calls need as much memory without a tracer": Guard(
+        {(scores, "MORE_UNTRACED"): math.inf}, caught("less_memory_while_it_is_traced")
     ),
     "an OrderedDict's order is compared": Guard(
         {(stored, "keys"): always([])}, caught("a_cache_whose_order_is_not_kept")

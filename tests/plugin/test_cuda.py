@@ -472,6 +472,18 @@ def test_the_peak_counts_what_the_first_call_keeps(cuda):
     assert device.peak_bytes(first, second) == (290, "result")
 
 
+def test_a_call_that_resets_the_peak_is_refused(cuda):
+    device = CudaDevice(GPU)
+    cuda.allocated, cuda.most = 1_000, 9_000
+
+    def call():
+        cuda.most = max(cuda.most, cuda.allocated + 250)
+        cuda._reset_peak()
+
+    with pytest.raises(InvalidMeasurement, match="reset or stopped a counter of memory"):
+        device.peak_bytes(call, call)
+
+
 @pytest.mark.parametrize(
     ("clocks", "seconds"),
     [

@@ -661,9 +661,7 @@ class Sampler:
             self._problem = self._problem or problem
 
         seconds = batch.block.run(before, after)
-        if not is_new:
-            self._note_values(batch, seconds)
-        arm.met.update(batch.order)
+        self._note_values(batch, seconds, is_new=is_new)
         if is_new:
             self._refuse_changed_settings(arm.name)
             self._observe(arm, SideEffects.end)
@@ -678,13 +676,17 @@ class Sampler:
         self._idle.begins()
         return seconds / len(batch.order)
 
-    def _note_values(self, batch: Batch, seconds: float) -> None:
-        """Note the time of a block whose values are all new, or all known."""
-        sets = {*batch.order}
-        known = sets & batch.arm.met
-        if known in (set(), sets):
+    def _note_values(self, batch: Batch, seconds: float, *, is_new: bool) -> None:
+        """Note which values are known now, and the time of a block if all were new, or all known.
+
+        Lone calls do not count, nor blocks that always have new values.
+        """
+        arm, sets = batch.arm, {*batch.order}
+        known = sets & arm.met
+        arm.met |= sets
+        if not is_new and known in (set(), sets):
             by_name = self._known_s if known else self._new_s
-            by_name.setdefault(batch.arm.name, []).append(seconds / len(batch.order))
+            by_name.setdefault(arm.name, []).append(seconds / len(batch.order))
 
     def _take(self, batch: Batch) -> tuple[list[NamedTensor], list[Contents]]:
         """Copy the result that a block has kept, and what its call has left in its arguments."""
