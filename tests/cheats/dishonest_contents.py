@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import ctypes
 import decimal
 import gc
 import io
 import random
+import threading
 import time
+import types
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,6 +158,155 @@ def an_array_of_floats_that_is_not_written():
 @marked("what calls leave in d: optimized leaves other contents than the baseline")
 def a_sparse_matrix_that_is_not_scaled():
     return leaving(lambda: torch.eye(9).to_sparse(), lambda d, x: d.mul_(float(x[0])))
+
+
+class Box:
+    """An object that can be a key, and that holds a list."""
+
+    def __init__(self):
+        self.values = []
+
+
+def local_to_a_thread():
+    local = threading.local()
+    local.values = []
+    return local
+
+
+def a_context():
+    context = contextvars.Context()
+    context.run(VALUES.set, [])
+    return context
+
+
+def a_function_that_appends():
+    values = []
+    return lambda value: values.append(value)  # noqa: PLW0108  a function of Python
+
+
+class Node(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int64), ("values", ctypes.POINTER(ctypes.c_double)))
+
+
+def a_node():
+    node = Node()
+    node.values = (ctypes.c_double * 8)()
+    return node
+
+
+VALUES: contextvars.ContextVar[list[float]] = contextvars.ContextVar("values")
+BOXES = collections.deque(maxlen=10_000)  # keeps what weak references refer to
+
+
+def a_weak_reference():
+    BOXES.append(Box())
+    return weakref.ref(BOXES[-1])
+
+
+BEHIND = {  # what is behind an object, and how calls change it
+    "proxy": (lambda: types.MappingProxyType({"x": []}), lambda d, x: d["x"].append(x)),
+    "cell": (a_function_that_appends, lambda d, x: d(x)),
+    "weak": (a_weak_reference, lambda d, x: d().values.append(x)),
+    "local": (local_to_a_thread, lambda d, x: d.values.append(x)),
+    "context": (a_context, lambda d, x: d[VALUES].append(x)),
+    "method": (lambda: [].append, lambda d, x: d(x)),
+    "python": (lambda: Box().__init__, lambda d, x: d.__self__.values.append(x)),
+    "pointer": (
+        lambda: ctypes.pointer(ctypes.c_double()),
+        lambda d, x: setattr(d.contents, "value", x),
+    ),
+    "node": (a_node, lambda d, x: d.values.__setitem__(3, x)),
+    "key": (lambda: {Box(): 1}, lambda d, x: next(iter(d)).values.append(x)),
+    "item": (lambda: {Box()}, lambda d, x: next(iter(d)).values.append(x)),
+}
+UNREAD = "what calls change in d: attributes of objects are not compared"
+
+
+def behind(name):
+    destination, change = BEHIND[name]
+    return leaving(destination, lambda d, x: change(d, float(x[0])))
+
+
+@marked(UNREAD)
+def a_list_behind_a_mapping_proxy():
+    return behind("proxy")
+
+
+@marked(UNREAD)
+def a_list_in_a_cell():
+    return behind("cell")
+
+
+@marked(UNREAD)
+def a_list_behind_a_weak_reference():
+    return behind("weak")
+
+
+@marked(UNREAD)
+def a_list_of_a_thread():
+    return behind("local")
+
+
+@marked(UNREAD)
+def a_list_in_a_context():
+    return behind("context")
+
+
+@marked(UNREAD)
+def a_list_behind_its_method():
+    return behind("method")
+
+
+@marked(UNREAD)
+def an_object_behind_its_method():
+    return behind("python")
+
+
+@marked(UNREAD)
+def a_number_behind_a_pointer():
+    return behind("pointer")
+
+
+@marked(UNREAD)
+def numbers_behind_a_pointer_in_a_structure():
+    return behind("node")
+
+
+@marked(UNREAD)
+def a_list_in_a_key():
+    return behind("key")
+
+
+@marked(UNREAD)
+def a_list_in_an_item_of_a_set():
+    return behind("item")
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_int64), ("second", ctypes.c_int32))
+
+
+@cheat(LEFT)
+def a_structure_of_c_that_is_not_written():
+    return leaving(Pair, lambda d, x: setattr(d, "second", int(1e6 * x[0])))
+
+
+PLACE = "optimized reads d to another place than the baseline"
+
+
+@cheat(PLACE)
+def a_file_in_memory_that_is_not_read():
+    return leaving(lambda: io.BytesIO(b"text"), lambda d, x: d.read(2))
+
+
+@cheat(PLACE)
+def an_iterator_that_is_not_read():
+    return leaving(lambda: iter([1, 2]), lambda d, x: next(d))
+
+
+@cheat(PLACE)
+def a_generator_that_is_not_read():
+    return leaving(lambda: (i for i in range(9)), lambda d, x: next(d))
 
 
 def draw(d, _x):

@@ -7,12 +7,22 @@ import collections
 import ctypes
 import decimal
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from tests.cheats.case import Corpus
-from tests.cheats.dishonest_contents import Total, a_cache, bits, group, use
+from tests.cheats.dishonest_contents import (
+    BEHIND,
+    Pair,
+    Total,
+    a_cache,
+    a_node,
+    bits,
+    group,
+    use,
+)
 from tests.cheats.dishonest_results import rows_of_numbers
 from tests.cheats.honest import arms
 from tests.plugin.claims import vectors
@@ -127,6 +137,69 @@ def decimals_that_are_written():
 @honest()
 def byte_strings_that_are_written():
     return leaving(lambda: np.zeros(1, "S8"), lambda d, x: d.__setitem__(0, str(x[0])[:8].encode()))
+
+
+@honest()
+def objects_that_lead_to_others_and_are_not_changed():
+    """A registry of everything behind which the cheats hide lists."""
+    return arms(
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), {k: make() for k, (make, _) in BEHIND.items()}),
+        reference=lambda x, d: x + x,
+    )
+
+
+@honest()
+def objects_that_contain_themselves():
+    """A tree whose nodes know their parents, and a list in itself."""
+
+    def inputs(bench):
+        loop = [SimpleNamespace()]
+        loop[0].parent = loop
+        for _ in range(5000):
+            loop[0] = SimpleNamespace(child=loop[0], root=loop)
+        return *vectors(bench), SimpleNamespace(loop=loop)
+
+    return arms(lambda x, d: x * 2, inputs=inputs, reference=lambda x, d: x + x)
+
+
+@honest()
+def a_structure_of_c_that_is_written():
+    return leaving(Pair, lambda d, x: setattr(d, "second", int(1e6 * x[0])))
+
+
+@honest()
+def a_structure_with_a_pointer_that_is_read():
+    return arms(
+        lambda x, d: x * 2 + d.values[0],
+        inputs=lambda bench: (*vectors(bench), a_node()),
+        reference=lambda x, d: x + x,
+    )
+
+
+@honest(clock="host")
+def a_file_in_memory_that_is_read():
+    """Each call reads all of it, so each must get it anew."""
+    read = lambda d: np.frombuffer(d.read()) * 2
+    return {
+        "baseline": read,
+        "optimized": lambda d: np.frombuffer(d.read(8) + d.read()) * 2,
+        "inputs": lambda bench: (io.BytesIO(np.random.default_rng(bench.seed).random(2**16).tobytes()),),
+        "reference": read,
+        "metric": "wall",
+    }
+
+
+@honest()
+def an_iterator_that_is_read():
+    """A stream of requests that each call takes until its end."""
+    total = lambda d: sum(d)  # noqa: PLW0108  builtins have no signature
+    return arms(
+        total,
+        lambda d: sum(list(d)),
+        inputs=lambda bench: ((float(v) for v in vectors(bench)[0]),),
+        reference=total,
+    )
 
 
 @honest()

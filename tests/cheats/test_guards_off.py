@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import gc
 import math
 import sys
 import threading
@@ -320,6 +321,21 @@ GUARDS = {
     ),
     "attributes that the baseline changes are named": Guard(
         {(BoundClaim, "not_compared"): always(())}, marked("an_attribute_that_is_not_written")
+    ),
+    "what objects lead to is read": Guard(
+        {(stored, "referents"): always([])}, marked("a_list_behind_a_mapping_proxy")
+    ),
+    "weak references are followed": Guard(
+        {(stored, "referents"): gc.get_referents}, marked("a_list_behind_a_weak_reference")
+    ),
+    "keys are read": Guard(
+        {(stored, "is_plain_key"): always(value=True)}, marked("a_list_in_a_key")
+    ),
+    "structures of C are compared": Guard(
+        {(contents, "_codes"): always({"P"})}, caught("a_structure_of_c_that_is_not_written")
+    ),
+    "arguments are read to the same place": Guard(
+        {(stored, "position"): nothing}, caught("a_file_in_memory_that_is_not_read")
     ),
     "attributes of results are named": Guard(
         {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")

@@ -281,7 +281,7 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
     effects = ArgumentEffects(
         mutated,
-        exact=tuple(i for i, (old, new) in enumerate(pairs) if old.exact != new.exact),
+        exact=tuple(i for i, (old, new) in enumerate(pairs) if _differ(old, new)),
         objects=tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects),
     )
     result = outputs_of(returned, inputs.args, effects)
@@ -598,6 +598,10 @@ def contents_of(args: Args, effects: ArgumentEffects) -> list[Contents]:
     return [contents.read(args[i]) for i in effects.exact]
 
 
+def _differ(old: Contents, new: Contents) -> bool:
+    return (old.exact, old.positions) != (new.exact, new.positions)
+
+
 def compare_contents(
     arm: str,
     left: Sequence[Contents],
@@ -607,13 +611,19 @@ def compare_contents(
 ) -> Iterator[str]:
     """Refuse other contents than the baseline's; yield what could differ by rounding."""
     for i, mine, other in zip(effects.exact, left, baseline, strict=True):
+        name = effects.label(f"args[{i}]")
         if mine.exact != other.exact:
-            name = effects.label(f"args[{i}]")
             if not (mine.has_floats or other.has_floats):
                 raise WrongResult(
                     f"{arm} leaves other contents in {name} than the baseline{when and ' ' + when}"
                 )
             yield f"what calls leave in {name}: {arm} leaves other contents than the baseline"
+        is_alike = len(mine.positions) == len(other.positions)  # else an object differs
+        if is_alike and mine.positions != other.positions:
+            raise WrongResult(
+                f"{arm} reads {name} to another place than the baseline{when and ' ' + when}, so "
+                "what is read next differs: seek() to the same place, or take as many items"
+            )
 
 
 @dataclass(frozen=True, slots=True)

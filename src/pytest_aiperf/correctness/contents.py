@@ -34,7 +34,10 @@ _TEXTS = (
 )
 """Types whose values are equal if their texts are."""
 _FLOATS = (float, complex)
-_CODE = (types.ModuleType, types.BuiltinFunctionType, types.MethodType)
+_CODE = (types.ModuleType, types.CodeType, types.FrameType)
+_C_DATA: Any = ctypes.Array.__base__  # the base of all types of C
+_C_SIMPLE: Any = ctypes.c_int.__base__
+_C_ADDRESSES, _C_FLOATS = "zZPO", "efdgFD"  # codes of simple types, see also struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Contents:
     exact: str = ""  #: Of bytes, texts, sets, queues and other values of built-in types.
     objects: str = ""  #: Of the attributes of objects.
     has_floats: bool = False  #: Whether there are floats among the former.
+    positions: tuple[int, ...] = ()  #: How far its files and iterators have been read.
 
 
 def read(value: object) -> Contents:
@@ -51,9 +55,13 @@ def read(value: object) -> Contents:
     reader = _Reader()
     try:
         reader.read(value, reader.exact, is_compared=True)
+        reader.read_objects()
     except RecursionError:  # walk() refuses what contains itself
         return Contents()
-    return Contents(reader.exact.hexdigest(), reader.objects.hexdigest(), reader.has_floats)
+    return Contents(
+        *(reader.exact.hexdigest(), reader.objects.hexdigest(), reader.has_floats),
+        tuple(reader.positions),
+    )
 
 
 class _Reader:
@@ -61,13 +69,25 @@ class _Reader:
         self.exact, self.objects = hashlib.blake2b(), hashlib.blake2b()
         self.has_floats = False
         self.seen: dict[int, object] = {}
+        self.containers: dict[int, object] = {}  # those that objects store
+        self.positions: list[int] = []
+        self.todo: collections.deque[object] = collections.deque()
+        """What objects store, which is read later: a chain of objects may be long."""
+
+    def read_objects(self) -> None:
+        while self.todo:
+            self.read(self.todo.popleft(), self.objects, is_compared=False)
 
     def read(self, value: Any, into: Any, *, is_compared: bool) -> None:
         """Add a value to a fingerprint; its arrays and numbers only unless they are compared."""
         kind = type(value)
-        if stored.is_one_of(kind, stored.BUFFERS) or _is_ctypes_array(kind):
+        if stored.is_one_of(kind, stored.BUFFERS) or _is_c_data(kind):
             with contextlib.suppress(ValueError):  # it is closed or released
-                self._bytes(memoryview(value), into)
+                data = memoryview(value)
+                codes = _codes(kind) or {data.format.lstrip("<>=@!")}
+                is_float = not codes.isdisjoint(_C_FLOATS)
+                self.has_floats = self.has_floats or (into is self.exact and is_float)
+                self._bytes(data, into)
         elif tensors.is_compared(value):
             if not is_compared:
                 self._array(value, into)
@@ -76,8 +96,10 @@ class _Reader:
             self._text(value, into)
         elif stored.is_one_of(kind, (*_SEQUENCES, *_DICTS, *_SETS)):
             self._container(value, into, is_compared=is_compared)
-        elif stored.is_one_of(kind, (io.BytesIO, io.StringIO)):
-            self._text(value.getvalue(), into)
+        elif stored.is_one_of(kind, stored.FILES):
+            with contextlib.suppress(ValueError):  # it is closed
+                self._text(value.getvalue(), into)
+            self._object(value, into, is_compared=False)
         elif generator := _generator_state(value):
             self.has_floats = self.has_floats or into is self.exact  # may draw in another order
             self.read(generator, into, is_compared=False)
@@ -88,6 +110,10 @@ class _Reader:
 
     def _container(self, value: Any, into: Any, *, is_compared: bool) -> None:
         kind = type(value)
+        if into is self.objects:  # what contains itself is read once
+            if id(value) in self.containers:
+                return
+            self.containers[id(value)] = value
         if stored.is_one_of(kind, _SEQUENCES):
             self._text(len(value), into)
             for item in value:
@@ -99,6 +125,8 @@ class _Reader:
                 labels[id(key)] = label
                 self._text(label, into)
                 self.read(item, into, is_compared=is_compared)
+                if not stored.is_plain_key(key):
+                    self.todo.append(key)
             if kind is collections.OrderedDict:  # who uses this class, such as a cache, needs it
                 self._text([labels.get(id(key)) for key in stored.keys(value)], into)
         else:
@@ -114,6 +142,8 @@ class _Reader:
         if id(value) in self.seen or len(self.seen) >= MAX_OBJECTS:
             return
         self.seen[id(value)] = value
+        if (position := stored.position(value)) is not None:
+            self.positions.append(position)
         if issubclass(type(value), (type, types.FunctionType)):
             self._attributes(_attributes_of_code(value))
             return
@@ -130,16 +160,37 @@ class _Reader:
                 if f".{name}" not in walked and not (is_module and name.startswith("_"))
             }
         )
+        if issubclass(type(value), _C_DATA):
+            self._c_fields(value)
+        if not is_module and position is None:  # an iterator drops what it has read
+            named = {*map(id, own.values()), *map(id, walked.values())}
+            self.todo.extend(
+                x
+                for x in stored.referents(value)
+                if id(x) not in named
+                and not issubclass(type(x), type)
+                and not (type(x) is dict and x.keys() == own.keys())
+            )
 
     def _attributes(self, attributes: Mapping[str, object]) -> None:
         for name, item in sorted(attributes.items()):
             self._text(name, self.objects)
-            self.read(item, self.objects, is_compared=False)
+            self.todo.append(item)
+
+    def _c_fields(self, value: Any) -> None:
+        """Add the bytes of a structure of C, but for addresses: what they point to is kept."""
+        kind = type(value)
+        for name, field_kind, *_ in getattr(kind, "_fields_", ()):
+            if _is_c_data(field_kind):
+                start = getattr(kind, name).offset
+                data = memoryview(value).cast("B")[start : start + ctypes.sizeof(field_kind)]
+                self._bytes(data, self.objects)
 
     def _item(self, item: object) -> str:
         """Return the fingerprint of an item of a set, which has no order."""
         one = _Reader()
         one.read(item, one.exact, is_compared=False)
+        self.todo.extend(one.todo)
         self.has_floats = self.has_floats or one.has_floats
         return one.exact.hexdigest()
 
@@ -147,9 +198,8 @@ class _Reader:
         self.has_floats = self.has_floats or (into is self.exact and type(value) in _FLOATS)
         into.update(_text(value).encode("utf-8", "surrogatepass"))
 
-    def _bytes(self, data: memoryview, into: Any) -> None:
-        is_float = data.format.lstrip("<>=@!") in tuple("efdgFD")
-        self.has_floats = self.has_floats or (into is self.exact and is_float)
+    @staticmethod
+    def _bytes(data: memoryview, into: Any) -> None:
         into.update(f"{data.format} {data.shape};".encode())
         into.update(data if data.c_contiguous else data.tobytes())
 
@@ -169,9 +219,10 @@ def _text(value: object) -> str:
 
 
 def _attributes_of_code(value: Any) -> dict[str, object]:
-    """Return the attributes of a function or a class; {} if a library defines it."""
+    """Return what a function or a class keeps; {} if a library defines it."""
     if type(value) is types.FunctionType:
-        own, file = stored.attributes(value), value.__code__.co_filename
+        kept = (value.__closure__, value.__defaults__, value.__kwdefaults__)
+        own, file = stored.attributes(value) | {"kept": kept}, value.__code__.co_filename
     else:
         own = stored.attributes_of_class(value)
         module = sys.modules.get(str(own.get("__module__")))
@@ -215,5 +266,17 @@ def _parts(value: Any) -> tuple[object, ...]:
     return ()
 
 
-def _is_ctypes_array(kind: type) -> bool:
-    return type(kind) is type(ctypes.c_char * 1)
+def _is_c_data(kind: type) -> bool:
+    """Whether this is a type of C whose bytes are numbers, and no addresses."""
+    return issubclass(kind, _C_DATA) and _codes(kind).isdisjoint(_C_ADDRESSES)
+
+
+def _codes(kind: Any) -> set[str]:
+    """Return the codes of the simple types that a type of C consists of."""
+    if not issubclass(kind, _C_DATA):
+        return set()
+    if issubclass(kind, (ctypes.Structure, ctypes.Union)):
+        return set().union(*(_codes(field[1]) for field in getattr(kind, "_fields_", ())))
+    if issubclass(kind, ctypes.Array):
+        return _codes(kind._type_)  # noqa: SLF001  ctypes documents it
+    return {kind._type_} if issubclass(kind, _C_SIMPLE) else {"P"}  # noqa: SLF001

@@ -7,7 +7,6 @@ reads it, it is a view of the inputs as much as one of an array that is an argum
 import contextlib
 import ctypes
 import functools
-import gc
 import io
 import math
 import sys
@@ -96,7 +95,7 @@ def _inside(value: Any, spans: Spans) -> Iterable[Any]:
         return (*(part for part in parts if part), *stored.attributes(value).values())
     if kind is sys.modules["numpy"].ndarray:
         return value.ravel().tolist() if value.dtype.hasobject else ()
-    return [x for x in gc.get_referents(value) if id(type(x)) not in _IGNORED]
+    return [x for x in stored.referents(value) if id(type(x)) not in _IGNORED]
 
 
 def _own(value: Any, kind: type) -> Spans:

@@ -221,7 +221,7 @@ class References:
 def _kept(value: Any) -> list[Any]:
     """Return what an object keeps: attributes, cached results, the values of a context, ..."""
     is_context = type(value) is contextvars.Context
-    return _without_numbers(value.values() if is_context else gc.get_referents(value))
+    return _without_numbers(value.values() if is_context else stored.referents(value))
 
 
 def _items(value: Any) -> Iterable[Any] | None:

@@ -8,10 +8,14 @@ types are compared by identity, and attributes are read where objects and classe
 import array
 import collections
 import contextlib
+import contextvars
 import dataclasses
+import gc
+import io
 import mmap
 import operator
 import types
+import weakref
 from abc import ABCMeta
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +26,9 @@ _MRO = type.__dict__["__mro__"].__get__
 _VARS = type.__dict__["__dict__"].__get__
 HEAP_TYPE = 1 << 9  #: Flag of types that are not part of Python itself.
 _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is Python's own
+FILES = (io.BytesIO, io.StringIO)  #: Types of files in memory.
+_ON_DISK = (io.FileIO, io.BufferedReader, io.BufferedRandom)
+_CLOSED = -1
 
 
 def is_one_of(kind: type, kinds: Iterable[type]) -> bool:
@@ -51,6 +58,36 @@ def slots(value: object) -> dict[str, Any]:
                 with contextlib.suppress(AttributeError):  # not set
                     found.setdefault(name, member.__get__(value))
     return found
+
+
+def referents(value: object) -> list[Any]:
+    """Return what an object of any type leads to, as the garbage collector sees it.
+
+    Unlike the collector, go through weak references, and read a context variable.
+    """
+    found = gc.get_referents(value)
+    if issubclass(type(value), weakref.ReferenceType):
+        found.append(weakref.ReferenceType.__call__(value))
+    elif type(value) is contextvars.ContextVar:
+        found.append(value.get(None))
+    return found
+
+
+def position(value: Any) -> int | None:
+    """Return how far a file or an iterator has been read; None for other objects."""
+    kind = type(value)
+    if kind is types.GeneratorType:
+        return value.gi_frame.f_lasti if value.gi_frame else _CLOSED
+    if is_one_of(kind, (*FILES, *_ON_DISK)):
+        try:
+            return int(value.tell())
+        except (OSError, ValueError):  # a pipe has no position
+            return _CLOSED
+    hint = _VARS(kind).get("__length_hint__")
+    if type(hint) is types.MethodDescriptorType:  # of an iterator in C
+        with contextlib.suppress(TypeError):  # it has no end
+            return int(hint(value))
+    return None
 
 
 def fields(value: object) -> dict[str, Any] | None:
@@ -128,9 +165,13 @@ def _base(value: dict[Any, Any]) -> Any:
 
 
 def _label(key: Any, number: int) -> str:
+    return repr(key) if is_plain_key(key) else f"key {number}"
+
+
+def is_plain_key(key: Any) -> bool:
+    """Whether the text of a key tells all about it."""
     parts = key if type(key) is tuple else (key,)
-    is_plain = all(is_one_of(type(part), _KEYS) for part in parts)
-    return repr(key) if is_plain else f"key {number}"
+    return all(is_one_of(type(part), _KEYS) for part in parts)
 
 
 def _in_class(kind: type, name: str) -> Any:
