@@ -336,3 +336,77 @@ def numbers_of_numpy_in_an_argument():
     return changing(
         lambda: [0.0] * 64, put(lambda x: (x * 3)[:64].tolist()), put(lambda x: list((x * 3)[:64]))
     )
+
+
+def in_mode(mode):
+    """Return a claim whose arm computes in another mode of autograd than its baseline."""
+    import torch
+
+    return pair(
+        lambda x: torch.from_numpy(x) * 2,
+        mode(lambda x: torch.from_numpy(x) * 2),
+        inputs=vectors,
+        reference=lambda x: x + x,
+    )
+
+
+TRAIT = "optimized returns result as {}, the baseline as an ordinary tensor"
+
+
+@cheat(TRAIT.format("an inference tensor"))
+def an_inference_tensor():
+    import torch
+
+    return in_mode(torch.inference_mode())
+
+
+@cheat(TRAIT.format("a tensor that requires grad"))
+def a_tensor_that_requires_grad():
+    return in_mode(lambda arm: lambda x: arm(x).requires_grad_())
+
+
+LARGE = 1 << 19  # elements: 4 MiB
+KEPT = "memory that results keep alive: optimized's keep"
+
+
+def few_of_many(copy, window):
+    """Return a claim whose results are a few of many numbers."""
+    inputs = lambda bench: (np.random.default_rng(bench.seed).random(LARGE),)
+    return pair(copy, window, inputs=inputs, reference=lambda x: (x * 2)[:64].copy())
+
+
+@marked(KEPT)
+def a_window_of_a_large_array():
+    return few_of_many(lambda x: (x * 2)[:64].copy(), lambda x: (x * 2)[:64])
+
+
+@marked(KEPT)
+def a_window_of_a_large_tensor():
+    import torch
+
+    double = lambda x: (torch.from_numpy(x) * 2)[:64]
+    return few_of_many(lambda x: double(x).clone(), double)
+
+
+@marked(KEPT)
+def a_window_of_large_bytes():
+    double = lambda x: np.frombuffer(memoryview(bytearray((x * 2).tobytes())), count=64)
+    return few_of_many(lambda x: double(x).copy(), double)
+
+
+def records(x):
+    """Return many rows of an index and a number."""
+    return [(i, value) for i, value in enumerate((x * 2).tolist())]
+
+
+@cheat("optimized disagrees with the reference: result\\[:\\]\\[1\\]\\[63\\] is 0")
+def a_wrong_number_in_one_of_many_rows():
+    return pair(
+        records, lambda x: [*records(x)[:-1], (63, 0.0)], inputs=vectors, reference=records
+    )
+
+
+@cheat("optimized gives int64.* for result\\[:\\]\\[1\\], the baseline float64")
+def rows_of_integers():
+    whole = lambda x: [(i, int(value)) for i, value in records(x)]
+    return pair(records, whole, inputs=vectors, reference=records)

@@ -11,12 +11,14 @@ import numpy as np
 
 from tests.cheats.case import Corpus
 from tests.cheats.dishonest_objects import (
+    LARGE,
     a_counting_class,
     a_function_of,
     add_anew,
     add_in_place,
     large,
     put,
+    records,
     reference_of,
     rows,
     table,
@@ -242,6 +244,61 @@ def numbers_of_python_in_a_result():
         lambda x: list(x * 2),
         inputs=vectors,
         reference=lambda x: list(x + x),
+    )
+
+
+@honest()
+def ordinary_tensors_for_an_inference_tensor():
+    import torch
+
+    double = lambda x: torch.from_numpy(x) * 2
+    return arms(
+        torch.no_grad()(double),
+        torch.inference_mode()(double),
+        inputs=vectors,
+        reference=lambda x: x + x,
+    )
+
+
+def _numbers(bench):
+    return (np.random.default_rng(bench.seed).random(LARGE),)
+
+
+@honest()
+def parts_of_one_fused_result():
+    """The arm computes all in one array, and returns all of it in windows."""
+    split = lambda x: tuple(np.split(x * 2, 4))
+    apart = lambda x: tuple(part * 2 for part in np.split(x, 4))
+    return arms(split, apart, inputs=_numbers, reference=apart)
+
+
+@honest()
+def most_of_a_padded_result():
+    padded = lambda x: np.concatenate([x * 2, np.zeros(LARGE // 4)])[:LARGE]
+    return arms(padded, lambda x: x * 2, inputs=_numbers, reference=lambda x: x + x)
+
+
+@honest()
+def windows_by_both_arms():
+    first = lambda x: np.sort(x)[:64]
+    return arms(first, lambda x: np.partition(np.sort(x), 64)[:64], inputs=_numbers, reference=first)
+
+
+@honest()
+def a_small_window_of_a_large_workspace():
+    """The result lies in memory that the caller passes and keeps."""
+    return arms(
+        lambda x, d: np.multiply(x, 2, out=d.workspace[: len(x)]),
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), SimpleNamespace(workspace=np.zeros(LARGE))),
+        reference=lambda x, d: x + x,
+    )
+
+
+@honest()
+def many_rows_of_an_index_and_a_number():
+    return arms(
+        lambda x: list(enumerate((x * 2).tolist())), records, inputs=vectors, reference=records
     )
 
 

@@ -412,6 +412,12 @@ GUARDS = {
     "numbers are Python's own": Guard(
         {(tensors, "boxed_numbers"): always(0)}, caught("numbers_of_numpy_in_a_result")
     ),
+    "results have the same mode of autograd": Guard(
+        {(tensors, "autograd_trait"): always("")}, caught("an_inference_tensor")
+    ),
+    "memory behind a result is named": Guard(
+        {(tensors, "storage"): tensors.span}, marked("a_window_of_a_large_array")
+    ),
     "arrays are aligned": Guard(
         {(tensors, "is_unaligned"): always(value=False)}, caught("arrays_that_are_not_aligned")
     ),

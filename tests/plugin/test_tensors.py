@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import mmap
+import time
 import warnings
 from typing import ClassVar
 
@@ -390,3 +391,50 @@ def test_overwrite_gives_dicts_the_order_of_the_new_values(kind, of):
     assert live.overwrite(one_set(fresh)) == ()
     assert list(live.args[0]) == list(fresh)
     assert [np.mean(x) for x in live.args[0].values()] == [np.mean(x) for x in fresh.values()]
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (lambda i: (0.5, i), ("[0]", "[1]")),
+        (lambda i: [0.5, np.int64(i)], ("[0]", "[1]")),
+        (lambda i: Point(0.5, i), (".x", ".y")),
+    ],
+)
+def test_many_rows_of_numbers_are_columns(row, names):
+    rows = [row(i) for i in range(17)]
+    leaves = tensors.walk({"a": rows}, "result", is_result=True)
+    assert [path for path, _ in leaves] == [f"result['a'][:]{name}" for name in names]
+    assert [list(values) for _, values in leaves] == [[0.5] * 17, list(range(17))]
+    assert len(tensors.walk(rows[:16], "result", is_result=True)) == 32
+    assert len(tensors.walk(rows, "args")) == 34
+
+
+@pytest.mark.parametrize(
+    "odd", [(0.5,), (0.5, None), [0.5, 1], (0.5, np.ones(2)), 0.5, (), (*range(17),)]
+)
+def test_rows_that_are_not_alike_are_no_columns(odd):
+    leaves = tensors.walk([(0.5, 1)] * 17 + [odd], "result", is_result=True)
+    assert "result[0][1]" in dict(leaves)
+
+
+def test_sixty_thousand_rows_are_checked_within_seconds():
+    started = time.monotonic()
+    rows = [(0.5, i) for i in range(60_000)]
+    assert len(tensors.walk(rows, "result", is_result=True)) == 2
+    assert time.monotonic() - started < 2
+
+
+def test_the_storage_of_an_array_is_all_that_it_keeps_alive():
+    x, t = np.ones((8, 8)), torch.ones(8, 8)
+    size = lambda array: np.diff(tensors.storage(array))[0]
+    assert size(x[2:3, ::2]) == size(x) == x.nbytes
+    assert size(t[1]) == size(t[1].numpy()) == 256
+    assert size(np.frombuffer(bytearray(64), np.uint8, 8)) == 64
+    assert size(np.frombuffer(memoryview(bytes(64))[:32], np.uint8, 8)) == 64

@@ -953,7 +953,7 @@ def _copy(path: str, value: object) -> NamedTensor:
 
 def _spans(result: object, i: int) -> Iterator[tuple[int, int, int]]:
     """Yield the addresses of a result's arrays, with the number of the result."""
-    for _, value in tensors.walk(result, ""):
+    for _, value in tensors.walk(result, "", is_result=True):
         if (backend := tensors.backend_of(value)) and value.nbytes:
             start, _ = backend.address_and_strides(value)
             yield start, start + value.nbytes, i

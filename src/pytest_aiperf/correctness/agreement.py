@@ -30,6 +30,7 @@ from pytest_aiperf.device.device import gc_disabled
 from pytest_aiperf.errors import UsageError, WrongResult
 from pytest_aiperf.model import Error, PrecisionName
 from pytest_aiperf.rules.validity import watched
+from pytest_aiperf.text import si
 
 from . import contents, objects, reach, tensors
 from .contents import Contents
@@ -118,6 +119,9 @@ SAMPLE = 4096  #: Elements of a large array that :func:`_scale` reads: 50 of the
 NEGLIGIBLE = 1e-12
 """Values this small, and this many times smaller than the RMS, have no scale of their own: those of
 exponentials of large arguments are inexact, and underflow."""
+KEPT_TIMES, KEPT_BYTES = 2, 1 << 20
+"""The memory that results keep alive is named where it is more than so many times that of their
+elements and of the baseline's, and so many bytes more. Padding may double a result."""
 NAMED_PATHS = 8  #: Outputs that a message names; a dict may have thousands.
 SAME_INPUTS = "all arms must get the same inputs"  #: Why inputs of one seed may not differ.
 UNSEEDED = (
@@ -632,7 +636,10 @@ class _Form:
 
     deferred: Sequence[bool]  #: Whether some of an output's elements are not in memory of its own.
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
+    traits: Sequence[str]  #: What limits the use of an output in autograd.
     read_only: Sequence[bool]  #: Whether an output's memory cannot be written.
+    own_bytes: int  #: Bytes of returned arrays' elements.
+    kept_bytes: int  #: Bytes that returned arrays keep alive, without those of the arguments.
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
     handed_back: int  #: How many of them are those of arguments that the baseline does not change.
@@ -665,7 +672,10 @@ def _form(
             for p, x in outputs
         ],
         [tensors.has_graph(x) for _, x in outputs],
+        [tensors.autograd_trait(x) for _, x in outputs],
         [tensors.is_read_only(x) for _, x in outputs],
+        tensors.nbytes(tuple(x for _, x in own)),
+        _kept_bytes([x for _, x in own], tensors.memory_of(args), hidden),
         tensors.shared_bytes([x for _, x in own]),
         tensors.repeated_containers(returned),
         tensors.shared_containers(returned, others),
@@ -677,9 +687,17 @@ def _form(
     )
 
 
+def _kept_bytes(arrays: Sequence[Any], memory: tensors.Memory, hidden: Hidden) -> int:
+    """Return the bytes that arrays keep alive, but for those that a call's arguments do."""
+    others = (
+        x for x in arrays if not (tensors.overlaps(x, memory.spans) or hidden.has_memory_of(x))
+    )
+    return sum(end - start for start, end in tensors.joined(map(tensors.storage, others)))
+
+
 def _refuse_lazy_copies(arm: str, returned: object) -> None:
     """Refuse copies that torch makes only when they are written. Reading their address does so."""
-    for path, value in tensors.walk(returned, "result"):
+    for path, value in tensors.walk(returned, "result", is_result=True):
         if tensors.is_lazy_copy(value):
             raise WrongResult(
                 f"{arm} returns {path} as a lazy copy: whatever writes to it does the work, so "
@@ -720,6 +738,20 @@ def _compare_forms(
                 f"{arm} returns arrays that share {form.shared_bytes:,} bytes, the baseline's "
                 f"share {base.shared_bytes:,}: whatever changes one of them must copy it first"
             )
+        if form.kept_bytes > KEPT_BYTES + KEPT_TIMES * max(form.own_bytes, base.kept_bytes):
+            # not refused: a slab that the arm keeps is alive anyway
+            yield (
+                f"memory that results keep alive: {arm}'s keep {si(form.kept_bytes, 'B')}, the "
+                f"baseline's {si(base.kept_bytes, 'B')}; return a copy of a small part of an array"
+            )
+        for output, trait, allowed in zip(deviations[arm], form.traits, base.traits, strict=True):
+            # whatever takes an inference tensor takes an ordinary one as well
+            if trait != allowed and (trait or allowed != tensors.INFERENCE):
+                raise WrongResult(
+                    f"{arm} returns {output.path} as {trait or tensors.ORDINARY}, the baseline as "
+                    f"{allowed or tensors.ORDINARY}: callers cannot write to both, convert both to "
+                    "numpy or differentiate both, so compute it in the same mode of autograd"
+                )
         for output, locked, allowed in zip(
             deviations[arm], form.read_only, base.read_only, strict=True
         ):
@@ -869,6 +901,10 @@ class Shortcuts:
             # a histogram has the same keys for all seeds, and other values
             values = path.removesuffix(", keys") + ", values"
             has_work = path.endswith(", keys") and not _is_same(stale, dict(result), values)
+            rows, is_column, _ = path.partition(tensors.ROWS)
+            if is_column:  # as rows of an index and a value
+                columns = [p for p, _ in result if p.startswith(rows + is_column)]
+                has_work = not all(_is_same(stale, dict(result), p) for p in columns)
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)
 

@@ -45,13 +45,17 @@ class Hidden:
     def _joined(self) -> Sequence[tuple[int, int]]:
         return tensors.joined(self._spans)
 
+    def has_memory_of(self, array: Any) -> bool:
+        """Whether an array lies in memory that the arguments reach."""
+        return tensors.on_host(array) and tensors.overlaps(array, self._joined)
+
     def is_viewed_by(self, array: Any) -> bool:
         """Whether an array lies in memory of the inputs that the call has not written.
 
         What the call has written there, as into a workspace, is a result of its own. So the bytes
         are compared with those in new inputs of the same seed.
         """
-        if not tensors.on_host(array) or not tensors.overlaps(array, self._joined):
+        if not self.has_memory_of(array):
             return False
         low, high = tensors.span(array)
         data = ctypes.string_at(low, high - low)

@@ -111,7 +111,8 @@ class References:
         a table that the first call makes, and not a buffer that each call writes.
         """
         lists = tensors.containers(result).keys()
-        arrays = [leaf for _, leaf in tensors.walk(result, "result") if tensors.backend_of(leaf)]
+        leaves = tensors.walk(result, "result", is_result=True)
+        arrays = [leaf for _, leaf in leaves if tensors.backend_of(leaf)]
         unchanged = [value for value, sample in kept if _sample(value) == sample]
         if lists & {*self._first, *map(id, unchanged)}:
             return True

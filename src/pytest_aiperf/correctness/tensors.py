@@ -32,10 +32,12 @@ Several threads would wait for one another while other claims keep the cores bus
 MANY = 16
 """A longer list of numbers is compared as one array: its scale is that of all its elements. A
 shorter one may hold unlike figures, which are compared one by one."""
+ROWS = "[:]"  #: Stands for all rows in the path of a column.
 _NUMBER_TYPES = {bool, int, float, complex}
 PLAIN_NUMBERS = frozenset(map(id, _NUMBER_TYPES))  #: Ids of these types.
 _PLAIN_TYPES = {*_NUMBER_TYPES, list, tuple, str, bytes, bytearray, set, frozenset, range}
 """Types whose values are equal if their texts are."""
+ORDINARY, INFERENCE = "an ordinary tensor", "an inference tensor"
 ALIGNMENT = 16  #: Bytes; every allocator aligns arrays to at least as many.
 SAMPLE = 64  #: Elements of an array that :func:`sample` reads.
 _WEIGHTS: dict[Any, Any] = {}  #: Random weights of checksums by backend, device and number.
@@ -96,8 +98,9 @@ def walk(value: Any, name: str, *, is_result: bool = False) -> list[NamedTensor]
     numbers. No code of the values' own classes runs: an arm could compute the items there, after
     the timed call. A container that contains itself raises UsageError.
 
-    In a result, two leaves are the keys and the values of a long dict of numbers by numbers, and
-    the number of None in a long container is one more: filling them may be the work.
+    In a result, two leaves are the keys and the values of a long dict of numbers by numbers, each
+    column of many rows of numbers is one, and the number of None in a long container is one more:
+    filling them may be the work.
     """
     leaves: list[NamedTensor] = []
     try:
@@ -118,12 +121,37 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
             _walk(grad, name + ".grad", leaves, is_result=is_result)
     elif is_result and (columns := table(value)):
         leaves.extend((f"{name}, {what}", numbers) for what, numbers in columns.items())
+    elif is_result and (columns := _columns(items.values())):
+        leaves.extend((f"{name}{ROWS}{suffix}", numbers) for suffix, numbers in columns.items())
     else:
         for path_suffix, item in items.items():
             _walk(item, name + path_suffix, leaves, is_result=is_result)
         many = items.values() if is_result and len(items) > MANY else ()
         if nones := sum(item is None for item in many):
             leaves.append((f"{name}, None", nones))
+
+
+def _columns(items: Collection[Any]) -> dict[str, Sequence[Any]]:
+    """Return the columns of many tuples, lists or dataclasses of numbers; {} for others.
+
+    To compare each number by itself would take minutes for 60,000 rows.
+    """
+    if len(items) <= MANY:
+        return {}
+    numbers, kind = _number_types("ml_dtypes" in sys.modules), type(next(iter(items)))
+    columns: dict[str, Sequence[Any]] = {}
+    if issubclass(kind, (tuple, list)) and {*map(id, map(type, items))} == {id(kind)}:
+        base: Any = tuple if issubclass(kind, tuple) else list
+        lengths = {*map(base.__len__, items)}
+        if len(lengths) == 1 and max(lengths) <= MANY:  # in C: most rows are tuples
+            rows = zip(*map(base.__iter__, items), strict=True)
+            columns = {f"[{i}]": column for i, column in enumerate(rows)}
+    elif stored.fields(next(iter(items))) is not None:
+        fields = [stored.fields(item) or {} for item in items]
+        if all(row.keys() == fields[0].keys() for row in fields):
+            columns = {f".{name}": [row[name] for row in fields] for name in fields[0]}
+    plain = (numbers.issuperset(map(id, map(type, column))) for column in columns.values())
+    return columns if all(plain) else {}
 
 
 def table(value: Any) -> dict[str, list[Any]]:
@@ -521,6 +549,30 @@ def has_graph(leaf: Any) -> bool:
     return bool(is_torch and leaf.grad_fn is not None)
 
 
+def autograd_trait(leaf: Any) -> str:
+    """Return what limits the use of a torch tensor; an empty text if nothing does."""
+    if not backend_of(leaf) or backend_of(leaf).module.__name__ != "torch":
+        return ""
+    if leaf.is_inference():
+        return INFERENCE
+    return "a tensor that requires grad" if leaf.requires_grad else ""
+
+
+def storage(array: Any) -> tuple[int, int]:
+    """Return where the memory is that an array keeps alive: that of the array that it views."""
+    torch = sys.modules.get("torch")
+    if torch and isinstance(array, torch.Tensor):
+        memory = array.data.untyped_storage()
+        return memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    while isinstance(array.base, type(array)):
+        array = array.base
+    base = array.base.obj if type(array.base) is memoryview else array.base
+    if torch and isinstance(base, torch.Tensor):
+        return storage(base)
+    buffer = as_buffer(base)
+    return span(array if buffer is None or not on_host(array) else buffer)
+
+
 def shared_bytes(arrays: Sequence[Any]) -> int:
     """Return by how many bytes arrays are larger than the memory that they span together."""
     views = {view(array): array for array in arrays}
@@ -541,7 +593,8 @@ def containers(value: Any) -> Counter[int]:
             counts[id(item)] += 1
             if counts[id(item)] > 1:
                 continue
-        rest.extend((children(item) or {}).values())
+        items = (children(item) or {}).values()
+        rest.extend(x for x in items if id(type(x)) not in PLAIN_NUMBERS)
     return counts
 
 
