@@ -153,12 +153,12 @@ def filling(baseline, optimized):
     return pair(arm(baseline), arm(optimized), inputs=rows, reference=reference)
 
 
-@cheat("optimized puts lists, dicts or dataclasses of its inputs into an argument")
+@cheat("optimized puts lists, dicts or objects of its inputs into an argument")
 def rows_of_the_inputs_in_an_argument():
     return filling(lambda r: [list(row) for row in r], lambda r: r)
 
 
-@cheat("optimized leaves lists, dicts or dataclasses that appear 7 times more in an argument")
+@cheat("optimized leaves lists, dicts or objects that appear 7 times more in an argument")
 def one_row_many_times_in_an_argument():
     return changing(
         lambda: [[0.0] * 64 for _ in range(8)],
@@ -410,3 +410,40 @@ def a_wrong_number_in_one_of_many_rows():
 def rows_of_integers():
     whole = lambda x: [(i, int(value)) for i, value in records(x)]
     return pair(records, whole, inputs=vectors, reference=records)
+
+
+def owners(bench):
+    return [SimpleNamespace(name=str(i)) for i in range(8)], [None] * 8, *vectors(bench)
+
+
+def keeping(baseline, optimized):
+    """Return a claim whose arms put objects into an argument."""
+    arm = lambda make: lambda o, d, x: (d.__setitem__(slice(None), make(o)), x * 2)[1]
+    reference = lambda o, d, x: x + x
+    return pair(arm(baseline), arm(optimized), inputs=owners, reference=reference)
+
+
+def copied(o):
+    return [SimpleNamespace(name=each.name) for each in o]
+
+
+@cheat("optimized puts lists, dicts or objects of its inputs into an argument")
+def objects_of_the_inputs_in_an_argument():
+    return keeping(copied, list)
+
+
+@cheat("optimized leaves lists, dicts or objects that appear 7 times more in an argument")
+def one_object_many_times_in_an_argument():
+    return keeping(copied, lambda o: copied(o)[:1] * 8)
+
+
+@marked("copies of the result: optimized returns lists, dicts or objects of its inputs")
+def a_module_of_the_inputs():
+    import torch
+
+    return pair(
+        lambda m, x: (torch.nn.Sequential(torch.nn.ReLU()), x * 2),
+        lambda m, x: (m, x * 2),
+        inputs=lambda bench: (torch.nn.Sequential(torch.nn.ReLU()), *vectors(bench)),
+        reference=lambda m, x: x + x,
+    )

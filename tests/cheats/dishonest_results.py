@@ -768,7 +768,7 @@ def row_of_numbers(bench):
     return (np.random.default_rng(bench.seed).random(32),)
 
 
-REPEATED = "optimized returns lists, dicts or dataclasses that appear 7 times more"
+REPEATED = "optimized returns lists, dicts or objects that appear 7 times more"
 
 
 @cheat(f"{REPEATED}, the baseline's 0 times")
@@ -794,13 +794,13 @@ def rows_of_numbers(bench):
     return (np.random.default_rng(bench.seed).random((8, 4)).tolist(),)
 
 
-@marked("copies of the result: optimized returns lists, dicts or dataclasses of its inputs")
+@marked("copies of the result: optimized returns lists, dicts or objects of its inputs")
 def rows_that_are_not_copied():
     rows = lambda x: sorted(map(list, x))
     return pair(rows, sorted, inputs=rows_of_numbers, reference=sorted)
 
 
-@marked("copies of the result: optimized returns lists, dicts or dataclasses of its inputs")
+@marked("copies of the result: optimized returns lists, dicts or objects of its inputs")
 def records_that_are_not_copied():
     inputs = lambda bench: [{"total": sum(row)} for row in rows_of_numbers(bench)[0]]
     key = lambda record: record["total"]

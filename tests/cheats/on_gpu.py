@@ -469,3 +469,29 @@ def a_call_that_waits(nvcc):
 @honest(clock="gpu")
 def bytes_that_pass(nvcc):
     return doubling(lambda x: x * 2, work=lambda x: Work(read=x.nbytes, written=x.nbytes))
+
+
+class Weights:
+    """An object that is no container, as a model of a serving library."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def holding(optimized):
+    return {
+        "inputs": lambda bench: (Weights(vectors(bench)[0]),),
+        "baseline": lambda d: d.x.clone(),
+        "optimized": optimized,
+        "reference": lambda d: d.x.double(),
+    }
+
+
+@cheat("as a view of its inputs, of a file or of few elements", clock="gpu")
+def a_view_of_an_attribute_on_the_gpu(nvcc):
+    return holding(lambda d: d.x[:])
+
+
+@honest(clock="gpu")
+def a_copy_of_an_attribute_on_the_gpu(nvcc):
+    return holding(lambda d: d.x + 0)

@@ -391,6 +391,10 @@ GUARDS = {
         {(objects, "_repeated_and_borrowed"): always((0, 0))},
         caught("rows_of_the_inputs_in_an_argument"),
     ),
+    "arguments share no object": Guard(
+        {(stored, "is_open_object"): always(value=False)},
+        caught("objects_of_the_inputs_in_an_argument"),
+    ),
     "items are changed in place by both arms": Guard(
         {(objects, "_have_same_contents"): always(value=True)}, caught("an_item_that_is_replaced")
     ),

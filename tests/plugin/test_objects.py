@@ -4,13 +4,15 @@ import array
 import collections
 import functools
 import io
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement, objects, reach
+from pytest_aiperf.correctness import agreement, objects, reach, tensors
 from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.objects import Originals
 from pytest_aiperf.correctness.tensors import Inputs
@@ -62,6 +64,14 @@ def test_an_item_is_stale_if_its_old_object_has_other_contents():
     assert stale == {"other"}
 
 
+@pytest.mark.parametrize(
+    ("value", "repeats"),
+    [(SimpleNamespace(x=1), 7), (Path("a"), 0), (object(), 0), (SimpleNamespace, 0), (print, 0)],
+)
+def test_objects_that_can_be_changed_count_as_often_as_they_appear(value, repeats):
+    assert state_after(lambda d: d.extend([value] * 8), []).repeats == repeats
+
+
 def inside():
     """Objects that hold an array, each with what reads it."""
     x = torch.arange(64.0)
@@ -80,6 +90,7 @@ def inside():
         "array of objects": objects_array,
         "set": {(1, bound.__class__, id(x)), functools.partial(print, x)},
         "generator": generator,
+        "weak reference": weakref.ref(x),
         "dict": {1: {"x": [x]}},
     }, x
 
@@ -98,6 +109,20 @@ def test_what_a_call_has_written_there_is_a_result_of_its_own():
     assert hidden.is_viewed_by(holder.x[1:])
     holder.x += 1
     assert not hidden.is_viewed_by(holder.x[1:])
+
+
+def test_memory_of_a_gpu_is_found_inside_of_objects(monkeypatch):
+    """Arrays that are said to be on a GPU are only compared as torch does it there."""
+    monkeypatch.setattr(tensors, "on_host", lambda _: False)
+    make = lambda: (SimpleNamespace(x=torch.arange(64.0), y=[torch.ones(64)]),)
+    args = make()
+    hidden = reach.Hidden(args, make)
+    assert hidden.is_viewed_by(args[0].x[8:])
+    assert hidden.is_viewed_by(args[0].y[0])
+    assert not hidden.is_viewed_by(args[0].x[8:].clone())
+    args[0].x[0] = 3
+    assert not hidden.is_viewed_by(args[0].x[8:])
+    assert not hidden.is_viewed_by(args[0].y[0][:8])  # less than is worth a look
 
 
 def test_what_is_not_looked_at_is_told(monkeypatch):

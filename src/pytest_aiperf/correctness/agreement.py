@@ -768,14 +768,14 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
     """Refuse containers and numbers that are not the baseline's; yield what need not be refused."""
     if form.repeats > base.repeats:
         raise WrongResult(
-            f"{arm} returns lists, dicts or dataclasses that appear {form.repeats:,} times "
+            f"{arm} returns lists, dicts or objects that appear {form.repeats:,} times "
             f"more, the baseline's {base.repeats:,} times: whatever changes one must copy it "
             "first"
         )
     if form.handed_back > base.handed_back:
         # not refused: a baseline that goes through another library copies without need
         yield (
-            f"copies of the result: {arm} returns lists, dicts or dataclasses of its inputs, "
+            f"copies of the result: {arm} returns lists, dicts or objects of its inputs, "
             "so a caller that changes them changes the inputs as well; the baseline's are new"
         )
     if form.boxed > base.boxed + tensors.MANY:
@@ -810,13 +810,13 @@ def _compare_arguments(
 
     if state.repeats > base.repeats:
         raise WrongResult(
-            f"{arm} leaves lists, dicts or dataclasses that appear {state.repeats:,} times more in "
+            f"{arm} leaves lists, dicts or objects that appear {state.repeats:,} times more in "
             f"an argument, the baseline {base.repeats:,} times: put a copy in each place"
         )
     if state.borrowed > base.borrowed:
         # a returned list may be that of an input, but here new inputs would overwrite both at once
         raise WrongResult(
-            f"{arm} puts lists, dicts or dataclasses of its inputs into an argument, so whatever "
+            f"{arm} puts lists, dicts or objects of its inputs into an argument, so whatever "
             "changes one changes the inputs as well, and the baseline's are new: put copies there"
         )
     if unwritten := state.stale - base.stale:

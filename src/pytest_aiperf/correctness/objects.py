@@ -18,7 +18,7 @@ from .tensors import Args
 _PLAIN = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None))))
 _RESIZABLE = (bytearray, array.array, io.BytesIO)
 _OTHERS = (set, collections.deque, *_RESIZABLE)
-"""Types of what can be changed in place, beside arrays, lists, dicts and dataclasses."""
+"""Types of what can be changed in place, beside arrays, lists, dicts and objects."""
 Found = list[tuple[str, Any]]
 
 
@@ -85,7 +85,8 @@ def _add(value: Any, path: str, found: Found) -> None:
                 _add(item, f"{path}[{i}]", found)
         return
     is_container = issubclass(kind, (list, dict)) or stored.is_open_dataclass(value)
-    if is_container or stored.is_one_of(kind, _OTHERS) or tensors.backend_of(value):
+    is_leaf = stored.is_one_of(kind, _OTHERS) or tensors.backend_of(value)
+    if is_container or is_leaf or stored.is_open_object(value):
         found.append((path, value))
     for suffix, item in (tensors.children(value) or {}).items():
         _add(item, path + suffix, found)

@@ -12,6 +12,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import stored, tensors
@@ -30,24 +31,25 @@ Spans = list[tuple[int, int]]
 
 
 class Hidden:
-    """The host memory that a call's arguments reach, looked for once a result has an array."""
+    """The memory that a call's arguments reach, looked for once a result has an array."""
 
     def __init__(self, args: Args, make: Callable[[], Args]) -> None:
         self._args, self._make = args, make
         self.is_cut = False  #: Whether there were more objects than are looked at.
 
     @functools.cached_property
-    def _spans(self) -> Spans:
-        spans, self.is_cut = _memory(self._args)
-        return spans
+    def _memory(self) -> "_Memory":
+        memory = _reached(self._args)
+        self.is_cut = memory.is_cut
+        return memory
 
     @functools.cached_property
     def _joined(self) -> Sequence[tuple[int, int]]:
-        return tensors.joined(self._spans)
+        return tensors.joined((*self._memory.spans, *map(tensors.span, self._memory.on_gpus)))
 
     def has_memory_of(self, array: Any) -> bool:
         """Whether an array lies in memory that the arguments reach."""
-        return tensors.on_host(array) and tensors.overlaps(array, self._joined)
+        return tensors.overlaps(array, self._joined)
 
     def is_viewed_by(self, array: Any) -> bool:
         """Whether an array lies in memory of the inputs that the call has not written.
@@ -57,43 +59,68 @@ class Hidden:
         """
         if not self.has_memory_of(array):
             return False
+        if not tensors.on_host(array):
+            return self._is_unwritten_on_gpu(array)
         low, high = tensors.span(array)
         data = ctypes.string_at(low, high - low)
         if len(data) < MIN_BYTES or not any(data):
             return False
-        places = {(low - start, end - start) for start, end in self._spans if start <= low < end}
+        places = {(low - start, end - start) for start, end in self._memory.spans if start <= low < end}
         fresh = self._make()
         return any(
             ctypes.string_at(start + offset, len(data)) == data
-            for start, end in _memory(fresh)[0]
+            for start, end in _reached(fresh).spans
             for offset, size in places
             if end - start == size >= offset + len(data)
         )
 
+    def _is_unwritten_on_gpu(self, array: Any) -> bool:
+        """Whether an array on a GPU lies in one of the arguments' that is as it was made."""
+        if array.nbytes < MIN_BYTES or not bool((tensors.as_int_bits(array) != 0).any()):
+            return False
+        fresh = self._make()  # kept until its arrays have been compared
+        return any(
+            tensors.overlaps(array, [tensors.span(old)])
+            and tensors.same_identity(tensors.identify(old), tensors.identify(new))
+            for old, new in zip(self._memory.on_gpus, _reached(fresh).on_gpus, strict=False)
+        )
 
-def _memory(args: Args) -> tuple[Spans, bool]:
-    """Return where memory is that the arguments reach, and whether the search was cut short."""
-    spans: Spans = []
+
+@dataclass(slots=True)
+class _Memory:
+    """The memory that arguments reach."""
+
+    spans: Spans = field(default_factory=list)  #: Where it is on the host.
+    on_gpus: list[Any] = field(default_factory=list)  #: Arrays on GPUs.
+    is_cut: bool = False  #: Whether the search was cut short.
+
+
+def _reached(args: Args) -> _Memory:
+    memory = _Memory()
     modules = [m for m in tuple(sys.modules.values()) if type(m) is types.ModuleType]
     seen = {id(vars(module)) for module in modules}  # they lead to all that there is
     level: list[Any] = list(args)
     while level:
         new = {id(value): value for value in level}
-        level = [new[key] for key in new.keys() - seen]
+        level = [value for key, value in new.items() if key not in seen]
         seen.update(new)
         if len(seen) > MAX_OBJECTS:
-            return spans, True
-        level = [item for value in level for item in _inside(value, spans)]
-    return spans, False
+            memory.is_cut = True
+            break
+        level = [item for value in level for item in _inside(value, memory)]
+    return memory
 
 
-def _inside(value: Any, spans: Spans) -> Iterable[Any]:
+def _inside(value: Any, memory: _Memory) -> Iterable[Any]:
     """Add the memory of an object itself; return the objects that it refers to."""
     kind = type(value)
     if id(kind) in _IGNORED or issubclass(kind, type) or tensors.is_number_list(value):
         return ()
     with contextlib.suppress(ValueError, BufferError):  # it is empty, closed or released
-        spans.extend(_own(value, kind))
+        if tensors.backend_of(value) and not tensors.on_host(value):
+            memory.on_gpus.append(value)
+        else:
+            memory.spans.extend(_own(value, kind))
     if kind is types.FunctionType:  # without its globals, which lead to all of a module
         parts = (value.__closure__, value.__defaults__, value.__kwdefaults__)
         return (*(part for part in parts if part), *stored.attributes(value).values())
@@ -106,7 +133,7 @@ def _own(value: Any, kind: type) -> Spans:
     import numpy as np
 
     if tensors.backend_of(value):
-        return [tensors.span(value)] if tensors.on_host(value) else []
+        return [tensors.span(value)]
     if issubclass(kind, np.ndarray):  # of texts, records or a class of its own
         value = np.ndarray.view(value, np.ndarray)
     elif issubclass(kind, _C_DATA):

@@ -29,6 +29,7 @@ _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is 
 FILES = (io.BytesIO, io.StringIO)  #: Types of files in memory.
 _ON_DISK = (io.FileIO, io.BufferedReader, io.BufferedRandom)
 _CLOSED = -1
+_CODE = (types.FunctionType, types.ModuleType)
 
 
 def is_one_of(kind: type, kinds: Iterable[type]) -> bool:
@@ -137,6 +138,19 @@ def _declared(kind: type) -> dict[str, Any] | None:
 def is_open_dataclass(value: object) -> bool:
     """Whether an object is of a dataclass whose fields can be assigned."""
     return fields(value) is not None and not _in_class(type(value), "__dataclass_params__").frozen
+
+
+def is_open_object(value: object) -> bool:
+    """Whether an object of another kind has attributes that can be set.
+
+    One that is compared by its value and has a hash, such as a path, need not be copied.
+    """
+    kind = type(value)
+    if is_one_of(kind, _CODE) or issubclass(kind, type) or fields(value) is not None:
+        return False
+    is_value = _in_class(kind, "__eq__") is not object.__eq__
+    is_fixed = is_value and _in_class(kind, "__hash__") is not None
+    return not is_fixed and bool(attributes(value) or slots(value))
 
 
 def items(value: dict[Any, Any]) -> list[tuple[str, Any, Any]]:

@@ -586,10 +586,12 @@ def shared_bytes(arrays: Sequence[Any]) -> int:
 def containers(value: Any) -> Counter[int]:
     """Count how often each container that can be changed appears in a value, by id."""
     counts: Counter[int] = Counter()
-    rest = [value]
+    rest, torch = [value], sys.modules.get("torch")
     while rest:
         item = rest.pop()
-        if issubclass(type(item), (list, dict)) or stored.is_open_dataclass(item):
+        kind = type(item)
+        is_module = torch and issubclass(kind, torch.nn.Module)
+        if issubclass(kind, (list, dict)) or stored.is_open_dataclass(item) or is_module:
             counts[id(item)] += 1
             if counts[id(item)] > 1:
                 continue
@@ -599,13 +601,13 @@ def containers(value: Any) -> Counter[int]:
 
 
 def repeated_containers(value: Any) -> int:
-    """Return how often lists, dicts and dataclasses in a value appear again."""
+    """Return how often lists, dicts, dataclasses and modules in a value appear again."""
     counts = containers(value)
     return counts.total() - len(counts)
 
 
 def shared_containers(value: Any, args: Args) -> int:
-    """Return how many lists, dicts and dataclasses in a value are those of arguments."""
+    """Return how many lists, dicts, dataclasses and modules in a value are those of arguments."""
     own = containers(value)
     return len(own.keys() & containers(args).keys()) if own else 0
 
