@@ -401,9 +401,7 @@ def records(x):
 
 @cheat("optimized disagrees with the reference: result\\[:\\]\\[1\\]\\[63\\] is 0")
 def a_wrong_number_in_one_of_many_rows():
-    return pair(
-        records, lambda x: [*records(x)[:-1], (63, 0.0)], inputs=vectors, reference=records
-    )
+    return pair(records, lambda x: [*records(x)[:-1], (63, 0.0)], inputs=vectors, reference=records)
 
 
 @cheat("optimized gives int64.* for result\\[:\\]\\[1\\], the baseline float64")

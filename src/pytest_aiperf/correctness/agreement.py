@@ -738,30 +738,36 @@ def _compare_forms(
                 f"{arm} returns arrays that share {form.shared_bytes:,} bytes, the baseline's "
                 f"share {base.shared_bytes:,}: whatever changes one of them must copy it first"
             )
-        if form.kept_bytes > KEPT_BYTES + KEPT_TIMES * max(form.own_bytes, base.kept_bytes):
-            # not refused: a slab that the arm keeps is alive anyway
-            yield (
-                f"memory that results keep alive: {arm}'s keep {si(form.kept_bytes, 'B')}, the "
-                f"baseline's {si(base.kept_bytes, 'B')}; return a copy of a small part of an array"
-            )
-        for output, trait, allowed in zip(deviations[arm], form.traits, base.traits, strict=True):
-            # whatever takes an inference tensor takes an ordinary one as well
-            if trait != allowed and (trait or allowed != tensors.INFERENCE):
-                raise WrongResult(
-                    f"{arm} returns {output.path} as {trait or tensors.ORDINARY}, the baseline as "
-                    f"{allowed or tensors.ORDINARY}: callers cannot write to both, convert both to "
-                    "numpy or differentiate both, so compute it in the same mode of autograd"
-                )
-        for output, locked, allowed in zip(
-            deviations[arm], form.read_only, base.read_only, strict=True
-        ):
-            if locked and not allowed:
-                raise WrongResult(
-                    f"{arm} returns {output.path} in memory that cannot be written, but the "
-                    "baseline's can: whatever changes it must copy it first"
-                )
+        yield from _compare_memory(arm, deviations[arm], form, base)
         yield from _compare_containers(arm, form, base)
         yield from _compare_arguments(arm, form.arguments, base.arguments, effects)
+
+
+def _compare_memory(
+    arm: str, outputs: Sequence[Deviation], form: _Form, base: _Form
+) -> Iterator[str]:
+    """Refuse arrays that callers cannot use like the baseline's; yield what they keep alive."""
+    if form.kept_bytes > KEPT_BYTES + KEPT_TIMES * max(form.own_bytes, base.kept_bytes):
+        # not refused: a slab that the arm keeps is alive anyway
+        yield (
+            f"memory that results keep alive: {arm}'s keep {si(form.kept_bytes, 'B')}, the "
+            f"baseline's {si(base.kept_bytes, 'B')}; return a copy of a small part of an array"
+        )
+    traits = zip(outputs, form.traits, base.traits, strict=True)
+    for output, trait, usual in traits:
+        # whatever takes an inference tensor takes an ordinary one as well
+        if trait != usual and (trait or usual != tensors.INFERENCE):
+            raise WrongResult(
+                f"{arm} returns {output.path} as {trait or tensors.ORDINARY}, the baseline as "
+                f"{usual or tensors.ORDINARY}: callers cannot write to both, convert both to "
+                "numpy or differentiate both, so compute it in the same mode of autograd"
+            )
+    for output, locked, allowed in zip(outputs, form.read_only, base.read_only, strict=True):
+        if locked and not allowed:
+            raise WrongResult(
+                f"{arm} returns {output.path} in memory that cannot be written, but the "
+                "baseline's can: whatever changes it must copy it first"
+            )
 
 
 def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
@@ -901,9 +907,9 @@ class Shortcuts:
             # a histogram has the same keys for all seeds, and other values
             values = path.removesuffix(", keys") + ", values"
             has_work = path.endswith(", keys") and not _is_same(stale, dict(result), values)
-            rows, is_column, _ = path.partition(tensors.ROWS)
-            if is_column:  # as rows of an index and a value
-                columns = [p for p, _ in result if p.startswith(rows + is_column)]
+            table, mark, _ = path.partition(tensors.ROWS)
+            if mark:  # as rows of an index and a value
+                columns = [p for p, _ in result if p.startswith(table + mark)]
                 has_work = not all(_is_same(stale, dict(result), p) for p in columns)
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)

@@ -11,7 +11,6 @@ import datetime as dt
 import decimal
 import fractions
 import hashlib
-import io
 import random
 import sys
 import types
@@ -98,10 +97,6 @@ class _Reader:
             self._text(value, into)
         elif stored.is_one_of(kind, (*_SEQUENCES, *_DICTS, *_SETS)):
             self._container(value, into, is_compared=is_compared)
-        elif stored.is_one_of(kind, stored.FILES):
-            with contextlib.suppress(ValueError):  # it is closed
-                self._text(value.getvalue(), into)
-            self._object(value, into, is_compared=False)
         elif generator := _generator_state(value):
             self.has_floats = self.has_floats or into is self.exact  # may draw in another order
             self.read(generator, into, is_compared=False)
@@ -146,6 +141,8 @@ class _Reader:
         self.seen[id(value)] = value
         if (position := stored.position(value)) is not None:
             self.positions.append(position)
+            with contextlib.suppress(ValueError, AttributeError):  # it is closed, or no file
+                self._text(value.getvalue(), into)
         if issubclass(type(value), (type, types.FunctionType)):
             self._attributes(_attributes_of_code(value))
             return
@@ -182,7 +179,7 @@ class _Reader:
     def _c_fields(self, value: Any) -> None:
         """Add the bytes of a structure of C, but for addresses: what they point to is kept."""
         kind = type(value)
-        for name, field_kind, *_ in getattr(kind, "_fields_", ()):
+        for name, field_kind in _fields(kind):
             if _is_c_data(field_kind):
                 start = getattr(kind, name).offset
                 data = memoryview(value).cast("B")[start : start + ctypes.sizeof(field_kind)]
@@ -278,7 +275,13 @@ def _codes(kind: Any) -> set[str]:
     if not issubclass(kind, _C_DATA):
         return set()
     if issubclass(kind, (ctypes.Structure, ctypes.Union)):
-        return set().union(*(_codes(field[1]) for field in getattr(kind, "_fields_", ())))
+        return set().union(*(_codes(field) for _, field in _fields(kind)))
     if issubclass(kind, ctypes.Array):
-        return _codes(kind._type_)  # noqa: SLF001  ctypes documents it
-    return {kind._type_} if issubclass(kind, _C_SIMPLE) else {"P"}  # noqa: SLF001
+        return _codes(kind._type_)
+    return {kind._type_} if issubclass(kind, _C_SIMPLE) else {"P"}
+
+
+def _fields(kind: type) -> list[tuple[str, Any]]:
+    """Return the fields of a structure of C and of its bases."""
+    declared = (stored.attributes_of_class(base).get("_fields_", ()) for base in kind.__mro__)
+    return [(field[0], field[1]) for fields in declared for field in fields]

@@ -65,7 +65,8 @@ class Hidden:
         data = ctypes.string_at(low, high - low)
         if len(data) < MIN_BYTES or not any(data):
             return False
-        places = {(low - start, end - start) for start, end in self._memory.spans if start <= low < end}
+        spans = self._memory.spans
+        places = {(low - start, end - start) for start, end in spans if start <= low < end}
         fresh = self._make()
         return any(
             ctypes.string_at(start + offset, len(data)) == data

@@ -61,7 +61,7 @@ def slots(value: object) -> dict[str, Any]:
     return found
 
 
-def referents(value: object) -> list[Any]:
+def referents(value: Any) -> list[Any]:
     """Return what an object of any type leads to, as the garbage collector sees it.
 
     Unlike the collector, go through weak references, and read a context variable.

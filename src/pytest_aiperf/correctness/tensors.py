@@ -119,8 +119,8 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
         leaves.append((name, value))
         if (grad := _grad(value)) is not None:
             _walk(grad, name + ".grad", leaves, is_result=is_result)
-    elif is_result and (columns := table(value)):
-        leaves.extend((f"{name}, {what}", numbers) for what, numbers in columns.items())
+    elif is_result and (keyed := table(value)):
+        leaves.extend((f"{name}, {what}", numbers) for what, numbers in keyed.items())
     elif is_result and (columns := _columns(items.values())):
         leaves.extend((f"{name}{ROWS}{suffix}", numbers) for suffix, numbers in columns.items())
     else:
