@@ -85,9 +85,8 @@ def training(
     for _ in range(layers):
         parameters.append(torch.randn(width, width, device=device) * width**-0.5)
         parameters.append(torch.randn(width, device=device) * 0.1)
-    # in bf16 a few of the 13 million gradients are off by 14 times the rms error; with means as
-    # large as the gradients themselves, that is within the tolerance
-    means = [3 * torch.randn_like(p) for p in parameters]
+    # means are so large that the rounding of the largest bf16 gradients is within the tolerance
+    means = [0.5 * torch.randn_like(p) for p in parameters]
     squares = [0.5 + torch.rand_like(p) for p in parameters]  # small ones enlarge errors of means
     return batches.cpu(), pinned, parameters, means, squares
 
@@ -117,14 +116,14 @@ def loss_and_gradients(x, target, parameters):
         hidden.append(normalized(x) @ weight.T + bias)
         x = x + hidden[-1] * normal_cdf(hidden[-1])
     difference = x - target
-    gradient, grads = 2 * difference / len(x), []
+    gradient, grads = difference / (2 * len(x)), []
     for x, h, weight in zip(inputs[::-1], hidden[::-1], parameters[-2::-2], strict=True):
         density = torch.exp(-h.square() / 2) / (2 * torch.pi) ** 0.5
         of_hidden = gradient * (normal_cdf(h) + h * density)
         grads += [of_hidden.sum(0), of_hidden.T @ normalized(x)]
         of_norm, rms = of_hidden @ weight, rms_of(x)
         gradient = gradient + (of_norm - x * (of_norm * x).mean(1, keepdim=True) / rms**2) / rms
-    return difference.square().sum() / len(x), grads[::-1]
+    return difference.square().sum() / (4 * len(x)), grads[::-1]
 
 
 def normal_cdf(h):
