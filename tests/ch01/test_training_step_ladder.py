@@ -78,8 +78,8 @@ def training(
     rows, width = bench.size(2048, check=16), bench.size(1024, check=24)
     layers, device = bench.size(12, check=3), bench.device
     batches = torch.randn(STEPS, 2, rows, width, device=device)
-    # batches differ in scale: otherwise all have nearly the same loss. They are small, as weights are,
-    # and moments large: otherwise the rounding of some bf16 gradients would exceed the tolerance.
+    # batches differ in scale, or all would have nearly the same loss; they and weights are small
+    # and moments large, or the rounding of some bf16 gradients would exceed the tolerance
     batches *= 0.125 + 0.125 * torch.rand(STEPS, 1, 1, 1, device=device)
     pinned = torch.empty(batches.shape, pin_memory=batches.is_cuda).copy_(batches)
     parameters = []
