@@ -6,12 +6,13 @@ the CPU waits for the GPU, and the code after the `if` becomes another graph; no
 break. With torch.where both outcomes are computed and the GPU selects one: one graph, no
 synchronization.
 
-The claim is judged on wall time. The layer is small: on an H100 the baseline's kernels take 16 of
-its 319 us, and without its three breaks 128 us are left, so a break costs about 64 us. The gain
-shrinks with the width of the layer and ends where the work between two decisions takes much longer
-than a break. torch.where loses where the branch not taken is expensive. The library arm has
+The claim is judged on wall time. The layer is small: without its three breaks, 501 us become 207 on
+an H200, and 319 become 128 on an H100, so a break costs 64 to 98 us, depending on the host. The
+gain shrinks with the width of the layer and ends where the work between two decisions takes much
+longer than a break. torch.where loses where the branch not taken is expensive. The library arm has
 torch.cond, which keeps such a branch in the graph and runs one of the two; but the generated code
-reads the condition on the CPU, so it waits for the GPU, as the baseline does.
+reads the condition on the CPU, so it waits for the GPU, as the baseline does. On an H200 it takes
+1.5 times as long as torch.where.
 """
 
 import torch

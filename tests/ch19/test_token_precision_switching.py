@@ -24,10 +24,11 @@ out.
 is compared with "tf32", which shares all the rest. The bf16 copy adds half of the matrix's memory.
 The limit is the ratio of bytes, 2x, as candidates are few. The bytes do fall by that, and the
 product reaches it: on an H100 it reads the matrix at 2.7 TB/s in both arms, in 793 and 399 µs. The
-other kernels, which find the maximum, list the candidates and compute them again, take some 80 µs
-in both, so the gain is 1.8x. The library arm of "tf32" splits hidden states and weights into two
-bf16 parts each and adds three of their four products, which is nearly as exact as fp32: it reads as
-many bytes per weight as TF32. The same with TF32 parts (3xTF32), which reads more, is not compared.
+rest, which finds the maximum, lists the candidates and computes them again, takes some 100 µs in
+both, so the gain is 1.8x (1.75x on an H200). The library arm of "tf32" splits hidden states and
+weights into two bf16 parts each and adds three of their four products, which is nearly as exact as
+fp32: it reads as many bytes per weight as TF32, and takes 1.4 times as long on an H200. The same
+with TF32 parts (3xTF32), which reads more, is not compared.
 There is less to gain where many sequences share the matrix, so that arithmetic binds, or where
 logits are flat, so that many rows are read again.
 """

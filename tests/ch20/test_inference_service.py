@@ -24,7 +24,7 @@ In batches of 128, copies of the cache outweigh the launches: on an H100 they ta
 in which kernels run. In batches of 64, launches outweigh the rest. So the gains of these stages do
 not multiply to that of one service. "batched" has 16 requests, because one by one even these take a
 good part of a second. Their answers take 418 steps one by one and 65 in a batch, so the limit of
-its gain is 6.4x. On an H100, 6.5x was measured (5.7x to 7.4x).
+its gain is 6.4x. 6.2x was measured on an H200 (5.4x to 7.0x), and 6.5x on an H100 (5.7x to 7.4x).
 
 All are judged on wall time, prefill included, for the same requests: the ratio of times is that of
 requests per second. The graph's gain shrinks with longer prompts, because prefill is the same in
