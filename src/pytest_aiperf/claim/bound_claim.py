@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any, Final, get_args
 
 from pytest_aiperf.build.launcher import Launcher
-from pytest_aiperf.correctness import agreement, own_memory, tensors
+from pytest_aiperf.correctness import agreement, contents, own_memory, tensors
 from pytest_aiperf.correctness.contents import Contents
 from pytest_aiperf.correctness.tensors import Args, Inputs, NamedTensor
 from pytest_aiperf.device.device import Device, gc_disabled, grown_bytes, nothing
@@ -52,6 +52,7 @@ MAX_ROUNDING = 1e-11
 SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
 MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
 MIN_VARIANTS = 4  #: Different inputs from which on values that were always the same are named.
+MIN_TEXT = 64  #: Characters or bytes of a value that is more than the name of a mode.
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
@@ -107,6 +108,8 @@ class BoundClaim:
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
         self._constant: set[str] = set()  # paths of those that are not static, until they differ
+        # seeds and fingerprints of arguments with other values, until two seeds differ
+        self._texts: dict[int, dict[int, str]] | None = None
 
     @property
     def kept_bytes(self) -> float:
@@ -182,6 +185,20 @@ class BoundClaim:
             # not the texts of all sets, which may be a million, but a hash, unless one has no text
             key = object() if object in map(type, texts) else hash(texts)
             self._refuse_repeated(inputs.seed, values, key)
+            self._read_texts(inputs)
+
+    def _read_texts(self, inputs: Inputs) -> None:
+        """Note which arguments hold text, bytes, sets or queues that are the same for all seeds."""
+        if self._texts is None:
+            kept = set(inputs.dynamic) - set(self.effects.changed)
+            first = {i: contents.read(inputs.args[i]) for i in kept}
+            large = {i: c.exact for i, c in first.items() if c.size >= MIN_TEXT}
+            self._texts = {i: {inputs.seed: exact} for i, exact in large.items()}
+        for i, by_seed in list(self._texts.items()):
+            if len(by_seed) < MIN_VARIANTS and inputs.seed not in by_seed:
+                by_seed[inputs.seed] = contents.read(inputs.args[i]).exact
+                if len({*by_seed.values()}) > 1:
+                    del self._texts[i]
 
     def _refuse_repeated(
         self, seed: int, values: Mapping[str, Sequence[float]], others: Hashable
@@ -217,14 +234,17 @@ class BoundClaim:
                 f"results cached by value: inputs() gave {len(self._variants)} different sets of "
                 f"values for {len(self._variants) + len(self._repeated)} seeds; draw from more"
             )
-        if len(self._variants) < MIN_VARIANTS:
+        if len(self._variants) + len(self._repeated) < MIN_VARIANTS:
             return
         (samples, _), *_ = self._variants
-        same = [
-            self.effects.label(path)
+        paths = [
+            path
             for path, numbers in samples
             if path in self._constant - self._varying and len({*numbers}) >= MIN_DISTINCT
         ]
+        texts = sorted((self._texts or {}).items())
+        paths += [f"args[{i}]" for i, by_seed in texts if len(by_seed) >= MIN_VARIANTS]
+        same = [self.effects.label(path) for path in paths]
         if same:
             yield (
                 f"what arms keep of {', '.join(same[: agreement.NAMED_PATHS])}: the values are the "

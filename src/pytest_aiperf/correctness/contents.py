@@ -47,6 +47,7 @@ class Contents:
     objects: str = ""  #: Of the attributes of objects.
     has_floats: bool = False  #: Whether there are floats among the former.
     positions: tuple[int, ...] = ()  #: How far its files and iterators have been read.
+    size: int = 0  #: Characters and bytes of the texts, buffers and sets in `exact`, without keys.
 
 
 def read(value: object) -> Contents:
@@ -60,6 +61,7 @@ def read(value: object) -> Contents:
     return Contents(
         *(reader.exact.hexdigest(), reader.objects.hexdigest(), reader.has_floats),
         tuple(reader.positions),
+        reader.size,
     )
 
 
@@ -70,6 +72,7 @@ class _Reader:
         self.seen: dict[int, object] = {}
         self.containers: dict[int, object] = {}  # those that objects store
         self.positions: list[int] = []
+        self.size = 0
         self.todo: collections.deque[object] = collections.deque()
         """What objects store, which is read later: a chain of objects may be long."""
 
@@ -89,12 +92,15 @@ class _Reader:
                 is_float = not codes.isdisjoint(_C_FLOATS)
                 self.has_floats = self.has_floats or (into is self.exact and is_float)
                 self._bytes(data, into)
+                self._count(data.nbytes, into)
         elif tensors.is_compared(value):
             if not is_compared:
                 self._array(value, into)
+                self._count(getattr(value, "nbytes", 8), into)
             self._attributes(stored.attributes(value))
         elif stored.is_one_of(kind, _TEXTS):
             self._text(value, into)
+            self._count(len(value) if kind in {str, bytes} else 1, into)
         elif stored.is_one_of(kind, (*_SEQUENCES, *_DICTS, *_SETS)):
             self._container(value, into, is_compared=is_compared)
         elif generator := _generator_state(value):
@@ -133,6 +139,7 @@ class _Reader:
                 simple and into is self.exact and any(type(item) in _FLOATS for item in value)
             )
             self._text(sorted(texts), into)
+            self._count(8 * len(value), into)
 
     def _object(self, value: Any, into: Any, *, is_compared: bool) -> None:
         """Add what an object stores. An object that is reached twice counts once."""
@@ -196,6 +203,9 @@ class _Reader:
     def _text(self, value: object, into: Any) -> None:
         self.has_floats = self.has_floats or (into is self.exact and type(value) in _FLOATS)
         into.update(_text(value).encode("utf-8", "surrogatepass"))
+
+    def _count(self, size: int, into: Any) -> None:
+        self.size += size if into is self.exact else 0
 
     @staticmethod
     def _bytes(data: memoryview, into: Any) -> None:
