@@ -17,7 +17,7 @@ cores (a context manager; the parameters stay in fp32). On an H200 the GPU's wor
 time, but the step a fifth more: autocast adds a fifth more launches, for casts, and launches set
 the pace until they are gone. So this rung is permitted to be slower. "fused" updates all parameters
 with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to make up for, as it
-is judged against "pinned", which takes 14 % more time on an H200 and 6 % more on an H100. PyTorch's
+is judged against "pinned", which takes 15 % more time on an H200 and 6 % more on an H100. PyTorch's
 default needs a kernel per operation, but for all tensors at once: its launches are few as well, and
 what "fused" saves over it is bytes (ch13/fused_optimizer). "captured" launches the step as one CUDA
 graph (ch12/graph_replay), which is possible only because nothing in it waits for the CPU any more.

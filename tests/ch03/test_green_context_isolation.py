@@ -7,16 +7,18 @@ launches. Its stream has the highest priority, so its blocks are the next to sta
 priority does not help. Green contexts divide the SMs of a GPU within a process ("SM partition"):
 requests get eight of them, the background job all others, and a request finds its SMs free. On an
 H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel. A fifth was
-the aim, which the 0.09 ms that a request takes by itself do not allow.
+the aim, which the 0.09 ms that a request takes on SMs of its own do not allow.
 
 The score is the 95th percentile of the latencies of 24 requests, from the first launch until the
 host knows the result. What the isolation costs is judged as well: the background job does without
 eight SMs, 6 % of an H100's, whether requests come or not, so the wall time of a call, which ends
 when the job and all requests have ended, may be up to a quarter longer; on an H100 it is 5 % longer
 (11.9 ms instead of 11.3). The library arm needs no green contexts: with priority, it launches the
-background kernels with only as many blocks as all SMs but eight hold, so the blocks of a request
-find room. But it needs kernels whose grid can be chosen, and the room is not reserved: blocks of
-any other work may take it. The partitions share the L2 cache and the memory bandwidth; a job that
+background kernels with only as many blocks as all SMs but eight hold, so that the blocks of a
+request should find room. On an H200 its requests still take 0.35 ms, little less than with priority
+alone (0.41), and its calls as long as with the partition (12.0 ms); why was not examined. It also
+needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other work may
+take it. The partitions share the L2 cache and the memory bandwidth; a job that
 is limited by these slows the requests down as before. A kernel that launches as many blocks as the
 whole GPU holds needs a second wave on a partition: size its grid for the SMs that it has. MIG
 partitions memory as well, but between processes, and only an administrator can change it. If blocks

@@ -10,12 +10,11 @@ thread.
 
 Each worker, a process that already runs, multiplies a small matrix by itself 32 times, so that
 random delays average out. How large the gain is depends on the host. On one of 32 logical CPUs, a
-call takes 49 ms with 32 threads per worker and 7.8 ms with seven. Each product of a worker then
-causes 15 context switches of threads that wait, instead of six, and one of a thread that loses its
-core while it works, where there was none. An earlier record, of a host of 16 logical CPUs, has 67x;
-why the waits are that long there was not examined. The thread count is read when the library is
-loaded, hence the environment variables. Between products, idle threads would spin as well, those of
-one arm while the other is timed; in both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
+call takes 18 to 73 ms with 32 threads per worker, 48 in the median, and 7.8 ms with seven. An
+earlier record, of a host of 16 logical CPUs, has 67x; why the waits are that long there was not
+examined. The thread count is read when the library is loaded, hence the environment variables.
+Between products, idle threads would spin as well, those of one arm while the other is timed; in
+both arms they sleep at once instead (OPENBLAS_THREAD_TIMEOUT).
 Large products suffer less, since their threads synchronise less often. How many threads are best
 for a single worker was not measured, so it is not known which part of the gain is due to the
 missing cores, and which to many threads for a small product. A test beside the claim counts how

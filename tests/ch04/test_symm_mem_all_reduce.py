@@ -1,4 +1,4 @@
-"""Two-shot all-reduce in symmetric memory beats NCCL at 2 and 32 MiB; one-shot does not.
+"""Two-shot all-reduce in symmetric memory beats NCCL at 2 and 32 MiB; one-shot loses at 32 MiB.
 
 In a tensor-parallel layer whose weight is split along its inner dimension (row-parallel), each rank
 computes a partial sum of the whole output, and an all-reduce adds them up. Symmetric memory is
@@ -17,12 +17,13 @@ ordinary memory, which NCCL reduces in place. The evidence is the name of the ke
 On two H100s, the kernel of two-shot takes 14 µs for 2 MiB, and NCCL's 27; for 32 MiB they take 114
 and 141. That is at most 294 GB/s in each direction. The limit is the link, since on two ranks each
 sends as many bytes as the tensor has, whichever algorithm runs. One-shot should be best for small
-messages, but gains nothing: at 64 KiB the layer is 5 % slower with it than with NCCL on two H100s,
-and 7 % faster on two H200s. At 32 MiB its kernel takes 188 µs on H100s and is the naive choice,
-since two-shot is the best there. Possible reasons, not tested apart: like two-shot it has at most
-24 blocks, but half as many threads in each, and it only reads over the link, where two-shot reads
-half of the bytes and writes half. So in these two cases NCCL is the optimized arm, and at 64 KiB it
-may be a tenth slower.
+messages, but has no sure gain: at 64 KiB the layer is 5 % slower with it than with NCCL on two
+H100s, and it was 7 % faster on two H200s in a run that is not recorded. At 32 MiB its kernel takes
+188 µs on H100s and is the naive choice, since two-shot is the best there. Possible reasons, not
+tested apart: like two-shot it has at most 24 blocks, but half as many threads in each, and it only
+reads over the link, where two-shot reads half of the bytes and writes half. So in these two cases
+NCCL is the optimized arm, and at 64 KiB it may be a tenth slower. One-shot was not measured at 2
+MiB.
 
 Device time is judged, as in a CUDA graph. Without a graph, small messages wait for the host, and
 one-shot is the faster one at 64 KiB: a call takes 89 µs with NCCL, which makes 14 calls of CUDA,

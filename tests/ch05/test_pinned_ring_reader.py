@@ -9,12 +9,12 @@ is measured against the one before it.
 pinned memory, which the GPU reads directly: one copy less. "one_reader" reads and sends 2 MiB at a
 time through a ring of small pinned buffers, which may stay in the CPU's cache: a thread reads into
 one while another is being sent. An event per block keeps a read from overwriting a block before its
-transfer is complete. "ring" is the same with four threads, and 20 MiB of buffers in all. Reading is
-a memory copy by the CPU, at about 7 GB/s per core, several times slower than PCIe. So most of the
-gain should come from the threads.
+transfer is complete. "ring" is the same with four threads, and 20 MiB of buffers instead of 8.
+Reading is a memory copy by the CPU, a tenth as fast as PCIe: one reader reaches 5.6 GB/s on an
+H200. So the threads gain most, 2.5x, and the ring with one reader 1.2x.
 
-The limit is PCIe, at 55 GB/s on an H100. Four readers reach 16 GB/s. PCIe works for only 2.3 of the
-6.4 ms of a call, because the CPU's copies take most of the time. The page cache is warm for all
+The limit is PCIe, at 55 GB/s. Four readers reach 14 GB/s on an H200. PCIe works for only 2.4 of the
+7.2 ms of a call, because the CPU's copies take most of the time. The page cache is warm for all
 arms, since the file was just written; with a cold cache the disk decides. Small files gain nothing:
 there is nothing to overlap. An expert calls kvikio (cuFile), whose threads read through pinned
 buffers as well, or past the CPU's memory where GPUDirect Storage is installed; it was not compared.

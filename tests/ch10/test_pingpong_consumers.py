@@ -1,4 +1,4 @@
-"""Consumer warpgroups that take turns are no faster than ones that work in step, even at a small k.
+"""Without clusters, consumer warpgroups that take turns are no faster than ones that work in step.
 
 With k = 512, a tile of 128 x 256 takes eight steps of products, and then its result has to be
 converted, staged in shared memory and stored. In the baseline, the best rung of
@@ -9,12 +9,12 @@ barriers give them turns: while one stages its result, the other multiplies. On 
 take as long as the baseline and as cuBLAS, the library arm; on an H100 they take 2 % longer than
 both.
 
-A gain of a tenth was expected; 0.6 percent on an H200 and a loss of 1.6 on an H100 were measured.
-The price of the turns is that a step loads 256 rows of b for 64 rows of a instead of 128: 1.34 GB
-in all instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of 7.5. The counter shows
-1.41 times as many sectors read from the L2 cache, not 1.67: probably requests of neighbouring SMs
-for the same rows of b are combined on their way. That still is about as much as the L2 delivers to
-the kernel that measures it (9.4 TB/s), so the loads most likely take what the turns gain. The
+A gain of a tenth was expected; 1.0 percent on an H200 (0.999x to 1.021x) and a loss of 1.6 on an
+H100 were measured. The price of the turns is that a step loads 256 rows of b for 64 rows of a
+instead of 128: 1.34 GB in all instead of 0.81, in 104 µs on an H200. These are 12.9 TB/s instead of
+7.6. The counter shows 1.49 times as many sectors read from the L2 cache, not 1.67: probably
+requests of neighbouring SMs for the same rows of b are combined on their way. The L2 delivers 9.4
+TB/s to the kernel that measures it, so the loads most likely take what the turns gain. The
 evidence counts them, but it does not show that they are the limit. An H100's L2 cache is slower,
 which fits its loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would
 load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where
