@@ -51,7 +51,7 @@ def many_objects(x):
 
 
 def no_objects(x):
-    time.sleep(5e-3)
+    time.sleep(25e-3)
     return np.sort(x)
 
 

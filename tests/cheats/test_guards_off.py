@@ -347,7 +347,7 @@ GUARDS = {
         {(references.References, "holds"): always(value=False)}, marked("a_window_of_a_table")
     ),
     "results lie in no table of a context": Guard(
-        {(references, "_VARIABLE"): None},
+        {(references, "_VARIABLE"): None, (stored, "referents"): gc.get_referents},
         marked("a_window_of_a_context_that_the_first_call_fills"),
     ),
     "results lie in no table that the first call makes": Guard(

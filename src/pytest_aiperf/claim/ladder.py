@@ -331,15 +331,16 @@ class Ladder:
         """Time each rung's arms on more inputs, on many if ``is_short``.
 
         Check the results for those on which its baseline is slow, and whether the ratio of the
-        times in ``typical_s`` holds.
+        times in ``typical_s`` holds; it is empty if no round was quiet enough.
         """
         for rung in self.rungs:
             search = Search(rung.bound)
             try:
                 for seed in search.slow_seeds() if is_short else ():
                     rung.bound.check_seed(seed)
-                judged = typical_s[rung.arms["baseline"]] / typical_s[rung.arms["optimized"]]
-                rung.bound.unchecked.update(search.unchecked(judged))
+                if typical_s:
+                    judged = typical_s[rung.arms["baseline"]] / typical_s[rung.arms["optimized"]]
+                    rung.bound.unchecked.update(search.unchecked(judged))
             except AiperfError as why:
                 rung.suspicion = rung.suspicion or why  # wrong results of timed calls come first
 
