@@ -302,6 +302,9 @@ GUARDS = {
         {(search.Search, "_slow_while_collecting"): always(())},
         marked("an_arm_that_makes_many_objects"),
     ),
+    "texts are drawn or static": Guard(
+        {(BoundClaim, "_read_texts"): nothing}, marked("a_text_for_all_seeds")
+    ),
     "new values take as long as known ones": Guard(
         {(sampler.Sampler, "_find_kept_work"): nothing},
         marked("a_part_of_the_work_kept_by_value"),

@@ -52,7 +52,7 @@ MAX_ROUNDING = 1e-11
 SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
 MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
 MIN_VARIANTS = 4  #: Different inputs from which on values that were always the same are named.
-MIN_TEXT = 64  #: Characters or bytes of a value that is more than the name of a mode.
+MIN_TEXT = 64  #: Characters or bytes; a shorter text may be the name of a mode, and never change.
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
@@ -108,7 +108,7 @@ class BoundClaim:
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
         self._constant: set[str] = set()  # paths of those that are not static, until they differ
-        # seeds and fingerprints of arguments with other values, until two seeds differ
+        # fingerprints of text, bytes, sets and queues by argument and seed, until two seeds differ
         self._texts: dict[int, dict[int, str]] | None = None
 
     @property
