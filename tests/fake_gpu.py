@@ -338,6 +338,9 @@ class FakeDevice:
     def release(self) -> None:
         pass
 
+    def is_idle(self) -> bool:
+        return True
+
     def free_bytes(self) -> int:
         return self.gpu.memory_bytes - _ledger.held if self.gpu else 0
 

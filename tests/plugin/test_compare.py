@@ -43,9 +43,6 @@ class LoggingLock:
     def __getattr__(self, name):
         return self._scope(name)
 
-    def give_way(self, _before):
-        pass
-
 
 def a_context(**changes):
     noise = replace(Noise.none(), white=0.001)

@@ -1,4 +1,4 @@
-"""Claims that prepare share a GPU; a claim that is timed has it alone."""
+"""Claims that prepare share a GPU; a claim that is timed has it alone, and pauses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from pytest_aiperf.errors import UsageError
-from pytest_aiperf.machine import gpu_lock
+from pytest_aiperf.machine import gpu_lock, pausing
 from pytest_aiperf.machine.gpu_lock import GpuLock
 from pytest_aiperf.machine.isolation import arm_parent_death
 
@@ -76,11 +76,6 @@ class Claim:
     @property
     def acquires(self):
         return self.next_event() == "t" and self.next_event() == "+"
-
-
-@pytest.fixture(autouse=True)
-def no_grace_period(monkeypatch):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -169,27 +164,7 @@ def test_readers_that_keep_coming_do_not_starve_a_writer(claim, reader, writer):
     assert late.acquires
 
 
-def test_a_writer_admits_readers_during_the_grace_period(claim, monkeypatch):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 300.0)
-    assert claim("shared").enters
-    assert claim("exclusive_gpu").waits
-    assert claim("shared").enters
-
-
-def test_a_writer_admits_no_reader_after_the_grace_period(claim, monkeypatch):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", 0.2)
-    assert claim("shared").enters
-    waiting = claim("exclusive_gpu")
-    assert waiting.waits
-    end = time.monotonic() + 60
-    while claim("shared").enters:
-        assert time.monotonic() < end
-    assert waiting.next_event(0.05) == ""
-
-
-@pytest.mark.parametrize("grace_s", [0.0, 30.0])
-def test_a_writer_enters_as_soon_as_the_last_reader_leaves(claim, monkeypatch, grace_s):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", grace_s)
+def test_a_writer_enters_as_soon_as_the_last_reader_leaves(claim):
     slow = claim("shared")
     assert slow.enters
     waiting = claim("exclusive_gpu")
@@ -198,9 +173,7 @@ def test_a_writer_enters_as_soon_as_the_last_reader_leaves(claim, monkeypatch, g
     assert waiting.acquires
 
 
-@pytest.mark.parametrize("grace_s", [0.0, 30.0])
-def test_queued_writers_run_back_to_back(claim, monkeypatch, grace_s):
-    monkeypatch.setattr(gpu_lock, "WRITER_GRACE_S", grace_s)
+def test_queued_writers_run_back_to_back(claim):
     first = claim("exclusive_gpu")
     assert first.enters
     reader = claim("shared")
@@ -214,27 +187,21 @@ def test_queued_writers_run_back_to_back(claim, monkeypatch, grace_s):
     assert reader.acquires
 
 
-def test_a_suspended_lock_of_a_process_that_cannot_be_paused_keeps_the_host(claim, tmp_path):
-    calls = []
-    lock = GpuLock(
-        [A], tmp_path / "locks", on_wait=calls.append, on_acquired=lambda: calls.append("on")
-    )
+def test_a_process_that_cannot_be_paused_keeps_its_locks(claim, tmp_path):
+    lock = GpuLock([A], tmp_path / "locks")
     with lock.shared():
+        lock.suspend(pytest.fail)
         gpu = claim("exclusive_gpu")
         assert gpu.waits
-        lock.suspend(lambda: calls.append("first"))
-        assert gpu.acquires
-        gpu.release()
-        assert gpu.next_event() == "-"
-        host = claim("exclusive_host")
-        assert host.waits
         lock.resume()
-        assert calls == ["first"]
-    assert host.acquires
+    assert gpu.acquires
 
 
-class Compiler:
-    """A claim that compiles: it leads a session, suspends its lock, and starts a process."""
+class Preparing:
+    """A claim that can be paused: it leads a session, prepares, and has started two processes.
+
+    It suspends its lock, resumes it, and ends when it is told to.
+    """
 
     def __init__(self, folder):
         self.events, events = os.pipe()
@@ -244,22 +211,27 @@ class Compiler:
             os.setsid()
             lock = GpuLock([A], folder, on_wait=lambda _: os.write(events, b"w"), pausable=True)
             with lock.shared():
-                lock.suspend(lambda: None)
-                child = os.fork()
-                if child == 0:
-                    arm_parent_death()
-                    time.sleep(300)
-                    os._exit(0)
-                os.write(events, child.to_bytes(4, "little"))
+                for leads in (False, True):
+                    child = os.fork()
+                    if child == 0:
+                        if leads:
+                            os.setsid()  # as nvcc and its like do
+                        arm_parent_death()
+                        time.sleep(300)
+                        os._exit(0)
+                    os.write(events, child.to_bytes(4, "little"))
+                for step in (lambda: lock.suspend(lambda: None), lock.resume):
+                    os.read(commands, 1)
+                    step()
+                    os.write(events, b"+")
                 os.read(commands, 1)
-                lock.resume()
-                os.write(events, b"+")
-                os.read(commands, 1)
+            os.write(events, b"-")
+            os.read(commands, 1)
             os._exit(0)
-        self.child = int.from_bytes(os.read(self.events, 4), "little")
+        self.children = [int.from_bytes(os.read(self.events, 4), "little") for _ in range(2)]
 
     def states(self):
-        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.child)]
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, *self.children)]
         return "".join(stat.rpartition(") ")[2][0] for stat in stats)
 
     def runs_again(self):
@@ -268,88 +240,125 @@ class Compiler:
             time.sleep(0.01)
         return "T" not in self.states()
 
+    def steps(self):
+        os.write(self.commands, b"r")
+        return os.read(self.events, 1)
+
 
 @pytest.fixture
-def compiler(tmp_path):
-    started = Compiler(tmp_path / "locks")
+def preparing(tmp_path):
+    started = Preparing(tmp_path / "locks")
     yield started
-    os.killpg(started.pid, signal.SIGKILL)
+    for pid in (started.pid, *started.children):
+        os.kill(pid, signal.SIGKILL)
     os.waitpid(started.pid, 0)
 
 
-def test_a_claim_that_needs_the_host_alone_pauses_compilers(claim, compiler, tmp_path):
+def ended(other):
+    other.release()
+    return other.next_event() == "-"
+
+
+@pytest.mark.parametrize("scope", ["exclusive_gpu", "exclusive_host"])
+def test_a_claim_that_is_timed_pauses_those_that_prepare(claim, preparing, tmp_path, scope):
+    for _ in range(3):
+        timed = claim(scope)
+        assert timed.enters
+        assert preparing.states() == "TTT"
+        assert ended(timed)
+        assert preparing.runs_again()
+    assert [preparing.steps() for _ in range(3)] == [b"+", b"+", b"-"]
+    assert not list((tmp_path / "locks").glob("*.preparing/*")), "no registration is left"
+    assert claim(scope).enters
+    assert "T" not in preparing.states(), "it has ended to prepare"
+
+
+def test_claims_on_other_gpus_are_not_paused(claim, preparing):
+    timed = claim("exclusive_gpu", B)
+    assert timed.enters
+    assert "T" not in preparing.states()
+    assert ended(timed)
+    assert claim("exclusive_host", B).enters
+    assert preparing.states() == "TTT"
+
+
+def test_a_suspended_claim_is_paused_for_the_host_only(claim, preparing):
+    assert preparing.steps() == b"+"
+    gpu = claim("exclusive_gpu")
+    assert gpu.enters
+    assert "T" not in preparing.states()
+    os.write(preparing.commands, b"r")  # resumes
+    assert os.read(preparing.events, 1) == b"w"
+    assert ended(gpu)
+    assert os.read(preparing.events, 1) == b"+"
+    host = claim("exclusive_host", B)
+    assert host.enters
+    assert preparing.states() == "TTT"
+
+
+def test_a_claim_does_not_begin_to_prepare_beside_one_that_is_timed(claim, tmp_path):
+    timed = claim("exclusive_host", B)
+    assert timed.enters
+    waits = []
+
+    def on_wait(message):
+        waits.append(message)
+        threading.Timer(0.2, timed.release).start()
+
+    with GpuLock([A], tmp_path / "locks", on_wait, pausable=True).shared():
+        assert waits == ["waiting for the host, which another claim holds"]
+        assert timed.next_event() == "-"
+
+
+def test_a_claim_on_two_gpus_is_not_paused(claim, tmp_path):
+    with GpuLock([A, B], tmp_path / "locks", pausable=True).shared():
+        assert claim("exclusive_gpu", A).waits
+
+
+def test_paused_claims_go_on_after_the_one_that_paused_them_was_killed(claim, preparing, tmp_path):
     host = claim("exclusive_host")
     assert host.enters
-    assert compiler.states() == "TT"
-    host.release()
-    assert host.next_event() == "-"
-    assert compiler.runs_again()
-    os.write(compiler.commands, b"r")
-    assert os.read(compiler.events, 1) == b"+"
-    assert not list((tmp_path / "locks").glob("compiling-*")), "no file is left"
-
-
-def test_other_claims_do_not_pause_compilers(claim, compiler):
-    for kind in ("shared", "exclusive_gpu"):
-        other = claim(kind)
-        assert other.enters
-        assert "T" not in compiler.states()
-        other.release()
-        assert other.next_event() == "-"
-
-
-def test_a_compiler_that_is_done_waits_for_the_host(claim, compiler):
-    host = claim("exclusive_host")
-    assert host.enters
-    os.write(compiler.commands, b"r")
-    host.release()
-    assert os.read(compiler.events, 1) in b"w+"  # it may find the lock free by then
-    assert host.next_event() == "-"
-    assert not claim("exclusive_host").next_event(0.2).startswith("+")
-
-
-def test_compilers_go_on_after_the_claim_that_paused_them_was_killed(claim, compiler, tmp_path):
-    host = claim("exclusive_host")
-    assert host.enters
-    assert compiler.states() == "TT"
-    gpu_lock.continue_compilers(tmp_path / "locks")
-    assert compiler.states() == "TT", "a claim that still has the host keeps them paused"
+    assert preparing.states() == "TTT"
+    gpu_lock.continue_paused(tmp_path / "locks")
+    assert preparing.states() == "TTT", "a claim that still has the host keeps them paused"
     host.kill()
-    assert compiler.states() == "TT"
-    gpu_lock.continue_compilers(tmp_path / "locks")
-    assert compiler.runs_again()
+    assert preparing.states() == "TTT"
+    gpu_lock.continue_paused(tmp_path / "locks")
+    assert preparing.runs_again()
 
 
-@pytest.mark.parametrize(
-    ("writer", "pausable"), [("exclusive_gpu", False), ("exclusive_host", True)]
-)
-def test_a_claim_that_prepares_gives_way(claim, tmp_path, writer, pausable):
-    calls = []
-    lock = GpuLock([A], tmp_path / "locks", on_wait=calls.append, pausable=pausable)
-    with lock.shared():
-        lock.give_way(pytest.fail)  # to nobody
-        other = claim(writer)
-        assert other.waits
-
-        def let_in():
-            calls.append("first")
-            threading.Timer(0.2, other.release).start()
-
-        lock.give_way(let_in)
-        assert calls[0] == "first"
-        assert calls[1].startswith("waiting for ")
-        assert other.acquires
-        assert other.next_event() == "-"
-        assert claim("shared").enters
-        assert claim(writer).waits, "the claim holds its shared locks again"
-
-
-def test_a_lock_that_is_not_shared_gives_no_way(claim, tmp_path):
+@pytest.mark.parametrize(("answers", "expected"), [([True], 0), ([False, False, True], 2)])
+def test_paused_claims_continue_for_a_while_if_the_gpu_is_busy(
+    preparing, tmp_path, answers, expected
+):
+    states = []
     lock = GpuLock([A], tmp_path / "locks")
-    lock.give_way(pytest.fail)
+
+    def is_idle():
+        states.append(preparing.states())
+        return answers[len(states) - 1]
+
+    lock.is_idle = is_idle
+    started = time.monotonic()
     with lock.exclusive_gpu():
-        assert claim("exclusive_gpu").waits
-        lock.give_way(pytest.fail)
+        assert preparing.states() == "TTT"
+    assert states == ["TTT"] * len(answers)
+    assert time.monotonic() - started >= expected * pausing.BREATH_S
+
+
+def test_a_gpu_that_others_use_does_not_delay_a_claim_for_ever(preparing, tmp_path, monkeypatch):
+    monkeypatch.setattr(pausing, "BREATH_S", 0.001)
+    lock = GpuLock([A], tmp_path / "locks")
+    lock.is_idle = lambda: False
+    with lock.exclusive_gpu():
+        assert preparing.states() == "TTT"
+
+
+def test_nobody_asks_whether_the_gpu_is_idle_if_no_claim_was_paused(tmp_path):
+    lock = GpuLock([A], tmp_path / "locks")
+    lock.is_idle = pytest.fail
+    with lock.exclusive_gpu():
+        pass
 
 
 def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
@@ -362,21 +371,28 @@ def test_an_exclusive_lock_is_not_suspended(claim, tmp_path):
         lock.resume()
 
 
-def test_a_lock_that_is_not_suspended_is_not_resumed(claim, tmp_path):
-    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail)  # fail instead of waiting forever
+def test_a_lock_that_is_not_suspended_is_not_resumed(tmp_path):
+    lock = GpuLock([A], tmp_path / "locks", on_wait=pytest.fail, pausable=True)
 
     def fault():
         raise RuntimeError
 
+    def registered():
+        return {file.parent.name for file in (tmp_path / "locks").glob("*.preparing/*")}
+
+    both = {"host.preparing", f"gpu-{A}.preparing"}
     with lock.shared():
-        other = claim("exclusive_gpu")
-        assert other.waits  # it holds the gate, and a resumed lock would wait there
+        assert registered() == both
         with pytest.raises(RuntimeError):
             lock.suspend(fault)
         lock.resume()
+        assert registered() == both
         lock.suspend(lambda: None)
         lock.suspend(pytest.fail)
-        assert other.acquires
+        assert registered() == {"host.preparing"}
+        lock.resume()
+        assert registered() == both
+    assert not registered()
 
 
 def test_resuming_waits_for_a_writer(claim, tmp_path):
@@ -386,7 +402,9 @@ def test_resuming_waits_for_a_writer(claim, tmp_path):
         calls.append(message)
         threading.Timer(0.2, other.release).start()
 
-    lock = GpuLock([A], tmp_path / "locks", on_wait, on_acquired=lambda: calls.append("on"))
+    lock = GpuLock(
+        [A], tmp_path / "locks", on_wait, on_acquired=lambda: calls.append("on"), pausable=True
+    )
     with lock.shared():
         lock.suspend(lambda: None)
         other = claim("exclusive_gpu")

@@ -142,6 +142,7 @@ def test_messages_come_in_order_and_the_transient_ones_are_not_kept():
     received: list[dict] = []
     ended = run(work, on_message=received.append)
     assert [m["kind"] for m in received] == ["working", "progress", "report", "result"]
+    assert [m.pop("stopped_s") for m in received] == [0] * 4
     assert list(ended.messages) == received[2:]
     assert received[2]["pid"] != os.getpid()
     assert received[3] == {"kind": "result", "values": [1.0, None, "ü\n"], "nested": {"a": True}}
@@ -264,6 +265,33 @@ def test_waiting_does_not_count(run_past_deadline):
 
     ended = run_past_deadline(work)
     assert (ended.status, ended.messages) == ("exited", ({"kind": "result"},))
+
+
+def test_the_time_for_which_a_claim_is_stopped_does_not_count():
+    stopped_s = []
+
+    def on_message(message):
+        stopped_s.append(message["stopped_s"])
+        if message["kind"] == "stop me":
+            os.kill(message["pid"], signal.SIGSTOP)
+            threading.Timer(1.5, os.kill, (message["pid"], signal.SIGCONT)).start()
+
+    def work(channel):
+        channel.send("stop me", pid=os.getpid())
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        channel.send("result")
+
+    ended = isolation.supervise(work, deadline_s=2.0, on_message=on_message)
+    assert (ended.status, ended.code) == ("exited", 0)
+    assert stopped_s[0] == 0
+    assert stopped_s[-1] == pytest.approx(1.5, abs=0.5)
+
+
+def test_a_claim_that_nobody_continues_ends():
+    ended = run(lambda _: os.kill(os.getpid(), signal.SIGSTOP), deadline_s=0.5, grace_s=0.1)
+    assert (ended.status, ended.code) == ("timeout", signal.SIGKILL)
 
 
 def test_the_deadline_is_what_is_left_of_the_time_at_work(monkeypatch):

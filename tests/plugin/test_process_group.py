@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_aiperf.machine import process_group
-from pytest_aiperf.machine.process_group import run_in_group
+from pytest_aiperf.machine.process_group import STOPPED_S, run_in_group
 
 CHILD = "import os,subprocess,sys,time;print(subprocess.Popen(['sleep','60']).pid,flush=True);"
 
@@ -52,7 +52,7 @@ def test_no_descendant_outlives_an_exit_or_the_deadline(tmp_path, monkeypatch, l
         return 1000.0 if last and log.stat().st_size else 0.0
 
     monkeypatch.setattr(process_group, "time", SimpleNamespace(monotonic=monotonic))
-    status = run_in_group([sys.executable, "-c", CHILD + last], log, 60)
+    status = run_in_group([sys.executable, "-c", CHILD + last], log, STOPPED_S / 2)
     assert status == (None if last else 0)
     assert ends(int(log.read_text()))
 

@@ -67,18 +67,6 @@ def a_sampler(bound, metric=Metric.DEVICE, prebuilt=(1001,)):
     return timed
 
 
-def test_a_claim_gives_way_before_each_set_of_inputs():
-    waits = []
-    device = FakeDevice(noise=WHITE, seed=1)
-    bound = BoundClaim(a_claim(), device, 1, full=True, give_way=lambda: waits.append("claim"))
-    bound.check_agreement()
-    before = len(waits)
-    assert before
-    timed = sampler.Sampler(Ladder([bound]), Metric.DEVICE, STANDARD)
-    timed.prepare([1001, 1002])
-    assert len(waits) >= before + 2 * 2 * timed.sets, "two arms and two replicates"
-
-
 # prepared arms and settings
 
 

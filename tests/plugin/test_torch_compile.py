@@ -16,12 +16,12 @@ class RefusedError(Exception):
 
 @pytest.fixture
 def lock(tmp_path):
-    return GpuLock([GPU], tmp_path / "locks")
+    return GpuLock([GPU], tmp_path / "locks", pausable=True)
 
 
 @pytest.fixture
 def other(tmp_path):
-    """Return a function that returns whether another claim could lock the GPU exclusively now."""
+    """Return a function: whether another claim could be timed now without pausing this one."""
 
     def refuse(_sentence):
         raise RefusedError
@@ -29,6 +29,8 @@ def other(tmp_path):
     theirs = GpuLock([GPU], tmp_path / "locks", on_wait=refuse)
 
     def may_time():
+        if [*(tmp_path / "locks").glob(f"gpu-{GPU}.preparing/*")]:
+            return False
         try:
             with theirs.exclusive_gpu():
                 return True

@@ -75,7 +75,6 @@ class BoundClaim:
         *,
         full: bool,
         progress: Progress = no_progress,
-        give_way: Callable[[], object] = lambda: None,
         draw: random.Random | None = None,
     ) -> None:
         self.claim = claim
@@ -83,8 +82,6 @@ class BoundClaim:
         self.seed = seed
         self.full = full
         self.progress = progress
-        self.give_way = give_way
-        """Lets a claim that waits for the GPU go first. Nothing is under way in between."""
         self.effects = agreement.ArgumentEffects()
         self.baseline_alone_s: dict[str, float] = {}
         """Least seconds of a call of the baseline on the host's clock before another arm has run,
@@ -126,7 +123,6 @@ class BoundClaim:
 
     def draw_inputs(self, seed: int) -> Inputs:
         """Build one set of inputs that is not compared with others."""
-        self.give_way()
         self.device.seed(seed)
         where = self.device.torch_device
         try:
@@ -521,7 +517,6 @@ class BoundClaim:
             self.claim.reference,
             self.effects,
             kept_bytes=self.kept_bytes / max(1, len(arms) / 3),
-            pause=self.give_way,
         )
         if seed == self.agreement_seeds[-1]:
             self.device.release()  # only once: this delays other processes' driver calls

@@ -165,7 +165,6 @@ class _Trial:
             context.record.seed,
             full=True,
             progress=context.progress,
-            give_way=partial(context.lock.give_way, context.device.synchronize),
             draw=context.draw,
         )
         self.context = context

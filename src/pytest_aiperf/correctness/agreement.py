@@ -465,7 +465,6 @@ def collect(
     effects: ArgumentEffects,
     *,
     kept_bytes: float = math.inf,
-    pause: Callable[[], object] = lambda: None,
 ) -> "Results":
     """Call arms and the reference on one seed, and compare their results.
 
@@ -473,7 +472,7 @@ def collect(
     last, each on new inputs: an arm cannot find a correct result in freed memory. Until then, what
     the arms return is kept. A prepared arm prepares before its arguments are poisoned. If
     ``effects.nbytes`` exceeds ``kept_bytes``, nothing is kept: the reference runs first, and each
-    result is compared and freed before the next arm runs. ``pause`` is called between long steps.
+    result is compared and freed before the next arm runs.
     """
 
     def expected_outputs() -> list[Expected]:
@@ -516,7 +515,6 @@ def collect(
     if expected is None:
         expected = expected_outputs()
         for arm, result in outputs_.items():
-            pause()
             deviations[arm] = compare(result, expected)
     return Results(effects, expected, deviations, forms, left, beside, outputs_)
 

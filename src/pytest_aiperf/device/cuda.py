@@ -69,6 +69,11 @@ _STABLE_SPREAD: Final = 0.02  #: Largest relative difference between these readi
 _WARM_UP_S: Final = 0.03
 """Seconds for which blocks run untimed before the first round: on H200s, memory was 11 % slower for
 up to this long after a pause of some milliseconds."""
+_PROMPT_S: Final = 0.5e-3
+"""Two small copies and a kernel take a tenth of this if nobody else uses the GPU, and at least a
+slice of time, one or two milliseconds, if somebody does."""
+_PROMPT_CALLS: Final = 10  #: How many in a row must take no longer.
+_IDLE_TIMEOUT_S: Final = 0.3  #: How long to try.
 
 watched(now, __name__, "now")  # this module has a reference of its own to the function
 
@@ -98,6 +103,8 @@ class CudaDevice:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._copied = torch.cuda.Event(enable_timing=False)
+        self._probe = torch.zeros(1, device=self.torch_device)
+        self._host_probe = torch.zeros(1, pin_memory=True)
         self._flush: Call | None = None
         self._separate_memory = torch.cuda.MemPool()
         self._unsynced_blocks = -3  # ignore the three spins below: a sanitizer may delay them
@@ -326,6 +333,22 @@ class CudaDevice:
             pool = cupy.get_default_memory_pool()
             self._cupy_used = self._cupy_used or bool(pool.total_bytes())
             pool.free_all_blocks()
+
+    def is_idle(self) -> bool:
+        """Return whether copies and kernels run at once.
+
+        While other processes have work, the GPU gives each of them some milliseconds in turn.
+        """
+        prompt, end = 0, now() + int(_IDLE_TIMEOUT_S * 1e9)
+        while prompt < _PROMPT_CALLS and now() < end:
+            started = now()
+            with self._torch.cuda.stream(self._stream):
+                self._probe.copy_(self._host_probe, non_blocking=True)
+                self._host_probe.copy_(self._probe, non_blocking=True)
+                self._spin(0)
+            self._stream.synchronize()
+            prompt = prompt + 1 if (now() - started) * 1e-9 < _PROMPT_S else 0
+        return prompt == _PROMPT_CALLS
 
     def free_bytes(self) -> int:
         return int(self._torch.cuda.mem_get_info()[0])

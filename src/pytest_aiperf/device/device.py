@@ -120,6 +120,8 @@ class Device(Protocol):
     def separate_memory(self) -> contextlib.AbstractContextManager[object]: ...
     # Free cached memory, so that the next replicate allocates anew.
     def release(self) -> None: ...
+    # Return whether nobody else uses the device: its work would delay that of this process.
+    def is_idle(self) -> bool: ...
     # Return the device memory that no process has allocated.
     def free_bytes(self) -> int: ...
     # Return inputs and an arm; comparing this arm with itself shows the device's noise.
@@ -251,6 +253,9 @@ class HostDevice:
 
     def release(self) -> None:
         gc.collect()
+
+    def is_idle(self) -> bool:
+        return True  # paused processes do nothing on the host
 
     def free_bytes(self) -> int:
         return 0  # never called: only claims and limits of GPUs need device memory

@@ -1,7 +1,11 @@
-"""Readers-writer locks on the host and the GPUs, shared by all pytest runs of one user.
+"""Locks on the host and the GPUs, shared by all pytest runs of one user.
 
-The kernel releases a lock when the process that holds it ends, however it ends. A process holds one
-lock at a time: a second one would wait for the first.
+A claim that is timed has its GPUs alone, and the host as well if its metric is wall time. Claims
+that prepare meanwhile are paused, see :mod:`.pausing`: nobody waits for them, however long their
+steps take. A process that cannot be paused holds a readers-writer lock in shared mode instead.
+
+The kernel releases a lock when the process that holds it ends, however it ends. All processes lock
+GPUs before the host, so that no two claims wait for each other.
 """
 
 import os
@@ -18,16 +22,11 @@ from threadpoolctl import threadpool_limits
 
 from pytest_aiperf.errors import UsageError
 
-from . import compilers
-from .file_lock import is_shared, locked
+from . import pausing
+from .file_lock import locked
 
-WRITER_GRACE_S: Final = 0.3
-"""How long a waiting writer lets more readers enter before it takes the gate. In a run of 11
-workers on an H200, twice as long took a quarter of the time, while claims nearly always waited to
-be timed.
-"""
-POLL_S: Final = 0.05  #: Polling interval during the grace period.
 VARIABLE: Final = "PYTEST_AIPERF_LOCKS"  #: Environment variable with the folder of the lock files.
+_HOST: Final = "host"
 
 
 class GpuLock:
@@ -39,8 +38,8 @@ class GpuLock:
     wait for one another. With GPUs only those of BLAS are limited: torch.compile compiles a
     function again when the number of OpenMP's threads has changed. A shared lock cannot be
     upgraded: release it before you take an exclusive one; others may hold the lock in between.
-    ``pausable`` is for the process of a claim, which may be stopped while it compiles; one that a
-    user started, such as a notebook, may not.
+    ``pausable`` is for the process of a claim, which leads its session and may be stopped while it
+    prepares; one that a user started, such as a notebook, may not.
     """
 
     def __init__(
@@ -58,12 +57,14 @@ class GpuLock:
         self.on_wait = on_wait
         self.on_acquired = on_acquired
         self._threads = threads
-        self._pausable = pausable
+        # two claims that have one GPU each could pause a third one on both, and one continue it
+        self._pausable = pausable and len(self._gpus) < 2
+        self.is_idle: Callable[[], bool] = lambda: True
+        """Tells whether the GPU has ended what paused claims had given it."""
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
-        self._shared: ExitStack | None = None  # what suspend() releases
-        self._registration = ExitStack()  # as a compiler, while suspended
+        self._shared: ExitStack | None = None  # of the GPUs, what suspend() releases
         self._is_suspended = False
 
     def shared(self) -> AbstractContextManager[None]:
@@ -79,44 +80,24 @@ class GpuLock:
         return self._lock_scope(exclusive_host=True, exclusive_gpus=True)
 
     def suspend(self, before: Callable[[], object]) -> None:
-        """Release the shared locks until :meth:`resume`: until then this process only compiles.
+        """Leave the GPUs to others until :meth:`resume`: until then, this process uses the host.
 
-        A claim that needs the host alone pauses it, see :mod:`.compilers`. A process that is not
-        ``pausable`` keeps the shared lock of the host. ``before`` is called first: it must end all
-        work of this process on the GPUs.
+        ``before`` is called first: it must end all work of this process on the GPUs. A process that
+        cannot be paused keeps its locks: while it has the host, it may not wait for a GPU.
         """
-        if self._shared is None or self._is_suspended:
+        if self._shared is None or self._is_suspended or not self._pausable:
             return
         before()
-        if self._pausable:  # first, so that a claim that takes the host then finds this one
-            self._registration.enter_context(compilers.registered(self.folder))
         self._shared.close()
         self._is_suspended = True
 
     def resume(self) -> None:
-        """Take the shared locks again; does nothing unless they are suspended."""
+        """Share the GPUs again; does nothing unless the lock is suspended."""
         if self._shared is None or not self._is_suspended:
             return
         with self._waiting() as wait:
-            self._lock_shared(self._shared, wait)
+            self._share(self._shared, self._gpus, wait)
         self._is_suspended = False
-
-    def give_way(self, before: Callable[[], object]) -> None:
-        """Let claims go first that wait for an exclusive lock; return with the shared locks.
-
-        Call it often while a claim prepares: otherwise everybody waits until its last step is over.
-        ``before`` is called as in :meth:`suspend`.
-        """
-        if self._shared is None or self._is_suspended or not self._writer_waits():
-            return
-        before()
-        self._shared.close()
-        with self._waiting() as wait:
-            self._lock_shared(self._shared, wait)
-
-    def _writer_waits(self) -> bool:
-        resources = [self._host] * self._pausable + [self._gpu(uuid) for uuid in self._gpus]
-        return any(is_shared(_gate(resource)) for resource in resources)
 
     @contextmanager
     def _lock_scope(self, *, exclusive_host: bool, exclusive_gpus: bool) -> Iterator[None]:
@@ -125,45 +106,61 @@ class GpuLock:
         self._held = True
         try:
             with ExitStack() as scope:
-                shared = scope.enter_context(ExitStack())  # what suspend() releases
-                # all processes lock in the same order, so that no two claims wait for each other
                 with self._waiting() as wait:
-                    releases_host = self._pausable and not exclusive_gpus
-                    host = shared if releases_host else scope
-                    self._lock_host(host, wait, exclusive=exclusive_host)
-                    self._lock_gpus(shared, wait, exclusive=exclusive_gpus)
-                if exclusive_host:
-                    scope.enter_context(compilers.paused(self.folder))
-                if not exclusive_gpus:
-                    self._shared = shared
-                    if self._threads is not None:
-                        api = "blas" if self._gpus else None  # None stands for all
-                        scope.enter_context(threadpool_limits(self._threads, user_api=api))
+                    if exclusive_gpus:
+                        self._lock(scope, self._gpus, wait, exclusive=True)
+                        self._lock(scope, [_HOST], wait, exclusive=exclusive_host)
+                    else:
+                        self._shared = scope.enter_context(ExitStack())
+                        self._share(self._shared, self._gpus, wait)
+                        self._share(scope, [_HOST], wait)
+                if exclusive_gpus:
+                    resources = map(_name, [*self._gpus, *[_HOST] * exclusive_host])
+                    scope.enter_context(pausing.paused(self.folder, resources, self.is_idle))
+                elif self._threads is not None:
+                    api = "blas" if self._gpus else None  # None stands for all
+                    scope.enter_context(threadpool_limits(self._threads, user_api=api))
                 yield
         finally:
-            self._registration.close()
             self._held, self._shared, self._is_suspended = False, None, False
 
-    def _lock_shared(self, scope: ExitStack, wait: Callable[[str], None]) -> None:
-        """Take the locks again that :meth:`suspend` and :meth:`give_way` release."""
-        if self._pausable:
-            self._lock_host(scope, wait, exclusive=False)
-            self._registration.close()  # with the host locked, nobody is pausing compilers
-        self._lock_gpus(scope, wait, exclusive=False)
+    def _share(
+        self, scope: ExitStack, resources: Sequence[str], wait: Callable[[str], None]
+    ) -> None:
+        """Register with resources; a process that cannot be paused locks them in shared mode."""
+        if not self._pausable:
+            self._lock(scope, resources, wait, exclusive=False)
+            return
+        for resource in resources:
+            with ExitStack() as entry:  # so that nobody has the resource alone, and misses this one
+                self._lock(entry, [resource], wait, exclusive=False)
+                scope.enter_context(pausing.registered(self.folder, _name(resource)))
 
-    def _lock_host(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
-        _lock(scope, self._host, partial(wait, "the host"), exclusive=exclusive)
+    def _lock(
+        self,
+        scope: ExitStack,
+        resources: Sequence[str],
+        wait: Callable[[str], None],
+        *,
+        exclusive: bool,
+    ) -> None:
+        """Lock resources until ``scope`` ends, with a readers-writer lock that prefers writers.
 
-    def _lock_gpus(self, scope: ExitStack, wait: Callable[[str], None], *, exclusive: bool) -> None:
-        for uuid in self._gpus:
-            _lock(scope, self._gpu(uuid), partial(wait, f"GPU {uuid}"), exclusive=exclusive)
-
-    @property
-    def _host(self) -> Path:
-        return self.folder / "host"
-
-    def _gpu(self, uuid: str) -> Path:
-        return self.folder / f"gpu-{uuid.replace('/', '_')}"  # old MIG names have slashes
+        The gate is a second lock. A reader takes it exclusively, but only while it takes the first
+        lock; writers hold it in shared mode while they wait and work. So no reader enters once a
+        writer holds the gate, and queued writers follow one another directly.
+        """
+        for resource in resources:
+            path = self.folder / _name(resource)
+            says = partial(wait, "the host" if resource == _HOST else f"GPU {resource}")
+            gate = partial(locked, path.with_name(f"{path.name}.gate"), wait=says)
+            lock = partial(locked, _lock_file(path), wait=says)
+            if exclusive:
+                scope.enter_context(gate(shared=True))
+                scope.enter_context(lock(shared=False))
+            else:
+                with gate(shared=False):
+                    scope.enter_context(lock(shared=True))
 
     @contextmanager
     def _waiting(self) -> Iterator[Callable[[str], None]]:
@@ -187,43 +184,26 @@ def default_folder() -> Path:
     return Path(folder or Path(tempfile.gettempdir(), f"pytest-aiperf-locks-{os.geteuid()}"))
 
 
-def _lock(scope: ExitStack, resource: Path, wait: Callable[[], None], *, exclusive: bool) -> None:
-    """Lock a resource until ``scope`` ends, with a readers-writer lock that prefers writers.
-
-    The gate is a second lock. A reader takes it exclusively, but only while it takes the first
-    lock; writers hold it in shared mode while they wait and work. So no reader enters once a writer
-    holds the gate, and queued writers follow one another directly. A writer takes the gate only
-    after a grace period, in which more readers may enter: claims can prepare side by side.
-    """
-    path = resource.with_name(resource.name + ".lock")
-    lock = partial(locked, path, wait=wait)
-    gate = partial(locked, _gate(resource), wait=wait)
-    if exclusive:
-        _wait_for_readers(path, wait)
-        scope.enter_context(gate(shared=True))
-        scope.enter_context(lock(shared=False))
-    else:
-        with gate(shared=False):
-            scope.enter_context(lock(shared=True))
+def _name(resource: str) -> str:
+    """Return the name of a resource's files: of the host, or of the GPU with this UUID."""
+    if resource == _HOST:
+        return resource
+    return f"gpu-{resource.replace('/', '_')}"  # old MIG names have slashes
 
 
-def _gate(resource: Path) -> Path:
-    return resource.with_name(resource.name + ".gate")
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
-def _wait_for_readers(path: Path, wait: Callable[[], None]) -> None:
-    """Wait until nobody holds a lock in shared mode, but not longer than the grace period."""
-    end = time.monotonic() + WRITER_GRACE_S
-    while time.monotonic() < end and is_shared(path):
-        wait()
-        time.sleep(POLL_S)
-
-
-def continue_compilers(folder: Path | None = None) -> None:
+def continue_paused(folder: Path | None = None) -> None:
     """Continue claims that were paused by one that was killed, unless another needs them paused."""
     folder = private_folder(folder or default_folder())
-    with suppress(BlockingIOError), locked(folder / "host.lock", shared=True, wait=_refuse):
-        compilers.proceed(folder)
+    for session, resources in pausing.registrations(folder).items():
+        with suppress(BlockingIOError), ExitStack() as scope:
+            for resource in sorted(resources):
+                file = _lock_file(folder / resource)
+                scope.enter_context(locked(file, shared=True, wait=_refuse))
+            pausing.proceed(session)
 
 
 def _refuse() -> NoReturn:

@@ -48,6 +48,8 @@ _MONITORING_EVENTS: Final = 10
 """The first events of ``sys.monitoring``, which are local: they can be on for single functions."""
 _TERMINATE: Final = b"T"
 _KILL: Final = b"K"
+_STOPPED: Final = b"S"
+_CONTINUED: Final = b"C"
 _BLOCKED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _OMP_PAUSE_SOFT: Final = 1
 _PR_SET_PDEATHSIG: Final = 1
@@ -103,7 +105,9 @@ def supervise(
 ) -> ProcessExit:
     """Run ``work`` in a separate process; return when neither it nor a descendant is left.
 
-    The deadline counts the time in which the claim works. When it is exceeded, the claim's process
+    The deadline counts the time in which the claim works. Time for which its process is stopped
+    does not count, unless it is stopped for as long as the deadline without a break; each message
+    has the seconds so far as ``stopped_s``. When the deadline is exceeded, the claim's process
     group gets SIGTERM, and SIGKILL ``grace_s`` seconds later. An exception that escapes ``work``
     arrives as a message ``crash`` with its traceback as ``text``. An exception in this function,
     or in ``on_message``, kills the claim and reaches the caller. Call this from a process that
@@ -198,20 +202,56 @@ class _Deadline:
         self.exceeded = self.stuck = False
         self._end: float | None = time.monotonic() + seconds  # None while it is paused
         self._left_at_pause = 0.0
+        self._reasons: set[str] = set()  # why it is paused
+        self._stopped_at: float | None = None
+        self._stopped_s = 0.0
         self._commands = [(_TERMINATE, grace_s), (_KILL, KILL_TIMEOUT_S)]
 
     def update(self, kind: str) -> None:
         """Pause, resume or restart the deadline, if a message of this kind does."""
-        if kind == "waiting" and self._end is not None and not self.exceeded:
+        if kind == "waiting":
+            self._pause("waiting")
+        elif kind == "working":
+            self._resume("waiting")
+        elif kind == "step":
+            self._resume("waiting")
+            if self._end is None:
+                self._left_at_pause = self.seconds
+            elif not self.exceeded:
+                self._end = time.monotonic() + self.seconds
+
+    def note_state(self, state: bytes) -> None:
+        """Note that the claim was stopped, or that it continues."""
+        self._stopped_s = self.stopped_s
+        if state == _STOPPED:
+            self._stopped_at = time.monotonic()
+            self._pause("stopped")
+        else:
+            self._stopped_at = None
+            self._resume("stopped")
+
+    @property
+    def stopped_s(self) -> float:
+        """Seconds for which the claim has been stopped so far."""
+        since = self._stopped_at
+        return self._stopped_s + (time.monotonic() - since if since is not None else 0.0)
+
+    def _pause(self, reason: str) -> None:
+        if self._end is not None and not self.exceeded:
             self._left_at_pause, self._end = self._end - time.monotonic(), None
-        elif kind == "working" and self._end is None:
+        self._reasons.add(reason)
+
+    def _resume(self, reason: str) -> None:
+        self._reasons.discard(reason)
+        if self._end is None and not self._reasons:
             self._end = time.monotonic() + self._left_at_pause
-        elif kind == "step" and not self.exceeded:
-            self._end = time.monotonic() + self.seconds
 
     def left(self) -> float | None:
         """Return the seconds until the next command; None while the deadline is paused."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+        end = self._end
+        if end is None and self._stopped_at is not None:
+            end = self._stopped_at + self.seconds  # perhaps nobody will continue it
+        return None if end is None else max(0.0, end - time.monotonic())
 
     def next_command(self) -> bytes:
         """Return the next command; after the last one the claim counts as stuck."""
@@ -286,9 +326,14 @@ def _watch(
                 deadline.update(message["kind"])
                 if message["kind"] not in TRANSIENT:
                     messages.append(message)
-                on_message(message)
+                on_message({**message, "stopped_s": deadline.stopped_s})
         if control in ready:
-            report = control.recv(64)
+            received = control.recv(64)
+            rest = received.lstrip(_STOPPED + _CONTINUED)
+            for state in received.removesuffix(rest):
+                deadline.note_state(bytes([state]))
+            # nothing at all is received when the supervisor has ended
+            report = rest if rest or not received else None
         elif deadline.left() == 0:
             # if the supervisor is gone, the next wait() finds its socket closed
             with contextlib.suppress(OSError):
@@ -318,7 +363,10 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
     try:
         for signum in _BLOCKED_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)  # the pytest process decides about Ctrl-C
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # not SIG_DFL, which wakes nobody
+        changes, wakeup = socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -326,10 +374,17 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
         supervisor = os.getpid()
         claim = os.fork()
         if claim == 0:
-            control.close()
+            signal.set_wakeup_fd(-1)
+            for end in (control, changes, wakeup):
+                end.close()
             _run_claim(work, outlet, supervisor)
         pidfd = os.pidfd_open(claim)
-        while pidfd not in wait([pidfd, control]):
+        while pidfd not in (ready := wait([pidfd, control, changes])):
+            if changes in ready:
+                changes.recv(64)
+                _tell_state(claim, control)
+            if control not in ready:
+                continue
             if control.recv(1) != _TERMINATE:
                 break  # commanded to kill, or the pytest process is gone
             with contextlib.suppress(ProcessLookupError):
@@ -337,6 +392,14 @@ def _run_supervisor(work: Work, control: socket, outlet: int, mask: Collection[i
         control.send(_kill_descendants(claim))
     finally:
         os._exit(0)
+
+
+def _tell_state(claim: int, control: socket) -> None:
+    """Tell the pytest process if the claim was stopped, or continued."""
+    changes = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+    while change := os.waitid(os.P_PID, claim, changes):
+        is_stop = change.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED)
+        control.send(_STOPPED if is_stop else _CONTINUED)
 
 
 def _kill_descendants(claim: int) -> bytes:
@@ -369,6 +432,7 @@ def _run_claim(work: Work, outlet: int, supervisor: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # the traceback of a crash or of a missed deadline goes to the claim's own stderr
         faulthandler.enable(2)

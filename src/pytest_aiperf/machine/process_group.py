@@ -11,6 +11,8 @@ from typing import Final
 
 POLL_S: Final = 0.02
 """Seconds between two checks whether the process has ended: short compared with a build."""
+STOPPED_S: Final = 1.0
+"""This process was stopped, and the command with it, if more time passes between two checks."""
 
 
 def run_in_group(
@@ -57,7 +59,8 @@ def run_in_group(
             if left_s < 0 or stop.wait(POLL_S):
                 break
             now = time.monotonic()
-            left_s, last = left_s - (0.0 if is_paused() else now - last), now
+            passed_s = min(now - last, STOPPED_S)
+            left_s, last = left_s - (0.0 if is_paused() else passed_s), now
             on_poll()
     finally:
         try:

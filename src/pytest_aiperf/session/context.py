@@ -60,8 +60,11 @@ class ItemContext:
         if self.session.role is Role.RANK:
             ranks = TorchRankGroup("cuda" if on_cuda(self.gpus) else "cpu")
             index = int(os.environ["LOCAL_RANK"])
+        gpu = self.gpus[index] if self.gpus else None
         with self.lock.shared():  # opening a device runs kernels, which disturb exclusive timings
-            return self.session.machine.open_device(self.gpus[index] if self.gpus else None, ranks)
+            device = self.session.machine.open_device(gpu, ranks)
+        self.lock.is_idle = device.is_idle
+        return device
 
     @property
     def lock(self) -> GpuLock:

@@ -25,7 +25,7 @@ from _pytest.runner import runtestprotocol
 from pytest_aiperf.errors import AiperfError, says_out_of_memory
 from pytest_aiperf.machine import gpu_memory, isolation, requirements
 from pytest_aiperf.machine.file_lock import locked
-from pytest_aiperf.machine.gpu_lock import continue_compilers
+from pytest_aiperf.machine.gpu_lock import continue_paused
 from pytest_aiperf.model import Gpu, Outcome, Result
 from pytest_aiperf.records import journal, results
 from pytest_aiperf.records.consistency import contradiction
@@ -322,6 +322,9 @@ class Runner:
                 measured[report.nodeid].reports.append(report)
             elif message["kind"] == "result":
                 result = from_json(Result, message["result"])
+                # each rung has an equal part of the time, as in measure_ladder()
+                worked_s = result.seconds - message["stopped_s"] / len(items)
+                result = replace(result, seconds=max(0.0, worked_s))
                 item = next(item for item in items if item.nodeid == result.nodeid)
                 # the first record counts: a test is one claim
                 first = measured[item.nodeid].result or self._consistent(item, result)
@@ -339,7 +342,7 @@ class Runner:
         )
         self._log(claim, journal.ENDED)
         if ended.status != "exited":
-            continue_compilers()  # the claim may have paused some when it was killed
+            continue_paused()  # the claim may have paused some when it was killed
         how = isolation.describe(ended)
         [only, *others] = items
         if not others and not measured[only.nodeid].is_complete:

@@ -1,0 +1,127 @@
+"""Pauses claims that prepare while another one is timed.
+
+A claim that prepares registers with a locked file for each resource that it uses: the host, and its
+GPU. The kernel releases that lock when the claim ends, however it ends. A claim that has a resource
+alone stops all processes of the claims that are registered with it, and continues them afterwards.
+Should it be killed meanwhile, the pytest process that started it continues them.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from .file_lock import is_shared, locked
+
+STOP_TIMEOUT_S: Final = 2.0
+"""How long to wait for processes to stop: one in a system call first ends that call."""
+BREATH_S: Final = 0.1
+"""How long stopped processes continue if the GPU is still busy after they were stopped."""
+BREATHS: Final = 10
+"""How often they do, at most: then other programs use the GPU."""
+_SUFFIX: Final = ".preparing"
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    session: int
+    state: str  #: Letter, as ps shows it.
+
+
+@contextmanager
+def registered(folder: Path, resource: str) -> Iterator[None]:
+    """Register this claim, which must lead its session, with a resource until the context ends.
+
+    Enter it under a shared lock on the resource: then nobody is pausing claims.
+    """
+    file = folder / f"{resource}{_SUFFIX}" / str(os.getsid(0))
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    with locked(file, shared=True):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # while it is locked: nobody else has this name
+
+
+@contextmanager
+def paused(
+    folder: Path, resources: Iterable[str], is_idle: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Pause all claims that are registered with the resources, which this process has alone.
+
+    ``is_idle`` tells whether the GPUs have ended what stopped processes had given them. A kernel
+    that waits for its process ends only after that has continued for a while.
+    """
+    resources, stopped = tuple(resources), set[int]()
+    try:
+        for breath in range(BREATHS + 1):
+            _stop(folder, resources, stopped)
+            if not stopped or breath == BREATHS or is_idle():
+                break
+            _continue(stopped)
+            time.sleep(BREATH_S)
+        yield
+    finally:
+        _continue(stopped)
+
+
+def registrations(folder: Path) -> dict[int, set[str]]:
+    """Return the sessions of the registered claims, and the resources that each uses."""
+    found: dict[int, set[str]] = {}
+    for file in folder.glob(f"*{_SUFFIX}/*"):
+        if is_shared(file):
+            found.setdefault(int(file.name), set()).add(file.parent.name.removesuffix(_SUFFIX))
+    return found
+
+
+def proceed(session: int) -> None:
+    """Continue all processes of a claim."""
+    _continue({process.pid for process in _processes({session})})
+
+
+def _stop(folder: Path, resources: Iterable[str], stopped: set[int]) -> None:
+    """Stop all processes of the registered claims, and add them to ``stopped``."""
+    wanted = set(resources)
+    sessions = {session for session, used in registrations(folder).items() if used & wanted}
+    end = time.monotonic() + STOP_TIMEOUT_S
+    # again, for processes that were started before their parent stopped
+    while running := [p.pid for p in _processes(sessions) if p.state not in "TtZX"]:
+        stopped.update(running)
+        _send(running, signal.SIGSTOP)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.002)
+
+
+def _continue(pids: Iterable[int]) -> None:
+    _send(pids, signal.SIGCONT)
+
+
+def _send(pids: Iterable[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _processes(sessions: set[int]) -> list[_Process]:
+    """Find the members of sessions, and all that these have started."""
+    if not sessions:
+        return []
+    found: dict[int, _Process] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            state, parent, _group, session = file.read_text().rpartition(") ")[2].split()[:4]
+            pid = int(file.parent.name)
+            found[pid] = _Process(pid, int(parent), int(session), state)
+
+    def belongs(process: _Process | None) -> bool:
+        while process and process.session not in sessions:
+            process = found.get(process.parent)
+        return process is not None
+
+    return [process for process in found.values() if belongs(process)]
