@@ -12,10 +12,12 @@ limits. The library arm, one kernel of torch.compile, fuses the loop as well. On
 to 5 % less time below the ridge, 1.4 % less beyond it and 3 % more at the ridge; on an H100, from
 k = 32 on, it takes 1 to 2 % less.
 
-On an H200 the sweep has two points below the ridge, one at it, where both limits are close and
-neither hides the other entirely, and one beyond. On an H100, whose memory is slower, the ridge is
-at k = 86, so k = 64 lies below it: the gain is 63. Fusing needs steps that follow each other
-element by element; a step that needs other elements starts a new pass.
+On an H200 the sweep has two points below the ridge, one at it and one beyond. At the ridge, the
+bytes alone would take 125 µs and the FMAs alone 132. The kernel takes 157, because neither hides
+the other entirely: 84 % of the roofline, where 90 % was the aim and torch.compile's kernel reaches
+82 %. On an H100, whose memory is slower, the ridge is at k = 86, so k = 64 lies below it: the gain
+is 63. Fusing needs steps that follow each other element by element; a step that needs other
+elements starts a new pass.
 """
 
 import pytest

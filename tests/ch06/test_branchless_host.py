@@ -24,8 +24,9 @@ more than the predictor can memorize. If the same few thousand elements are filt
 again, it learns them, and the gain nearly vanishes: a benchmark that small misleads. AVX-512 has an
 instruction that filters 16 floats at once (vcompressps), the expert's choice where it exists. It is
 no arm here, because the loops are compiled for any CPU of the architecture. np.compress, the
-library arm, writes a mask first and reads it again. Compilers turn simple branches into selects by
-themselves, but not this one: they must not add a store.
+library arm, writes a mask first and reads it again: it takes 2.2, 3.3 and 1.5 times as long as the
+branchless loop on the same host. Compilers turn simple branches into selects by themselves, but not
+this one: they must not add a store.
 """
 
 import platform

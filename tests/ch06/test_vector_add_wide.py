@@ -10,7 +10,7 @@ claims parity.
 
 torch.add, the library arm, is as fast as both rungs. At 99 % of the copy rate nothing is left to
 gain. The limit is the memory bandwidth of two reads and a write. Where the bytes in flight saturate
-memory already, or a vector fits in the L2 cache, there is less to gain: "four" gains 1.28x on an
+memory already, or a vector fits in the L2 cache, there is less to gain: "four" gains 1.26x on an
 H200, and 1.10x on an H100, whose slower memory needs fewer bytes in flight.
 """
 

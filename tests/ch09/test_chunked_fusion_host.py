@@ -2,11 +2,12 @@
 
 NumPy evaluates an expression one operation at a time. The usual form makes temporary arrays, up to
 one per operation (NumPy may reuse some); the operating system maps and clears fresh pages for each
-of them on the first access, and these page faults are part of its cost. "in_place" (`out=`) has no
-temporaries, but each of the seven operations still reads the whole array of 128 MiB from main
-memory and writes it back: seven passes. In "chunks" of 256 KiB, all operations but the first find
-the chunk in a cache, and main memory is read once for the input and written once for the output:
-the gain of loop fusion, without a compiler (cache blocking).
+of them on the first access, and these page faults are part of its cost. So is the copy of its
+result into `out`, which is one more pass. "in_place" (`out=`) has no temporaries and no copy, but
+each of the seven operations still reads the whole array of 128 MiB from main memory and writes it
+back: seven passes. In "chunks" of 256 KiB, all operations but the first find the chunk in a cache,
+and main memory is read once for the input and written once for the output: the gain of loop fusion,
+without a compiler (cache blocking).
 
 Each rung is judged against the one before it. The evidence of "in_place" is that the page faults
 are gone; hosts offer no counter of the bytes from main memory here. For "chunks", a test beside the
@@ -18,8 +19,8 @@ of seven calls. The limit is that of the passes, 7x, where an operation takes no
 data than memory takes to deliver them; NumPy's operations on cached data are slower than that on
 one core, so the gain is far less. Arrays that fit in the cache gain nothing; operations across
 chunks (sorting, means) cannot be split in this way. Compilers fuse loops by themselves (numexpr,
-Numba, torch.compile); there is no library arm, because numexpr is not among the packages of the
-course.
+Numba, torch.compile). There is no library arm: numexpr is not among the packages of the course, and
+torch.compile on the host, which is, was not measured. So it is open whether a compiler is faster.
 """
 
 from collections import OrderedDict

@@ -7,7 +7,8 @@ issue rate. "bit_trick" makes no integer conversion. It masks two nibbles at onc
 of 1024 above them, which gives the fp16 numbers 1024 + nibble; one packed subtraction follows. The
 library arm of this rung is tinygemm (`torch.ops.aten._weight_int4pack_mm`), PyTorch's kernel for
 such weights, with x and results in bf16. It uses tensor cores, whose tiles are made for several
-vectors, and is slower than even "convert" here.
+vectors, and is slower than even "convert" here. Inline PTX ("lop3") gains nothing over "bit_trick"
+and loses to its library arm, a C kernel with as few LOP3s: by 2 % on an H200 and 1 % on an H100.
 
 nvcc makes two LOP3 of (word & mask) | bits if both constants are immediates, because the
 instruction has room for one. Inline PTX ("lop3") gets one instruction, with the second constant in

@@ -7,7 +7,7 @@ longest request ends, and the slots of shorter requests compute padding. Continu
 ends is found out, not known: a request ends when the model emits the end token, and the host polls
 how many have ended, two steps late. The library arm is an oracle that knows it beforehand: static
 batches of requests whose answers have similar lengths. It needs fewer steps still, and takes 14 %
-less time than continuous batching on an H200; no scheduler can be much better.
+less time than continuous batching on an H200.
 
 1,024 requests arrive at once. Prompts and answers have the quantiles of the Azure LLM inference
 trace of 2023 (conversations), divided by eight and cut at 256 and 88 tokens; their medians are 128
@@ -23,8 +23,11 @@ prompts with up to 1,024 tokens into every third step, so that they share its re
 width 2048, heads of 128 channels and a vocabulary of 4,096. It is shallow, so that the steps of the
 static batches take less than a second. Continuous batching is 1.83 times as fast as static batches
 on an H200 and 1.93 times on an H100, where 2.4 is the aim. The tail, when no requests are left to
-refill slots, keeps it below the limit as well: the more requests, the less it matters. Answers of
-equal length gain nothing.
+refill slots, keeps it below the limit as well: the more requests, the less it matters. Reading the
+weights is not what binds: for the fewest steps it would take 9 % of the time of continuous batching
+on an H200. A step launches some ninety short kernels, and its attention goes over the whole cache
+with a mask, which takes a third of the kernel time of static batches. Answers of equal length gain
+nothing.
 
 The model is untrained: its output layer is constructed so that each text counts down to the end
 token by a wide margin, and rounding changes no token. The logit of the end token is compared as

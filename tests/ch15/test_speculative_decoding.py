@@ -17,8 +17,8 @@ in other calls than those that are timed, so a measured gain can even exceed its
 
 In "untrained" the roles are swapped, and the baseline is naive: one pass per token beats
 speculation whose draft is hardly ever accepted, because then each round costs more than a pass and
-yields one token. Trees of drafts (Medusa, EAGLE) verify several guesses per position; they are not
-measured here.
+yields one token. One pass per token is 1.2x as fast. Trees of drafts (Medusa, EAGLE) verify several
+guesses per position; they are not measured here.
 
 The model has eight layers of width 4096 in bf16. No model of that size can be trained in seconds,
 so one of width 256 is trained on the documentation of Python, and embedded in the wide one, which

@@ -6,7 +6,7 @@ pass for it would read and write the tokens once more, so the kernels that norma
 the gate quantize as they write. "decode" runs one token and is bound by reading the weights, which
 take half the bytes in fp8; they are converted in registers and multiplied with the unquantized
 token. Compared with torch.compile's own fp8 kernels, the library arms, "prefill" is 3 % faster on
-an H200 and 1 % faster on an H100; "decode" is 1 % slower on an H200 and 7 % faster on an H100.
+an H200 and equally fast on an H100; "decode" is 1 % slower on an H200 and 7 % faster on an H100.
 
 The baseline is the same gated MLP in bf16 under torch.compile. The library arms are the same two
 methods as torch.compile fuses them: quantization of the tokens around PyTorch's fp8 GEMM

@@ -9,7 +9,8 @@ tokens before it (automatic prefix caching in vLLM), so a system prompt is store
 the longest cached prefix in whole blocks. "radix" is judged against "blocks": a radix tree
 (RadixAttention in SGLang) finds the last partial block as well, half a block per request on
 average, so its advantage is one or two per cent here. "radix_64" is judged against blocks of 64
-tokens, the page size of some attention kernels, which leave four times as much.
+tokens, the page size of some attention kernels, which leave four times as much: the tree reuses 9 %
+more tokens than these.
 
 All caches have room for the same number of tokens, which is checked after each request, and evict
 the least recently used; the tree evicts leaves, so a prefix outlives its continuations. The score

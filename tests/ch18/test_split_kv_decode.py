@@ -15,7 +15,8 @@ parts also lengthen the merge, and fewer leave too few loads in flight.
 The baseline is the same kernel with one part per head: it isolates the effect of splitting and is
 not a practical choice. Every arm reads the cache once, so the limit is its bytes over the memory
 bandwidth. Batches fill the GPU without splitting: once sequences x key heads reach the number of
-SMs there is little to gain, and short caches do not repay the second kernel.
+SMs there is little to gain, and short caches do not repay the second kernel. FlexAttention's decode
+kernel (FlexDecoding) is not compared.
 """
 
 from functools import partial

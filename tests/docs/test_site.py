@@ -240,7 +240,7 @@ def test_a_page_shows_ladder_evidence_code_limit_and_command(site):
     for text in (
         "A copy with 16-byte accesses per thread beats one with 4-byte accesses",
         "By Little's law", "Why it is faster", "LDG.E.128", "Where it stops", "memory-bound",
-        "1.549x [1.546, 1.553]", "Conditions and limits", "Recorded on 2026-", "NVIDIA H200",
+        "1.546x [1.538, 1.553]", "Conditions and limits", "Recorded on 2026-", "NVIDIA H200",
         "vector_unrolled    Four 16-byte loads", "def floats(", "read 512.0 MiB and write 512.0",
         "kernels/ch07/copy.cu", "<svg", "pytest --gpu tests/ch07/test_vectorized_copy.py",
     ):  # fmt: skip
