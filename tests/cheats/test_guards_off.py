@@ -604,6 +604,10 @@ GUARDS = {
             test_sampler.HOLDING[0],
         ),
     ),
+    "memory of inputs has pages": Guard(
+        {(tensors, "touch"): nothing},
+        calls(test_sampler.test_peak_memory_does_not_include_pages_of_inputs),
+    ),
     "memory that is held counts": Guard(
         {(BoundClaim, "held_bytes"): always(0)},
         calls(test_sampler.test_peak_memory_includes_what_an_arm_holds_after_its_calls, 0),

@@ -136,8 +136,11 @@ class BoundClaim:
         if value is None:
             raise UsageError("inputs() returns None: return the arguments of one call of an arm")
         args = value if isinstance(value, tuple) else (value,)
+        own = own_memory.give(tuple(a.value if isinstance(a, Static) else a for a in args))
+        if Metric.MEMORY in self.claim.metrics:
+            tensors.touch(own)  # an arm would be charged with the pages that it writes first
         return Inputs(
-            args=own_memory.give(tuple(a.value if isinstance(a, Static) else a for a in args)),
+            args=own,
             dynamic=[i for i, a in enumerate(args) if not isinstance(a, Static)],
             seed=seed,
         )

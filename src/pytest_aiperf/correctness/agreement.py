@@ -125,8 +125,9 @@ elements and of the baseline's, and so many bytes more. Padding may double a res
 NAMED_PATHS = 8  #: Outputs that a message names; a dict may have thousands.
 SAME_INPUTS = "all arms must get the same inputs"  #: Why inputs of one seed may not differ.
 UNSEEDED = (
-    f"{SAME_INPUTS}: draw them with bench.seed, and if this is a destination from torch.empty, the "
-    "arms must write all of it"
+    f"{SAME_INPUTS}: draw them with bench.seed; the baseline must write all of a destination from "
+    "np.empty or torch.empty, and for scratch memory that it does not write, use np.zeros or "
+    "torch.zeros"
 )
 """What to do if inputs of one seed have different values."""
 FEW = 64  #: Values of fewer elements are allowed to differ more in size.

@@ -808,6 +808,21 @@ def poison(args: Args, paths: Collection[str], value: float = math.nan) -> None:
             backend_of(array).as_real_view(array)[...] = value
 
 
+def touch(args: Args) -> None:
+    """Write to all memory of arguments on the host, and keep its values.
+
+    Memory such as that of ``np.zeros`` has no pages before it is written. Mapped files are left
+    alone.
+    """
+    memory = memory_of(args)
+    for array in filter(on_host, memory.arrays):
+        elements = stored_elements(array, array)
+        if elements is not None and not _file_range(array, memory.maps)[0]:
+            with contextlib.suppress(ValueError, RuntimeError):  # it is read-only
+                bits = as_int_bits(elements)
+                bits |= 0
+
+
 @dataclasses.dataclass(slots=True)
 class Overwriting:
     """Gives live values those of fresh ones, in place; works for all that :func:`walk` reads.
