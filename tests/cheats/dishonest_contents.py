@@ -14,6 +14,7 @@ import threading
 import time
 import types
 import weakref
+import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,41 @@ def decimals_that_are_not_written():
 @cheat(LEFT)
 def byte_strings_that_are_not_written():
     return leaving(lambda: np.zeros(1, "S8"), lambda d, x: d.__setitem__(0, str(x[0])[:8].encode()))
+
+
+def fill_element(d, x):
+    for value in x.tolist():
+        ET.SubElement(d[0], "value").text = str(value)
+
+
+def nested_elements():
+    root = ET.Element("root")
+    ET.SubElement(root, "rows")
+    return root
+
+
+@cheat(LEFT)
+def elements_that_are_not_added():
+    return leaving(nested_elements, fill_element)
+
+
+@cheat(LEFT)
+def an_element_deep_in_others_that_is_not_added():
+    def deep():
+        root = element = ET.Element("root")
+        for _ in range(5000):
+            element = ET.SubElement(element, "child")
+        return root
+
+    return leaving(deep, lambda d, x: ET.SubElement([*d.iter()][-1], "value").set("x", str(x[0])))
+
+
+@cheat(LEFT)
+def a_mask_that_is_not_set():
+    return leaving(
+        lambda: np.ma.array(np.arange(64), mask=np.zeros(64, bool)),
+        lambda d, x: d.mask.__setitem__(slice(len(x)), x > 0.5),
+    )
 
 
 def group(d, x):

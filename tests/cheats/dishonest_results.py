@@ -12,11 +12,12 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from pytest_aiperf import Score
+from pytest_aiperf import Score, prepared
 from tests.cheats.case import Corpus, State
 from tests.cheats.dishonest import DOUBLE, LONG, SHORT, WRONG, returning, tensors
 from tests.plugin.claims import vectors
@@ -747,8 +748,9 @@ def a_matrix_for_all_seeds():
     return pair(solved, arm, inputs=inputs, reference=solved)
 
 
-def _kept_ranks(same):
+def _kept_ranks(same, words=lambda m: m):
     """Return a cheat whose arm keeps what it computes from an argument that never changes."""
+    ranks = lambda m: _ranks(words(m))
 
     def inputs(bench):
         return same(), np.random.default_rng(bench.seed).random(200)
@@ -757,15 +759,15 @@ def _kept_ranks(same):
 
     def arm(m, x):
         if not kept:
-            kept.extend(_ranks(m))
+            kept.extend(ranks(m))
         return x[kept]
 
-    ordered = lambda m, x: x[_ranks(m)]
+    ordered = lambda m, x: x[ranks(m)]
     return pair(ordered, arm, inputs=inputs, reference=ordered)
 
 
 def _ranks(words):
-    words = words.split() if isinstance(words, (str, bytes)) else sorted(words)
+    words = words.split() if isinstance(words, (str, bytes)) else words
     return np.argsort([int(word) for word in words])
 
 
@@ -782,6 +784,116 @@ def bytes_for_all_seeds():
 @marked(SAME)
 def a_queue_for_all_seeds():
     return _kept_ranks(lambda: deque(i * i % 977 for i in range(200)))
+
+
+SQUARES = [i * i % 977 for i in range(200)]
+
+
+@marked(SAME)
+def a_dict_for_all_seeds():
+    return _kept_ranks(lambda: dict(enumerate(SQUARES)), lambda m: m.values())
+
+
+@marked(SAME)
+def rows_for_all_seeds():
+    return _kept_ranks(lambda: [*enumerate(SQUARES)], lambda m: [square for _, square in m])
+
+
+@marked(SAME)
+def records_for_all_seeds():
+    return _kept_ranks(lambda: np.array([*enumerate(SQUARES)], "i8, i8"), lambda m: m["f1"])
+
+
+@marked(SAME)
+def objects_for_all_seeds():
+    return _kept_ranks(lambda: np.array(SQUARES, object))
+
+
+@marked(SAME)
+def a_sparse_tensor_for_all_seeds():
+    return _kept_ranks(lambda: torch.tensor(SQUARES).to_sparse(), lambda m: m.to_dense())
+
+
+@marked(SAME)
+def a_masked_array_for_all_seeds():
+    return _kept_ranks(lambda: np.ma.array(SQUARES))
+
+
+@marked(SAME)
+def a_module_for_all_seeds():
+    def make():
+        module = torch.nn.Linear(2, 2)
+        module.squares = [*SQUARES]
+        return module
+
+    return _kept_ranks(make, lambda m: m.squares)
+
+
+@marked(SAME)
+def an_object_for_all_seeds():
+    return _kept_ranks(lambda: SimpleNamespace(squares=[*SQUARES]), lambda m: m.squares)
+
+
+@marked(SAME)
+def a_function_for_all_seeds():
+    return _kept_ranks(lambda: lambda squares=tuple(SQUARES): squares, lambda m: m())
+
+
+def _prepared_on(make, read):
+    """Return a cheat whose setup reads what inputs() draws into an attribute."""
+
+    def inputs(bench):
+        random = np.random.default_rng(bench.seed)
+        return random.random(64), make(float(random.random()))
+
+    def setup(x, m):
+        power = sum(read(m) ** i for i in range(100))
+        return lambda x, m: returning(SHORT, x * power)
+
+    arm = lambda x, m: x * sum(read(m) ** i for i in range(100))
+    claim = pair(arm, arm, inputs=inputs, reference=arm)
+    return claim | {"optimized": prepared(setup)}
+
+
+NOT_OVERWRITTEN = "results on new values: m could not be overwritten"
+
+
+@marked(NOT_OVERWRITTEN)
+def an_attribute_of_a_module_in_the_setup():
+    def make(factor):
+        return torch.nn.Sequential(torch.nn.LeakyReLU(factor))
+
+    return _prepared_on(make, lambda m: m[0].negative_slope)
+
+
+@marked(NOT_OVERWRITTEN)
+def an_attribute_of_a_tensor_in_the_setup():
+    def make(factor):
+        tensor = torch.rand(3)
+        tensor.factor = factor
+        return tensor
+
+    return _prepared_on(make, lambda m: m.factor)
+
+
+@marked(NOT_OVERWRITTEN)
+def a_private_array_of_a_module_in_the_setup():
+    def make(factor):
+        module = torch.nn.Identity()
+        module._factors = np.array([factor])
+        return module
+
+    return _prepared_on(make, lambda m: m._factors[0])
+
+
+@marked(NOT_OVERWRITTEN)
+def a_hook_of_a_module_in_the_setup():
+    def make(factor):
+        module = torch.nn.Identity()
+        module.register_forward_hook(lambda *_: factor)
+        return module
+
+    return _prepared_on(make, lambda m: m(None))
 
 
 @marked(SAME)

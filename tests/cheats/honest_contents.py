@@ -7,12 +7,16 @@ import collections
 import ctypes
 import decimal
 import io
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from pytest_aiperf import prepared, static
 from tests.cheats.case import Corpus
+from tests.cheats.dishonest import returning
 from tests.cheats.dishonest_contents import (
     BEHIND,
     Pair,
@@ -20,11 +24,13 @@ from tests.cheats.dishonest_contents import (
     a_cache,
     a_node,
     bits,
+    fill_element,
     group,
+    nested_elements,
     use,
 )
 from tests.cheats.dishonest_results import rows_of_numbers
-from tests.cheats.honest import arms
+from tests.cheats.honest import FAST, arms
 from tests.plugin.claims import vectors
 
 honest = Corpus()
@@ -72,6 +78,121 @@ def a_c_array_that_is_written():
 @honest()
 def an_array_of_floats_that_is_written():
     return leaving(lambda: array.array("d", [0.0]), lambda d, x: d.__setitem__(0, float(x[0])))
+
+
+@honest()
+def elements_that_are_added_at_once():
+    def extend(d, x):
+        new = [ET.Element("value") for _ in x]
+        for element, value in zip(new, x.tolist(), strict=True):
+            element.text = str(value)
+        d[0].extend(new)
+
+    return leaving(nested_elements, fill_element, extend)
+
+
+@honest()
+def a_masked_array_that_is_filled():
+    """What lies under the mask is not part of the result."""
+
+    def one_by_one(d, x):
+        for i, value in enumerate(x.tolist()):
+            d[i] = value if value > 0.5 else np.ma.masked
+
+    def fill(d, x):
+        d[: len(x)] = x
+        d[: len(x)][x <= 0.5] = np.ma.masked
+
+    return leaving(lambda: np.ma.array(np.zeros(64), mask=np.zeros(64, bool)), one_by_one, fill)
+
+
+@dataclass
+class Options:
+    """As many as a model may have."""
+
+    layers: int = 32
+    heads: int = 16
+    width: int = 1024
+    hidden: int = 2816
+    words: int = 32_000
+    window: int = 4096
+    epsilon: float = 1e-5
+    base: float = 10_000.0
+    activation: str = "silu"
+    is_causal: bool = True
+    names: list[str] = field(default_factory=lambda: ["query", "key", "value", "output"])
+
+
+def with_argument(make):
+    return arms(
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), make()),
+        reference=lambda x, d: x + x,
+    )
+
+
+@honest()
+def options_for_all_seeds():
+    return with_argument(Options)
+
+
+@honest()
+def an_ordinary_module():
+    """Its attributes are the same for all seeds, and its parameters are not."""
+    block = lambda i: (torch.nn.Conv2d(i, 2 * i, 3, padding=1), torch.nn.BatchNorm2d(2 * i))
+    return with_argument(lambda: torch.nn.Sequential(*block(4), *block(8), torch.nn.GELU()))
+
+
+@honest()
+def a_scratch_buffer_of_zeros():
+    return with_argument(lambda: SimpleNamespace(values=np.zeros(4096), data=bytearray(4096)))
+
+
+@honest()
+def a_table_of_numbers_that_is_static():
+    return with_argument(lambda: static({str(i): i * i for i in range(200)}))
+
+
+def prepared_with(make):
+    """Return a claim with a prepared arm that reads a module or a tensor anew in each call."""
+    return with_argument(make) | {
+        "optimized": prepared(lambda x, d: lambda x, d: returning(FAST, x * 2))
+    }
+
+
+@honest()
+def a_module_of_a_prepared_arm():
+    """It keeps its parameters in lists as well, and a hook under a number that torch counts."""
+
+    def make():
+        module = torch.nn.LSTM(4, 4)
+        module.register_forward_hook(lambda *_: None)
+        return module
+
+    return prepared_with(make)
+
+
+@honest()
+def a_tensor_of_a_prepared_arm_with_a_name():
+    def make():
+        tensor = torch.rand(8)
+        tensor.title = "weights"
+        return tensor
+
+    return prepared_with(make)
+
+
+@honest()
+def a_number_of_a_module_that_is_read():
+    """It cannot be overwritten in place, so each arm gets a new module for new values."""
+
+    def make(bench):
+        module = torch.nn.Identity()
+        module.factor = float(np.random.default_rng(bench.seed).random())
+        return module
+
+    arm = lambda x, m: x * m.factor
+    return arms(arm, inputs=lambda bench: (*vectors(bench), make(bench)), reference=arm)
 
 
 @honest()

@@ -302,8 +302,18 @@ GUARDS = {
         {(search.Search, "_slow_while_collecting"): always(())},
         marked("an_arm_that_makes_many_objects"),
     ),
-    "texts are drawn or static": Guard(
-        {(BoundClaim, "_read_texts"): nothing}, marked("a_text_for_all_seeds")
+    "contents are drawn or static": Guard(
+        {(BoundClaim, "_read_contents"): nothing}, marked("a_dict_for_all_seeds")
+    ),
+    "attributes are not overwritten": Guard(
+        {(BoundClaim, "overwrite"): lambda _, inputs, fresh, at: inputs.overwrite(fresh(), at)},
+        marked("an_attribute_of_a_module_in_the_setup"),
+    ),
+    "the mask of an array is compared": Guard(
+        {(contents, "_parts_of_masked"): always(())}, caught("a_mask_that_is_not_set")
+    ),
+    "elements of XML are compared": Guard(
+        {(contents, "_parts_of_element"): always(())}, caught("elements_that_are_not_added")
     ),
     "new values take as long as known ones": Guard(
         {(sampler.Sampler, "_find_kept_work"): nothing},

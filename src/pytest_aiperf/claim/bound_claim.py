@@ -52,7 +52,9 @@ MAX_ROUNDING = 1e-11
 SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
 MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
 MIN_VARIANTS = 4  #: Different inputs from which on values that were always the same are named.
-MIN_TEXT = 64  #: Characters or bytes; a shorter text may be the name of a mode, and never change.
+MIN_CONTENTS = 64
+"""Size of contents beside arrays that are named: smaller ones may be the names of modes, or sizes,
+and never change."""
 MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
 SAME_VALUE = 1e-2
 """Relative difference of equal inputs: a GPU may compute them in another order at each call."""
@@ -105,8 +107,8 @@ class BoundClaim:
         self._repeated: set[int] = set()  # seeds that gave values of another one
         self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
         self._constant: set[str] = set()  # paths of those that are not static, until they differ
-        # fingerprints of text, bytes, sets and queues by argument and seed, until two seeds differ
-        self._texts: dict[int, dict[int, str]] | None = None
+        # fingerprints of contents by argument and seed, until two seeds differ
+        self._contents: dict[int, dict[int, Hashable]] | None = None
 
     @property
     def kept_bytes(self) -> float:
@@ -184,20 +186,21 @@ class BoundClaim:
             # not the texts of all sets, which may be a million, but a hash, unless one has no text
             key = object() if object in map(type, texts) else hash(texts)
             self._refuse_repeated(inputs.seed, values, key)
-            self._read_texts(inputs)
+        if self.full and self.effects.returned is not None:
+            self._read_contents(inputs)
 
-    def _read_texts(self, inputs: Inputs) -> None:
-        """Note which arguments hold text, bytes, sets or queues that are the same for all seeds."""
-        if self._texts is None:
-            kept = set(inputs.dynamic) - set(self.effects.changed)
+    def _read_contents(self, inputs: Inputs) -> None:
+        """Note which arguments hold the same for all seeds, beside arrays and lists of numbers."""
+        if self._contents is None:
+            kept = set(inputs.dynamic) - {*self.effects.changed, *self.effects.objects}
             first = {i: contents.read(inputs.args[i]) for i in kept}
-            large = {i: c.exact for i, c in first.items() if c.size >= MIN_TEXT}
-            self._texts = {i: {inputs.seed: exact} for i, exact in large.items()}
-        for i, by_seed in list(self._texts.items()):
+            large = {i: c.all for i, c in first.items() if c.size >= MIN_CONTENTS}
+            self._contents = {i: {inputs.seed: all_} for i, all_ in large.items()}
+        for i, by_seed in list(self._contents.items()):
             if len(by_seed) < MIN_VARIANTS and inputs.seed not in by_seed:
-                by_seed[inputs.seed] = contents.read(inputs.args[i]).exact
+                by_seed[inputs.seed] = contents.read(inputs.args[i]).all
                 if len({*by_seed.values()}) > 1:
-                    del self._texts[i]
+                    del self._contents[i]
 
     def _refuse_repeated(
         self, seed: int, values: Mapping[str, Sequence[float]], others: Hashable
@@ -233,21 +236,18 @@ class BoundClaim:
                 f"results cached by value: inputs() gave {len(self._variants)} different sets of "
                 f"values for {len(self._variants) + len(self._repeated)} seeds; draw from more"
             )
-        if len(self._variants) + len(self._repeated) < MIN_VARIANTS:
-            return
-        (samples, _), *_ = self._variants
-        paths = [
-            path
-            for path, numbers in samples
-            if path in self._constant - self._varying and len({*numbers}) >= MIN_DISTINCT
-        ]
-        texts = sorted((self._texts or {}).items())
-        paths += [f"args[{i}]" for i, by_seed in texts if len(by_seed) >= MIN_VARIANTS]
-        same = [self.effects.label(path) for path in paths]
-        if same:
+        paths: list[str] = []
+        if len(self._variants) + len(self._repeated) >= MIN_VARIANTS:
+            (samples, _), *_ = self._variants
+            same = self._constant - self._varying
+            paths += [p for p, x in samples if p in same and len({*x}) >= MIN_DISTINCT]
+        rest = sorted((self._contents or {}).items())
+        paths += [f"args[{i}]" for i, by_seed in rest if len(by_seed) >= MIN_VARIANTS]
+        if paths:
+            names = ", ".join(map(self.effects.label, paths[: agreement.NAMED_PATHS]))
             yield (
-                f"what arms keep of {', '.join(same[: agreement.NAMED_PATHS])}: the values are the "
-                "same for all seeds; draw them from bench.seed, or mark them with static()"
+                f"what arms keep of {names}: the values are the same for all seeds; draw them from "
+                "bench.seed, or mark them with static()"
             )
 
     @contextmanager
@@ -338,6 +338,16 @@ class BoundClaim:
         inputs.overwrite_in_place(self.make_inputs(inputs.seed))
         self.effects.poison(inputs.args)
         return call
+
+    def overwrite(
+        self, inputs: Inputs, fresh: Callable[[], Inputs], positions: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Give inputs the values of fresh ones; change nothing if not all can change in place.
+
+        Return the paths of what cannot, such as attributes of a module or a tensor.
+        """
+        drawn = tuple(f"args[{i}]" for i in positions if i in self.effects.drawn)
+        return drawn or inputs.overwrite(fresh(), positions)
 
     def check_arguments(self, name: str, args: Args) -> None:
         """Raise UsageError if an arm or the reference does not take these inputs; call neither."""
@@ -618,6 +628,9 @@ class BoundClaim:
         inputs, second = self.make_inputs(self.seed), self.make_inputs(self.seed + 1).args
         first = inputs.args
         self.unchecked.update(self._shared_arrays(inputs))
+        pairs = zip(map(contents.read, first), map(contents.read, second), strict=True)
+        drawn = tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects)
+        self.effects = replace(self.effects, drawn=drawn)
         if path := tensors.hidden_values(first, "args"):
             raise UsageError(
                 f"inputs() gives {self.effects.label(path)} attributes beside its items or fields: "

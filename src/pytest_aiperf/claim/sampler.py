@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.contents import Contents
@@ -737,7 +738,8 @@ class Sampler:
             seed = self.bound.random.getrandbits(31)
             inputs = arm.inputs[i]
             positions = inputs.dynamic if is_prepared else range(len(inputs.args))
-            left = inputs.overwrite(self._make_inputs(seed), positions) if in_place else ()
+            fresh = partial(self._make_inputs, seed)
+            left = self.bound.overwrite(inputs, fresh, positions) if in_place else ()
             if left and arm.in_place:
                 self._stuck[arm.name] = left
                 return

@@ -153,6 +153,8 @@ class ArgumentEffects:
     """Positions of arguments in which the baseline changes bytes, texts, sets or queues."""
     objects: tuple[int, ...] = ()
     """Positions of arguments in which it changes attributes of objects."""
+    drawn: tuple[int, ...] = ()
+    """Positions of arguments in which attributes of objects differ between seeds."""
     cleared: tuple[str, ...] = ()
     """Paths in ``write_only`` that it clears by arithmetic, as in ``out *= 0``."""
 

@@ -15,7 +15,7 @@ import random
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_aiperf.model import Score
@@ -24,6 +24,10 @@ from pytest_aiperf.rules import validity
 from . import stored, tensors
 
 MAX_OBJECTS = 100_000  #: Objects that are read of one argument; what is beyond is left out.
+NUMBER_SIZE = 4
+"""What a number counts: 16 different ones as much as a text of 64 characters. Fewer may be sizes
+and options."""
+SAMPLED_BYTES = 4096  #: Bytes of a buffer that are counted by their values: most may be zeros.
 _SEQUENCES = (list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _SETS = (set, frozenset)
@@ -47,7 +51,14 @@ class Contents:
     objects: str = ""  #: Of the attributes of objects.
     has_floats: bool = False  #: Whether there are floats among the former.
     positions: tuple[int, ...] = ()  #: How far its files and iterators have been read.
-    size: int = 0  #: Characters and bytes of the texts, buffers and sets in `exact`, without keys.
+    numbers: int = field(default=0, compare=False)  #: A hash of numbers, which others compare.
+    size: int = field(default=0, compare=False)
+    """Characters and bytes of all that differs from the rest of the value, and of its numbers."""
+
+    @property
+    def all(self) -> tuple[str, str, int]:
+        """What the value holds beside dense arrays and long lists of numbers."""
+        return self.exact, self.objects, self.numbers
 
 
 def read(value: object) -> Contents:
@@ -58,10 +69,12 @@ def read(value: object) -> Contents:
         reader.read_objects()
     except RecursionError:  # walk() refuses what contains itself
         return Contents()
+    numbers = [x for x in reader.numbers if x == x]  # noqa: PLR0124  NaN has no hash of its own
     return Contents(
         *(reader.exact.hexdigest(), reader.objects.hexdigest(), reader.has_floats),
         tuple(reader.positions),
-        reader.size,
+        hash(tuple(numbers)),
+        reader.size + sum(map(len, reader.texts)) + NUMBER_SIZE * len({*numbers}),
     )
 
 
@@ -72,7 +85,10 @@ class _Reader:
         self.seen: dict[int, object] = {}
         self.containers: dict[int, object] = {}  # those that objects store
         self.positions: list[int] = []
-        self.size = 0
+        self.numbers: list[Any] = []
+        self.texts: set[str | bytes] = set()
+        self.size = 0  # of other contents
+        self.arrays: dict[int, object] = {}  # those that walk() finds
         self.todo: collections.deque[object] = collections.deque()
         """What objects store, which is read later: a chain of objects may be long."""
 
@@ -84,6 +100,7 @@ class _Reader:
         """Add a value to a fingerprint; its arrays and numbers only unless they are compared."""
         kind = type(value)
         if is_compared and id(kind) in tensors.PLAIN_NUMBERS:  # most values in many rows
+            self.numbers.append(value)
             return
         if stored.is_one_of(kind, stored.BUFFERS) or _is_c_data(kind):
             with contextlib.suppress(ValueError):  # it is closed or released
@@ -92,15 +109,11 @@ class _Reader:
                 is_float = not codes.isdisjoint(_C_FLOATS)
                 self.has_floats = self.has_floats or (into is self.exact and is_float)
                 self._bytes(data, into)
-                self._count(data.nbytes, into)
         elif tensors.is_compared(value):
-            if not is_compared:
-                self._array(value, into)
-                self._count(getattr(value, "nbytes", 8), into)
-            self._attributes(stored.attributes(value))
+            self._numbers(value, into, is_compared=is_compared)
         elif stored.is_one_of(kind, _TEXTS):
             self._text(value, into)
-            self._count(len(value) if kind in {str, bytes} else 1, into)
+            self.texts |= {value} if kind in {str, bytes} else set()
         elif stored.is_one_of(kind, (*_SEQUENCES, *_DICTS, *_SETS)):
             self._container(value, into, is_compared=is_compared)
         elif generator := _generator_state(value):
@@ -110,6 +123,16 @@ class _Reader:
             self.read(parts, into, is_compared=False)
         elif not issubclass(kind, (*_CODE, Score)):  # a score is the judged figure
             self._object(value, into, is_compared=is_compared)
+
+    def _numbers(self, value: Any, into: Any, *, is_compared: bool) -> None:
+        if not is_compared:
+            if id(value) not in self.arrays:  # an object may refer to what is compared
+                self._array(value, into)
+        elif tensors.backend_of(value):
+            self.arrays[id(value)] = value
+        elif not tensors.is_number_list(value):
+            self.numbers.append(value)
+        self._attributes(stored.attributes(value))
 
     def _container(self, value: Any, into: Any, *, is_compared: bool) -> None:
         kind = type(value)
@@ -123,6 +146,7 @@ class _Reader:
                 # walk() does not look into queues
                 self.read(item, into, is_compared=is_compared and kind is not collections.deque)
         elif stored.is_one_of(kind, _DICTS):
+            self.numbers += tensors.table(value).get("keys", ())
             labels = {}
             for label, key, item in stored.items(value):
                 labels[id(key)] = label
@@ -139,7 +163,7 @@ class _Reader:
                 simple and into is self.exact and any(type(item) in _FLOATS for item in value)
             )
             self._text(sorted(texts), into)
-            self._count(8 * len(value), into)
+            self.size += NUMBER_SIZE * len(value)
 
     def _object(self, value: Any, into: Any, *, is_compared: bool) -> None:
         """Add what an object stores. An object that is reached twice counts once."""
@@ -159,21 +183,16 @@ class _Reader:
         torch = sys.modules.get("torch")
         is_module = torch and issubclass(type(value), torch.nn.Module)
         own = stored.attributes(value) | stored.slots(value)
-        self._attributes(
-            {
-                name: item
-                for name, item in own.items()
-                if f".{name}" not in walked and not (is_module and name.startswith("_"))
-            }
-        )
+        named = _attributes_of_module(own) if is_module else own
+        self._attributes({name: x for name, x in named.items() if f".{name}" not in walked})
         if issubclass(type(value), _C_DATA):
             self._c_fields(value)
         if not is_module and position is None:  # an iterator drops what it has read
-            named = {*map(id, own.values()), *map(id, walked.values())}
+            known = {*map(id, own.values()), *map(id, walked.values())}
             self.todo.extend(
                 x
                 for x in stored.referents(value)
-                if id(x) not in named
+                if id(x) not in known
                 and not issubclass(type(x), type)
                 and not (type(x) is dict and x.keys() == own.keys())
             )
@@ -204,13 +223,12 @@ class _Reader:
         self.has_floats = self.has_floats or (into is self.exact and type(value) in _FLOATS)
         into.update(_text(value).encode("utf-8", "surrogatepass"))
 
-    def _count(self, size: int, into: Any) -> None:
-        self.size += size if into is self.exact else 0
-
-    @staticmethod
-    def _bytes(data: memoryview, into: Any) -> None:
+    def _bytes(self, data: memoryview, into: Any) -> None:
         into.update(f"{data.format} {data.shape};".encode())
-        into.update(data if data.c_contiguous else data.tobytes())
+        is_plain = data.c_contiguous and data.nbytes
+        plain = data.cast("B") if is_plain else memoryview(data.tobytes())
+        into.update(plain)
+        self.numbers += {*plain[:SAMPLED_BYTES]}
 
     def _array(self, value: Any, into: Any) -> None:
         if not tensors.as_array(value):  # an integer of more than 64 bits, or longdouble
@@ -221,6 +239,10 @@ class _Reader:
         self.has_floats = self.has_floats or (into is self.exact and is_float)
         shown = sums.tolist() if hasattr(sums, "tolist") else sums  # the text of a single number
         into.update(f"{kind} {shown};".encode())
+        if tensors.backend_of(value):
+            self.numbers += tensors.sample(value, 0)
+        else:
+            self.numbers += value if tensors.is_number_list(value) else [value]
 
 
 def _text(value: object) -> str:
@@ -241,6 +263,16 @@ def _attributes_of_code(value: Any) -> dict[str, object]:
     return {name: item for name, item in own.items() if not name.startswith(("__", "_abc_"))}
 
 
+def _attributes_of_module(own: Mapping[str, Any]) -> dict[str, object]:
+    """Return what a torch module keeps beside parameters, buffers and modules.
+
+    Of its hooks, without their keys, which torch counts in the whole process.
+    """
+    usual = stored.attributes(sys.modules["torch"].nn.Module()).keys() | {"_compiled_call_impl"}
+    hooks = {k: [*x.values()] for k, x in own.items() if k.endswith("_hooks") and type(x) in _DICTS}
+    return {k: x for k, x in own.items() if k not in usual or k == "training"} | hooks
+
+
 def _generator_state(value: Any) -> tuple[object, ...]:
     """Return the state of a generator of random numbers, in a tuple; () for other values."""
     kind, numpy, torch = type(value), sys.modules.get("numpy"), sys.modules.get("torch")
@@ -258,14 +290,24 @@ def _generator_state(value: Any) -> tuple[object, ...]:
 def _parts(value: Any) -> tuple[object, ...]:
     """Return what arrays hold that are not compared by element; () for other values.
 
-    They are sparse tensors, and numpy's arrays of texts, objects, dates and records.
+    They are sparse tensors, numpy's arrays of texts, objects, dates and records, masked arrays,
+    and elements of XML.
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if numpy and type(value) is numpy.ndarray:
         return (value.tolist() if value.dtype.hasobject else value.tobytes(),)
-    if not torch or not stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter)):
-        return ()
-    value = value.data  # without its attributes: one could be called as a method
+    if numpy and type(value) is numpy.ma.MaskedArray:
+        return _parts_of_masked(value)
+    if _is_element(value):
+        return _parts_of_element(value)
+    is_tensor = torch and stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter))
+    # .data is without attributes: one could be called as a method
+    parts = _parts_of_sparse(value.data) if is_tensor else ()
+    return parts and (*parts, stored.attributes(value))
+
+
+def _parts_of_sparse(value: Any) -> tuple[object, ...]:
+    torch = sys.modules["torch"]
     if value.layout is torch.sparse_coo:
         return tuple(value.shape), value._indices(), value._values()  # noqa: SLF001  no copies
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -273,6 +315,40 @@ def _parts(value: Any) -> tuple[object, ...]:
     if value.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tuple(value.shape), value.ccol_indices(), value.row_indices(), value.values()
     return ()
+
+
+def _parts_of_masked(value: Any) -> tuple[object, ...]:
+    """Return mask, fill value and data of a masked array, with zeros where it is masked.
+
+    And what others have stored in it.
+    """
+    numpy, own = sys.modules["numpy"], stored.attributes(value)
+    usual = stored.attributes(numpy.ma.array(0)).keys()
+    data: Any = numpy.ndarray.view(value, numpy.ndarray)
+    mask: Any = own.get("_mask")
+    if type(mask) is numpy.ndarray and mask.dtype == bool and tensors.backend_of(data):
+        data = numpy.where(mask, data.dtype.type(0), data)
+    return data, mask, own.get("_fill_value"), {k: x for k, x in own.items() if k not in usual}
+
+
+def _is_element(value: object) -> bool:
+    etree = sys.modules.get("xml.etree.ElementTree")
+    return etree is not None and type(value) is etree.Element
+
+
+def _parts_of_element(root: Any) -> tuple[object, ...]:
+    """Return depth, tag, text, tail and attributes of an element and of those in it.
+
+    The attributes of one that has none may be an empty dict, or not exist.
+    """
+    todo, parts = [(0, root)], []
+    while todo:
+        depth, element = todo.pop()
+        held = stored.referents(element)
+        todo += [(depth + 1, x) for x in reversed(held) if _is_element(x)]
+        rest = [x for x in held if not (_is_element(x) or issubclass(type(x), type))]
+        parts.append((depth, *(x for x in rest if not (type(x) is dict and not x))))
+    return tuple(parts)
 
 
 def _is_c_data(kind: type) -> bool:
