@@ -24,8 +24,9 @@ or for kernels that need the registers for something else.
 The evidence of the small tiles counts the sectors that SMs read from the L2 cache. They fall by
 less than the bytes of the tiles promise: on H100s to 0.88 to 0.91 of the baseline's with clusters
 of two, where 0.75 would be expected, and to 0.75 to 0.77 instead of 0.63 with clusters of four; on
-H200s to 0.82 to 0.86, and 0.73 to 0.74. The reason is not known, so how the counter counts a multicast is not
-known either. For the larger tiles it is no evidence; there the evidence is the instruction.
+H200s to 0.82 to 0.86, and 0.73 to 0.74. The reason is not known, so how the counter counts a
+multicast is not known either. For the larger tiles it is no evidence; there the evidence is the
+instruction.
 
 The price of a cluster: a stage of the pipeline is free only when the consumers of all blocks have
 released it, so blocks wait for each other. Clusters of four also leave SMs without work where four

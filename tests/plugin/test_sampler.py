@@ -1074,6 +1074,34 @@ def test_what_cannot_be_checked_is_told(words, memory, unchecked):
     ] == unchecked
 
 
+@pytest.mark.parametrize("times", [1.05, 1.2])
+def test_a_baseline_that_is_slower_after_another_arm_is_told_on_a_gpu(times):
+    """What the optimized arm leaves in the L2 cache slows the baseline's next block down."""
+    device = FakeDevice(noise=WHITE, seed=1)
+    is_left, slow_block = False, -1
+
+    def baseline(x):
+        nonlocal is_left, slow_block
+        if is_left:
+            is_left, slow_block = False, device._blocks
+        spend(1e-3 * (times if device._blocks == slow_block else 1))
+        return x * 2
+
+    def optimized(x):
+        nonlocal is_left
+        is_left = True
+        spend(0.5e-3)
+        return x * 2
+
+    bound = a_bound_claim(device, baseline=baseline, optimized=optimized)
+    bound.check_agreement()
+    measurement = replicates.Measurement(Ladder([bound]), Metric.DEVICE, STANDARD)
+    measurement.prepare()
+    measurement.measure()
+    told = [text.partition(":")[0] for text in measurement.sampler.unchecked()]
+    assert told == ["whether another arm slows the baseline down"] * (times > 1.1)
+
+
 @pytest.mark.parametrize("times", [1, 5])
 def test_a_baseline_that_is_slower_since_another_arm_has_run_is_told(times):
     """Both use a table, which the optimized arm makes longer when it has used it."""

@@ -83,6 +83,8 @@ the least of them, so many times more are allowed."""
 SLOWED_BY_OTHERS = 2.0
 """An arm is reported if its blocks right after another arm's take this many times as long as those
 right after its own, and WAKING_S: the caches of a busy CPU are worth 1.7 times."""
+SLOWED_ON_GPU = 1.1
+"""The same on a GPU: what another arm leaves in the L2 cache is worth 1.05 times in the course."""
 COMPARED = frozenset({"baseline", "library"})  #: Arms by whose times others are judged.
 FEWEST_PAIRS, FEWEST_AFTER_OTHERS = 2, 4
 """Fewest blocks after the same arm, and after others, that tell whether others slow an arm down."""
@@ -824,11 +826,14 @@ class Sampler:
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.
 
-        New values are drawn before each block. The arm in the middle of a round has one block of
-        each kind; before the second block of the arm at both ends, all others have run.
+        On the host, new values are drawn before each block. The arm in the middle of a round has
+        one block of each kind; before the second block of the arm at both ends, all others have
+        run.
         """
-        if not self.renews or self.device.gpu is not None:
+        on_gpu = self.device.gpu is not None
+        if self.metric is not Metric.DEVICE if on_gpu else not self.renews:
             return
+        times, waking_s = (SLOWED_ON_GPU, 0.0) if on_gpu else (SLOWED_BY_OTHERS, WAKING_S)
         rounds = [round_ for replicate in replicates for round_ in replicate.rounds]
         arms = [rung.arms[r] for rung in self.ladder.rungs for r in COMPARED & rung.arms.keys()]
         for name in dict.fromkeys(arms):
@@ -842,7 +847,7 @@ class Sampler:
             noise = statistics.median(after_itself) / after_itself[0]
             is_, was = statistics.median(after_others), statistics.median(after_itself)
             upper = after_itself[3 * len(pairs) // 4]  # quartile; of two or three, the largest
-            if min(after_others) > upper and is_ > SLOWED_BY_OTHERS * noise * was + WAKING_S:
+            if min(after_others) > upper and is_ > times * noise * was + waking_s:
                 text = f"{si(is_, 's')} after another arm, but {si(was, 's')} after itself"
                 self._slowed_baselines.setdefault(name, text)
 
