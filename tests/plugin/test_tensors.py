@@ -331,19 +331,10 @@ def test_what_cannot_change_in_place_is_named_and_nothing_changes():
     assert live.overwrite(one_set(*fixed(1))) == (), "equal values need no change"
 
 
-def test_what_cannot_change_in_place_is_replaced_where_arguments_are_read_anew():
-    live = one_set(*fixed(1))
-    kept, (_, also_kept) = live.args[0], live.args[3]
-    assert live.overwrite(one_set(*fixed(2)), rebind=True) == ("args[1]", "args[2]", "args[4]")
-    assert live.args[0] is kept
-    assert live.args[3][1] is also_kept
-    assert_equal(live.args, fixed(2))
-
-
 def test_only_the_given_positions_change():
     live = Inputs(args=(torch.zeros(1), 1, torch.zeros(1)), dynamic=[0], seed=0)
     fresh = one_set(torch.ones(1), 2, torch.ones(1))
-    assert live.overwrite(fresh, rebind=True) == ()
+    assert live.overwrite(fresh) == ()
     assert live.args == (torch.ones(1), 1, torch.zeros(1))
     assert live.overwrite_in_place(fresh, [1, 2]) == []
     assert live.args == (torch.ones(1), 1, torch.ones(1))

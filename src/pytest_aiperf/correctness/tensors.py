@@ -48,31 +48,22 @@ class Inputs:
     """One set of inputs, as returned by one call of a claim's ``inputs``."""
 
     args: Args
-    """The arguments of a call, without their ``static`` marks. :meth:`overwrite` may replace the
-    tuple: read it anew for each call."""
+    """The arguments of a call, without their ``static`` marks."""
     dynamic: Sequence[int]  #: Positions of the arguments not marked ``static``.
     seed: int  #: Seed with which ``inputs`` drew the values.
 
-    def overwrite(
-        self, fresh: Inputs, positions: Sequence[int] | None = None, *, rebind: bool = False
-    ) -> tuple[str, ...]:
+    def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> tuple[str, ...]:
         """Give this set the values of the dynamic arguments of ``fresh``, or of ``positions``.
 
-        With ``rebind``, ``args`` becomes a new tuple with ``fresh``'s objects where a value cannot
-        change in place, so that the set is as valid as ``fresh``. Return the paths of the arrays
-        that are other objects since then: a result that is cached by address was not challenged.
-
-        Without it (a captured graph or a prepared arm holds the old numbers and addresses), nothing
-        changes unless all can change in place. Return the paths of what cannot.
+        Nothing changes unless all can change in place, because a captured graph or a prepared arm
+        holds the old numbers and addresses. Return the paths of what cannot.
         """
         positions = self.dynamic if positions is None else positions
         trial = Overwriting(write=False)
         trial.items(self._at(positions), fresh._at(positions))
-        if not rebind and (trial.stuck or trial.unbound):
-            return (*trial.stuck, *trial.unbound)
-        items = Overwriting(write=True).items(self._at(positions), fresh._at(positions))
-        self.args = tuple(items.get(f"args[{i}]", arg) for i, arg in enumerate(self.args))
-        return tuple(trial.stuck)
+        if not (trial.stuck or trial.unbound):
+            self.overwrite_in_place(fresh, positions)
+        return (*trial.stuck, *trial.unbound)
 
     def overwrite_in_place(
         self, fresh: Inputs, positions: Sequence[int] | None = None
