@@ -25,6 +25,11 @@ N = 8192
 FEWER_BYTES = (3 + 10) / (17 + 10)
 """Bytes per element with a fused and an eager cast. The casts take 3 and 17. The GEMM reads two fp8
 operands and writes bf16: 4, or 10 if its tiles read each operand four times from memory."""
+MARGIN = 1.25
+"""How far above FEWER_BYTES the fused cast may be. The cast passes over a row twice, first for its
+largest magnitude: if both passes read memory, the ratio is (5 + 10) / (17 + 10), 1.15 times as
+high. The rest is for scales, partly used lines, and tiles that read operands more often. One more
+matrix in bf16 that is written and read again, 4 bytes, would exceed it: (7 + 10) / (17 + 10)."""
 
 
 def layer(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +77,7 @@ RUNGS = {
         with_cast(torch.compile(cast, dynamic=False)),
         [
             evidence.kernels(max=3),  # eager: one per operation of the cast
-            evidence.counter("dram__bytes.sum", max=1.1 * FEWER_BYTES, per="baseline"),
+            evidence.counter("dram__bytes.sum", max=MARGIN * FEWER_BYTES, per="baseline"),
         ],
     ),
 }
