@@ -1,10 +1,10 @@
 // out[i] = contexts[i] . items[ids[i]]: scores of pairs of a context and an item.
 //
-// A context is 16 floats, and is needed once. An item is 16 bf16 values, 32 bytes of a table that
-// all pairs share, so a pair reads one sector of the table at a random place. Pairs come in batches,
-// one kernel per batch. Four lanes share a pair: each loads 16 bytes of the context and 8 of the
-// item, and two shuffles add up their parts. Each thread has four pairs in flight. The kernels
-// differ only in how the L2 cache treats its lines:
+// A context is 32 floats, and is needed once. An item is 32 int8 values, 32 bytes of a table that
+// all pairs share, so a pair reads one sector of the table at a random place. Eight lanes share a
+// pair: each loads 16 bytes of the context and 4 of the item, and three shuffles add up their
+// parts. Each thread has four pairs in flight. The kernels differ only in how the L2 cache treats
+// their lines:
 //
 //   no_policy  All alike: a line that has not been used for a while is evicted for the next one.
 //   hints      Contexts and ids are read, and scores are written, as evict-first (ld.global.cs and
@@ -12,39 +12,34 @@
 //   window     The loads are those of "no_policy". An access-policy window, an attribute of the
 //              launch, makes the lines of the table persisting: they take the part of the cache
 //              that set_aside() reserves, and only other persisting lines evict them from there.
-//              The launch of the last batch makes them normal again, because persisting lines
-//              would stay and keep later kernels out of that part.
+//              Afterwards, a second kernel reads each row once through a window that makes its line
+//              normal, because persisting lines would stay and keep later kernels out of that part.
 
-#include <algorithm>
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 constexpr int THREADS = 256;
-constexpr int WIDTH = 16;           // dimensions of a context and of an item
-constexpr int LANES = 4;            // lanes per pair
+constexpr int WIDTH = 32;           // dimensions of a context and of an item
+constexpr int LANES = 8;            // lanes per pair
 constexpr int IN_FLIGHT = 4;        // pairs per group of lanes
 constexpr int GROUPS = THREADS / LANES;
-constexpr int BATCHES = 8;
 
 template <bool HINTS, typename T> __device__ T load(const T* at) {
     return HINTS ? __ldcs(at) : *at;
 }
 
 // The part of a dot product that one lane computes: four dimensions.
-__device__ float multiply(float4 context, uint2 item) {
-    const float2 low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(item.x));
-    const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(item.y));
-    return context.x * low.x + context.y * low.y + context.z * high.x + context.w * high.y;
+__device__ float multiply(float4 context, char4 item) {
+    return context.x * item.x + context.y * item.y + context.z * item.z + context.w * item.w;
 }
 
 template <bool HINTS>
 __global__ void __launch_bounds__(THREADS)
-    score(const float4* contexts, const int* ids, const uint2* items, float* out, int pairs) {
+    score(const float4* contexts, const int* ids, const char4* items, float* out, int pairs) {
     const int lane = threadIdx.x % LANES;
     const int first = blockIdx.x * GROUPS * IN_FLIGHT + threadIdx.x / LANES;
     int id[IN_FLIGHT];
     float4 context[IN_FLIGHT];
-    uint2 item[IN_FLIGHT];
+    char4 item[IN_FLIGHT];
 #pragma unroll
     for (int k = 0; k < IN_FLIGHT; ++k) {
         const int pair = min(first + k * GROUPS, pairs - 1);  // past the end: the last one again
@@ -58,6 +53,7 @@ __global__ void __launch_bounds__(THREADS)
         float sum = multiply(context[k], item[k]);
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
+        sum += __shfl_xor_sync(~0u, sum, 4);
         const int pair = first + k * GROUPS;
         if (lane != 0 || pair >= pairs) continue;
         if (HINTS)
@@ -67,11 +63,11 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The bytes of the L2 cache that are set aside for persisting lines.
-size_t bytes_set_aside() {
-    size_t bytes = 0;
-    cudaDeviceGetLimit(&bytes, cudaLimitPersistingL2CacheSize);
-    return bytes;
+// Read one word of each row. A row is one sector, and volatile keeps the compiler from leaving out
+// loads whose results nobody uses.
+__global__ void touch_rows(const volatile int* items, int entries) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < entries) items[size_t(row) * (WIDTH / sizeof(int))];
 }
 
 cudaLaunchAttribute window_over(const void* items, size_t bytes, cudaAccessProperty property) {
@@ -80,54 +76,51 @@ cudaLaunchAttribute window_over(const void* items, size_t bytes, cudaAccessPrope
     cudaAccessPolicyWindow& window = attribute.val.accessPolicyWindow;
     window.base_ptr = const_cast<void*>(items);
     window.num_bytes = bytes;
-    // persisting lines evict each other if the window is larger than the part set aside
-    window.hitRatio = std::min(1.0f, float(bytes_set_aside()) / bytes);
+    window.hitRatio = 1;  // the whole table: it is smaller than the part set aside
     window.hitProp = property;
     window.missProp = cudaAccessPropertyNormal;
     return attribute;
 }
 
-template <bool HINTS, bool WINDOW>
-cudaError_t score_batches(const float* contexts, const int* ids, const nv_bfloat16* items,
-                          float* out, int pairs, int entries, cudaStream_t stream) {
-    const int batch = (pairs + BATCHES - 1) / BATCHES;
+template <bool HINTS>
+cudaError_t score_pairs(const float* contexts, const int* ids, const signed char* items, float* out,
+                        int pairs, cudaLaunchAttribute* attribute, cudaStream_t stream) {
     cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((pairs + GROUPS * IN_FLIGHT - 1) / (GROUPS * IN_FLIGHT));
     config.blockDim = dim3(THREADS);
     config.stream = stream;
-    for (int begin = 0; begin < pairs; begin += batch) {
-        const int count = std::min(batch, pairs - begin);
-        const bool is_last = begin + count == pairs;
-        config.gridDim = dim3((count + GROUPS * IN_FLIGHT - 1) / (GROUPS * IN_FLIGHT));
-        cudaLaunchAttribute attribute;
-        if (WINDOW) {
-            attribute = window_over(items, size_t(entries) * WIDTH * sizeof(nv_bfloat16),
-                                    is_last ? cudaAccessPropertyNormal
-                                            : cudaAccessPropertyPersisting);
-            config.attrs = &attribute;
-            config.numAttrs = 1;
-        }
-        const auto batch_contexts = contexts + size_t(begin) * WIDTH;
-        const cudaError_t error = cudaLaunchKernelEx(
-            &config, score<HINTS>, reinterpret_cast<const float4*>(batch_contexts), ids + begin,
-            reinterpret_cast<const uint2*>(items), out + begin, count);
-        if (error) return error;
-    }
-    return cudaSuccess;
+    config.attrs = attribute;
+    config.numAttrs = attribute ? 1 : 0;
+    return cudaLaunchKernelEx(&config, score<HINTS>, reinterpret_cast<const float4*>(contexts), ids,
+                              reinterpret_cast<const char4*>(items), out, pairs);
 }
 
-extern "C" cudaError_t no_policy(const float* contexts, const int* ids, const nv_bfloat16* items,
+extern "C" cudaError_t no_policy(const float* contexts, const int* ids, const signed char* items,
                                  float* out, int pairs, int entries, cudaStream_t stream) {
-    return score_batches<false, false>(contexts, ids, items, out, pairs, entries, stream);
+    return score_pairs<false>(contexts, ids, items, out, pairs, nullptr, stream);
 }
 
-extern "C" cudaError_t hints(const float* contexts, const int* ids, const nv_bfloat16* items,
+extern "C" cudaError_t hints(const float* contexts, const int* ids, const signed char* items,
                              float* out, int pairs, int entries, cudaStream_t stream) {
-    return score_batches<true, false>(contexts, ids, items, out, pairs, entries, stream);
+    return score_pairs<true>(contexts, ids, items, out, pairs, nullptr, stream);
 }
 
-extern "C" cudaError_t window(const float* contexts, const int* ids, const nv_bfloat16* items,
+extern "C" cudaError_t window(const float* contexts, const int* ids, const signed char* items,
                               float* out, int pairs, int entries, cudaStream_t stream) {
-    return score_batches<false, true>(contexts, ids, items, out, pairs, entries, stream);
+    const size_t bytes = size_t(entries) * WIDTH;
+    cudaLaunchAttribute attribute = window_over(items, bytes, cudaAccessPropertyPersisting);
+    const cudaError_t error =
+        score_pairs<false>(contexts, ids, items, out, pairs, &attribute, stream);
+    if (error) return error;
+    attribute = window_over(items, bytes, cudaAccessPropertyNormal);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((entries + THREADS - 1) / THREADS);
+    config.blockDim = dim3(THREADS);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, touch_rows, reinterpret_cast<const volatile int*>(items),
+                              entries);
 }
 
 // Reserve a part of the L2 cache for persisting lines, for the process. Fails if the GPU permits
