@@ -5,6 +5,7 @@ import collections
 import functools
 import io
 import weakref
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement, objects, reach, tensors
+from pytest_aiperf.correctness import agreement, objects, reach, stored, tensors
 from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.objects import Originals
 from pytest_aiperf.correctness.tensors import Inputs
@@ -163,3 +164,10 @@ def test_no_code_of_odd_objects_runs():
     args = ([odd, Rows([odd, [1.0]]), loop, Odd, Rows],)
     assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 4)
     assert not reach.Hidden(args, lambda: args).is_viewed_by(np.arange(64.0))
+
+
+def test_a_list_with_null_items_is_not_read():
+    builder = ET.TreeBuilder()
+    builder.start("a", {})
+    assert stored.referents(builder) == []
+    assert builder.end("a").tag == "a"

@@ -14,6 +14,7 @@ import gc
 import io
 import mmap
 import operator
+import sys
 import types
 import weakref
 from abc import ABCMeta
@@ -66,6 +67,9 @@ def referents(value: Any) -> list[Any]:
 
     Unlike the collector, go through weak references, and read a context variable.
     """
+    etree = sys.modules.get("xml.etree.ElementTree")
+    if etree and issubclass(type(value), etree.TreeBuilder):
+        return []  # its list of open elements has NULL items, and to read those ends the process
     found = gc.get_referents(value)
     if issubclass(type(value), weakref.ReferenceType):
         found.append(weakref.ReferenceType.__call__(value))
