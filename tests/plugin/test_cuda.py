@@ -207,6 +207,25 @@ def cuda(monkeypatch):
     return fake
 
 
+@pytest.mark.parametrize(("slice_s", "idle"), [(2e-6, True), (1e-3, False)])
+def test_a_gpu_is_idle_if_copies_and_kernels_run_at_once(cuda, slice_s, idle):
+    """Where others work, too, each copy waits for their slice of time."""
+    array = SimpleNamespace(copy_=lambda _, non_blocking: cuda.launch(slice_s))
+    cuda.torch.empty = lambda *_, **__: array
+    device = CudaDevice(GPU)
+    before = cuda.host
+    assert device.is_idle() is idle
+    assert cuda.host - before < (0.01 if idle else 0.31)
+
+
+def test_work_that_ends_soon_leaves_a_gpu_idle(cuda):
+    cuda.torch.empty = lambda *_, **__: SimpleNamespace(copy_=lambda *_, **__: cuda.launch(2e-6))
+    device = CudaDevice(GPU)
+    cuda.busy_until = cuda.host + 0.1
+    assert device.is_idle()
+    assert cuda.host >= cuda.busy_until - 1e-9
+
+
 def test_the_gpu_gets_the_fields_that_only_cuda_has(cuda):
     device = CudaDevice(GPU)
     assert (device.gpu.l2_bytes, device.gpu.sms, device.gpu.name) == (60 << 20, 132, GPU.name)

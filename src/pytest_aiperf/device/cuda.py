@@ -103,8 +103,6 @@ class CudaDevice:
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._copied = torch.cuda.Event(enable_timing=False)
-        self._probe = torch.zeros(1, device=self.torch_device)
-        self._host_probe = torch.zeros(1, pin_memory=True)
         self._flush: Call | None = None
         self._separate_memory = torch.cuda.MemPool()
         self._unsynced_blocks = -3  # ignore the three spins below: a sanitizer may delay them
@@ -339,14 +337,16 @@ class CudaDevice:
 
         While other processes have work, the GPU gives each of them some milliseconds in turn.
         """
+        on_gpu = self._torch.empty(1, device=self.torch_device)
+        on_host = self._torch.empty(1, pin_memory=True)
         prompt, end = 0, now() + int(_IDLE_TIMEOUT_S * 1e9)
         while prompt < _PROMPT_CALLS and now() < end:
             started = now()
             with self._torch.cuda.stream(self._stream):
-                self._probe.copy_(self._host_probe, non_blocking=True)
-                self._host_probe.copy_(self._probe, non_blocking=True)
+                on_gpu.copy_(on_host, non_blocking=True)
+                on_host.copy_(on_gpu, non_blocking=True)
                 self._spin(0)
-            self._stream.synchronize()
+            self.synchronize()
             prompt = prompt + 1 if (now() - started) * 1e-9 < _PROMPT_S else 0
         return prompt == _PROMPT_CALLS
 
