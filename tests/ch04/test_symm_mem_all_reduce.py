@@ -1,4 +1,4 @@
-"""Symmetric-memory all-reduce beats NCCL: two-shot at 2 and 32 MiB, one-shot only in wall time.
+"""Symmetric-memory all-reduce beats NCCL: two-shot at 2 and 32 MiB, one-shot where the host binds.
 
 In a tensor-parallel layer whose weight is split along its inner dimension (row-parallel), each rank
 computes a partial sum of the whole output, and an all-reduce adds them up. Symmetric memory is
@@ -26,9 +26,11 @@ reads half of the bytes and writes half. One-shot was not measured at 2 MiB.
 At 64 KiB the host is the limit, and wall time without a graph is judged: on two H100s a call takes
 89 µs with NCCL and 45 with one-shot, though the GPU works only 12 and 14 µs of them. For a call,
 NCCL and PyTorch's process group make 14 calls of CUDA; one-shot makes two, one for the GEMM and one
-for the sum. One-shot's kernel itself takes longer, 9 µs where NCCL's takes 7. So nothing is left of
-the gain in a CUDA graph, which takes the host out of the loop, nor where the GPU needs longer than
-the host. The device time is recorded beside.
+for the sum. How much of the gain these calls are, and how much the Python code of `dist.all_reduce`
+and the process group's own work, was not measured apart. One-shot's kernel itself takes longer, 9
+µs where NCCL's takes 7. So a CUDA graph, which takes the host out of the loop, leaves no sure
+winner: in earlier runs, NCCL was a little faster on two H100s, and one-shot on two H200s. Nor is
+the gain left where the GPU needs longer than the host. The device time is recorded beside.
 
 NCCL 2.27 and later has such kernels, too, for buffers that are registered with it as symmetric
 windows; they are not measured here. Kernels that reduce in the NVLink switch (multimem, NVLS) need
