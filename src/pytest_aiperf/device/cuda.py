@@ -70,8 +70,8 @@ _WARM_UP_S: Final = 0.03
 """Seconds for which blocks run untimed before the first round: on H200s, memory was 11 % slower for
 up to this long after a pause of some milliseconds."""
 _PROMPT_S: Final = 0.5e-3
-"""Two small copies and a kernel take a tenth of this if nobody else uses the GPU, and at least a
-slice of time, one or two milliseconds, if somebody does."""
+"""Two small copies and a kernel take less if nobody else uses the GPU. If somebody does, they wait
+for a slice of time, which is taken to be a millisecond or more; it was not measured."""
 _PROMPT_CALLS: Final = 10  #: How many in a row must take no longer.
 _IDLE_TIMEOUT_S: Final = 0.3  #: How long to try.
 
