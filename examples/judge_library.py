@@ -47,11 +47,13 @@ def judge(operation: Operation, device: Literal["cuda", "cpu"] | None = None) ->
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.double() if is_float else value
 
+    on_gpu = device != "cpu" and torch.cuda.is_available()
     return measure(
         baseline=reference,
         optimized=kernel,
         inputs=lambda bench: inputs(bench.device),
         reference=lambda *args: reference(*map(widen, args)),
+        metric="device" if on_gpu else "wall",
         device=device,
         quick=True,
     )

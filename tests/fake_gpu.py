@@ -126,6 +126,7 @@ class _Ledger:
 
     calls: list[float] | None = None
     """Seconds of each call so far; None outside a block."""
+    count: int = 0  #: Calls of the running block.
     kernels: int = 0
     """Kernels launched so far, one per :func:`spend`."""
     mode: Mode | None = None
@@ -148,6 +149,11 @@ def spend(seconds: float) -> None:
     if _ledger.calls:
         _ledger.calls[-1] += seconds
         _ledger.kernels += 1
+
+
+def is_last_call() -> bool:
+    """Whether the current call is the last one of its block, or outside a block."""
+    return _ledger.calls is None or len(_ledger.calls) == _ledger.count
 
 
 def synchronise() -> None:
@@ -378,7 +384,7 @@ class FakeDevice:
     ) -> tuple[list[float], object]:
         """Return the true seconds of each call, and the result of the call number ``keep``."""
         seconds: list[float] = []
-        _ledger.calls, _ledger.mode = seconds, mode
+        _ledger.calls, _ledger.count, _ledger.mode = seconds, len(calls), mode
 
         def timed(call: Call) -> Call:
             return lambda: (seconds.append(0.0), call())[1]

@@ -19,7 +19,7 @@ BATCH = 8
 """Photos per batch."""
 
 WORKERS = 12
-"""Most worker processes. A core needs some ten times as long for a batch as an H200 does for a step
+"""Most worker processes. A core needs several times as long for a batch as an H200 does for a step
 of the model, so far fewer would not keep up."""
 
 

@@ -7,7 +7,8 @@ gather           Copies the pages of each sequence into one contiguous array, pa
                  sequence, and calls PyTorch's attention with a mask. The copy indexes heads and
                  pages as one flattened first dimension, because only then does PyTorch move 16
                  bytes at a time. The query heads that share a key head (a group) take the place of
-                 the query tokens: keys and values are not repeated, and every backend is available.
+                 the query tokens: keys and values are not repeated. The mask rules FlashAttention
+                 out; other backends take it.
 paged_attention  A Triton kernel that looks up each key's page in the block table and reads the
                  page where it is.
 

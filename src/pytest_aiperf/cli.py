@@ -31,7 +31,7 @@ from .limits import link_survey
 from .machine import environment
 from .machine.gpu_lock import GpuLock
 from .machine.nvml import visible
-from .model import Outcome, PrecisionName, Result
+from .model import Outcome, PrecisionName
 from .profilers import capture as profiler
 from .profilers import command as command_profiler
 from .profilers import ncu, summary, target, tools
@@ -212,7 +212,8 @@ def _steps(text: str) -> tuple[int, int]:
 def _add_views(subcommands: Any) -> None:
     """Add the commands that show results."""
     add = _command(subcommands, report)
-    add("results", metavar="RESULTS.json", type=Path, nargs="+", help="the results of a run")
+    text = "a results.json, or the folder of a run or of runs"
+    add("results", metavar="RESULTS", type=Path, nargs="+", help=text)
     text = f"{GITHUB_ACTION}: its format customBiggerIsBetter (default: %(default)s)"
     add("--format", choices=("html", "md", "csv", GITHUB_ACTION), default="html", help=text)
     text = "file to write (default: report.html; other formats: stdout)"
@@ -518,9 +519,13 @@ def _function(path: Path, name: str) -> Callable[[], object]:
 def report(given: argparse.Namespace) -> int:
     """Write the results of one or more runs as an HTML page, Markdown, CSV or for another tool.
 
+    RESULTS is a results file, the folder of one run or of many (the latest counts), or a folder of
+    accepted results.
+
     Explanations and code are read from the tests and kernels below the current folder.
     """
-    results = [result for path in given.results for result in read_results(path)]
+    files = [file for path in given.results for file in _results_files(path)]
+    results = [result for file in files for result in read_results(file)]
     output = given.output
     if given.format == "md":
         text = markdown.markdown(results, Path.cwd())
@@ -530,7 +535,7 @@ def report(given: argparse.Namespace) -> int:
         text = terminal.github_action_benchmark(results)
     else:
         output = output or Path("report.html")
-        content = read_json(given.results[0])
+        content = read_json(files[0])
         machine = {"commit": content.get("commit_info")}
         if isinstance(info := content.get("machine_info"), dict):
             machine |= info
@@ -540,7 +545,7 @@ def report(given: argparse.Namespace) -> int:
             given.title,
             root=Path.cwd(),
             folder=output.parent,
-            data=given.results,
+            data=files,
             address=page.source_address(Path.cwd(), machine),
         )
     if output:
@@ -557,7 +562,10 @@ def compare(given: argparse.Namespace) -> int:
     OLD and NEW are results files, folders of one run or of many (the latest counts), or a folder of
     accepted results. Exit status 1 if a claim has regressed, or if the runs share no claim.
     """
-    old, new = _results_in(given.old), _results_in(given.new)
+    old, new = (
+        [result for file in _results_files(path) for result in read_results(file)]
+        for path in (given.old, given.new)
+    )
     changes = comparison.changes(old, new)
     if given.html:
         atomic_write(given.html, side_by_side.page(old, new))
@@ -580,19 +588,21 @@ def compare(given: argparse.Namespace) -> int:
     return FAILED if count[comparison.State.REGRESSED] or is_apart else DONE
 
 
-def _results_in(path: Path) -> list[Result]:
-    """Read a results file, the latest run in a folder, or all accepted results of a folder."""
+def _results_files(path: Path) -> list[Path]:
+    """Find a results file, that of the latest run in a folder, or the accepted ones of a folder."""
     latest = Path("latest", "results.json")
     for file in (path, path / "results.json", path / latest, path / RUNS / latest):
         if file.is_file():
-            return read_results(file)
+            return [file]
     if runs := sorted(path.glob("*/results.json")):  # the names of runs sort by time
-        return read_results(runs[-1])
+        return runs[-1:]
     other = ("ceilings-", "proof-")  # files in the results folder that are not results
     files = sorted(file for file in path.glob("*.json") if not file.name.startswith(other))
+    if not files and RUNS in path.parts and not path.exists():
+        raise UsageError(f"{path}: there is no run yet: pytest --gpu or pytest --cpu writes one")
     if not files:
         raise UsageError(f"{path} is not a results file, nor a folder with results of a run")
-    return [result for file in files for result in read_results(file)]
+    return files
 
 
 def accept(given: argparse.Namespace) -> int:

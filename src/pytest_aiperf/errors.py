@@ -55,9 +55,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether a text tells of an error of a GPU without free memory.
+    """Whether a text reports that a GPU has run out of memory.
 
-    Where no context fits any more, CUDA also says that the device is busy or unavailable.
+    If no further context fits, CUDA may also report that the device is busy or unavailable.
     """
     signs = "OutOfMemoryError", "CUDA error: out of memory", "busy or unavailable"
     return any(sign in text for sign in signs)

@@ -79,8 +79,8 @@ class Work:
     flops: float = 0.0  #: Floating-point operations; a multiply-add counts as two.
     dtype: str | None = None
     """Precision of the flops: "fp64", "fp32", "tf32", "bf16", "fp16", "fp8" (e4m3), "fp8_e5m2",
-    "nvfp4" or "int8". For operations in "fp8_e5m2" and "nvfp4", no limit is measured: such work has
-    at most a share of the limit of its bytes."""
+    "nvfp4" or "int8". No limit is measured for operations in "fp8_e5m2" and "nvfp4": such work is
+    compared only with the limit of its bytes."""
 
     @property
     def bytes(self) -> float:
@@ -117,7 +117,7 @@ class Bench:
 
 
 _NO_END: Final = 10**6
-"""End of the range of a feature that later architectures keep."""
+"""Stands for no end: the end of the range of a feature that all later architectures keep."""
 
 FEATURES: Final[Mapping[str, range]] = {
     "fp8": range(89, _NO_END),
@@ -142,7 +142,7 @@ clusters and distributed shared memory; they lack tcgen05 and wgmma.
 SHARED_MEMORY: Final[Mapping[int, int]] = {
     80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
 }  # fmt: skip
-"""Most KiB of shared memory that one thread block can have, by compute capability.
+"""Largest shared memory of one thread block in KiB, by compute capability.
 
 Source: the CUDA Programming Guide, appendix "Compute Capabilities".
 """
@@ -192,9 +192,9 @@ class GpuState:
 
 
 class GpuLoad(NamedTuple):
-    """What a GPU is doing at one moment; None where it cannot be read."""
+    """Load of a GPU at one moment; None where it cannot be read."""
 
-    utilization_percent: float | None = None  #: Time in which any kernel ran.
+    utilization_percent: float | None = None  #: Share of the time in which any kernel ran.
     sm_mhz: float | None = None  #: SM clock.
     memory_mhz: float | None = None  #: Memory clock.
     power_w: float | None = None  #: Power of the board; from Ampere on, the mean of one second.
@@ -325,7 +325,7 @@ class Trace:
     seconds: tuple[float, ...] = ()  #: Seconds of all launches of each name, added up.
     total: float = 0.0  #: Seconds of all kernels, copies and memsets, added up.
     copying: float = 0.0  #: Seconds in which at least one copy ran.
-    hidden: float = 0.0  #: Seconds of these in which a kernel ran as well.
+    hidden: float = 0.0  #: Seconds of ``copying`` in which a kernel ran as well.
     copied: Mapping[str, int] = field(default_factory=dict)
     """Bytes copied, by direction and kind of host memory, such as "host to device (pinned)"."""
     api_calls: int | None = None  #: Number of CUDA API calls; None if they were not traced.
@@ -333,7 +333,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one profiler found about an arm, or about a call of the ``capture`` fixture."""
+    """Figures of one profiler about an arm, or about a call of the ``capture`` fixture."""
 
     tool: str  #: Name of the profiler.
     arm: str  #: Name of the arm or of the call, such as "call-1".
@@ -388,7 +388,7 @@ class Timing:
     replicates: tuple[Replicate, ...]  #: The samples.
     unit: str = "s"  #: Unit of the samples.
     better: Literal["higher", "lower"] = "lower"  #: Whether higher or lower values are better.
-    stopped: str = ""  #: What ended sampling: interval "width", "seconds" or "replicates".
+    stopped: str = ""  #: Rule that ended sampling: interval "width", "seconds" or "replicates".
     notes: tuple[str, ...] = ()  #: Remarks about the timing, for reports.
 
 
@@ -456,7 +456,7 @@ class Result:
     profiles: tuple[Profile, ...] = ()  #: Profiles of the arms.
     notes: tuple[str, ...] = ()  #: Remarks about the claim, for reports.
     unchecked: tuple[str, ...] = ()
-    """What the measurement could not check; a record with such parts is not accepted."""
+    """Checks that the measurement could not make; a record that lists any is not accepted."""
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     """Lines of source code of each arm."""
     expectation: Expectation | None = None  #: Expectation that the claim was judged against.
@@ -468,7 +468,7 @@ class Result:
     attempts: int = 1  #: Number of this attempt, counted from 1.
     quick: bool = False  #: Whether --quick was given.
     conditions: Mapping[str, str] = field(default_factory=dict)
-    """What options that change the conditions of a run, such as "reproducible", have set."""
+    """Conditions of the run that options such as "reproducible" have set, by option."""
     ladder: str = ""
     """Id of the ladder: the claim's id without the rung; "" if the test has no parameter `rung`."""
     rung_index: int = 0

@@ -141,7 +141,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Ini settings by name, with the arguments of ``addini``."""
 MEASURING: Final = ("gpu", "cpu", "update-expectations", "profile")
-"""Options of which each makes a session measure or profile."""
+"""Options that make a session measure or profile; any one of them does."""
 
 
 def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -162,7 +162,7 @@ def add(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> Non
 
 
 def settings(config: pytest.Config) -> dict[str, str]:
-    """Return the value of each ini setting as text; that of a list with spaces in between."""
+    """Return the value of each ini setting as text; items of a list are joined by spaces."""
     values = {name: config.getini(name) for name in _SETTINGS}
     return {
         name: " ".join(value) if isinstance(value, list) else str(value)
@@ -199,10 +199,10 @@ def add_short_names(parser: pytest.Parser, args: Sequence[str]) -> set[str]:
 
 
 def _free(parser: pytest.Parser, names: Sequence[str]) -> set[str]:
-    """Return the options that nobody has added."""
+    """Return the options in ``names`` that no plugin or conftest has added."""
     try:
         _, unknown = parser.parse_known_and_unknown_args(names)
-    except pytest.UsageError:  # one of them is known, and needs a value
+    except pytest.UsageError:  # an option in ``names`` exists already and needs a value
         unknown = []
     if len(unknown) == len(names) or len(names) == 1:
         return set(unknown)

@@ -39,7 +39,8 @@ PARTIAL = pytest.StashKey[set[str]]()  #: Folders, as in ids, with a module that
 ROOT: Final = Path(__file__).parent
 NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")  #: Exists on machines with NVIDIA's driver.
 WORKERS_PER_GPU: Final = 8
-"""Maximum xdist workers per GPU with ``-n auto``: one times while the others build and check."""
+"""Most xdist workers per GPU with ``-n auto``: one measures times while the others build and check.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -394,7 +395,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     context = pyfuncitem.stash.get(CONTEXT, None)
     if context is not None:
         if context.claimed is False and error is None:
-            error = UsageError("the test requests compare but never calls it: it claims nothing")
+            path, line, _ = pyfuncitem.reportinfo()
+            error = UsageError(
+                "the test requests compare but never calls it: it claims nothing; call "
+                "compare(...), or leave the fixture out of its parameters"
+                f"\n{os.path.relpath(path)}:{(line or 0) + 1}"
+            )
         error = context.error or error  # a test that catches it, or skips, fails nevertheless
     if error is not None:
         raise error
@@ -456,8 +462,9 @@ def _wrong_call(error: BaseException) -> str | None:
     if wrong is None:
         return None
     from .session.fixtures import Compare
+    from .text import nearest
 
-    near = _nearest(wrong[1], Compare.__call__.__annotations__)
+    near = nearest(wrong[1], Compare.__call__.__annotations__)
     return f"compare() has no keyword {wrong[1]!r}{near}"
 
 
@@ -467,16 +474,9 @@ def _wrong_field(error: BaseException) -> str | None:
     if wrong is None or not isinstance(error, TypeError):
         return None
     from .model import Work
+    from .text import nearest
 
-    return f"Work() has no field {wrong[1]!r}{_nearest(wrong[1], Work.__annotations__)}"
-
-
-def _nearest(word: str, names: Iterable[str]) -> str:
-    """Return the end of a message that suggests the nearest name; "" if none is near."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, list(names))
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"Work() has no field {wrong[1]!r}{nearest(wrong[1], Work.__annotations__)}"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -1,5 +1,6 @@
 """Format figures and columns, the same way in every table, message and report."""
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -55,6 +56,12 @@ def shorten(name: str, width: int = 100) -> str:
         return name
     tail = width // 3  # the start has the function, the end tells specializations apart
     return f"{name[: width - tail - 3]}...{name[-tail:]}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the end of a message that suggests the nearest name; "" if none is near."""
+    near = difflib.get_close_matches(word, list(names))
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -14,10 +14,10 @@ the backward pass and before the optimizer, whose many short kernels cannot hide
 "pinned" copies batches from pinned memory. A copy from pageable memory waits for all earlier work,
 goes through the driver's staging buffer, and returns when it is done. "bf16" multiplies on tensor
 cores (a context manager; the parameters stay in fp32). On an H200 the GPU's work takes 60 % less
-time, but the step a fifth more: autocast adds a fifth more launches, for casts, and launches set
-the pace until they are gone. So this rung is permitted to be slower. "fused" updates all parameters
+time, but the step 14 % more: autocast adds a fifth more launches, for casts, and launches set the
+pace until they are gone. So this rung is permitted to be slower. "fused" updates all parameters
 with one kernel instead of eight per tensor. It keeps bf16, whose casts it has to make up for, as it
-is judged against "pinned", which takes 15 % more time on an H200 and 6 % more on an H100. PyTorch's
+is judged against "pinned", which takes 18 % more time on an H200 and 6 % more on an H100. PyTorch's
 default needs a kernel per operation, but for all tensors at once: its launches are few as well, and
 what "fused" saves over it is bytes (ch13/fused_optimizer). "captured" launches the step as one CUDA
 graph (ch12/graph_replay), which is possible only because nothing in it waits for the CPU any more.
@@ -32,7 +32,8 @@ The model is small on purpose, 13 million weights in 24 tensors and 2,048 rows p
 launches are the subject: with "captured", the GPU needs a quarter of the time that the CPU takes to
 launch "fused". In a large model the kernels hide launches, bf16 gains most, and the MFU can reach
 the 45 % that are common there; here it cannot. 12x over the first arm was the aim and is not
-reached, 6.5x was measured, since "naive" waits little: its launches take most of its time, too.
+reached, 6.0x and 6.2x were measured, since "naive" waits little: its launches take most of its
+time, too.
 """
 
 from itertools import pairwise

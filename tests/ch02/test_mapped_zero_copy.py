@@ -4,24 +4,24 @@ A table that does not fit the GPU's memory, such as embeddings or the features o
 host memory, and a step needs 3 % of its rows. Gathering on the CPU reads the rows from random
 places, writes them to a pinned buffer, and then copies this buffer: two steps that follow each
 other. Pinned memory can also be read by a kernel itself (mapped memory, zero-copy): the loads of
-thousands of warps are in flight at once, the same bytes cross PCIe, at 51 GB/s, 92 % of the rate of
+thousands of warps are in flight at once, the same bytes cross PCIe, at 50 GB/s, 92 % of the rate of
 the copy engine for a large pinned buffer, and neither the CPU nor a buffer takes part. The library
 arm is what an expert writes without such a kernel: it gathers in eight chunks into two pinned
 buffers, and gathers a chunk while the one before is copied. The kernel must beat that as well. On
-an H200 with 16 CPUs the chunks gained nothing over the plain baseline, since the GPU waited for the
-CPU between their copies.
+an H200 and an H100 the chunks took longer than the plain baseline, since the GPU waited for the CPU
+between their copies.
 
-On an H200, gathering takes a third of the baseline's time and copying two: about 300 µs for 8.4 MB,
-27 GB/s, about half of what pinned memory has elsewhere (test_pinned_h2d.py). The reason was not
+On an H200, gathering takes a third of the baseline's time and copying two: about 330 µs for 8.4 MB,
+26 GB/s, about half of what pinned memory has elsewhere (test_pinned_h2d.py). The reason was not
 examined; the CPU has just written the buffer, so part of it is still in the CPU's caches. At 55
-GB/s the baseline would take about 320 µs, and the gain would be 1.7x. On the host of an H100 it is
+GB/s the baseline would take about 330 µs, and the gain would be 1.6x. On the host of an H100 it is
 the other way round: the copy takes 200 µs, 42 GB/s, a third of the baseline's time.
 
 The claim is judged on wall time until the rows are in the GPU's memory. Both arms have the row
 numbers where they need them. The gain depends on how fast the CPU gathers, which differs between
 hosts and from one call to the next: hence the wide interval. Copying the whole table, 268 MB at 55
-GB/s, would take 4.9 ms, 25 times as long as the kernel arm. The limit is PCIe's bandwidth for reads
-of 128 bytes: of the 193 µs of a call, the kernel takes 166, and the rest is the launch and the wait
+GB/s, would take 4.9 ms, 24 times as long as the kernel arm. The limit is PCIe's bandwidth for reads
+of 128 bytes: of the 205 µs of a call, the kernel takes 166, and the rest is the launch and the wait
 for its end. Rows must be that long: a request for 4 bytes fetches a sector of 32, and pays for the
 same packet headers as one for 128. Each row should be read once, because mapped memory is not
 cached for later kernels; whoever needs most of the table copies it instead, which a copy engine

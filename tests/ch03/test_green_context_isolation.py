@@ -6,10 +6,11 @@ launches. Its stream has the highest priority, so its blocks are the next to sta
 (ch11/stream_priority). But blocks that run are not interrupted, and these run for the whole kernel:
 priority does not help. Green contexts divide the SMs of a GPU within a process ("SM partition"):
 requests get eight of them, the background job all others, and a request finds its SMs free. On an
-H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel. A fifth was
-the aim, which the 0.09 ms that a request takes on SMs of its own do not allow. The ratio is that
-of this load: a background kernel takes 0.47 ms, and a request arrives just after its start, when
-most of it is left to wait for. With longer kernels the gain grows, and with shorter ones it ends.
+H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel, and on an
+H200 0.06 instead of 0.38. A fifth was the aim, which the 0.09 ms that a request takes on SMs of its
+own do not allow on the H100. The ratio is that of this load: a background kernel takes 0.47 ms, and
+a request arrives just after its start, when most of it is left to wait for. With longer kernels the
+gain grows, and with shorter ones it ends.
 
 The score is the 95th percentile of the latencies of 24 requests, from the first launch until the
 host knows the result. What the isolation costs is judged as well: the background job does without
@@ -18,13 +19,13 @@ when the job and all requests have ended, may be up to a quarter longer; on an H
 (11.9 ms instead of 11.3). The library arm needs no green contexts: with priority, it launches the
 background kernels with only as many blocks as all SMs but eight hold, so that the blocks of a
 request should find room. On an H200 its requests still take 0.35 ms, little less than with priority
-alone (0.41), and its calls as long as with the partition (12.0 ms); why was not examined. It also
-needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other work may
-take it. The partitions share the L2 cache and the memory bandwidth; a job that
-is limited by these slows the requests down as before. A kernel that launches as many blocks as the
-whole GPU holds needs a second wave on a partition: size its grid for the SMs that it has. MIG
-partitions memory as well, but between processes, and only an administrator can change it. If blocks
-are short, priority is enough, and leaves all SMs to the job.
+alone (0.38), and its calls about as long as with the partition (11.8 ms); why was not examined. It
+also needs kernels whose grid can be chosen, and the room is not reserved: blocks of any other work
+may take it. The partitions share the L2 cache and the memory bandwidth; a job that is limited by
+these slows the requests down as before. A kernel that launches as many blocks as the whole GPU
+holds needs a second wave on a partition: size its grid for the SMs that it has. MIG partitions
+memory as well, but between processes, and only an administrator can change it. If blocks are short,
+priority is enough, and leaves all SMs to the job.
 """
 
 import time

@@ -9,7 +9,7 @@ DistributedDataParallel, which does the same with buckets; the gradients are vie
 With F, B and C the times of forward, backward and communication, the limit is (F + B + C) / (F +
 max(B, C) + one layer's communication): about 1.4x for six layers, where C is nearly half of the sum
 (3.1 of 7.0 ms in a trace on two H100s) and B about 2 F. A third to half of that gain was measured:
-1.19x with "hooks" and 1.17x with "ddp" on two H200s, 1.17x and 1.14x on two H100s. What the overlap
+1.19x with "hooks" and 1.16x with "ddp" on two H200s, 1.17x and 1.14x on two H100s. What the overlap
 costs is the reason: NCCL's kernels share SMs and memory bandwidth with the GEMMs that run beside
 them. In a trace on the H100s, those of the backward pass take 2.9 ms instead of 2.0, and the
 all-reduces 3.2 instead of 3.1. If B or C is much shorter than the other, there is little to hide.

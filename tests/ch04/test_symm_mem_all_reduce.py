@@ -23,12 +23,12 @@ so NCCL is the optimized arm of this case. Possible reasons, not tested apart: l
 at most 24 blocks, but half as many threads in each, and it only reads over the link, where two-shot
 reads half of the bytes and writes half. One-shot was not measured at 2 MiB.
 
-At 64 KiB the host is the limit, and wall time without a graph is judged: on two H100s a call takes
-89 µs with NCCL and 45 with one-shot, though the GPU works only 12 and 14 µs of them. For a call,
+At 64 KiB the host is the limit, and wall time without a graph is judged: on two H200s a call takes
+73 µs with NCCL and 35 with one-shot, though the GPU works only 11 and 12 µs of them. For a call,
 NCCL and PyTorch's process group make 14 calls of CUDA; one-shot makes two, one for the GEMM and one
 for the sum. How much of the gain these calls are, and how much the Python code of `dist.all_reduce`
-and the process group's own work, was not measured apart. One-shot's kernel itself takes longer, 9
-µs where NCCL's takes 7. So a CUDA graph, which takes the host out of the loop, leaves no sure
+and the process group's own work, was not measured apart. One-shot's kernel itself takes longer, 7.3
+µs where NCCL's takes 5.6. So a CUDA graph, which takes the host out of the loop, leaves no sure
 winner: in earlier runs, NCCL was a little faster on two H100s, and one-shot on two H200s. Nor is
 the gain left where the GPU needs longer than the host. The device time is recorded beside.
 

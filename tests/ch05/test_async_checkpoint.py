@@ -12,7 +12,7 @@ as that of "overlapped"; what it does in the rest of the time was not measured.
 
 The score is the time of a training step that takes a checkpoint of 67 million weights (268 MB). It
 contains the step itself, so the stall of the other arms is at least what exceeds the time of
-"overlapped", which hides 74 % of its copy on an H100 and 80 % on an H200. The weights in the file
+"overlapped", which hides 74 % of its copy on an H100 and 67 % on an H200. The weights in the file
 must be bit for bit those from before the update, although it runs while the file is written. All
 arms write a real file in the folder for temporary files and end it with fsync; where that folder is
 in memory, the baseline is much faster than on a disk. Only the baseline waits for the file within

@@ -13,9 +13,9 @@ and faster than "two" and "eight".
 The limit is memory bandwidth. "four" reaches 97 % of the copy rate on an H200. "eight" is slower
 than "four", by 3 % on an H200 and 1 % on an H100: once bandwidth is reached, more loads in flight
 cannot help. What makes it slower was not measured; it is not occupancy, because its 22 registers
-per thread still let 2048 threads fit an SM. Where one load per thread
-already saturates memory (16-byte loads), there is nothing to gain; where memory is slower, there is
-less: 1.26x on an H100 against 1.57x on an H200.
+per thread still let 2048 threads fit an SM. Where one load per thread already saturates memory
+(16-byte loads), there is nothing to gain; where memory is slower, there is less: 1.26x on an H100
+against 1.58x on an H200.
 """
 
 import math

@@ -9,7 +9,7 @@ coalesced.
 
 The baseline is naive, because the divergence is the subject. As long as instructions set the time,
 the gain is at most the number of channels, 8. Here memory limits it more: the baseline takes 470 µs
-and a copy of the same bytes 125 on an H200, so the gain is at most 3.75x. 2.7x are reached, at 72 %
+and a copy of the same bytes 125 on an H200, so the gain is at most 3.77x. 2.7x are reached, at 72 %
 of the copy rate. On an H100 a copy takes longer, and the gain is 2.4x at 90 % of its rate, so there
 memory is the limit. What takes the rest on an H200 was not measured; the exchange costs two trips
 through shared memory, and warps with cheap functions wait at its barrier for the most expensive

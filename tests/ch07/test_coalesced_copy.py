@@ -5,7 +5,7 @@ each and use 4 bytes of it: 8 times the sectors. Device memory transfers 64 byte
 sectors. By the time the next column needs them, the L2 has evicted them, so each float costs 64
 bytes read and 64 bytes written: the copy moves 16 times the bytes, and takes 16 times as long on an
 H200 and 18 times on an H100. Lanes on neighbouring floats use whole accesses. cudaMemcpyAsync, the
-library arm, is another 1.55x faster on an H200 and 1.23x on an H100: 4-byte loads do not reach the
+library arm, is another 1.53x faster on an H200 and 1.23x on an H100: 4-byte loads do not reach the
 speed of memory (test_vectorized_copy.py).
 
 The baseline is naive because the stride is the subject. The effect needs data well beyond the L2,
@@ -13,7 +13,7 @@ which otherwise keeps the sectors until all of their bytes are used. The limit i
 device memory, reading and writing. Neither arm reaches it: counting the bytes that DRAM really
 moves, both run at about two thirds of the rate of a copy on an H200. On an H100 the strided copy
 reaches 70 % and the coalesced one 80 %, hence the 18 times. Compared with a copy at full speed, the
-stride costs 24x on an H200 and 23x on an H100.
+stride costs 25x on an H200 and 23x on an H100.
 """
 
 import torch

@@ -6,8 +6,8 @@ indices, each 4-byte element takes a sector of 32 bytes, and a lone sector costs
 bytes, as in test_coalesced_copy.py. If only the sum is wanted, the order of the elements is free.
 With sorted indices the lanes of a warp read neighbouring elements and share sectors, and a table is
 read about once from start to end. The kernel is the same in both arms. On an H200 the library arm
-is 4 % faster still: it counts each index and multiplies the tables by the counts, which only a sum
-allows.
+takes about the same time: it counts each index and multiplies the tables by the counts, which only
+a sum allows.
 
 The optimized arm sorts the indices once in each call and uses them for all of the tables, as a
 fixed set of rows that is read in many steps would be. Where the layout is free, an array with the

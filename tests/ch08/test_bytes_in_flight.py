@@ -12,8 +12,8 @@ likely takes more bytes in flight there.
 
 The grid is built to be small, as for a kernel that needs an SM's registers or shared memory for one
 block, so the baseline is naive. All rungs are measured against it. The limit is memory bandwidth.
-On an H200, twice the bytes in flight give 1.5x, not 2x: a turn of the loop takes 0.57 µs with one
-load per thread, 0.77 with two and 2.3 with eight, as memory gets busier. Each 16-byte load in
+On an H200, twice the bytes in flight give 1.5x, not 2x: a turn of the loop takes 0.56 µs with one
+load per thread, 0.76 with two and 2.3 with eight, as memory gets busier. Each 16-byte load in
 flight takes four registers per thread. At full occupancy there is little to gain.
 """
 

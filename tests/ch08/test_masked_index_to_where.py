@@ -12,7 +12,7 @@ have none.
 
 The claim is judged on wall time, because the baseline's waits are part of its cost, though most of
 it is the passes. As kernels, "compiled" and elu take the same time; in wall time the compiled call
-costs some 14 µs more on an H200 and 23 on an H100, so it reaches 85 and 84 % of the copy rate. The
+costs some 12 µs more on an H200 and 22 on an H100, so it reaches 85 and 84 % of the copy rate. The
 limit of "compiled" is one read and one write at memory bandwidth. An index wins where few elements
 are selected and the function is expensive. In a backward pass, a function that is infinite or NaN
 outside of its mask makes the gradient NaN, although where discards its value.

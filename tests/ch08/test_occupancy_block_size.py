@@ -3,7 +3,7 @@
 A block that reserves all shared memory of an SM is the only one resident: 8 of 64 warps, each of
 which waits most of the time for its load of 16 bytes per lane. By Little's law, 4 KiB in flight per
 SM at a latency of most of a microsecond use only a fraction of the bandwidth. Two resident blocks
-double the bytes in flight, four come close to the limit, and eight gain 3 % more on an H200 and
+double the bytes in flight, four come close to the limit, and eight gain 2 % more on an H200 and
 lose 1 % on an H100: once memory is busy, further occupancy is worth nothing. On an H200 even full
 occupancy, with one load per thread, reaches 90 % of a copy; torch.mul, which computes the same with
 a grid of its own, reaches 98 % (in ch08/bytes_in_flight, with twice the data).

@@ -6,11 +6,11 @@ active lanes. "compacted" collects these elements of a tile in a shared-memory q
 compaction): a tenth as many warps compute the function, and the rest of the kernel is a copy; it
 reaches 91 % of the copy rate on an H200, where what takes the rest was not examined, and 98 % on an
 H100. A cheaper function is better still: on an H200, a plain branch around one Halley step, which
-computes the same, takes 133 µs, and "compacted" 138. That branch is the library arm of "compacted",
+computes the same, takes 133 µs, and "compacted" 137. That branch is the library arm of "compacted",
 which loses to it there and is 1 % faster on an H100, and the costly baseline is declared naive.
 "select" lets all lanes compute the function and keeps the result only where it is needed
 (predication). That removes the divergence, but it saves only the warps' branch instructions: nearly
-all warps computed the function before. It gains 1 % on an H200 and nothing on an H100, so this rung
+all warps computed the function before. It gains 2 % on an H200 and nothing on an H100, so this rung
 claims parity.
 
 All kernels load 8 elements per thread. "compacted" is for a costly function that has no cheap form.

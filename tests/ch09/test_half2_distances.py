@@ -6,10 +6,11 @@ the elements set the time. Two bytes per element instead of four ("halves") halv
 bytes stay in flight: each lane has eight loads of 16 bytes in flight in all arms, which are one
 vector of floats or two of halves. A kernel that only replaces its float by a half per load also
 halves its bytes in flight, and may gain nothing (ch08/bytes_in_flight). On an H200, "halves" takes
-53 % of the time rather than 50: both times, 121.5 and 64.8 µs, are those of the bytes at the read
-rate of 4.7 TB/s plus 8 µs that do not halve, such as the start and the end of a kernel. The library
-arm, a kernel of torch.compile on the same halves, takes 1.27 times as long as "halves" on an H200.
-On an H100 it is faster than both rungs: it takes 3 % less than "halves" and 2 % less than "packed".
+53 % of the time rather than 50: both times, 123.6 and 65.9 µs, are those of the bytes at the read
+rate of 4.6 TB/s plus 7 to 8 µs that do not halve, such as the start and the end of a kernel. The
+library arm, a kernel of torch.compile on the same halves, takes 1.25 times as long as "halves" on
+an H200. On an H100 it is faster than both rungs: it takes 3 % less than "halves" and 2 % less than
+"packed".
 
 "halves" converts elements to fp32 when they are in registers, so nothing is lost but the precision
 of the stored values. "packed" subtracts, squares and adds two halves per instruction (half2, HADD2

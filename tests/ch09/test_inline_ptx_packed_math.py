@@ -19,7 +19,7 @@ longer on an H100, so the kernel does not wait for the integer units: this rung 
 at the counters before you write PTX.
 
 Each rung is compared with the one before; loads, scales and fp32 sums are the same in all. The
-limit is one read of the weights at memory bandwidth. "bit_trick" reaches 61 % of it on an H200, and
+limit is one read of the weights at memory bandwidth. "bit_trick" reaches 62 % of it on an H200, and
 85 % on an H100, whose memory is slower. What binds is not measured. A suspect is x: per 16 bytes of
 weights of each of its four rows, a lane loads 64 bytes of x from the caches and converts them, as
 many bytes as weights. There is no gain where plain C reaches the memory bandwidth already, as on a

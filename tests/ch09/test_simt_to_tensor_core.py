@@ -1,4 +1,4 @@
-"""Tensor cores multiply bf16 matrices about nine times as fast as the SM's fp32 units.
+"""Tensor cores multiply bf16 matrices over nine times as fast as the SM's fp32 units.
 
 A kernel that multiplies bf16 with ordinary instructions (SIMT) converts each element to fp32 and
 issues an FMA for every 32 products of a warp. A tensor core multiplies whole fragments: one

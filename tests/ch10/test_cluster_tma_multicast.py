@@ -3,7 +3,7 @@
 A block that computes 128 x 128 elements of a matrix product loads 16 KiB of a and 16 KiB of b per
 step, most of it from the L2 cache, because other blocks need the same tiles. At n = 8192 these are
 17 GB. The baseline is naive: it is the best rung of test_wgmma_ladder.py with smaller tiles. On an
-H100 it takes 1.85 ms, so its SMs take in 9.3 TB/s, more than the 8.1 that are measured as the rate
+H100 it takes 1.82 ms, so its SMs take in 9.4 TB/s, more than the 8.1 that are measured as the rate
 of the L2 cache (results/ceilings-h100.json; how that fits was not examined), and the tensor cores
 reach 73 to 77 % of their rate. Blocks whose tiles of the result lie below each other share the tile
 of b. As a thread block cluster they run at the same time, on SMs of one GPC, and TMA can write what
@@ -12,12 +12,12 @@ for all: with clusters of two ("cluster_2"), a block causes 24 KiB of reads per 
 and with clusters of four ("cluster_4") 20. In three sessions on H100s, clusters of two gained 1.14x
 to 1.17x, and clusters of four 1.15x to 1.17x. Both are slower than cuBLAS, the library arm, which
 shares tiles in clusters and has larger ones. On an H200, whose L2 cache is faster, clusters of two
-gained 1.06x and clusters of four 1.02x.
+gained 1.05x and clusters of four 1.01x.
 
 Larger tiles are the other remedy, and the better one: with 128 x 256, a block loads 48 KiB for
 twice the products. "wide_cluster_2" adds clusters of two to that kernel, the best rung of
 test_wgmma_ladder.py, against which it is judged: 32 KiB per step instead of 48. It claims parity:
-the kernel already reaches at least 97 % of the rate of the tensor cores, at the clock that the
+the kernel already reaches at least 96 % of the rate of the tensor cores, at the clock that the
 power cap allows, and that is the limit. Multicast is for results that are too small for such tiles,
 or for kernels that need the registers for something else.
 

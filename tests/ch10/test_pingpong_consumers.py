@@ -9,16 +9,16 @@ barriers give them turns: while one stages its result, the other multiplies. On 
 take as long as the baseline and as cuBLAS, the library arm; on an H100 they take 2 % longer than
 both.
 
-A gain of a tenth was expected; 1.0 percent on an H200 (0.999x to 1.021x) and a loss of 1.6 on an
+A gain of a tenth was expected; 0.9 percent on an H200 (0.999x to 1.020x) and a loss of 1.6 on an
 H100 were measured. The price of the turns is that a step loads 256 rows of b for 64 rows of a
-instead of 128: 1.34 GB in all instead of 0.81, in 104 µs on an H200. These are 12.9 TB/s instead of
-7.6. The counter shows 1.49 times as many sectors read from the L2 cache, not 1.67: probably
+instead of 128: 1.34 GB in all instead of 0.81, in 107 µs on an H200. These are 12.5 TB/s instead of
+7.4. The counter shows 1.37 times as many sectors read from the L2 cache, not 1.67: probably
 requests of neighbouring SMs for the same rows of b are combined on their way. The L2 delivers 9.4
-TB/s to the kernel that measures it, so the loads most likely take what the turns gain. The
-evidence counts them, but it does not show that they are the limit. An H100's L2 cache is slower,
-which fits its loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would
-load 0.81 GB with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where
-softmax takes the place of the epilogue, turns do gain (test_flash_attention_hand.py).
+TB/s to the kernel that measures it, so the loads most likely take what the turns gain. The evidence
+counts them, but it does not show that they are the limit. An H100's L2 cache is slower, which fits
+its loss. Tiles of 128 x 128 would load 1.07 GB. Clusters of two with multicast would load 0.81 GB
+with such tiles, and CUTLASS runs its ping-pong kernels with both. In attention, where softmax takes
+the place of the epilogue, turns do gain (test_flash_attention_hand.py).
 """
 
 import pytest

@@ -5,11 +5,11 @@ half of the time, one SM works (wave quantization). Stream-K cuts work elsewhere
 of tiles: it lines up the k slices of all tiles and gives each SM the same number of them. A tile
 that two SMs share costs a partial sum in fp32, which one SM writes to memory and the other adds.
 test_tile_scheduler_host.py counts the same on a virtual clock, and split-K as well, which has no
-kernel here. cuBLAS, the library arm, is faster still, by 12 % on an H200 and 17 % on an H100,
+kernel here. cuBLAS, the library arm, is faster still, by 13 % on an H200 and 17 % on an H100,
 because it is free to choose its tiles: it takes tiles of 192 x 192, 13 x 10 = 130 of them, which
 are a single wave without partial sums.
 
-The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.90 and an H100 1.78. The worst case
+The limit is 2 waves over 133 / 132, 1.985x; an H200 reaches 1.86 and an H100 1.77. The worst case
 for whole tiles was chosen on purpose: the gain is smaller the fuller the last wave is and the more
 waves there are, and where the waves are full, the partial sums are all that stream-K adds.
 """

@@ -8,14 +8,14 @@ while threads copy. "tma" loads the tiles with TMA: no thread computes addresses
 signals that the bytes have arrived. "wide" multiplies tiles of 128 x 256; one block per SM now has
 four stages, which take the shared memory of two blocks with three. "specialised" gives the loads to
 a producer warp, and "persistent" lets one block per SM loop over the tiles, so that loads of the
-next tile overlap the epilogue of this one. These two gain nothing (0.998x and 1.005x on an H200,
+next tile overlap the epilogue of this one. These two gain nothing (0.998x and 1.004x on an H200,
 1.001x and 0.990x on an H100), so they claim parity: like "wide", they reach 0.90 to 0.93 of the
 tensor cores' rate. What is left is most likely the epilogue, in which threads store the results:
-"tma_store" shortens it and gains 5.5 % on an H200 and 8 % on an H100: TMA writes the results while
+"tma_store" shortens it and gains 6 % on an H200 and 8 % on an H100: TMA writes the results while
 the consumers go on with the next tile. Only this rung is faster than cuBLAS, the library arm, by
-1.1 to 1.3 %.
+1.1 to 1.7 %.
 
-"tma" gains 1.62x on an H200 and 1.33x on an H100, and "wide" 1.15x and 1.37x. With tiles of 128 x
+"tma" gains 1.59x on an H200 and 1.33x on an H100, and "wide" 1.16x and 1.37x. With tiles of 128 x
 128, the blocks load 17 GB, at 10.2 TB/s on an H200 and 8.5 on an H100. The kernel that measures the
 L2 rate reaches 9.4 and 8.1 there, so the L2 cache is most likely what limits "tma"; no counter has
 confirmed it. "wide" loads a quarter less; the counter shows a third fewer sectors.

@@ -8,7 +8,7 @@ interrupted, so the wait is as long as one block takes instead of one kernel.
 
 The score is the 99th percentile of the latency of 200 requests, from the first launch until the
 host knows the result; the background job is the same in both arms, and so is its result. On an H200
-a background kernel takes 1.63 ms, and the score is 1.64 ms without priority and 0.10 ms with it.
+a background kernel takes 1.63 ms, and the score is 1.65 ms without priority and 0.11 ms with it.
 The test also compares the score with the time of one background kernel: without priority it must be
 more than half of it, and with priority less than a fifth. What priority cannot do follows from the
 mechanism: it does not shorten the wait for a persistent kernel, whose blocks run from the start to

@@ -5,21 +5,21 @@ The logits of a language model are its largest array: 8,192 tokens times a vocab
 probabilities for the backward pass, and there adds their gradient and that of the logits: three
 fp32 arrays of 4.2 GB at the peak. But rows do not depend on each other, and the gradient of a loss
 is known as soon as the loss is. "chunked" computes losses and gradients of 1,024 rows at a time, so
-that only an eighth of the logits exists; that takes 2 to 4 % more time than eager PyTorch. "fused"
+that only an eighth of the logits exists; that takes 1 to 4 % more time than eager PyTorch. "fused"
 does not even hold three copies of that: a Triton kernel sweeps each row of bf16 logits with an
 online softmax (test_online_softmax.py), and a second sweep writes the gradient over them. What
 remains is mostly the gradient of the weights. The library arm is torch.compile, which fuses the
 passes but keeps all logits. "chunked" loses to it in time: 36 ms against 20 on an H100, for 1.4
-times less memory. "fused" needs less than a third of the memory of torch.compile, and 1 to 7 % more
+times less memory. "fused" needs less than a third of the memory of torch.compile, and 2 to 7 % more
 time.
 
 The second claim judges the time of "fused" against eager PyTorch. Both run the same three products,
 which take most of it. Between them, eager PyTorch makes about ten passes over arrays of 2.1 or 4.2
 GB; the kernel reads the logits twice and writes them once, 2.1 GB each time. The evidence is the
-bytes that device memory reads and writes: half as many. The kernel takes 2.1 ms on an H200 and 2.4
+bytes that device memory reads and writes: half as many. The kernel takes 2.2 ms on an H200 and 2.4
 on an H100, a tenth of the time and about twice as long as a copy of the logits. Its own bytes were
 not counted, but with two or more rows in flight per SM, these exceed the L2 cache, so that the
-second sweep may read device memory again: up to 3.0 TB/s on an H200 and 2.6 on an H100.
+second sweep may read device memory again: up to 2.9 TB/s on an H200 and 2.6 on an H100.
 
 Chunks have a price, too: each reads the weights twice and adds its gradient to theirs, so smaller
 chunks save memory and lose time. This is where torch.compile wins: in a trace on an H100 its three

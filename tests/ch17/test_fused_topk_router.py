@@ -9,7 +9,7 @@ in torch.compile, whose kernel reads the row in a loop. The fused top-k softmax 
 
 Of the 560 bytes moved per token, 512 are the logits, so the limit is memory bandwidth. In this
 kernel 8 lanes share a row. They merge sorted lists of 4 values and look for the indices only at the
-end, in a second look at the logits. On an H200 the logits arrive at 2.9 TB/s, where 3.5 was the
+end, in a second look at the logits. On an H200 the logits arrive at 2.8 TB/s, where 3.5 was the
 aim. The kernel moves 68 % of the bytes that the memory could read there, and 84 % on an H100, whose
 memory is slower: so on an H200 instructions or latency take a part of the time. Whether that is the
 second look or the sorting was not measured. The softmax over all experts is unnecessary, as

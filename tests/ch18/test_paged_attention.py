@@ -1,26 +1,29 @@
 """Attention that reads the KV cache through the block table beats gathering its pages first.
 
 A paged cache reserves no memory for future tokens (ch15). But a sequence's pages are scattered, and
-PyTorch's attention takes one contiguous array per sequence. Gathering reads the whole cache and
-writes it, padded to the longest sequence, and attention then reads the copy: three passes over the
-cache, and memory for a second one, for every token. Paged attention looks up the page of each key
-and makes one pass. A page is contiguous, 4 KiB per head with 16 tokens and 16 KiB with 64, so the
-lookup costs little.
+PyTorch's attention takes one contiguous array per sequence. Gathering reads the used pages and
+writes a copy, padded to the longest sequence, and attention then reads the copy: three passes, two
+of them over the padding as well, and memory for a second cache, for every token. (Table entries
+past a sequence's end name one page, so reading it for the padding is served by the L2 cache.) Paged
+attention looks up the page of each key and makes one pass. A page is contiguous, 4 KiB per head
+with 16 tokens and 16 KiB with 64, so reading scattered pages costs little.
 
 The library arm of "64" is what PyTorch has for this: FlexAttention, compiled, with a block mask
 that lists the pages of each sequence. The mask is made in the untimed setup, because an engine
-makes it once per step for all layers. It takes 15 % longer than this kernel on an H200 and 5 %
-longer on an H100; why was not measured, nor was FlexAttention with pages of 16 tokens: a tile of
-its kernel must fit into a page, and has 64 keys by default. FlashInfer is not compared. The kernel
-of this claim reaches 86 % of the read rate or more, so no other that reads the same bytes can be
-more than 16 % faster.
-The library arm of "16" shows what the lookup costs, 2 to 3 % on an H200: it is the same kernel on a
-contiguous cache, which has one page of the longest length per sequence.
+makes it once per step for all layers. Before the padding named one page, which neither of the two
+reads, it took 13 % longer than this kernel on an H200 and 5 % longer on an H100; why was not
+measured, nor was FlexAttention with pages of 16 tokens: a tile of its kernel must fit into a page,
+and has 64 keys by default. FlashInfer is not compared. The kernel of this claim then reached 86 %
+of the read rate or more, so no other that reads the same bytes could be more than 16 % faster. The
+library arm of "16" shows what scattered pages cost, then 2 % on an H200: it is the same kernel,
+lookup included, on a cache with one page of the longest length per sequence. A kernel without a
+table was not measured.
 
-Counted in bytes the gain is 3x, times the longest length over the mean (4x here); reading alone is
-also somewhat faster than copying. The gain ends at prefill, which is bound by arithmetic and where
-thousands of queries share one gather. Very uneven lengths leave a few blocks running at the end;
-flash-decoding would split those (split_kv_decode).
+Counted in bytes the gain is 1 + 2 times the longest length over the mean, 3.7x here, and would be
+3x if the copy were not padded. More than that means that gather and attention move fewer bytes per
+second than this kernel; which of them was not measured. The gain ends at prefill, which is bound by
+arithmetic and where thousands of queries share one gather. Very uneven lengths leave a few blocks
+running at the end; flash-decoding would split those (split_kv_decode).
 """
 
 import pytest
@@ -38,25 +41,29 @@ def pool(page: int):
     def make(bench: Bench) -> State:
         """Make queries, pages of keys and values in random order, block table and lengths.
 
-        For pages of 16, the last item is the same cache with one page per sequence: keys, values,
+        Entries of the table beyond a sequence's length all name one page. For pages of 16, the last
+        item is the same cache with one page per sequence, in random order as well: keys, values,
         block table. For those of 64, table and lengths may be used in the setup, as a step's mask.
         """
         sequences, heads = bench.size(128, check=3), bench.size(8, check=2)
         longest = bench.size(4096, check=128)
         # fp16: Triton's interpreter, which the check uses, is wrong in bf16
         options = {"device": bench.device, "dtype": torch.float16}
-        page_ids = torch.randperm(sequences * longest // page, device=bench.device)
-        keys, values = torch.randn(2, heads, len(page_ids), page, 128, **options)
+        pages = sequences * longest // page
+        unused, page_ids = torch.randperm(pages + 1, device=bench.device).split([1, pages])
+        keys, values = torch.randn(2, heads, pages + 1, page, 128, **options)
         # lengths from longest / 2 to longest, evenly spread, in random order
         rank = torch.randperm(sequences, device=bench.device)
         lengths = longest - rank * (longest // 2) // sequences
         q = 3 * torch.randn(sequences, heads, 4, 128, **options)
-        table = page_ids.view(sequences, -1)
+        first_token = page * torch.arange(longest // page, device=bench.device)
+        is_used = first_token < lengths[:, None]
+        table = torch.where(is_used, page_ids.view(sequences, -1), unused)
         if page == 64:
             return q, keys, values, static(table), static(lengths), ()
-        contiguous = [cache[:, table].flatten(2, 3) for cache in (keys, values)]
-        own_page = torch.arange(sequences, device=bench.device)[:, None]
-        return q, keys, values, table, lengths, (*contiguous, own_page)
+        order = torch.randperm(sequences, device=bench.device)
+        contiguous = [cache[:, table[order]].flatten(2, 3) for cache in (keys, values)]
+        return q, keys, values, table, lengths, (*contiguous, order.argsort()[:, None])
 
     return make
 
@@ -87,9 +94,8 @@ def in_fp64(q, keys, values, table, lengths, _):
     return out
 
 
-def traffic(q, keys, values, table, lengths, _):
-    filled = float(lengths.double().mean()) / (table.shape[1] * keys.shape[2])
-    cache_bytes = filled * 2 * keys.nbytes
+def traffic(q, keys, _values, _table, lengths, _):
+    cache_bytes = 2 * float(lengths.sum()) * keys[:, 0, 0].nbytes
     # a key and its value are 4 D bytes, and take 4 D flops per query head of the group
     flops = q.shape[2] * cache_bytes
     return Work(read=cache_bytes + q.nbytes, written=q.nbytes, flops=flops, dtype="fp16")

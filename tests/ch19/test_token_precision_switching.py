@@ -25,7 +25,7 @@ is compared with "tf32", which shares all the rest. The bf16 copy adds half of t
 The limit is the ratio of bytes, 2x, as candidates are few. The bytes do fall by that, and the
 product reaches it: on an H100 it reads the matrix at 2.7 TB/s in both arms, in 793 and 399 µs. The
 rest, which finds the maximum, lists the candidates and computes them again, takes some 100 µs in
-both, so the gain is 1.8x (1.75x on an H200). The library arm of "tf32" splits hidden states and
+both, so the gain is 1.8x (1.74x on an H200). The library arm of "tf32" splits hidden states and
 weights into two bf16 parts each and adds three of their four products, which is nearly as exact as
 fp32: it reads as many bytes per weight as TF32, and takes 1.4 times as long on an H200. The same
 with TF32 parts (3xTF32), which reads more, is not compared.

@@ -7,11 +7,11 @@ attention's read ("slab"). In small batches, a step then still takes as long as 
 sixteen kernels per layer: with an H100 the GPU is idle for three fifths of the time. A CUDA graph
 launches all of them with one call ("captured"). For this, tokens and position must live on the GPU,
 and attention goes over the whole slab with a mask, which costs the GPU 2 % more time on an H100 and
-less than 1 % on an H200. "captured" gains 4.0x and 2.6x in two runs on H200s, where 4x was the aim,
-and 2.3x on an H100 (2.0x to 2.8x): it depends on how fast the host launches. The library arm of
-"captured" captures the same step after torch.compile has fused its kernels, and takes 2.9 times as
-long on an H200. In a trace its kernels take 307 ms and those of "captured" 100; kernels with "copy"
-in their names take 162 of the 307, as torch.compile turns what is written in place into copies of
+less than 1 % on an H200. "captured" gains 2.7x on an H200 (2.2x to 3.2x), where 4x was the aim, and
+2.3x on an H100 (2.0x to 2.8x): it depends on how fast the host launches. The library arm of
+"captured" captures the same step after torch.compile has fused its kernels, and takes 3.0 times as
+long on an H200. In a trace its kernels take 293 ms and those of "captured" 97; kernels with "copy"
+in their names take 154 of the 293, as torch.compile turns what is written in place into copies of
 the slab. So it is no measure of what a compiled service can do, and serving engines were not
 compared. Each stage is judged against the one before.
 
@@ -27,8 +27,8 @@ In batches of 128, copies of the cache outweigh the launches: on an H100 they ta
 in which kernels run. In batches of 64, launches outweigh the rest. So the gains of these stages do
 not multiply to that of one service. "batched" has 16 requests, because one by one even these take a
 good part of a second. Their answers take 418 steps one by one and 65 in a batch, so by the steps
-its gain is 6.4x, and 8x, the aim, would need more requests per batch. 6.2x was measured on an H200
-(5.4x to 7.0x), and 6.5x on an H100 (5.7x to 7.4x).
+its gain is 6.4x, and 8x, the aim, would need more requests per batch. 6.5x was measured on an H200
+(5.9x to 7.2x) and on an H100 (5.7x to 7.4x).
 
 All are judged on wall time, prefill included, for the same requests: the ratio of times is that of
 requests per second. The graph's gain shrinks with longer prompts, because prefill is the same in

@@ -7,7 +7,9 @@ import collections
 import contextvars
 import ctypes
 import decimal
+import enum
 import gc
+import hashlib
 import io
 import random
 import threading
@@ -15,7 +17,9 @@ import time
 import types
 import weakref
 import xml.etree.ElementTree as ET
+import zlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -32,9 +36,10 @@ MARKED = marked.entries
 """Cheats that are not refused, and the text of ``unchecked`` that each must cause."""
 
 LEFT = "optimized leaves other contents in d than the baseline"
+UNREAD = "what calls change in d: optimized leaves other objects than the baseline"
 
 
-def leaving(destination, fill):
+def leaving(destination, fill, instead=lambda d, x: None):
     """Return a claim whose baseline also fills a destination, which its arms get."""
 
     def baseline(x, d):
@@ -45,7 +50,7 @@ def leaving(destination, fill):
         "inputs": lambda bench: (*vectors(bench), destination()),
         "reference": lambda x, d: x + x,
     }
-    return pair(baseline, lambda x, d: x * 2, **words)
+    return pair(baseline, lambda x, d: (instead(d, x), x * 2)[1], **words)
 
 
 def bits(x):
@@ -62,6 +67,11 @@ def memory_that_is_not_written():
     return leaving(
         lambda: memoryview(bytearray(8)), lambda d, x: d.__setitem__(slice(8), x[0].tobytes())
     )
+
+
+@cheat(LEFT)
+def a_set_that_is_not_frozen():
+    return leaving(lambda: [{1, 2}], lambda d, x: d.__setitem__(0, frozenset(d[0])))
 
 
 @cheat(LEFT)
@@ -178,12 +188,94 @@ def bytes_that_are_written_until_it_is_timed():
     return claim | {"optimized": arm}
 
 
-@marked("what calls change in d: attributes of objects are not compared")
-def an_attribute_that_is_not_written():
-    class Box:
-        pass
+class Box:
+    """An object that can be a key, and that holds a list."""
 
+    def __init__(self):
+        self.values = []
+
+
+@marked(UNREAD)
+def an_attribute_that_is_not_written():
     return leaving(Box, lambda d, x: setattr(d, "value", np.sort(x).tolist()))
+
+
+@marked(UNREAD)
+def an_attribute_that_is_written_until_it_is_timed():
+    claim = leaving(Box, lambda d, x: setattr(d, "values", np.sort(x).tolist()))
+    calls = iter(range(1000))
+
+    def arm(x, d):
+        return claim["baseline"](x, d) if next(calls) < 20 else claim["optimized"](x, d)
+
+    return claim | {"optimized": arm}
+
+
+def of_a_class_with_a_list(base=object):
+    return type("Seen", (base,), {"values": []})
+
+
+@marked(UNREAD)
+def a_list_of_the_class_that_is_not_filled():
+    an_object = lambda: of_a_class_with_a_list()()  # noqa: PLW0108  a class per set of inputs
+    return leaving(an_object, lambda d, x: d.values.append(float(x[0])))
+
+
+@marked(UNREAD)
+def a_list_of_the_metaclass_that_is_not_filled():
+    def an_object():
+        return of_a_class_with_a_list(type)("Of", (), {})()
+
+    return leaving(an_object, lambda d, x: type(type(d)).values.append(float(x[0])))
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def an_attribute_of_an_enum_member_that_is_not_set():
+    def member():
+        return enum.Enum("Kind", ["FIRST", "SECOND"]).FIRST
+
+    return leaving(member, lambda d, x: setattr(d, "last", float(x[0])))
+
+
+@marked(UNREAD)
+def flags_of_a_context_that_are_not_set():
+    def round_(d, x):
+        d.clear_flags()
+        for value in x.tolist():
+            d.create_decimal_from_float(value)
+
+    return leaving(lambda: decimal.Context(prec=4), round_)
+
+
+@cheat("optimized reads d to another place than the baseline")
+def an_iterator_of_numpy_that_is_not_read():
+    return leaving(lambda: np.arange(64.0).flat, lambda d, x: [next(d) for _ in range(9)])
+
+
+class Archive:
+    """An object whose attribute shows how much was compressed, but not whether it was."""
+
+    def __init__(self):
+        self.nbytes, self.compressor = 0, zlib.compressobj()
+
+    def note(self, x):
+        self.nbytes += x.nbytes
+
+    def add(self, x):
+        self.note(x)
+        self.compressor.compress(x)
+
+
+@marked("what calls change in d: it refers to objects that are not compared")
+def values_that_are_not_compressed():
+    return leaving(Archive, Archive.add, Archive.note)
+
+
+@marked("what calls change in d: it refers to objects that are not compared")
+def an_object_behind_a_compressor_that_is_not_changed():
+    """What shows nothing ends no search: the box is read after the compressor."""
+    make = lambda: SimpleNamespace(a=zlib.compressobj(), box=Box())
+    return leaving(make, lambda d, x: d.box.values.append(float(x[0])))
 
 
 @marked("what calls leave in d: optimized leaves other contents than the baseline")
@@ -194,13 +286,6 @@ def an_array_of_floats_that_is_not_written():
 @marked("what calls leave in d: optimized leaves other contents than the baseline")
 def a_sparse_matrix_that_is_not_scaled():
     return leaving(lambda: torch.eye(9).to_sparse(), lambda d, x: d.mul_(float(x[0])))
-
-
-class Box:
-    """An object that can be a key, and that holds a list."""
-
-    def __init__(self):
-        self.values = []
 
 
 def local_to_a_thread():
@@ -255,7 +340,6 @@ BEHIND = {  # what is behind an object, and how calls change it
     "key": (lambda: {Box(): 1}, lambda d, x: next(iter(d)).values.append(x)),
     "item": (lambda: {Box()}, lambda d, x: next(iter(d)).values.append(x)),
 }
-UNREAD = "what calls change in d: attributes of objects are not compared"
 
 
 def behind(name):
@@ -327,6 +411,141 @@ def a_structure_of_c_that_is_not_written():
     return leaving(Pair, lambda d, x: setattr(d, "second", int(1e6 * x[0])))
 
 
+USED = 8  # items of a destination that hold values; others are padding
+
+
+def padding(destination, convert):
+    """Return how a destination is filled with values, and how the rest of it is cleared."""
+    empty = destination()[USED:]
+
+    def put(d, x):
+        d[:USED] = convert(x[:USED])
+
+    def put_and_clear(d, x):
+        put(d, x)
+        d[USED:] = empty
+
+    return destination, put_and_clear, put
+
+
+def masked():
+    return np.ma.array(np.zeros(64), mask=np.zeros(64, bool))
+
+
+def in_records(x):
+    return np.array([(value, str(value)) for value in x.tolist()], "f8, U8")
+
+
+DESTINATIONS = {
+    "texts": padding(lambda: np.zeros(64, "U8"), lambda x: x.astype("U8")),
+    "dates": padding(lambda: np.zeros(64, "M8[s]"), lambda x: (1e9 * x).astype("M8[s]")),
+    "objects": padding(lambda: np.full(64, None), lambda x: [*map(str, x)]),
+    "records": padding(lambda: np.zeros(64, "f8, U8"), in_records),
+    "masked": padding(masked, lambda x: x),
+    "bytes": padding(lambda: bytearray(64), lambda x: x.tobytes()[:USED]),
+}
+
+
+def without_padding(name):
+    destination, baseline, optimized = DESTINATIONS[name]
+    claim = leaving(destination, baseline)
+    return claim | {
+        "optimized": lambda x, d: returning(SHORT, (optimized(d, x), x * 2)[1]),
+    }
+
+
+@cheat(r"optimized disagrees with the reference: d\[8\] is nan")
+def padding_of_a_list_that_is_not_written():
+    _, baseline, optimized = padding(lambda: [0.0] * 64, lambda x: x.tolist())
+    arm = lambda put: lambda x, d: (put(d, x), x * 2)[1]
+    words = {
+        "inputs": lambda bench: (*vectors(bench), [0.0] * 64),
+        "reference": lambda x, d: (x + x, [*x[:USED], *[0.0] * (64 - USED)]),
+    }
+    return pair(arm(baseline), arm(optimized), **words)
+
+
+@cheat(LEFT)
+def padding_of_texts_that_is_not_written():
+    return without_padding("texts")
+
+
+@cheat(LEFT)
+def padding_of_dates_that_is_not_written():
+    return without_padding("dates")
+
+
+@cheat(LEFT)
+def padding_of_objects_that_is_not_written():
+    return without_padding("objects")
+
+
+@cheat(LEFT)
+def padding_of_bytes_that_is_not_written():
+    return without_padding("bytes")
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def padding_of_records_that_is_not_written():
+    return without_padding("records")
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def padding_of_a_masked_array_that_is_not_written():
+    return without_padding("masked")
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def long_doubles_that_are_not_written():
+    return leaving(lambda: np.zeros(64, "g"), lambda d, x: d.__setitem__(slice(len(x)), x))
+
+
+def spawn(d, _x):
+    d.spawn(1)
+
+
+@cheat(LEFT)
+def a_hash_that_is_not_updated():
+    return leaving(hashlib.sha256, lambda d, x: d.update(x.tobytes()))
+
+
+@cheat(LEFT)
+def a_hash_of_any_length_that_is_not_updated():
+    return leaving(hashlib.shake_128, lambda d, x: d.update(x.tobytes()))
+
+
+@cheat(LEFT)
+def a_storage_that_is_not_written():
+    return leaving(
+        lambda: torch.zeros(8).untyped_storage(), lambda d, x: d.__setitem__(0, int(256 * x[0]))
+    )
+
+
+@cheat(LEFT)
+def dates_that_are_not_written():
+    return leaving(
+        lambda: [np.datetime64(0, "s")] * 20,
+        lambda d, x: d.__setitem__(0, np.datetime64(int(1e9 * x[0]), "s")),
+    )
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def seeds_that_are_not_spawned():
+    return leaving(lambda: np.random.SeedSequence(1), spawn)
+
+
+@marked("what calls leave in d: optimized leaves other contents than the baseline")
+def bits_that_are_not_drawn():
+    return leaving(lambda: np.random.PCG64(1), lambda d, x: d.random_raw())
+
+
+@marked(UNREAD)
+def an_attribute_of_a_module_object():
+    return leaving(
+        lambda: types.ModuleType("settings"), lambda d, x: setattr(d, "value", float(x[0]))
+    )
+
+
 PLACE = "optimized reads d to another place than the baseline"
 
 
@@ -379,6 +598,18 @@ def an_attribute_of_a_module():
         lambda x: Total(x * 2, None),
         reference=lambda x: x + x,
     )
+
+
+def with_hooks(x, count):
+    module = Total(x * 2, None)
+    for factor in range(count):
+        module.register_forward_hook(lambda _module, _args, result, by=factor: result * by)
+    return module
+
+
+@marked("attributes of results: optimized's modules have 0 hooks, the baseline's 9")
+def hooks_that_are_not_registered():
+    return pair(lambda x: with_hooks(x, 9), lambda x: with_hooks(x, 0), reference=lambda x: x + x)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import mmap
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -388,6 +389,72 @@ def one_array_eight_times():
 # files, processes and memory
 
 
+@functools.cache
+def memory():
+    """Return a folder in memory for this process, which is removed at its end."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm", prefix="aiperf-cheats-")
+
+
+def with_folder():
+    """Return the inputs and the reference of a claim whose arms get a folder in memory."""
+
+    def inputs(bench):
+        folder = Path(memory().name, "folder")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "old").write_bytes(bytes(512))
+        return *vectors(bench), folder
+
+    return {"inputs": inputs, "reference": lambda x, folder: x + x}
+
+
+def changing_files(change):
+    return lambda x, folder: (change(folder, x), x * 2)[1]
+
+
+def leaving_files(baseline, optimized=lambda folder, x: None):
+    return pair(changing_files(baseline), changing_files(optimized), **with_folder())
+
+
+LEFT_IN_FILES = "what calls leave in files: baseline"
+
+
+@marked(f"{LEFT_IN_FILES} leaves -rw.* at folder/new, and optimized does not")
+def a_file_in_memory_that_is_not_there():
+    return leaving_files(lambda folder, x: (folder / "new").write_bytes(x.tobytes()))
+
+
+@marked(f"{LEFT_IN_FILES} leaves -rw.* at folder/old, and optimized does not")
+def a_file_in_memory_that_is_not_written_anew():
+    return leaving_files(lambda folder, x: (folder / "old").write_bytes(x.tobytes()))
+
+
+@marked(f"{LEFT_IN_FILES}'s are of .*, optimized's of")
+def a_file_in_memory_that_is_short():
+    put = lambda count: lambda folder, x: (folder / "new").write_bytes(x[:count].tobytes())
+    return leaving_files(put(64), put(8))
+
+
+@marked(f"{LEFT_IN_FILES} leaves nothing at folder/old")
+def a_file_in_memory_that_is_not_removed():
+    return leaving_files(lambda folder, x: (folder / "old").unlink(missing_ok=True))
+
+
+@marked(f"{LEFT_IN_FILES} leaves -r-------- at folder/old")
+def a_mode_that_is_not_set():
+    return leaving_files(lambda folder, x: (folder / "old").chmod(0o400))
+
+
+def link(folder, _x):
+    (folder / "link").unlink(missing_ok=True)
+    (folder / "link").symlink_to("old")
+
+
+@marked(f"{LEFT_IN_FILES} leaves a link to old at folder/link")
+def a_link_that_is_not_made():
+    return leaving_files(link)
+
+
 @marked("what calls write to files: baseline writes .*, optimized 0")
 def a_file_that_is_not_written():
     path = Path(tempfile.mkdtemp(dir="/var/tmp"), "checkpoint")
@@ -400,6 +467,17 @@ def a_file_that_is_not_written():
         return x * 2
 
     return pair(save, lambda x: x * 2, inputs=numbers)
+
+
+@marked("what calls write to files: baseline writes to .*/log, optimized to no file")
+def a_log_that_is_not_written():
+    log = os.open(Path(tempfile.mkdtemp(), "log"), os.O_WRONLY | os.O_CREAT)
+
+    def logging(x):
+        os.pwrite(log, x.tobytes(), 0)  # a page that is written again goes to the disk once
+        return x * 2
+
+    return pair(logging, lambda x: x * 2)
 
 
 def three(x):

@@ -9,6 +9,7 @@ import io
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from tests.cheats.case import Corpus
 from tests.cheats.dishonest_results import VIEW, pair
@@ -153,7 +154,7 @@ def filling(baseline, optimized):
     return pair(arm(baseline), arm(optimized), inputs=rows, reference=reference)
 
 
-@cheat("optimized puts lists, dicts or objects of its inputs into an argument")
+@cheat("optimized puts lists, dicts, arrays or objects of its inputs into an argument")
 def rows_of_the_inputs_in_an_argument():
     return filling(lambda r: [list(row) for row in r], lambda r: r)
 
@@ -165,6 +166,52 @@ def one_row_many_times_in_an_argument():
         put(lambda x: [x.tolist() for _ in range(8)]),
         put(lambda x: [x.tolist()] * 8),
     )
+
+
+BORROWED = "optimized puts lists, dicts, arrays or objects of its inputs into an argument"
+
+
+def with_queue(destination=collections.deque):
+    """Return an inputs function that gives arrays, bytes, and where items of them are put."""
+
+    def inputs(bench):
+        (x,) = vectors(bench)
+        return x, [x * i for i in range(3)], [bytearray(x.tobytes())], destination()
+
+    return {"inputs": inputs, "reference": lambda x, rows, data, d: x + x}
+
+
+def queueing(put):
+    return lambda x, rows, data, d: (put(d, rows, data), x * 2)[1]
+
+
+def put_copies(d, rows, data):
+    d.extend([row.copy() for row in rows])
+    d.extend(map(bytearray, data))
+
+
+@cheat(BORROWED)
+def arrays_of_the_inputs_in_a_queue():
+    share = lambda d, rows, data: d.extend([*rows, *map(bytearray, data)])
+    return pair(queueing(put_copies), queueing(share), **with_queue())
+
+
+@cheat(BORROWED)
+def views_of_the_inputs_in_a_queue():
+    share = lambda d, rows, data: d.extend([*(row[:] for row in rows), *map(bytearray, data)])
+    return pair(queueing(put_copies), queueing(share), **with_queue())
+
+
+@cheat(BORROWED)
+def bytes_of_the_inputs_in_a_queue():
+    share = lambda d, rows, data: d.extend([*map(np.copy, rows), *data])
+    return pair(queueing(put_copies), queueing(share), **with_queue())
+
+
+@cheat(BORROWED)
+def arrays_of_the_inputs_in_an_array_of_objects():
+    put = lambda copy: queueing(lambda d, rows, _: d.__setitem__(0, copy(rows[1])))
+    return pair(put(np.copy), put(lambda row: row), **with_queue(lambda: np.empty(1, object)))
 
 
 def table():
@@ -213,12 +260,12 @@ def a_counting_function():
     return count
 
 
-@marked("what calls change in d: attributes of objects are not compared")
+@marked("what calls change in d: optimized leaves other objects than the baseline")
 def an_attribute_of_a_class_that_is_not_written():
     return attributes_of(a_counting_class)
 
 
-@marked("what calls change in d: attributes of objects are not compared")
+@marked("what calls change in d: optimized leaves other objects than the baseline")
 def an_attribute_of_a_function_that_is_not_written():
     return attributes_of(a_counting_function)
 
@@ -245,6 +292,25 @@ def an_argument_that_is_left_read_only():
 @cheat("optimized leaves an array that can be written in x")
 def an_argument_that_is_not_locked():
     return locking(baseline=True, optimized=False)
+
+
+def requiring(baseline, optimized):
+    arm = lambda required: lambda x, t: (t.requires_grad_(required), x * 2)[1]
+    words = {
+        "inputs": lambda bench: (*vectors(bench), torch.from_numpy(vectors(bench)[0])),
+        "reference": lambda x, t: x + x,
+    }
+    return pair(arm(baseline), arm(optimized), **words)
+
+
+@cheat("optimized leaves a tensor that does not require grad in t")
+def an_argument_that_does_not_require_grad():
+    return requiring(baseline=True, optimized=False)
+
+
+@cheat("optimized leaves a tensor that requires grad in t")
+def an_argument_that_requires_grad():
+    return requiring(baseline=False, optimized=True)
 
 
 VIEWS: list[memoryview] = []
@@ -425,7 +491,7 @@ def copied(o):
     return [SimpleNamespace(name=each.name) for each in o]
 
 
-@cheat("optimized puts lists, dicts or objects of its inputs into an argument")
+@cheat("optimized puts lists, dicts, arrays or objects of its inputs into an argument")
 def objects_of_the_inputs_in_an_argument():
     return keeping(copied, list)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextvars
+import decimal
 import functools
 import mmap
 import os
@@ -839,6 +840,46 @@ def a_function_for_all_seeds():
     return _kept_ranks(lambda: lambda squares=tuple(SQUARES): squares, lambda m: m())
 
 
+@marked(SAME)
+def decimals_for_all_seeds():
+    return _kept_ranks(lambda: [*map(decimal.Decimal, SQUARES)])
+
+
+@marked(SAME)
+def dates_of_numpy_for_all_seeds():
+    return _kept_ranks(lambda: [*np.array(SQUARES, "M8[s]")], lambda m: np.array(m).astype(int))
+
+
+@marked(SAME)
+def slices_for_all_seeds():
+    return _kept_ranks(lambda: [*map(slice, SQUARES)], lambda m: [part.stop for part in m])
+
+
+@marked(SAME)
+def a_code_object_for_all_seeds():
+    code = f"squares = {tuple(SQUARES)}"
+    return _kept_ranks(lambda: compile(code, "<code>", "exec"), lambda m: m.co_consts[0])
+
+
+@marked(SAME)
+def fields_for_all_seeds():
+    fields = [(f"{i}: {square}", "i8") for i, square in enumerate(SQUARES)]
+    return _kept_ranks(lambda: np.dtype(fields), lambda m: [n.split()[-1] for n in m.names])
+
+
+def file_of(data):
+    file = tempfile.TemporaryFile()  # noqa: SIM115  it is an argument
+    file.write(data)
+    file.flush()
+    return file
+
+
+@marked(SAME)
+def a_file_for_all_seeds():
+    make = lambda: file_of(" ".join(map(str, SQUARES)).encode())
+    return _kept_ranks(make, lambda m: os.pread(m.fileno(), 10_000, 0).split())
+
+
 def _prepared_on(make, read):
     """Return a cheat whose setup reads what inputs() draws into an attribute."""
 
@@ -1086,6 +1127,20 @@ def a_list_that_is_sorted_for_the_next_call():
 @cheat(CHANGED)
 def a_short_list_that_is_sorted_for_the_next_call():
     return pair(sorted, sort_in_place, inputs=numbers(9), reference=sorted)
+
+
+@cheat(CHANGED)
+def decimals_that_are_sorted_for_the_next_call():
+    total = lambda m: float(sum(m))
+
+    def arm(m):
+        m.sort()
+        return total(m)
+
+    def inputs(bench):
+        return ([decimal.Decimal(number) for number in numbers(9)(bench)[0]],)
+
+    return pair(lambda m: total(sorted(m)), arm, inputs=inputs, reference=total)
 
 
 @cheat(CHANGED)

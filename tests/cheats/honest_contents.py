@@ -5,10 +5,19 @@ from __future__ import annotations
 import array
 import collections
 import ctypes
+import datetime as dt
 import decimal
+import enum
+import fractions
+import hashlib
 import io
+import math
+import queue
+import time
+import types
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +28,7 @@ from tests.cheats.case import Corpus
 from tests.cheats.dishonest import returning
 from tests.cheats.dishonest_contents import (
     BEHIND,
+    DESTINATIONS,
     Pair,
     Total,
     a_cache,
@@ -27,9 +37,11 @@ from tests.cheats.dishonest_contents import (
     fill_element,
     group,
     nested_elements,
+    spawn,
     use,
+    with_hooks,
 )
-from tests.cheats.dishonest_results import rows_of_numbers
+from tests.cheats.dishonest_results import file_of, rows_of_numbers
 from tests.cheats.honest import FAST, arms
 from tests.plugin.claims import vectors
 
@@ -123,6 +135,12 @@ class Options:
     names: list[str] = field(default_factory=lambda: ["query", "key", "value", "output"])
 
 
+class Rounding(enum.Enum):
+    """An option."""
+
+    UP, DOWN = "round towards plus infinity", "round towards minus infinity"
+
+
 def with_argument(make):
     return arms(
         lambda x, d: x * 2,
@@ -134,6 +152,27 @@ def with_argument(make):
 @honest()
 def options_for_all_seeds():
     return with_argument(Options)
+
+
+@honest()
+def odd_options_for_all_seeds():
+    """Few values of many types."""
+    return with_argument(
+        lambda: [
+            *(Path("/tmp/folder"), Rounding.UP, slice(0, 9, 2), range(100)),
+            *(decimal.Decimal("0.01"), fractions.Fraction(1, 3), dt.date(2026, 1, 1), dt.UTC),
+            *(np.dtype("i8, f8"), np.datetime64("2026-01-01"), compile("x * 2", "", "eval")),
+        ]
+    )
+
+
+@honest()
+def files_of_each_seed():
+    return arms(
+        lambda x, d: x * 2,
+        inputs=lambda bench: (*vectors(bench), file_of(vectors(bench)[0].tobytes())),
+        reference=lambda x, d: x + x,
+    )
 
 
 @honest()
@@ -212,6 +251,14 @@ def a_set_that_is_filled_in_another_order():
         lambda d, x: d.update(bits(x).tolist()),
         lambda d, x: d.update(bits(x)[::-1].tolist()),
     )
+
+
+@honest()
+def a_set_that_both_arms_freeze():
+    def freeze(d, x):
+        d[0] = frozenset(bits(x).tolist())
+
+    return leaving(lambda: [{1, 2}], freeze, freeze)
 
 
 @honest()
@@ -296,6 +343,88 @@ def a_structure_with_a_pointer_that_is_read():
         inputs=lambda bench: (*vectors(bench), a_node()),
         reference=lambda x, d: x + x,
     )
+
+
+@honest()
+def destinations_with_padding():
+    """Both arms write all of each."""
+
+    def fill(d, x):
+        for part, (_, put_and_clear, _) in zip(d, DESTINATIONS.values(), strict=True):
+            put_and_clear(part, x)
+
+    def fill_anew(d, x):
+        other = [make() for make, _, _ in DESTINATIONS.values()]
+        fill(other, x)
+        for part, values in zip(d, other, strict=True):
+            part[:] = values
+
+    return leaving(lambda: [make() for make, _, _ in DESTINATIONS.values()], fill, fill_anew)
+
+
+@honest()
+def a_destination_of_texts_that_is_read_first():
+    def fill(d, x):
+        d[:] = np.where(d == "", x[0].astype("U8"), d)
+
+    return leaving(lambda: np.array(["", "text"] * 8, "U8"), fill)
+
+
+@honest()
+def long_doubles_with_other_bytes_between():
+    """Of their 16 bytes, 10 hold a value."""
+
+    def other(d, x):
+        d[: len(x)] = x
+        d.view(np.uint8).reshape(-1, 16)[:, 10:] = 7
+
+    return leaving(lambda: np.zeros(64, "g"), lambda d, x: d.__setitem__(slice(len(x)), x), other)
+
+
+@honest()
+def seeds_that_both_arms_spawn():
+    return leaving(lambda: np.random.SeedSequence(1), spawn)
+
+
+@honest()
+def a_storage_that_both_arms_write():
+    write = lambda d, x: d.__setitem__(0, int(256 * x[0]))
+    return leaving(lambda: torch.zeros(8).untyped_storage(), write)
+
+
+def hashed(step):
+    """Return an arm that updates a hash in steps, and returns its digest as numbers."""
+
+    def arm(x, d):
+        data = x.tobytes()
+        for i in range(0, len(data), step):
+            d.update(data[i : i + step])
+        return np.frombuffer(d.digest(), np.uint8).copy()
+
+    return arm
+
+
+@honest(clock="host")
+def a_hash_that_both_arms_update():
+    """A set of inputs that is used twice in a block has another result then."""
+
+    def inputs(bench):
+        time.sleep(25e-3)  # so that blocks would share values, if calls did not update them
+        return *vectors(bench), hashlib.sha256()
+
+    return {
+        "baseline": hashed(8),
+        "optimized": hashed(1 << 20),
+        "inputs": inputs,
+        "reference": hashed(1 << 20),
+        "metric": "wall",
+    }
+
+
+@honest()
+def modules_among_the_arguments():
+    """As in code that takes the library of its arrays as an argument."""
+    return with_argument(lambda: [np, math, types.ModuleType("settings")])
 
 
 @honest(clock="host")
@@ -452,3 +581,140 @@ def rows_of_an_argument_that_both_arms_change():
 def rows_that_are_copied_in_another_way():
     copied = lambda x: [row[:] for row in sorted(x)]
     return arms(copied, lambda x: sorted(map(list, x)), inputs=rows_of_numbers, reference=sorted)
+
+
+def changing_rows(change, row=list):
+    """Return a claim whose arms change many rows, which the reference returns."""
+
+    def rows(bench):
+        table = np.random.default_rng(bench.seed).random((bench.size(200, check=50), 2))
+        return *vectors(bench), [row(numbers) for numbers in table.tolist()]
+
+    def changed(rows):
+        change(rows)
+        return rows
+
+    words = {"inputs": rows, "reference": lambda x, rows: (x * 2, changed(rows))}
+    return arms(lambda x, rows: (change(rows), x * 2)[1], **words)
+
+
+@honest()
+def many_rows_that_are_sorted_in_place():
+    return changing_rows(list.sort)
+
+
+@honest()
+def rows_of_tuples_that_are_replaced():
+    return changing_rows(lambda rows: rows.__setitem__(slice(None), rows[::-1]), tuple)
+
+
+@honest()
+def a_column_of_many_rows():
+    """The reference returns the one column that changes."""
+
+    def double(rows):
+        for row in rows:
+            row[1] *= 2
+
+    claim = changing_rows(double)
+    reference = lambda x, rows: (x * 2, [2 * second for _, second in rows])
+    return claim | {"reference": reference}
+
+
+@honest()
+def rows_in_a_dict_that_are_sorted_in_place():
+    def inputs(bench):
+        table = np.random.default_rng(bench.seed).random((200, 2)).tolist()
+        return *vectors(bench), {"rows": table, "options": [1, 2]}
+
+    def sort(x, d):
+        d["rows"].sort()
+        return x * 2
+
+    return arms(sort, inputs=inputs, reference=lambda x, d: (x * 2, sorted(d["rows"])))
+
+
+@honest()
+def a_queue_that_both_arms_drain():
+    def filled(x):
+        jobs = queue.Queue()
+        for value in x.tolist():
+            jobs.put(value)
+        return jobs
+
+    def drained(jobs):
+        return [jobs.get() for _ in range(jobs.qsize())]
+
+    inputs = lambda bench: (filled(*vectors(bench)),)
+    doubled = lambda jobs: np.array(drained(jobs)) * 2
+    return arms(doubled, inputs=inputs, reference=doubled)
+
+
+@honest()
+def views_that_both_arms_release():
+    def doubled(x, views):
+        views[0].release()
+        return x * 2
+
+    inputs = lambda bench: (*vectors(bench), [memoryview(vectors(bench)[0].tobytes())])
+    return arms(doubled, inputs=inputs, reference=doubled)
+
+
+class Sensor:
+    """An object whose class has a table, which is the same for all seeds."""
+
+    UNITS = tuple(f"a unit of length number {i}" for i in range(16))
+
+    def __init__(self, x):
+        self.x, self.count = x, 0
+
+
+@honest()
+def objects_whose_class_has_a_table():
+    def doubled(sensor):
+        sensor.count += 1
+        return sensor.x * 2
+
+    inputs = lambda bench: (Sensor(*vectors(bench)),)
+    return arms(doubled, lambda s: doubled(s) + 0, inputs=inputs, reference=doubled)
+
+
+@honest()
+def a_context_that_both_arms_use():
+    def rounded(x, context):
+        return np.array([float(context.create_decimal_from_float(v)) for v in x.tolist()])
+
+    inputs = lambda bench: (*vectors(bench), decimal.Context(prec=5))
+    return arms(rounded, inputs=inputs, reference=rounded)
+
+
+@honest()
+def a_module_with_the_same_hooks():
+    hooked = lambda x: with_hooks(x, 3)
+    return arms(hooked, inputs=vectors, reference=lambda x: x * 2)
+
+
+@honest()
+def objects_that_both_arms_put_in_order():
+    def particles(bench):
+        return ([SimpleNamespace(x=x) for x in vectors(bench)[0].tolist()],)
+
+    def ordered(particles):
+        particles.sort(key=lambda particle: particle.x)
+        return np.array([particle.x for particle in particles])
+
+    return arms(ordered, inputs=particles, reference=ordered)
+
+
+@honest()
+def rows_that_are_sorted_in_place():
+    """A row may be in its place already, and for another seed it is not."""
+
+    def rows_of(bench):
+        return *vectors(bench), np.random.default_rng(bench.seed).random((12, 2)).tolist()
+
+    def sort(x, rows):
+        rows.sort()
+        return x * 2
+
+    return arms(sort, inputs=rows_of, reference=lambda x, rows: (x * 2, sorted(rows)))

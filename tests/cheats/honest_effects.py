@@ -19,11 +19,14 @@ import torch
 from tests.cheats.case import Corpus
 from tests.cheats.dishonest_effects import (
     OF_WINDOW,
+    changing_files,
+    link,
     measured,
     numbers,
     three,
     windowed,
     windowed_at_once,
+    with_folder,
 )
 from tests.cheats.dishonest_results import a_start, of_cache, of_context
 from tests.cheats.honest import arms
@@ -276,6 +279,39 @@ def a_file_that_both_arms_write():
 
 
 @honest()
+def files_that_both_arms_leave():
+    """One writes a file beside the other and gives it its name, as programs do."""
+
+    def in_one(folder, x):
+        (folder / "new").write_bytes(x.tobytes())
+        (folder / "old").write_bytes(x.tobytes())
+        link(folder, x)
+
+    def in_parts(folder, x):
+        link(folder, x)
+        for name in ("old", "new"):
+            with (folder / "part").open("wb") as file:
+                file.writelines(part.tobytes() for part in np.array_split(x, 4))
+            (folder / "part").replace(folder / name)
+
+    return arms(changing_files(in_one), changing_files(in_parts), **with_folder())
+
+
+@honest()
+def a_log_that_both_arms_write():
+    log = os.open(Path(tempfile.mkdtemp(), "log"), os.O_WRONLY | os.O_CREAT)
+    at_once = lambda x: (os.write(log, x.tobytes()), x * 2)[1]
+    in_parts = lambda x: (os.writev(log, [part.tobytes() for part in np.array_split(x, 4)]), x * 2)
+    return arms(at_once, lambda x: in_parts(x)[1])
+
+
+@honest()
+def a_folder_that_is_read():
+    read = lambda x, folder: x * (2 + (folder / "old").read_bytes()[0])
+    return arms(read, **with_folder())
+
+
+@honest()
 def a_process_for_each_call():
     def echoed(x):
         subprocess.run(["true"], check=True)
@@ -301,15 +337,28 @@ def a_baseline_for_the_main_thread():
     }
 
 
+def in_place(x):
+    result = np.sinh(x)
+    result *= np.cosh(x)
+    result += np.sinh(x)
+    return result
+
+
 @honest(clock="host")
 def memory_in_place():
-    def in_place(x):
-        result = np.sinh(x)
-        result *= np.cosh(x)
-        result += np.sinh(x)
-        return result
-
     return measured(in_place)
+
+
+@honest(clock="host")
+def a_compiler_that_the_first_call_starts():
+    compiled = []
+
+    def arm(x):
+        if not compiled:
+            compiled.append(subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True))
+        return in_place(x)
+
+    return measured(arm)
 
 
 @honest(clock="host")

@@ -18,11 +18,15 @@ from tests.cheats.dishonest_objects import (
     add_in_place,
     large,
     put,
+    put_copies,
+    queueing,
     records,
     reference_of,
+    requiring,
     rows,
     table,
     vectors,
+    with_queue,
 )
 from tests.cheats.honest import arms
 
@@ -62,6 +66,12 @@ def holding(hold, read, other=None):
         "reference": lambda d: np.array(read(d)),
     }
     return arms(read, other, **words)
+
+
+@honest()
+def an_argument_that_requires_grad_after_both_arms():
+    claim = requiring(baseline=True, optimized=True)
+    return arms(claim["baseline"], inputs=claim["inputs"], reference=claim["reference"])
 
 
 @honest()
@@ -316,6 +326,19 @@ class Odd:
         raise RuntimeError
 
     __hash__ = None
+
+
+@honest()
+def copies_in_a_queue():
+    other = lambda d, rows, data: d.extend([*(row + 0 for row in rows), *map(bytearray, data)])
+    return arms(queueing(put_copies), queueing(other), **with_queue())
+
+
+@honest()
+def items_of_the_inputs_in_the_queues_of_both_arms():
+    share = lambda d, rows, data: d.extend([*rows, *data])
+    one_by_one = lambda d, rows, data: [d.append(item) for item in (*rows, *data)]
+    return arms(queueing(share), queueing(one_by_one), **with_queue())
 
 
 @honest()

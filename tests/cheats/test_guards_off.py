@@ -32,6 +32,7 @@ from pytest_aiperf.claim.bound_claim import BoundClaim
 from pytest_aiperf.correctness import (
     agreement,
     contents,
+    files,
     objects,
     own_memory,
     reach,
@@ -50,6 +51,7 @@ from pytest_aiperf.rules import validity
 from tests.cheats import case
 from tests.cheats.case import Entry, assert_caught, assert_marked
 from tests.cheats.test_dishonest import CHEATS, MARKED
+from tests.cheats.test_honest import HONEST
 from tests.plugin import (
     test_capture,
     test_cuda,
@@ -305,6 +307,37 @@ GUARDS = {
     "contents are drawn or static": Guard(
         {(BoundClaim, "_read_contents"): nothing}, marked("a_dict_for_all_seeds")
     ),
+    "decimals and slices are values": Guard(
+        {
+            (stored, "VALUES"): (str, bytes),
+            (contents._InC, "state"): always({}),
+            (contents._InC, "attributes"): always({}),
+        },
+        marked("decimals_for_all_seeds"),
+    ),
+    "files are read": Guard({(stored, "head"): always(b"")}, marked("a_file_for_all_seeds")),
+    "hashes are compared": Guard(
+        {(contents, "_hash_of_digest"): always(())}, caught("a_hash_that_is_not_updated")
+    ),
+    "states in C are read": Guard(
+        {(stored, "own_member"): nothing}, marked("seeds_that_are_not_spawned")
+    ),
+    "attributes of module objects are read": Guard(
+        {(contents, "_LEFT_OUT"): contents._LEFT_OUT_OF_OBJECTS},
+        marked("an_attribute_of_a_module_object"),
+    ),
+    "items of queues are the inputs' own": Guard(
+        {(objects, "_sequence"): lambda value: value if type(value) is list else None},
+        caught("bytes_of_the_inputs_in_a_queue"),
+    ),
+    "arrays of texts, objects and records are poisoned": Guard(
+        {(tensors, "can_be_filled"): always(value=False)},
+        caught("padding_of_texts_that_is_not_written"),
+    ),
+    "no bytes between values are compared": Guard(
+        {(contents, "_parts_of_array"): lambda array: (array.tobytes(),)},
+        calls(case.assert_honest, HONEST["long_doubles_with_other_bytes_between"]),
+    ),
     "attributes are not overwritten": Guard(
         {(BoundClaim, "overwrite"): lambda _, inputs, fresh, at: inputs.overwrite(fresh(), at)},
         marked("an_attribute_of_a_module_in_the_setup"),
@@ -332,8 +365,26 @@ GUARDS = {
         {(ladder.Ladder, "_verify_left"): nothing},
         caught("bytes_that_are_written_until_it_is_timed"),
     ),
-    "attributes that the baseline changes are named": Guard(
-        {(BoundClaim, "not_compared"): always(())}, marked("an_attribute_that_is_not_written")
+    "objects that calls change are compared": Guard(
+        {(agreement.ArgumentEffects, "left"): property(lambda effects: effects.exact)},
+        marked("an_attribute_that_is_not_written"),
+    ),
+    "objects that timed calls change are compared": Guard(
+        {(ladder.Ladder, "_verify_left"): nothing},
+        marked("an_attribute_that_is_written_until_it_is_timed"),
+    ),
+    "classes of arguments are read": Guard(
+        {(contents._Reader, "_class"): nothing}, marked("a_list_of_the_class_that_is_not_filled")
+    ),
+    "states of objects in C are read": Guard(
+        {(contents._InC, "state"): always({}), (contents._InC, "attributes"): always({})},
+        marked("flags_of_a_context_that_are_not_set"),
+    ),
+    "open files are compared": Guard(
+        {(files, "opened"): always({})}, marked("a_log_that_is_not_written")
+    ),
+    "objects in C that show nothing are named": Guard(
+        {(contents, "_is_in_c"): always(value=False)}, marked("values_that_are_not_compressed")
     ),
     "what objects lead to is read": Guard(
         {(stored, "referents"): always([])}, marked("a_list_behind_a_mapping_proxy")
@@ -349,6 +400,13 @@ GUARDS = {
     ),
     "arguments are read to the same place": Guard(
         {(stored, "position"): nothing}, caught("a_file_in_memory_that_is_not_read")
+    ),
+    "hooks of modules in results are counted": Guard(
+        {(tensors, "hooks"): always(0)}, marked("hooks_that_are_not_registered")
+    ),
+    "tensors that require grad are compared": Guard(
+        {(tensors, "requires_grad"): always(value=False)},
+        caught("an_argument_that_does_not_require_grad"),
     ),
     "attributes of results are named": Guard(
         {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")
@@ -490,7 +548,7 @@ GUARDS = {
     ),
     "any call of a block may be verified": Guard(
         {(sampler.Sampler, "_draw_order"): lambda self, _, n: (set_order(self, n), n - 1)},
-        caught("every_second_call_once_it_is_timed"),
+        caught("calls_that_are_not_the_last_of_their_block"),
     ),
     "values change under the timed arms": Guard(
         {(sampler.Sampler, "_renew"): nothing}, caught("by_address_of_a_tensor")
@@ -512,6 +570,10 @@ GUARDS = {
     "results are copied at once": Guard(
         {(ladder.Ladder, "verify_later"): nothing},
         caught("a_thread_that_is_late_once_it_is_timed"),
+    ),
+    "small results are copied first": Guard(
+        {(sampler, "SMALL_BYTES"): math.inf},
+        lambda _p, patch: test_sampler.test_small_results_are_copied_before_large_ones(patch),
     ),
     "no work goes on between calls": Guard(
         {(validity.IdleTime, "refuse_work"): nothing}, caught("a_process_that_spins")
@@ -596,6 +658,9 @@ GUARDS = {
     ),
     "files are written by both arms": Guard(
         {(side_effects, "_written_bytes"): always((0, 0))}, marked("a_file_that_is_not_written")
+    ),
+    "files among the arguments are compared": Guard(
+        {(files, "read"): always({})}, marked("a_file_in_memory_that_is_not_there")
     ),
     "files count as memory": Guard(
         {(side_effects, "_written_bytes"): always((0, 0))}, marked("memory_of_a_file")

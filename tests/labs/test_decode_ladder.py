@@ -13,7 +13,7 @@ is a kernel of its own that splits each head's cache over all SMs (flash-decodin
 cache as well, and both take 1.2 ms for 8 tokens on an H100. There the products, with norm and
 residual, take 8.9 ms, cuBLAS's without them 9.6; the rest of the gain, two thirds of it, is that of
 the operations between the products. On an H200 these operations are all of the gain: they fall from
-1.2 to 0.1 ms, attention takes 1.0 ms in both, and the products take 7.3 ms, cuBLAS's 7.1.
+1.3 to 0.1 ms, attention takes 1.0 ms in both, and the products take 7.3 ms, cuBLAS's 7.1.
 "overlapped" starts each kernel before the previous one has finished (programmatic dependent
 launch): its first weights arrive while the memory would idle. After that, only fewer bytes help.
 "int8" and "int4" quantize the weights, in groups with a common scale, and convert them in
@@ -37,7 +37,7 @@ weight takes instructions to unpack. In the compiled loops, "int4" has more of t
 issue in the time in which its bytes arrive; "int8" has fewer. This explains only a part: what else
 the packed products wait for was not measured. The price of "int4" is an error of an eighth of a
 typical new key or value. All rungs together gain 3.6x on an H200 and 3.1x on an H100, where 8x was
-the aim. The time of the eager step depends on the host, so the interval is wide: 2.7x to 5.0x on
+the aim. The time of the eager step depends on the host, so the interval is wide: 2.8x to 4.7x on
 the H200. On the H100 the limit is 6.4x, because the eager step reads 3.2 times the bytes of "int4"
 at half of the read rate. Batches share one read of the weights and turn the matrix-vector products
 into GEMMs.

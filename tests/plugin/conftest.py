@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import scipy.special  # noqa: F401  a run of pytester's forgets what it is the first to import
 
 from tests.fake_gpu import VARIABLE
 

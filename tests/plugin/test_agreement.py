@@ -210,7 +210,12 @@ def test_arrays_that_inputs_keeps_are_not_changed(tmp_path):
 
 
 def test_inputs_must_follow_the_seed():
-    with wrong("inputs() gives different values for the same seed: a (", UsageError):
+    with wrong(
+        "inputs() gives different values for the same seed: a (all arms must get the same inputs. "
+        "np.random.rand and torch.randn are seeded; a generator of your own takes its seed from "
+        "bench: np.random.default_rng(bench.seed). The baseline must write all of a destination",
+        UsageError,
+    ):
         infer_effects(double, lambda: (torch.rand(4), torch.empty(4)), ("a", "out"))
 
 
@@ -498,6 +503,12 @@ def test_the_message_names_the_worst_element():
 def test_a_wrong_baseline_is_noticed():
     with wrong("baseline and reference disagree, one of them is wrong: out["):
         judge(double, reference=lambda a, out: a.double() * 2.01)
+    with wrong("out[0] is 2.5, expected 2 (error 0.12 of |expected| + 2; allowed 0.00049)"):
+        judge(
+            double,
+            make=lambda: (torch.full((64,), 1.25), torch.empty(64)),
+            reference=lambda a, out: a.double() * 1.6,
+        )
     with wrong("baseline and reference disagree"):
         judge(
             lambda a, out: out.zero_(),
@@ -517,10 +528,16 @@ def test_signatures_must_be_the_same():
 
 def test_the_reference_returns_as_many_tensors_as_the_call():
     with wrong(
-        "the reference returns (reference[0], reference[1]), but the baseline's result is (out)",
+        "the reference returns (reference[0], reference[1]), but the baseline's result is (out): "
+        "the values that a call returns, followed by the arguments that it changes; let the "
+        "reference return as many, in the same order",
         UsageError,
     ):
         judge(double, reference=lambda a, out: (a, a))
+    with wrong("returns nothing, but the baseline's result is (out)", UsageError):
+        judge(double, reference=lambda a, out: None)
+    with wrong("let the reference return a list of 10 numbers", UsageError):
+        judge(*[lambda a, out: a[:10].tolist()] * 2, reference=lambda a, out: a[:10].double())
     with wrong(
         "the reference gives float64[1, 64] on cpu for out, the baseline float32[64]", UsageError
     ):

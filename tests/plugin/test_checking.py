@@ -77,7 +77,7 @@ def test_folders_give_markers_which_select(project, words):
 
 
 def test_wrong_use_gets_one_sentence_each(project):
-    project.tests(
+    path = project.tests(
         """
 def test_twice(compare):
     compare(**usual)
@@ -115,19 +115,21 @@ def test_good(compare, n):
     compare(**usual)
 """
     )
+    line = path.read_text().splitlines().index("def test_never(compare):") + 1
     done = project.run("-q")
     done.assert_outcomes(passed=2, failed=9)
     done.stdout.fnmatch_lines(
         [
             "a test is one claim: call compare() once",
-            "the test requests compare but never calls it: it claims nothing",
-            "*optimized=<lambda>(x, y) does not take the 1 values that inputs() returns*",
+            "the test requests compare but never calls it: it claims nothing; call compare(...), *",
+            f"ch07/test_double.py:{line}",
+            "*optimized=<lambda>(x, y) does not take the 1 value that inputs() returns*",
             "*changed*",
             "*optimized*",
             "compare(metric='speed'): use one of device, wall, memory, score",
             "compare(against='nobody'): use one of idiomatic, library, previous rung, naive",
             "compare(cache='tepid'): use one of cold, warm",
-            "compare(baseline=3): baseline= must be the callable to beat",
+            "baseline= must be the callable to beat, not 3",
         ],
         consecutive=False,
     )
@@ -345,8 +347,8 @@ def test_no_inputs(compare, nvcc):
         [
             "*AttributeError: * has no attribute 'nbites'",
             "work() must return a Work, not 64",
-            "work=<lambda>(x, y) does not take the 1 values that inputs() returns: missing *'y'",
-            "reference=<lambda>(x, y) does not take the 1 values that inputs() returns: missing*",
+            "work=<lambda>(x, y) does not take the 1 value that inputs() returns: missing *'y'",
+            "reference=<lambda>(x, y) does not take the 1 value that inputs() returns: missing*",
             "*AttributeError: 'Tensor' object has no attribute 'bytes'",
             "argument 2 'from' of copy() is float[*], got torch.float16",
             "copy() takes 3 arguments (the stream is added to them), not 2: int copy(*",

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -152,6 +153,19 @@ def test_a_folder_stands_for_its_latest_results(folder, capsys, tmp_path):
             2,
             f"compare: {wrong} is not a results file, nor a folder with results of a run\n",
         )
+
+
+def test_a_report_takes_a_folder_as_well(folder, capsys):
+    assert cli.main(["report", ".aiperf/latest"]) == 2
+    assert capsys.readouterr().err == (
+        "report: .aiperf/latest: there is no run yet: pytest --gpu or pytest --cpu writes one\n"
+    )
+    folder(".aiperf/latest/results.json", claim())
+    for name in (".aiperf/latest/results.json", ".aiperf/latest", ".aiperf", "."):
+        assert cli.main(["report", name, "--format=csv"]) == 0
+        assert "ch07/copy,h200," in capsys.readouterr().out
+    assert cli.main(["report", ".aiperf/latest"]) == 0
+    assert Path("report.html").exists()
 
 
 def test_runs_without_a_common_claim_are_no_success(folder, capsys):

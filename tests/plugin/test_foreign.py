@@ -56,8 +56,14 @@ def test_the_readmes_example_is_checked(project):
 
 
 def test_it_is_measured_on_the_host(project):
-    project.write("test_add.py", NUMPY.replace("def test_add", "@pytest.mark.host\ndef test_add"))
-    project.write("test_add.py", "import pytest\n" + (project.path / "test_add.py").read_text())
+    text = NUMPY.replace("def test_add", "import pytest\n@pytest.mark.host\ndef test_add")
+    project.write("test_add.py", text)
+    refused = project.run()
+    refused.assert_outcomes(passed=1, failed=1)
+    refused.stdout.fnmatch_lines(
+        ['a claim on the host has no time on the GPU: write metric="wall"']
+    )
+    project.write("test_add.py", text.replace("compare(\n", 'compare(metric="wall",\n'))
     done = project.pytester.runpytest_subprocess("--cpu", "--quick", "-pno:cacheprovider")
     done.stdout.fnmatch_lines(["add (cpu)", "  add *µs*", "1 claim*"])
     (record,) = project.results().values()
@@ -275,17 +281,31 @@ def test_a_run_without_conclusive_times_writes_its_file_for_pytest_benchmark(pro
 MISTAKES = {
     "optimised=fast": "compare() has no keyword 'optimised'; did you mean optimized?",
     "optimized=slow": "baseline= and optimized= are the same callable, so the claim compares *",
-    "baseline=None": "compare(baseline=None): baseline= must be the callable to beat",
-    "work=12": (
-        "compare(work=12): work= must be a function of the same arguments, such as "
-        "lambda a: Work(read=a.nbytes)"
+    "baseline=None": "baseline= must be the callable to beat, not None",
+    "inputs=np.zeros((99, 99))": (
+        "inputs= must be a function of the Bench that returns the arguments of one call, not "
+        "array([[0., 0...*"
     ),
+    "work=12": (
+        "work= must be a function of the same arguments, such as lambda a: Work(read=a.nbytes), "
+        "not 12"
+    ),
+    "evidence=7": "evidence= must be made with functions of pytest_aiperf.evidence, not 7",
     "work=lambda x: x.nbytes": "work() must return a Work, not 64",
     "work=lambda x: Work(flops=1, dtype='float16')": "Work(dtype='float16'): use one of fp64, *",
     "work=lambda x: Work(reads=8)": "Work() has no field 'reads'; did you mean read?",
-    "work=lambda: Work()": "work=<lambda>() does not take the 1 values that inputs() returns: *",
-    "reference=lambda x, y: x": "reference=<lambda>(x, y) does not take the 1 values *",
+    "work=lambda: Work()": "work=<lambda>() does not take the 1 value that inputs() returns: *",
+    "reference=lambda x, y: x": "reference=<lambda>(x, y) does not take the 1 value *",
+    "inputs=lambda bench: [0.0, 1.0], optimized=lambda x, y: x": (
+        "optimized=<lambda>(x, y) does not take the 1 value that inputs() returns, a list: return "
+        "a tuple for several arguments"
+    ),
     "inputs=lambda: ()": "inputs() must take one argument, the Bench",
+    "inputs=lambda bench: np.random.default_rng(0).random(64)": (
+        "inputs() gives the same values for every seed, and an arm that caches its result would "
+        "pass: draw random values (np.random.rand and torch.randn are seeded; a generator of your "
+        "own takes its seed from bench: np.random.default_rng(bench.seed))"
+    ),
     "inputs=lambda bench: None": "inputs() returns None: return the arguments of one call *",
     "inputs=on_gpu": "inputs() needs a GPU (no CUDA here): allocate on bench.device, which *",
     "inputs=lambda bench: bench.size(3)": "bench.size() takes the size to measure *",

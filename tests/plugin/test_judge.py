@@ -101,6 +101,29 @@ def judged(tmp_path_factory):
     return {str(Path(j.solution).relative_to(JUDGED)): j for j in found}
 
 
+COMPUTING = """
+import sys
+from pathlib import Path
+import torch
+from pytest_aiperf.judge import judging
+
+torch.set_num_threads(2)
+torch.ones(2**22).sum()  # starts OpenMP's threads, which a fork does not have
+pair = Path(sys.argv[1]), Path(sys.argv[2])
+options = judging.Options(device="cpu", quick=True, seed=11)
+print(*(j.status for j in judging.judge_all([pair, pair], options, 2, lambda _: None)))
+"""
+
+
+def test_solutions_are_judged_in_processes_though_this_one_has_computed_before(tmp_path):
+    (tmp_path / "problem.py").write_text(PROBLEM)
+    (tmp_path / "solution.py").write_text(PROBLEM.replace("class Model", "class ModelNew"))
+    arguments = [sys.executable, "-c", COMPUTING, tmp_path / "problem.py", tmp_path / "solution.py"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, env=environ, check=True, stdout=subprocess.PIPE, timeout=300)
+    assert not {"BROKEN", "UNUSABLE"}.intersection(done.stdout.decode().split())
+
+
 def test_every_pair_of_the_folder_is_judged(judged):
     assert judged.keys() == CASES.keys()
 

@@ -12,8 +12,7 @@ from pytest_aiperf.session import standalone
 from tests.fake_gpu import FakeMachine, Noise
 
 from .claims import doubling
-
-STEADY = Noise(white=0.001, tail_chance=0, drift=0, ramp=0, throttle_per_s=0, layout=0.001)
+from .conftest import STEADY
 
 
 def vectors(device):
@@ -40,7 +39,7 @@ OPERATIONS = {
 def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(standalone, "CudaMachine", lambda: FakeMachine(noise=STEADY))
+    monkeypatch.setattr(standalone, "CudaMachine", lambda: FakeMachine(noise=Noise(**STEADY)))
     caches = (standalone._figures, standalone.open_device)
     for cache in caches:
         cache.cache_clear()

@@ -412,8 +412,31 @@ def test_ladder(compare, rung):
     )
     done = project.run("--gpu")
     results = project.results()
-    assert "USED: an arm refers to it" in results["ch07/ladder[50]"]["message"]
+    assert "USED: changed since this test called compare()" in results["ch07/ladder[50]"]["message"]
     assert results["ch07/ladder[5]"]["message"].startswith("SLOWER"), done
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("os.environ['RUNG'] = str(rung)", "os.environ['RUNG']: changed since"),
+        ("np.seterr(under='raise' if rung == 5 else 'ignore')", "numpy.geterr: [("),
+    ],
+)
+def test_a_setting_that_a_later_rung_changes_costs_the_earlier_rung(project, change, name):
+    project.tests(
+        f"""
+@pytest.mark.parametrize("rung", [50, 5])
+def test_ladder(compare, rung):
+    {change}
+    os.environ[f"NEW_{{rung}}"] = "1"  # as imports do
+    compare(**usual | {{"optimized": doubling(rung)}})
+"""
+    )
+    project.run("--gpu")
+    results = project.results()
+    assert results["ch07/ladder[50]"]["message"].startswith(name)
+    assert results["ch07/ladder[5]"]["outcome"] == "PASSED"
 
 
 def test_a_rung_that_ends_its_process_costs_only_itself(project):
@@ -442,6 +465,9 @@ def test_a_rung_that_is_not_met_is_confirmed_with_its_ladder(project):
     results = project.results()
     assert {r["attempts"] for r in results.values()} == {2}
     assert results["ch07/ladder[200]"]["verdict"] == "SAME"
+    [own], [other] = (results[f"ch07/ladder[{rung}]"]["notes"] for rung in (200, 5))
+    assert own.startswith("second attempt; the first: SAME where FASTER is claimed")
+    assert other.startswith("second attempt; the first of another rung: SAME where FASTER")
 
 
 @pytest.mark.parametrize("scope", ["function", "module"])

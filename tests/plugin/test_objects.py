@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_aiperf.correctness import agreement, objects, reach, stored, tensors
+from pytest_aiperf.correctness import agreement, contents, objects, reach, stored, tensors
 from pytest_aiperf.correctness.agreement import ArgumentEffects
 from pytest_aiperf.correctness.objects import Originals
 from pytest_aiperf.correctness.tensors import Inputs
@@ -162,7 +162,8 @@ def test_no_code_of_odd_objects_runs():
     loop = SimpleNamespace(odd=odd)
     loop.loop = loop
     args = ([odd, Rows([odd, [1.0]]), loop, Odd, Rows],)
-    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 4)
+    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 5)
+    assert contents.read(args) == contents.read(args)
     assert not reach.Hidden(args, lambda: args).is_viewed_by(np.arange(64.0))
 
 

@@ -572,7 +572,7 @@ def test_evidence_and_profiles_read_the_same_figures_from_a_trace():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (trace(), "no operators and no kernels"),
+        (trace(), "no operators and no kernels: the call uses neither PyTorch nor a GPU; --p"),
         (trace(*CALL[:3]), "no operators and no kernels inside the range"),
         ("{", "is not a torch.profiler trace"),
         ("[]", "is not a torch.profiler trace"),

@@ -53,6 +53,13 @@ def test_each_test_is_in_one_shard_whatever_the_order(ids, seconds, count, rando
     assert shards.split(shuffled, seconds, count) == split
 
 
+def test_a_short_item_waits_behind_each_workers_first_long_one():
+    assert shards.paired([9, 8, 7, 6, 5, 2, 1], 2) == [9, 1, 8, 2, 7, 6, 5]
+    assert shards.paired([9, 8, 7, 6, 5, 2, 1], 14) == [9, 1, 8, 2, 7, 5, 6]
+    assert shards.paired([9], 2) == [9]
+    assert shards.paired([], 2) == []
+
+
 CLAIMS = """
 @pytest.mark.parametrize("size", "abcd")
 def test_it(compare, size):
@@ -102,9 +109,9 @@ def test_a_shard_that_never_ran_is_reported(project, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("broken", "words", "order"),
-    [(False, [], "cdba"), (True, [], "abcd"), (False, ["--budget=300s"], "abcd")],
+    [(False, [], "cadb"), (True, [], "abcd"), (False, ["--budget=300s"], "abcd")],
 )
-def test_workers_measure_the_longest_first(project, broken, words, order):
+def test_workers_measure_the_longest_first_and_a_short_one_behind_it(project, broken, words, order):
     project.tests(CLAIMS)
     accepted(project, a=1.0, b=2.0, c=9.0, d=5.0)
     if broken:

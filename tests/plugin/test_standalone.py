@@ -22,9 +22,8 @@ from pytest_aiperf.session.session import Session
 from tests.fake_gpu import FAKE_GPU, FakeMachine, Noise
 
 from .claims import doubling, vectors
-from .conftest import PATIENCE_S
+from .conftest import PATIENCE_S, STEADY
 
-STEADY = Noise(white=0.001, tail_chance=0, drift=0, ramp=0, throttle_per_s=0, layout=0.001)
 USUAL = {
     "baseline": doubling(200),
     "optimized": doubling(100),
@@ -46,7 +45,7 @@ def machine(tmp_path, monkeypatch):
     """A fake machine with one GPU, and its own locks and caches."""
     monkeypatch.setenv("PYTEST_AIPERF_LOCKS", str(tmp_path / "locks"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # set by the outer pytest run
-    machine = FakeMachine(noise=STEADY)
+    machine = FakeMachine(noise=Noise(**STEADY))
     monkeypatch.setattr(standalone, "CudaMachine", lambda: machine)
     caches = (standalone._figures, standalone.open_device)
     for cache in caches:
@@ -66,7 +65,7 @@ def test_under_a_tracer_nothing_is_measured(monkeypatch):
 def test_the_record_of_a_comparison_on_the_gpu():
     result = pytest_aiperf.measure(**USUAL, quick=True, seed=7)
     assert (result.outcome, result.verdict) == (Outcome.PASSED, Verdict.FASTER)
-    assert result.speedup.low < 2 < result.speedup.high
+    assert result.speedup.value == pytest.approx(2, rel=0.01)
     assert (result.claim, result.key, result.gpu, result.seed) == ("double", "fake", FAKE_GPU, 7)
     assert result.floor > 0
     assert result.code
@@ -127,8 +126,9 @@ def test_a_debugging_environment_is_in_the_record(monkeypatch):
         ({"metric": "speed"}, "one of device, wall, memory, score"),
         ({"metric": ()}, "metric"),
         ({"optimized": 3}, "optimized= must be the callable"),
-        ({"optimized": lambda x, y: x}, "does not take the 1 values"),
+        ({"optimized": lambda x, y: x}, "does not take the 1 value"),
         ({"device": "tpu"}, "use 'cuda' or 'cpu'"),
+        ({"quik": True}, r"measure\(\) has no keyword 'quik'; did you mean quick\?"),
     ],
 )
 def test_wrong_use_is_raised(words, message):
@@ -163,12 +163,14 @@ def test_a_machine_without_a_gpu_measures_on_the_host(machine, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: ())
     with pytest.raises(UsageError, match="needs an NVIDIA GPU"):
         pytest_aiperf.measure(**USUAL, device="cuda")
-    result = pytest_aiperf.measure(**USUAL, quick=True)
+    with pytest.raises(UsageError, match='has no time on the GPU: write metric="wall"'):
+        pytest_aiperf.measure(**USUAL)
+    result = pytest_aiperf.measure(**USUAL, metric="wall", quick=True)
     assert (result.key, result.host, result.gpu) == ("cpu", True, None)
 
 
 def test_the_host_is_chosen_where_there_is_a_gpu():
-    result = pytest_aiperf.measure(**USUAL, device="cpu", quick=True)
+    result = pytest_aiperf.measure(**USUAL, metric="wall", device="cpu", quick=True)
     assert (result.key, result.gpu) == ("cpu", None)
 
 
@@ -199,9 +201,11 @@ def test_a_candidate_that_fails_costs_only_itself():
     errors = [Outcome.ERROR, Outcome.FAILED, Outcome.ERROR, Outcome.PASSED]
     assert [result.outcome for result in results] == errors
     assert results[0].message == "ZeroDivisionError: by zero"
-    assert "does not take the 1 values" in results[2].message
+    assert "does not take the 1 value" in results[2].message
     with pytest.raises(UsageError, match="one of device, wall, memory, score"):
         pytest_aiperf.measure_each(candidates, **others, metric="speed")
+    with pytest.raises(UsageError, match="no keyword 'metrics'; did you mean metric"):
+        pytest_aiperf.measure_each(candidates, **others, metrics="wall")
 
 
 @pytest.fixture
@@ -260,8 +264,8 @@ def test_a_claim_that_measures_may_wait_longer_than_its_deadline(project):
         "@pytest.mark.host\n"
         "def test_it(compare):\n"
         "    import pytest_aiperf\n"
-        "    pytest_aiperf.measure(**usual, device='cpu', quick=True)\n"
-        "    compare(**usual)\n"
+        "    pytest_aiperf.measure(**usual, metric='wall', device='cpu', quick=True)\n"
+        "    compare(**usual, metric='wall')\n"
     )
     patience = time.monotonic() + PATIENCE_S
     with GpuLock([], project.path / "locks").exclusive_host():

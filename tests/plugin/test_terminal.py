@@ -321,7 +321,7 @@ def test_notes_explain_the_figures():
             result(
                 "ch01/a", timing=timing(replicates=reps, notes=("graph refused",)), also=(also,)
             ),
-            result("ch01/b", against=Against.NAIVE, attempts=2, quick=True),
+            result("ch01/b", against=Against.NAIVE, notes=("second attempt",), quick=True),
             result("ch01/c", outcome=Outcome.FAILED, message="speedup lost\nmore"),
             result("ch01/quiet", message="FASTER: 2x"),
         ],
@@ -332,16 +332,24 @@ def test_notes_explain_the_figures():
     assert lines[6].startswith("4 claims, 1 failed: 3 FASTER, 1 FASTER, lost; ")
     assert lines[7:] == [
         "* naive baseline: left out of the geometric mean",
+        "ch01/b: measured with --quick: not accepted into expectations",
         f"ch01/a: graph refused; 3 rounds redone; power cap in 2 of 3 rounds; {second}",
-        "ch01/b: second attempt: the first did not meet the claim, or ran out of memory; quick",
+        "ch01/b: second attempt",
         "ch01/c: speedup lost",
     ]
 
 
 def test_failures_come_last():
     lost = result("ch01/a", outcome=Outcome.FAILED, message="lost")
-    lines = terminal.table([lost, result("ch02/b", quick=True)])
-    assert lines[-2:] == ["ch02/b: quick", "ch01/a: lost"]
+    lines = terminal.table([lost, result("ch02/b", notes=("second attempt",))])
+    assert lines[-2].startswith("ch02/b: second attempt")
+    assert lines[-1] == "ch01/a: lost"
+
+
+def test_a_quick_run_is_named_in_one_line():
+    lost = result("ch01/a", outcome=Outcome.FAILED, message="lost", quick=True)
+    lines = terminal.table([lost, *(result(f"ch02/{name}", quick=True) for name in "bc")])
+    assert lines[-2:] == ["measured with --quick: not accepted into expectations", "ch01/a: lost"]
 
 
 def test_a_noisy_session_is_named_in_the_summary():
@@ -365,6 +373,8 @@ def test_the_next_commands_can_be_typed(tmp_path, monkeypatch):
         "measure again:  pytest --gpu -v '../tests/ch07/test_x.py::test_x[0/../0]'",
         report,
     ]
+    [again, _] = terminal.next_steps(lost[:1], "pytest --profile=torch", tmp_path, file)
+    assert again.startswith("profile again:  pytest --profile=torch -v ")
     [first, _] = terminal.next_steps(lost, "pytest --gpu", tmp_path, file)
     assert first.endswith("test_x[2/../2]'  # and 2 more")
     assert terminal.next_steps([result()], "pytest --gpu", tmp_path, file) == [report]

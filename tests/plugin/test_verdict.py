@@ -18,9 +18,14 @@ def recorded(low, value, high):
         ((1.01, 1.02, 1.03), 0.005, Verdict.FASTER),
         ((1.004, 1.02, 1.03), 0.005, Verdict.INCONCLUSIVE),
         ((0.97, 0.98, 0.99), 0.005, Verdict.SLOWER),
+        ((0.01, 0.02, 0.03), 1.85, Verdict.SLOWER),
+        ((0.3, 0.32, 0.36), 1.85, Verdict.INCONCLUSIVE),
         ((0.99, 1.00, 1.01), 0.02, Verdict.SAME),
         ((0.97, 1.00, 1.04), 0.0, Verdict.INCONCLUSIVE),
         ((1.004, 1.006, 1.008), 0.005, Verdict.SAME),
+        ((1.0004, 1.0004, 1.0004), 0.0, Verdict.SAME),
+        ((0.9996, 0.9996, 0.9996), 0.0, Verdict.SAME),
+        ((1.002, 1.002, 1.002), 0.0, Verdict.FASTER),
     ],
 )
 def test_verdict(ratio, floor, expected):
@@ -42,6 +47,13 @@ def test_inconclusive_gives_its_reason_and_what_to_do(ratio, floor, why):
     assert why in judgement.why
     assert "measure " in judgement.why
     assert "GPU" not in judgement.why  # a machine that measures host claims may have none
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_only_a_quick_run_is_told_to_measure_without_quick(quick):
+    why = judge(Interval(0.95, 1.1, 1.25), 0.001, quick=quick).why
+    assert why.endswith("on larger inputs, or on a quieter machine)")
+    assert ("measure without --quick, " in why) is quick
 
 
 def test_other_verdicts_need_no_reason():

@@ -200,7 +200,7 @@ def _package_headers(name: str) -> str | None:
 
     try:
         found: str | None = pathfinder.find_nvidia_header_directory(name)
-    except RuntimeError:  # it knows no such headers
+    except RuntimeError:  # pathfinder knows no such headers
         return None
     return found
 

@@ -23,7 +23,7 @@ def needs_gpu(error: BaseException) -> bool:
 
 @contextmanager
 def explained(name: str, *, on_cpu: bool) -> Iterator[None]:
-    """Name the arm that the body calls, and what to do, in errors that are typical of the CPU."""
+    """In errors that are typical of checks on the CPU, name the arm that failed and a remedy."""
     try:
         yield
     except AiperfError:

@@ -37,10 +37,11 @@ from .side_effects import SideEffects
 
 WORK_DTYPES: Final = (*get_args(PrecisionName), "int8")  #: Names for the dtype of a Work.
 BEFORE_OTHERS = "before another arm had run"
-"""How the baseline was called where another arm may be the reason if timed calls take longer."""
+"""Name of the baseline's times before another arm had run. If its timed calls are slower than
+these, another arm may be the reason."""
 AGREEMENT_SEEDS = 3  #: Seeds on which the arms must agree with the reference before timing.
 DECOY_OFFSET = 500_009
-"""Added to a set's seed to draw the decoy values on which a prepared arm prepares. No input set has
+"""Added to a set's seed to draw the decoy values for the setup of a prepared arm. No input set has
 such a seed, so whatever the arm computes from decoys is wrong for the timed values."""
 PENDING_SHARE = 1 / 64
 """Fraction of the GPU's memory that outputs may fill while they wait to be compared. They wait
@@ -48,19 +49,27 @@ until the exclusive lock is released, because the reference takes longer than th
 ASSUMED_MEMORY_BYTES = 64 << 30  #: Assumed memory of a GPU that does not report its size.
 
 MAX_ROUNDING = 1e-11
-"""Largest relative error in fp64 of sums that nearly cancel: some 50,000 rounding errors."""
-SAMPLED_ARRAYS = 32  #: Arrays of a set of inputs whose values are compared with another set's.
-MIN_DISTINCT = 8  #: Different values in samples of arrays that do not repeat by chance.
-MIN_VARIANTS = 4  #: Different inputs from which on values that were always the same are named.
+"""Largest relative fp64 error that counts as rounding if sums nearly cancel: some 50,000 rounding
+errors."""
+SAMPLED_ARRAYS = 32
+"""Most arrays per set of inputs whose values are compared with those of another set."""
+MIN_DISTINCT = 8
+"""If sampled arrays hold at least this many different values, they do not repeat by chance."""
+MIN_VARIANTS = 4
+"""Fewest seeds after which values that have never changed are reported."""
 MIN_CONTENTS = 64
-"""Size of contents beside arrays that are named: smaller ones may be the names of modes, or sizes,
-and never change."""
-MAX_REPEATED = 0.1  #: Share of seeds that may repeat another's values: some problems have 65,536.
+"""Smallest size of contents other than arrays that are reported if they never change. Smaller
+contents may be names of modes, or sizes, which need not change."""
+MAX_REPEATED = 0.1
+"""Largest fraction of seeds that may repeat another seed's values: some problems have only 65,536
+different seeds."""
 SAME_VALUE = 1e-2
-"""Relative difference of equal inputs: a GPU may compute them in another order at each call."""
+"""Largest relative difference between inputs that count as equal: a GPU may compute them in another
+order each time."""
 
 _TIMED = re.compile(r"\b([nuµm]?s|min|h|seconds?|minutes?|hours?|Hz|m?[JW])\b")
-"""Found in the units of scores that other work on the machine changes, such as tokens/s."""
+"""Matches units that contain a time, a rate, an energy or a power, such as tokens/s: other work on
+the machine changes scores in such units."""
 
 Step = Callable[[], Any]
 Share = Callable[[Step], Any]  #: Runs one step under the shared lock.
@@ -86,11 +95,13 @@ class BoundClaim:
         self.progress = progress
         self.effects = agreement.ArgumentEffects()
         self.baseline_alone_s: dict[str, float] = {}
-        """Least seconds of a call of the baseline on the host's clock before another arm has run,
-        by how it was called."""
+        """Shortest time of a baseline call before another arm had run, by the way it was called;
+        measured with the host's clock."""
         self.random = draw or random.Random(seed)  # noqa: S311  the caller decides
-        """Draws orders, and the seeds of what is timed. If an arm could predict it, it could solve
-        the inputs of all blocks beforehand."""
+        """Draws the orders of arms and the seeds of timed inputs. An arm that could predict them
+        could compute the results of all blocks beforehand."""
+        self._other_seeds = self.random.getrandbits(64)
+        """Mixed into the seeds that generators get after ``inputs``."""
         self.unchecked: set[str] = set()  #: What agreement and verification could not compare.
         self.side_effects = SideEffects(claim.arms, claim.inputs, claim.reference)
         self._settings = validity.flags()
@@ -98,15 +109,15 @@ class BoundClaim:
         self._seen: dict[tuple[int, bool], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._variants: dict[
             tuple[tuple[Any, ...], Hashable], int
-        ] = {}  # seeds by the values that they gave
+        ] = {}  # by values: the first seed that gave them
         self._has_learned = False
         self._score_units: set[str] = set()
         self.grown_bytes: dict[str, list[int]] = {}
-        """By how much the resident memory has grown in checked calls of each arm, on the host."""
+        """Growth of the resident memory in the checked calls of each arm, on the host."""
         self._held: Counter[str] = Counter()  # bytes that arms hold after their calls
-        self._repeated: set[int] = set()  # seeds that gave values of another one
+        self._repeated: set[int] = set()  # seeds that gave another seed's values
         self._varying: set[str] = set()  # paths of arrays and lists that differ between seeds
-        self._constant: set[str] = set()  # paths of those that are not static, until they differ
+        self._constant: set[str] = set()  # paths of arrays and lists that are not static
         # fingerprints of contents by argument and seed, until two seeds differ
         self._contents: dict[int, dict[int, Hashable]] | None = None
 
@@ -138,11 +149,14 @@ class BoundClaim:
         if value is None:
             raise UsageError("inputs() returns None: return the arguments of one call of an arm")
         args = value if isinstance(value, tuple) else (value,)
-        own = own_memory.give(tuple(a.value if isinstance(a, Static) else a for a in args))
+        moved = own_memory.give(tuple(a.value if isinstance(a, Static) else a for a in args))
         if Metric.MEMORY in self.claim.metrics:
-            tensors.touch(own)  # an arm would be charged with the pages that it writes first
+            tensors.touch(moved)  # else pages that an arm writes first count as its memory
+        # else an arm could rewind the generators and draw what inputs() drew, such as a solution
+        # that is no argument; all arms get the same state
+        self.device.seed(random.Random(seed ^ self._other_seeds).getrandbits(31))  # noqa: S311  keeps no secrets
         return Inputs(
-            args=own,
+            args=moved,
             dynamic=[i for i, a in enumerate(args) if not isinstance(a, Static)],
             seed=seed,
         )
@@ -150,7 +164,7 @@ class BoundClaim:
     def _refuse_unlike(self, inputs: Inputs) -> None:
         """Refuse a set of inputs that differs from an earlier one of the same seed.
 
-        Every arm gets sets of its own: ``inputs`` must not make one arm's easier to work with.
+        Each arm gets its own sets, and ``inputs`` must not give one arm easier ones.
         """
         leaves = tensors.leaves(inputs.args)
         arrays = {path: leaf for path, leaf in leaves.items() if tensors.backend_of(leaf)}
@@ -183,14 +197,14 @@ class BoundClaim:
             dynamic = tuple(f"args[{i}]" for i in inputs.dynamic)
             self._constant = {path for path in values if path.startswith(dynamic)}
             texts = tuple(map(_text, others))
-            # not the texts of all sets, which may be a million, but a hash, unless one has no text
+            # store a hash, as there may be a million texts; objects without a text never repeat
             key = object() if object in map(type, texts) else hash(texts)
             self._refuse_repeated(inputs.seed, values, key)
         if self.full and self.effects.returned is not None:
             self._read_contents(inputs)
 
     def _read_contents(self, inputs: Inputs) -> None:
-        """Note which arguments hold the same for all seeds, beside arrays and lists of numbers."""
+        """Note the arguments whose contents, apart from arrays and number lists, never change."""
         if self._contents is None:
             kept = set(inputs.dynamic) - {*self.effects.changed, *self.effects.objects}
             first = {i: contents.read(inputs.args[i]) for i in kept}
@@ -207,8 +221,9 @@ class BoundClaim:
     ) -> None:
         """Refuse values that another seed gave: an arm could keep the results of a few variants.
 
-        ``values`` are samples of all arrays and lists of numbers, ``others`` what the leaves that
-        are no arrays are compared by. Few different values may repeat by chance: that is noted.
+        ``values`` are samples of all arrays and lists of numbers, ``others`` is a key for all other
+        leaves. If there are only few different values, they may repeat by chance: such seeds are
+        noted and not refused.
         """
         samples = tuple((path, tuple(numbers)) for path, numbers in sorted(values.items()))
         if self._variants:
@@ -252,7 +267,7 @@ class BoundClaim:
 
     @contextmanager
     def counting(self, name: str) -> Iterator[list[int]]:
-        """Count the bytes that an arm holds after the body, but for those put into the list."""
+        """Count the bytes that an arm holds after the body; subtract those put into the list."""
         if Metric.MEMORY not in self.claim.metrics or not self.full:
             yield []
             return
@@ -263,9 +278,9 @@ class BoundClaim:
         self._held[name] += growth - min(sum(results), max(0, growth))  # results may be old memory
 
     def held_bytes(self, name: str) -> int:
-        """Return the bytes that an arm holds after its calls, and what it held before the first.
+        """Return the bytes that an arm held before its first call, plus those kept by its calls.
 
-        Only for the metric memory.
+        They are counted only for the metric memory.
         """
         held = self._held[name]
         held = held if held > self.device.held_noise_bytes else 0
@@ -275,9 +290,9 @@ class BoundClaim:
     def prepare_observed(
         self, name: str, inputs: Inputs, others: Sequence[tuple["BoundClaim", str]] = ()
     ) -> Callable[..., object]:
-        """Prepare an arm whose calls are observed: what they hold, change and write.
+        """Prepare an arm so that each call records what it keeps in memory, changes and writes.
 
-        ``others`` are more claims that the arm is part of, and its name there.
+        ``others`` are further claims that use the arm, each with the arm's name there.
         """
         explained = partial(arm_errors.explained, name, on_cpu=self.device.torch_device == "cpu")
         owners = (self, name), *others
@@ -288,7 +303,9 @@ class BoundClaim:
 
         def observed(*args: object) -> object:
             with explained(), ExitStack() as stack:
-                counts = [stack.enter_context(bound.observing(role)) for bound, role in owners]
+                counts = [
+                    stack.enter_context(bound.observing(role, args)) for bound, role in owners
+                ]
                 if Metric.MEMORY in self.claim.metrics and self.device.gpu is None:
                     grown, returned = grown_bytes(bind(call, args))
                     for bound, role in owners:
@@ -309,9 +326,9 @@ class BoundClaim:
         return observed
 
     @contextmanager
-    def observing(self, name: str) -> Iterator[list[int]]:
+    def observing(self, name: str, args: Args) -> Iterator[list[int]]:
         """Observe a call of an arm; put the bytes of its results into the list."""
-        with self.side_effects.of(name), self.counting(name) as results:
+        with self.side_effects.of(name, args), self.counting(name) as results:
             yield results
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
@@ -344,7 +361,7 @@ class BoundClaim:
     ) -> tuple[str, ...]:
         """Give inputs the values of fresh ones; change nothing if not all can change in place.
 
-        Return the paths of what cannot, such as attributes of a module or a tensor.
+        Return the paths that cannot change in place, such as attributes of a module or a tensor.
         """
         drawn = tuple(f"args[{i}]" for i in positions if i in self.effects.drawn)
         return drawn or inputs.overwrite(fresh(), positions)
@@ -418,7 +435,7 @@ class BoundClaim:
         share: Share = lambda step: step(),
         effects: agreement.ArgumentEffects | None = None,
     ) -> None:
-        """Find out, once, what calls of the baseline return and change; ``effects`` may tell it."""
+        """Infer once what baseline calls return and change, unless ``effects`` are given."""
         if self._has_learned:
             return
         self._has_learned = True
@@ -441,7 +458,7 @@ class BoundClaim:
         return worst(errors)
 
     def depends_on_load(self, metric: Metric) -> bool:
-        """Whether other claims beside this one would change a metric: not bytes, nor counts."""
+        """Whether claims that run at the same time change a metric; bytes and counts stay equal."""
         if metric is Metric.SCORE:
             return not self._score_units or any(map(_TIMED.search, self._score_units))
         return metric is not Metric.MEMORY
@@ -542,7 +559,7 @@ class BoundClaim:
         seed: int,
         shortcuts: agreement.Shortcuts | None = None,
     ) -> Sequence[Error]:
-        """Judge the arms' results, which ``results`` has under the names in ``roles``.
+        """Judge the arms' results; ``roles`` maps each role to the arm's name in ``results``.
 
         ``shortcuts`` compares the results on the first two seeds.
         """
@@ -557,7 +574,7 @@ class BoundClaim:
         try:
             return judge(results)
         except WrongResult:
-            if self.device.ranks.count > 1:  # the others do not call the reference again
+            if self.device.ranks.count > 1:  # the other ranks do not call the reference again
                 raise
             rounding = self.rounding_errors(self.make_inputs(seed), results.expected)
             explained = {
@@ -570,8 +587,8 @@ class BoundClaim:
     ) -> list[agreement.Deviation]:
         """Return how far the reference's fp64 results change if the inputs change by rounding.
 
-        Where sums nearly cancel, another order of summation is as far off; but no result may
-        deviate by more than ``MAX_ROUNDING``. Changes ``inputs``. Return [] if the reference fails.
+        Where sums nearly cancel, summing in another order changes a result as much. The returned
+        errors are at most ``MAX_ROUNDING``. Changes ``inputs``. Return [] if the reference fails.
         """
         tensors.nudge(inputs.args)
         self.effects.poison(inputs.args)
@@ -589,7 +606,7 @@ class BoundClaim:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add to the wrong result of a prepared arm what is special about its inputs."""
+        """Add to a prepared arm's WrongResult that its inputs are overwritten after the setup."""
         try:
             yield
         except WrongResult as wrong:
@@ -618,10 +635,8 @@ class BoundClaim:
         """Describe results and arguments that could not be compared."""
         yield from sorted(self.unchecked)
         yield from self._easy_inputs()
-        yield from self.side_effects.unchecked(of_memory=Metric.MEMORY in self.claim.metrics)
-        for i in self.effects.objects:
-            name = self.effects.label(f"args[{i}]")
-            yield f"what calls change in {name}: attributes of objects are not compared"
+        of_memory = Metric.MEMORY in self.claim.metrics
+        yield from self.side_effects.unchecked(self.effects.label, of_memory=of_memory)
 
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""
@@ -644,7 +659,7 @@ class BoundClaim:
         if not tensors.changed(tensors.fingerprint(first, skip), second, skip):
             raise UsageError(
                 "inputs() gives the same values for every seed, and an arm that caches its result "
-                "would pass: draw random values (the generators are seeded with bench.seed)"
+                f"would pass: draw random values ({agreement.SEEDING})"
             )
 
     def output_copies(self, returned: object, inputs: Inputs) -> list[NamedTensor]:
@@ -654,12 +669,12 @@ class BoundClaim:
 
 def worst(errors: Iterable[Error]) -> tuple[Error, ...]:
     """Return each arm's error that is closest to what is allowed, or furthest above it."""
-    found: dict[str, Error] = {}
+    by_arm: dict[str, Error] = {}
     for error in errors:
-        other = found.setdefault(error.arm, error)
+        other = by_arm.setdefault(error.arm, error)
         if error.error * other.allowed > other.error * error.allowed:
-            found[error.arm] = error
-    return tuple(found.values())
+            by_arm[error.arm] = error
+    return tuple(by_arm.values())
 
 
 def bind(call: Callable[..., object], args: Args) -> Callable[[], object]:
@@ -675,16 +690,20 @@ def _check_signature(name: str, arm: Arm | Callable[..., object], args: Args) ->
     try:
         signature.bind(*args)
     except TypeError as why:
+        values, problem = f"{len(args)} value{'s' * (len(args) != 1)}", f": {why}"
+        if len(args) == 1 and isinstance(args[0], list):
+            problem = ", a list: return a tuple for several arguments"
         raise UsageError(
-            f"{name}={getattr(call, '__name__', 'arm')}{signature} does not take the {len(args)} "
-            f"values that inputs() returns: {why}"
+            f"{name}={getattr(call, '__name__', 'arm')}{signature} does not take the {values} "
+            f"that inputs() returns{problem}"
         ) from None
 
 
 def _text(leaf: object) -> Hashable:
-    """Return what a leaf that is no array is compared by; another value each time for an object."""
+    """Return the key by which a leaf that is no array is compared; objects get a new key each."""
     if tensors.is_number_list(leaf):
         return hash(tuple(leaf))  # type: ignore[arg-type]
-    if tensors.is_compared(leaf) or isinstance(leaf, (str, bytes, bytearray)):
+    is_plain = isinstance(leaf, (str, bytes, bytearray)) or tensors.is_other_scalar(leaf)
+    if is_plain or tensors.is_compared(leaf):
         return repr(leaf)
-    return object()  # what a file or a queue holds does not show
+    return object()  # the contents of a file or a queue are unknown

@@ -1,7 +1,8 @@
 """A claim as its author states it: the arguments of ``compare``."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, cast, get_args
@@ -52,6 +53,12 @@ class Claim:
     evidence: tuple[Evidence, ...] = ()  #: Figures that prove the optimized arm's mechanism.
 
 
+def refuse_gpu_time(claim: Claim) -> None:
+    """Raise UsageError if a claim that runs on the host names time on the GPU as a metric."""
+    if Metric.DEVICE in claim.metrics:
+        raise UsageError('a claim on the host has no time on the GPU: write metric="wall"')
+
+
 def claim_of(
     *,
     baseline: Arm,
@@ -64,7 +71,7 @@ def claim_of(
     against: AgainstName = "idiomatic",
     cache: CacheName = "cold",
     precision: PrecisionName | None = None,
-    evidence: Sequence[Evidence] = (),
+    evidence: Evidence | Sequence[Evidence] = (),
 ) -> Claim:
     """Make a claim from the arguments of ``compare``; raise UsageError if one is not allowed."""
     arms = {"baseline": baseline, "optimized": optimized}
@@ -72,7 +79,8 @@ def claim_of(
     called = {**arms, "inputs": inputs, "reference": reference}
     for name, value in (called if work is None else {**called, "work": work}).items():
         if not callable(value) and not isinstance(value, Prepared):
-            raise UsageError(f"compare({name}={value!r}): {name}= must be {MEANINGS[name]}")
+            given = " ".join(reprlib.repr(value).split())  # an array's text has several lines
+            raise UsageError(f"{name}= must be {MEANINGS[name]}, not {given}")
     with suppress(ValueError):  # some builtins have no readable signature
         parameters = inspect.signature(inputs)
         try:
@@ -91,10 +99,12 @@ def claim_of(
         if word not in allowed:
             words = ", ".join(filter(None, allowed))
             raise UsageError(f"compare({name}={word!r}): use one of {words}")
-    for piece in evidence:
+    pieces = tuple(evidence) if isinstance(evidence, Iterable) else (evidence,)
+    for piece in pieces:
         if not isinstance(piece, Evidence):
             raise UsageError(
-                f"compare(evidence=[{piece!r}]): make it with a function of pytest_aiperf.evidence"
+                "evidence= must be made with functions of pytest_aiperf.evidence, not "
+                f"{reprlib.repr(piece)}"
             )
         if piece.per == "work" and work is None:
             raise UsageError(f"evidence about {piece.of or piece.kind} per byte needs work=")
@@ -107,5 +117,5 @@ def claim_of(
         against=Against(against),
         cache=cache,
         precision=precision,
-        evidence=tuple(evidence),
+        evidence=pieces,
     )

@@ -47,12 +47,12 @@ _HOST: Final = {
 """Kinds of evidence about the host, with the fields of getrusage whose sum is the figure."""
 
 OTHERS_WORK: Final = "processes that the arm has started do a part of the work"
-"""Why figures of the claim's own process say little."""
+"""Reason for missing figures of the host: those of the claim's own process would say little."""
 
 
 @dataclass(slots=True)
 class Inspected:
-    """What was seen of one arm while it ran alone."""
+    """Observations of one arm while it ran alone."""
 
     trace: Trace | None = None
     figures: dict[str, float] = field(default_factory=dict)
@@ -115,20 +115,20 @@ def compiled_code(pieces: Sequence[Evidence], builds: Sequence[Build]) -> list[C
 
 
 class Inspection:
-    """What is to be seen of the arms of timed claims while they run alone.
+    """Runs the arms of timed claims alone, and traces them or reads counters and figures.
 
-    :meth:`prepare` them, under the shared lock or the exclusive one, and :meth:`run` them under the
-    exclusive one, since other claims would lengthen their kernels. Time nothing after ``prepare``:
-    CUPTI slows launches down. An arm that several rungs of a ladder use is inspected once. ``step``
-    is called before each part.
+    Call :meth:`prepare` under the shared or the exclusive lock, and :meth:`run` under the exclusive
+    lock, since other claims would lengthen the arms' kernels. Time nothing after ``prepare``: CUPTI
+    slows launches down. An arm that several rungs of a ladder use is inspected once. ``step`` is
+    called before each part.
     """
 
     def __init__(
         self, claims: Sequence[tuple[BoundClaim, Result]], step: Callable[[], object]
     ) -> None:
         self._step = step
-        found: dict[Hashable, Inspected] = {}
-        self.arms: list[dict[str, Inspected]] = []  #: What was seen, per claim and arm.
+        by_identity: dict[Hashable, Inspected] = {}
+        self.arms: list[dict[str, Inspected]] = []  #: The observations, per claim and arm.
         self._planned: list[tuple[BoundClaim, str, Sequence[Step], Inspected]] = []
         self._calls: list[tuple[Call, Sequence[Step], Inspected]] = []
         for bound, record in claims:
@@ -136,17 +136,17 @@ class Inspection:
             arms = {}
             for name in bound.claim.arms:
                 key = of_claim.identity(name)
-                if key not in found:
-                    found[key] = Inspected()
+                if key not in by_identity:
+                    by_identity[key] = Inspected()
                     if steps := of_claim.steps(name):
-                        self._planned.append((bound, name, steps, found[key]))
-                arms[name] = found[key]
+                        self._planned.append((bound, name, steps, by_identity[key]))
+                arms[name] = by_identity[key]
             self.arms.append(arms)
         self.uses_host = any(_has(bound.claim.evidence, *_HOST) for bound, *_ in self._planned)
-        """Whether :meth:`run` needs the host alone, too."""
+        """Whether :meth:`run` needs the exclusive lock of the host as well."""
 
     def locked(self, lock: GpuLock) -> None:
-        """Prepare and run; the caller does not hold the lock, which is taken alone only once."""
+        """Prepare and run; the caller does not hold the lock, which is taken exclusively once."""
         if not self._planned:
             return
         with lock.shared():
@@ -165,7 +165,7 @@ class Inspection:
                 self._calls.append((call, steps, inspected))
         # a loaded tracer would add to the figures of the host
         for bound, *_ in self._planned[: not self.uses_host]:
-            with _noted(Inspected()):  # if this fails, tracing an arm fails, too, and is noted
+            with _noted(Inspected()):  # no note: tracing an arm then fails as well, and is noted
                 bound.device.load_tracer()
 
     def run(self) -> None:
@@ -182,7 +182,7 @@ class Inspection:
 
 @contextmanager
 def _noted(inspected: Inspected) -> Iterator[None]:
-    """Keep an error: the other arms are inspected all the same."""
+    """Store an error in ``inspected``, so that the other arms are still inspected."""
     try:
         yield
     except InvalidMeasurement as why:
@@ -211,8 +211,8 @@ def explain(
 ) -> Result:
     """Add limits, diagnosis and evidence to the record of a timed claim.
 
-    ``inspected`` is what an :class:`Inspection` has seen of its arms. The caller does not hold
-    ``lock``.
+    ``inspected`` has the observations of an :class:`Inspection` of its arms. The caller does not
+    hold ``lock``.
     """
     for arm in inspected.values():
         arm.read()
@@ -274,7 +274,7 @@ def explain(
 
 
 def _notes(inspected: Mapping[str, Inspected]) -> Iterator[str]:
-    """Say what could not be seen."""
+    """Describe what the inspection could not observe."""
     for name, arm in inspected.items():
         if EvidenceKind.COUNTER in arm.reasons:
             yield f"counters were not read: {arm.reasons[EvidenceKind.COUNTER]}"
@@ -289,7 +289,7 @@ def refuse_impossible_times(record: Result) -> None:
 
 
 class _ClaimInspection:
-    """What to look at in the arms of one claim while they run alone."""
+    """Chooses the steps that inspect the arms of one claim while they run alone."""
 
     def __init__(self, bound: BoundClaim, record: Result) -> None:
         self.bound = bound
@@ -299,7 +299,7 @@ class _ClaimInspection:
         self.metrics = sorted({p.of for p in pieces if p.kind is EvidenceKind.COUNTER})
 
     def identity(self, name: str) -> Hashable:
-        """Return what tells an arm, and what is read of it, from others."""
+        """Return a key that is equal for arms that are the same and need the same inspection."""
         claim, read = self.bound.claim, None
         if name != "library":
             read = (*self.metrics, _has(claim.evidence, *_HOST))
@@ -307,7 +307,7 @@ class _ClaimInspection:
         return identity(claim.arms[name]), identity(claim.inputs), mode, read
 
     def steps(self, name: str) -> list[Step]:
-        """Return what traces an arm, and reads the counters and figures that evidence is about."""
+        """Return the steps that trace an arm and read the counters and figures for its evidence."""
         device, pieces = self.bound.device, self.bound.claim.evidence
         steps: list[Step] = []
         if name != "library" and _has(pieces, *_HOST):

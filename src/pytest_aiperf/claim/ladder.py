@@ -19,16 +19,18 @@ from .bound_claim import BoundClaim, Share, worst
 from .search import Search
 
 VERIFIED_RESULTS = 4
-"""Results of each arm that are verified at least, drawn from all that its timed blocks left: of an
-arm that skips its work in every second block, they find 94 in 100."""
-VERIFYING_S, SLOW_S = 0.2, 8.0
-"""Seconds of this thread's CPU within which further results are verified: in most claims that is
-time for all, and other work on the machine does not shorten it. If the reference is so slow that
-VERIFIED_RESULTS of each arm take more than SLOW_S by the clock, only the first one is certain to be
-verified: meanwhile no other claim can be timed."""
+"""At least this many results of each arm are verified, drawn from all that its timed blocks left.
+That finds 94 of 100 arms that skip their work in every second block."""
+VERIFYING_S = 0.2
+"""CPU seconds of this thread within which further results are verified. In most claims that is
+enough for all results, and other work on the machine does not shorten it."""
+SLOW_S = 8.0
+"""Time limit of the verification by the clock, as no other claim can be timed meanwhile. If a slow
+reference takes longer for VERIFIED_RESULTS of each arm, only each arm's first result is certain to
+be verified."""
 
 
-@dataclass(frozen=True)  # without slots, where the cached property has no place
+@dataclass(frozen=True)  # a cached property needs a __dict__, and so no slots
 class _Pending:
     """The result of a timed call that the reference has not verified yet."""
 
@@ -55,14 +57,14 @@ class Rung:
     agreement: tuple[Error, ...] = ()  #: The arms' largest errors before they were timed.
     error: Exception | None = None  #: Why the claim has no valid result, if it has none.
     suspicion: Exception | None = None
-    """The error if no result is wrong, which would explain more."""
+    """Error to report unless a result is wrong: a wrong result explains more."""
 
 
 class Ladder:
     """Rungs that are timed together on the same inputs.
 
-    All of them need the same ``inputs``, reference, metrics and cache state, and effects of their
-    arms on the arguments. An arm that several rungs use is timed once.
+    All rungs have the same ``inputs``, reference, metrics and cache state, and their arms have the
+    same effects on the arguments. An arm that several rungs use is timed once.
     """
 
     def __init__(self, bounds: Sequence[BoundClaim]) -> None:
@@ -70,7 +72,7 @@ class Ladder:
         self.bound = bounds[0]  #: Builds the inputs, which are the same for all rungs.
         self._arms: dict[str, tuple[BoundClaim, str]] = {}
         self._pending: list[_Pending] = []
-        self._baselines: dict[str, list[Deviation]] = {}  # largest deviations of baselines
+        self._baselines: dict[str, list[Deviation]] = {}  # by baseline: its largest deviations
         names: dict[Hashable, str] = {}
         for number, rung in enumerate(self.rungs):
             keys = [identity(arm) for arm in rung.bound.claim.arms.values()]
@@ -103,22 +105,21 @@ class Ladder:
     def check_agreement(self, share: Share) -> bool:
         """Check all arms against the reference on several seeds, on each seed every arm once.
 
-        The errors of each rung, or why its results are wrong, become its ``agreement`` and
-        ``error``. Return False if an arm fails: then check each rung by itself, which tells whose
-        error it is.
+        Set each rung's ``agreement``, or its ``error`` if its results are wrong. Return False if an
+        arm raises an exception: then check each rung by itself to find out which one fails.
         """
         shortcuts = [agreement.Shortcuts(rung.bound.claim.precision) for rung in self.rungs]
         errors: list[list[Error]] = [[] for _ in self.rungs]
         for seed in self.bound.agreement_seeds:
             try:
                 results = share(partial(self._collect, seed))
-            except Exception:  # noqa: BLE001  it comes again where each rung is checked
+            except Exception:  # noqa: BLE001  raised again when each rung is checked by itself
                 return False
             share(partial(self._judge, results, seed, shortcuts, errors))
             del results
         self.bound.end_agreement()
-        for rung, found in zip(self.rungs, errors, strict=True):
-            rung.agreement = worst(found)
+        for rung, rung_errors in zip(self.rungs, errors, strict=True):
+            rung.agreement = worst(rung_errors)
         return True
 
     def _collect(self, seed: int) -> agreement.Results:
@@ -134,12 +135,12 @@ class Ladder:
         errors: Sequence[list[Error]],
     ) -> None:
         """Judge each rung that has no error yet; put its errors into its list in ``errors``."""
-        for rung, shortcut, found in zip(self.rungs, shortcuts, errors, strict=True):
+        for rung, shortcut, rung_errors in zip(self.rungs, shortcuts, errors, strict=True):
             if rung.error is None:
                 roles = {role: name for role, name in rung.arms.items() if role != "first"}
                 try:
                     with rung.bound.step(), rung.bound.explained():
-                        found.extend(rung.bound.judge(results, roles, seed, shortcut))
+                        rung_errors.extend(rung.bound.judge(results, roles, seed, shortcut))
                 except Exception as why:  # noqa: BLE001  the claim's test raises it
                     rung.error = why
 
@@ -148,7 +149,7 @@ class Ladder:
         return bound.prepare_observed(role, inputs, others)
 
     def prepare(self, name: str, inputs: Inputs) -> Callable[..., object]:
-        """Return the callable to time of an arm."""
+        """Return an arm's callable to time."""
         bound, role = self._arms[name]
         return bound.prepare(role, inputs)
 
@@ -190,7 +191,7 @@ class Ladder:
 
         The inputs were made with ``seed``; if ``values_seed`` is given, their dynamic arguments
         were then overwritten with values drawn with that seed. If the queued copies exceed the
-        bytes that may be kept, copies are dropped that the arm with most of them has left.
+        bytes that may be kept, random copies of the arm with the most copies are dropped.
         """
         pending = self._pending
         pending.append(_Pending(arm, outputs, seed, values_seed, when, left))
@@ -205,8 +206,8 @@ class Ladder:
     def verify(self) -> None:
         """Check queued outputs; a wrong result becomes the error of the rungs that it affects.
 
-        Which results are checked is drawn only here: no arm can know. Those of baselines come
-        first, because their largest deviations limit those of the other arms.
+        Which results are checked is drawn only here, so that no arm can know. Results of baselines
+        come first, because their largest deviations limit those of the other arms.
         """
         pending, self._pending = self._pending, []
         self.bound.random.shuffle(pending)
@@ -262,7 +263,7 @@ class Ladder:
                         raise
                     self._judge_again(judge, roles, pending, expected, base)
             except AiperfError as why:
-                # on many seeds a baseline may be some times further off than on those of agreement
+                # over many seeds, a baseline may deviate several times more than in the agreement
                 if name != base or not _passes(judge, base=list(map(_lenient, deviations))):
                     rung.error = rung.error or why
             else:
@@ -277,7 +278,10 @@ class Ladder:
         expected: Sequence[agreement.Expected],
         base: str,
     ) -> None:
-        """Judge a result anew: where sums nearly cancel, the baseline may be as far off."""
+        """Judge a result without rounding errors, and with the baseline's result on its inputs.
+
+        Where sums nearly cancel, the baseline may be as far off.
+        """
         rounding = self.bound.rounding_errors(self._inputs_of(pending), expected)
         if pending.arm != base:
             here = self._baseline_on(self._inputs_of(pending), base, expected)
@@ -364,12 +368,12 @@ def _lenient(baseline: Deviation) -> Deviation:
 
 
 def _with_shape(baseline: Deviation, shape: tuple[int, ...]) -> Deviation:
-    """Return a baseline's deviation as of a result on inputs of another seed, with its shape."""
+    """Return a baseline's deviation with the shape of a result on another seed's inputs."""
     return replace(baseline, shape=shape) if len(shape) == len(baseline.shape) else baseline
 
 
 def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
-    """Return a key that two callables share if a call of either does the same.
+    """Return a key that is equal for callables that do the same.
 
     Lambdas that a test body makes anew for each rung share one if they have the same code and
     refer to the same objects.
@@ -377,7 +381,7 @@ def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
     if id(value) in seen:  # a function that refers to itself
         return seen.index(id(value))
     of = partial(identity, seen=(*seen, id(value)))
-    if isinstance(value, MethodType):  # which passes for its function, without the object
+    if isinstance(value, MethodType):  # its code is that of its function, without the object
         value = partial(value.__func__, value.__self__)
     if isinstance(value, Prepared):
         return "prepared", of(value.make)
@@ -394,8 +398,8 @@ def identity(value: object, seen: tuple[int, ...] = ()) -> Hashable:
 def _identity_of_data(value: object, of: Callable[[object], Hashable]) -> Hashable:
     """Return a key that two values share if they cannot be told apart.
 
-    Equality is not enough: 0.0 equals -0.0, and a class that is written in Python may call objects
-    equal that act in different ways. Of those, the attributes are compared as well.
+    Equality is not enough: 0.0 equals -0.0, and objects of a class that is written in Python may be
+    equal and still act differently. Of such objects, the attributes are compared as well.
     """
     if isinstance(value, tuple):
         return type(value), *map(of, value)

@@ -42,14 +42,14 @@ from .torch_compile import uncompiled
 T = TypeVar("T")
 
 QUIET_FLOOR = 0.1
-"""A noise floor above this is measured again: one stalled block would otherwise raise it for all
-claims of the session."""
+"""If the first measurement of the noise floor exceeds this, it is repeated, so that one stalled
+block does not raise the floor for all claims of the session."""
 LONG_CALL_BYTES = 3 << 30
-"""Size of one set of inputs from which a call is expected to take as long as a block of calls: then
-one set is enough, because a block holds one call."""
+"""If a set of inputs is larger than this, one call is expected to take as long as a block. The
+block then holds one call and needs only one set."""
 FLOOR_REPEATS = 3
-"""How often a floor above QUIET_FLOOR is measured. The median counts: a single stall does not raise
-it, but permanent noise does."""
+"""Number of measurements of a noise floor above QUIET_FLOOR. Their median counts: a single stall
+does not raise it, but permanent noise does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ClaimContext:
     expectation: Expectation  #: Entry of expectations.yaml for this claim, GPU and code.
     code: str  #: Hash of the claim's source code.
     draw: random.Random | None = None
-    """Draws orders, and the seeds of what is timed; by default as the record's seed tells."""
+    """Draws the orders of arms and the seeds of timed inputs; by default seeded by the record."""
     builds: Sequence[Build] = ()  #: CUDA builds that the claim uses.
     noise_floor: float = math.inf
     """The session's :func:`noise_floor`; infinite until measured: then no arm counts as faster."""
@@ -72,10 +72,10 @@ class ClaimContext:
     """The device's roofline limits by name; only claims with ``work`` need them."""
     has_all_memory: bool = False  #: Whether this process has reserved all memory of the GPU.
     step: Callable[[], object] = lambda: None
-    """Called before each part of a measurement that has the claim's deadline for itself."""
+    """Called before each part of a measurement; it starts the claim's deadline anew."""
 
     def share(self, step: Callable[[], T]) -> T:
-        """Run a step under the shared lock; when out of memory, repeat it under the exclusive."""
+        """Run a step under the shared lock; if it runs out of memory, under the exclusive lock."""
         try:
             with self.lock.shared():
                 return step()
@@ -170,7 +170,8 @@ class _Trial:
         self.context = context
         self.alone = alone
         self.error: Exception | None = None
-        self.inspected: Mapping[str, Inspected] | None = None  #: Its arms, once they ran alone.
+        self.inspected: Mapping[str, Inspected] | None = None
+        """Observations of the claim's arms; None until they were inspected."""
         self.record = replace(
             context.record,
             against=claim.against,
@@ -190,7 +191,7 @@ class _Trial:
 
     def keep(self, error: Exception) -> None:
         self.error = error
-        if is_out_of_memory(error):  # its traceback would keep the buffers that were built
+        if is_out_of_memory(error):  # the error's traceback would keep the buffers alive
             traceback.clear_frames(error.__traceback__)
             self.context.device.release()
         if self.alone:
@@ -208,7 +209,7 @@ class _Trial:
 
 
 def unpredictable(ranks: RankGroup) -> random.Random:
-    """Return a generator that no arm can predict; that of all ranks draws the same."""
+    """Return a generator that no arm can predict, and that draws the same numbers in all ranks."""
     system = random.SystemRandom()
     if ranks.count == 1:
         return system
@@ -223,7 +224,7 @@ def refuse_debug_environment() -> None:
 
 @contextmanager
 def _reserved_memory(trials: Sequence[_Trial]) -> Iterator[None]:
-    """Reserve the GPU memory that claims need; others that would not fit beside them wait."""
+    """Reserve the GPU memory that claims need; other claims wait if theirs does not fit as well."""
     context, gpu = trials[0].context, trials[0].context.device.gpu
     # ranks must not wait: the process that started them holds the GPUs' locks
     unknown = gpu is None or not gpu.memory_bytes
@@ -389,7 +390,7 @@ def _measure(
                     try:
                         measurement.measure()
                     finally:
-                        context.device.release()  # later it would disturb another claim
+                        context.device.release()  # a later release would disturb another claim
                     timing, is_last = measurement.timing, metric is metrics[-1]
                     if timing and is_last and inspect and measurement.sampler.builds_quickly:
                         inspect(timings[0] if timings else timing, metric)
@@ -404,13 +405,14 @@ def _measure(
         unchecked.extend(measurement.sampler.unchecked())
     context.progress("verifying")
     context.share(ladder.verify)
+    unchecked += (text for metric in metrics for text in ladder.not_compared(metric))
     return timings, notes, unchecked
 
 
 def _inspect(trials: Sequence[_Trial], ladder: Ladder, judged: Timing, metric: Metric) -> None:
     """Inspect the arms of timed claims, under the lock of a metric.
 
-    To wait for the lock a second time costs all claims more than to prepare the arms under it.
+    Preparing the arms under the lock costs all claims less than waiting for it a second time.
     """
     timed = [
         (trial.bound, replace(trial.record, timing=ladder.timing_of(rung, judged)))
@@ -474,11 +476,12 @@ def _judge(record: Result, context: ClaimContext) -> Result:
         compare_recorded=not (
             verdict.depends_on_host(record) or "reproducible" in record.conditions
         ),
+        quick=record.quick,
     )
     broken = evidence.broken(record.evidence)
     reasons = [broken, judgement.why]
     if judgement.why.startswith(verdict.UNDECIDED) and evidence.depends_on_load(record.evidence):
-        reasons.reverse()  # a busy host explains both, so the claim stays undecided
+        reasons.reverse()  # a busy host may be the cause of both: the message begins "undecided"
     return replace(
         record,
         expectation=context.expectation,

@@ -16,8 +16,8 @@ from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
 class Measurement:
     """The measurement of one metric.
 
-    Call :meth:`prepare`, then :meth:`measure` under the exclusive lock, both again until there is a
-    ``timing``, and :meth:`finish`.
+    Call :meth:`prepare`, then :meth:`measure` under the exclusive lock; repeat both until there is
+    a ``timing``. Then call :meth:`finish`.
     """
 
     def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
@@ -28,12 +28,12 @@ class Measurement:
         if metric is Metric.MEMORY:
             self.rule = replace(self.rule, min_replicates=3)
         is_score = metric in (Metric.SCORE, Metric.MEMORY)
-        sampler = ScoreSampler(ladder, metric) if is_score else Sampler(ladder, metric, self.rule)
-        self.sampler: Sampler | ScoreSampler = sampler
+        sampler = ScoreSampler if is_score else Sampler
+        self.sampler: Sampler | ScoreSampler = sampler(ladder, metric, self.rule)
         self.timing: Timing | None = None  #: None until the stopping rule is met.
         self._replicates: list[Replicate] = []
         self._seeds: list[int] = []
-        self._measured_s = 0.0  # in earlier calls of measure()
+        self._measured_s = 0.0  # seconds spent in earlier calls of measure()
 
     def prepare(self) -> None:
         """Build the buffers of the next replicates."""
@@ -46,9 +46,9 @@ class Measurement:
                 self.sampler.prepare(seeds)
 
     def measure(self) -> None:
-        """Measure replicates until the stopping rule is met, or more have to be prepared."""
+        """Measure replicates until the stopping rule is met or more buffers must be prepared."""
         replicates = self._replicates
-        self.bound.note_settings()  # while it prepares, a claim has fewer threads
+        self.bound.note_settings()  # a claim has more threads now than while it prepares
         if not replicates:
             self.sampler.begin()
         started = time.monotonic()
@@ -68,7 +68,7 @@ class Measurement:
         self.timing = replace(timing, stopped=stopped)
 
     def finish(self) -> None:
-        """Check what no block could."""
+        """Run the sampler's checks that need no blocks."""
         with self.bound.step():
             self.sampler.finish()
 

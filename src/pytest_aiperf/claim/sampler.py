@@ -1,14 +1,14 @@
-"""Times the arms of a claim: blocks of calls, in mirrored rounds, on values that no call has met.
+"""Times the arms of a claim in mirrored rounds of blocks, on values that no call has met.
 
-A block is one pass over input sets whose values are new: they are drawn between blocks, for each
-arm apart. So nothing is gained by what a call remembers of earlier ones, finds in its destination
-or by what another arm has left behind. The result of one call, which is drawn as well, is copied as
-soon as the clock has stopped, and verified later. A call is also timed alone, so that nothing is
-gained by doing the work of a whole block in its first call.
+On the host, a block is one pass over input sets with new values, which are drawn between blocks
+for each arm separately. An arm therefore gains nothing from what it remembers of earlier calls,
+from what its destination already holds, or from what another arm has left behind. The result of one
+randomly chosen call is copied as soon as the clock has stopped, and is verified later. Calls are
+also timed alone, so that an arm gains nothing by doing the work of a whole block in its first call.
 
-On a GPU, values are new for each replicate and for lone calls before and after timing, and blocks
-go round the sets many times: values written between blocks would be in another cache than others.
-One block of each arm and replicate, which is drawn, has its result copied.
+On a GPU, only replicates, and lone calls before and after timing, get new values, and blocks go
+around the sets many times: values written between blocks would lie in another cache than the
+others. In each replicate, the result of one randomly chosen block per arm is copied.
 """
 
 import itertools
@@ -18,8 +18,10 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pytest_aiperf.correctness import agreement, tensors
 from pytest_aiperf.correctness.contents import Contents
@@ -31,6 +33,7 @@ from pytest_aiperf.device.device import (
     Device,
     calls_per_block,
     choose_mode,
+    gc_disabled,
     now,
 )
 from pytest_aiperf.errors import CannotCapture, InvalidMeasurement, is_out_of_memory
@@ -51,72 +54,100 @@ from .stopping_rule import StoppingRule
 MAX_REPEATS = 3
 """Most repeats of a disturbed round: the first at once, the others after the clocks are stable."""
 PREBUILT_SHARE = 1 / 32
-"""Fraction of the GPU's memory for inputs that are built before the exclusive lock is taken."""
-MISS_S, MISSED_BYTES_PER_S = 2e-6, 1e12
-"""Generous latency and low bandwidth of a GPU's memory, for inputs that are not in the L2."""
-COLD_SHARE = 1e-3  #: Fraction of a call below which reading its inputs anew does not matter.
+"""Fraction of the GPU's memory that inputs built before the exclusive lock is taken may fill."""
+MISS_S = 2e-6
+"""Latency of a GPU's memory for inputs that are not in the L2; a generous estimate."""
+MISSED_BYTES_PER_S = 1e12
+"""Bandwidth of a GPU's memory for inputs that are not in the L2; a low estimate."""
+COLD_SHARE = 1e-3
+"""If reading cold inputs takes less than this fraction of a call, they need not be kept cold."""
 SLOWED = 1.5
-"""An arm whose timed calls take this many times as long as its first calls is reported. Less is
-common on machines that do other work."""
+"""An arm is reported if its timed calls take more than this many times as long as its first calls.
+Smaller ratios are common on machines that do other work."""
 LARGE_SHARE = 1 / 20
-"""Fraction of the GPU's memory above which the arms use one set of inputs in turn, and their
-outputs are not kept: up to 40 % of the memory, this leaves room for the reference's result."""
+"""If one set of inputs and its result take more than this fraction of the GPU's memory, all arms
+share one set and no outputs are kept. Claims that use up to 40 % of the memory then still leave
+room for the reference's result."""
 FILLING_SHARE = 1 / 2
-"""Fraction of the GPU's memory above which an arm gets one set of inputs, if the set is so large
-that a call on it evicts its start from the L2."""
-MIN_SETS = 3  #: Input sets that are built whatever they cost: successive calls differ in data.
+"""If the input sets of all arms would fill more than this fraction of the GPU's memory, each arm
+gets a single set. This requires that blocks of one call are valid, for example because the set is
+so large that a call evicts the set's start from the L2."""
+MIN_SETS = 3
+"""Fewest input sets, however long they take to build, so that successive calls get other data."""
 WARM_HOST_BYTES = 2 << 20
-"""Size of the input sets of a host claim beyond MIN_SETS: they fit in the L2 of a CPU's core."""
+"""A host claim gets more than MIN_SETS input sets only while all of them fit into this many bytes:
+the L2 of a CPU core."""
 RENEWAL_S = 0.02
-"""Seconds that drawing the values of one block may take. It limits the number of sets; of inputs
-that take longer, each replicate has new values, and its blocks share them."""
+"""Most seconds for drawing the new values of one block, which limits the number of input sets. If
+drawing takes longer, values are drawn once per replicate, and its blocks share them."""
 MIN_PASS_S = 50e-6
-"""A block is one pass over the sets if that takes at least so long: 100 times the resolution of a
-GPU's events. Shorter blocks go round the sets again."""
+"""A block of a single pass over the input sets takes at least this long, which is 100 times the
+resolution of a GPU's events. If one pass is shorter, the block goes around the sets again."""
 MAX_ROUNDS = 4
-"""Most rounds in place of one, where blocks are short because the sets are few."""
+"""If few input sets make blocks short, up to this many rounds take the place of each round."""
 SLOWED_BASELINE = 1.4
-"""A baseline is reported as not checked if its timed calls take this many times as long as before
-another arm has run, and WAKING_S: another arm may have left something behind that slows it down.
-Both are the least of several calls. On a noisy machine, where the median of the blocks is above
-the least of them, so many times more are allowed."""
+"""A baseline is reported as not checked if its fastest timed call takes more than this many times
+its fastest call before another arm had run, plus WAKING_S: another arm may have left something
+behind that slows the baseline down. On a noisy machine, the factor is multiplied by the ratio of
+the median block to the fastest block."""
 SLOWED_BY_OTHERS = 2.0
-"""An arm is reported if its blocks right after another arm's take this many times as long as those
-right after its own, and WAKING_S: the caches of a busy CPU are worth 1.7 times."""
+"""An arm is reported if its median block right after another arm's takes more than this many times
+its median block right after one of its own, plus WAKING_S. On a busy CPU, caches that hold the
+arm's own data make a difference of 1.7 times."""
 SLOWED_ON_GPU = 1.1
-"""The same on a GPU: what another arm leaves in the L2 cache is worth 1.05 times in the course."""
-COMPARED = frozenset({"baseline", "library"})  #: Arms by whose times others are judged.
-FEWEST_PAIRS, FEWEST_AFTER_OTHERS = 2, 4
-"""Fewest blocks after the same arm, and after others, that tell whether others slow an arm down."""
+"""The same factor on a GPU, without WAKING_S. In the course's claims, what another arm leaves in
+the L2 cache makes a difference of 1.05 times."""
+COMPARED = frozenset({"baseline", "library"})
+"""Arms with whose times the optimized arm is compared."""
+FEWEST_PAIRS = 2
+"""Fewest blocks right after the same arm from which to judge whether other arms slow it down."""
+FEWEST_AFTER_OTHERS = 4
+"""Fewest blocks right after another arm from which to judge whether it slows the arm down."""
 SLOWED_BY_INPUTS = 3.0
-"""A baseline is reported as not checked if calls after inputs() take this many times as long as
-repeated ones, compared with the same ratio of the optimized arm, and WAKING_S: inputs() may slow
-down what only the baseline uses."""
+"""A baseline is reported as not checked if its calls after inputs() take more than this many times
+its repeated calls, plus WAKING_S: inputs() may slow down something that only the baseline uses.
+The factor is multiplied by the same ratio of the optimized arm."""
 KEPT = 1.25
-"""An arm is reported as not checked if three of four blocks on new values take so many times as
-long as most on values that have returned, and WAKING_S. If the baseline's take longer as well,
-because values are not yet in caches, the factor grows by its ratio."""
-ALIKE = 1.2  #: Times of a baseline that differ by less have one cause.
-LONE_CALL_SHARE, LONE_CALL_TIMES, LONE_CALL_S = 0.5, 3.0, 20e-6
-"""How much longer a call that is timed alone may take than one in a block, beyond three times what
-the baseline's takes longer: this fraction of the baseline's time, and no more than so many times
-its own and a few microseconds. The fraction alone would let an arm that is twice as fast as the
-baseline skip its work in blocks."""
-WAKING_S, LAUNCHING_S = 50e-6, 200e-6
-"""What a lone call may take longer, in addition: on the host, whose threads wake up, and on a GPU,
-where the time includes that of the first launch."""
-CHECKED_CALLS, CHECKING_S = 5, 1.0
-"""Successive single calls after timing, where blocks repeat their values, if the calls of all arms
-and their new values take less than so many seconds; else there are two."""
-TIMED, TIMED_ON_NEW = "in a timed block", "on new values in a timed block"
-"""Which call's result is wrong, for error messages."""
+"""An arm is reported as not checked if three of four blocks on new values take more than this many
+times the median block on values that it has already met, plus WAKING_S: the arm may cache results.
+If the baseline is slower on new values as well, because they are not yet in caches, the factor is
+multiplied by the baseline's ratio."""
+ALIKE = 1.2
+"""Ways of calling a baseline whose times differ by less than this factor count as equally fast."""
+LONE_CALL_SHARE = 0.5
+"""A call that is timed alone may take longer than a call in a block by this fraction of the
+baseline's time, plus three times the same difference of the baseline."""
+LONE_CALL_TIMES = 3.0
+"""A call that is timed alone may also take at most this many times the arm's own time longer, plus
+LONE_CALL_S. LONE_CALL_SHARE alone would let an arm that is twice as fast as the baseline skip its
+work in blocks."""
+LONE_CALL_S = 20e-6
+"""Constant part of the limit that LONE_CALL_TIMES sets."""
+WAKING_S = 50e-6
+"""Allowance for a call on the host, whose threads have to wake up first."""
+LAUNCHING_S = 200e-6
+"""Allowance for a lone call on a GPU, whose time includes that of the first launch."""
+CHECKED_CALLS = 5
+"""Lone calls of each arm on new values after timing, if the timed blocks repeat their values."""
+CHECKING_S = 1.0
+"""If these lone calls of all arms, with drawing their values, would take longer than this, each arm
+makes only two."""
+TIMED = "in a timed block"
+"""Names the call with a wrong result in error messages: calls may have met its values before."""
+TIMED_ON_NEW = "on new values in a timed block"
+"""Names the call with a wrong result in error messages: no call had met its values."""
 LONG_SETS_S = 30.0  #: If building all sets of inputs took more seconds, a note says so.
 LONG_BUILD_S = 1.0
-"""Seconds to build a replicate above which others may use the device meanwhile. Until a claim has
-the exclusive lock again, all others have to end their steps: about as long, on an H200."""
+"""If building a replicate takes longer than this, other claims may use the device meanwhile. On an
+H200, it takes about as long to get the exclusive lock back, because all others must first end
+their steps."""
 validity.watched(now, __name__, "now")  # this module has a reference of its own to the function
-_UNKNOWN = random.SystemRandom()  #: Draws what no seed may tell an arm.
-COMPARED_RESULTS = 8  #: Successive results among which to look for memory that is used again.
+_UNKNOWN = random.SystemRandom()  #: Draws numbers that an arm cannot derive from any seed.
+SMALL_BYTES = 1 << 16
+"""Results up to this size are copied first. While a larger result is copied, a thread that still
+works could write a small one."""
+COMPARED_RESULTS = 8
+"""Number of successive results that are compared to find arms that reuse their output memory."""
 
 
 @dataclass(slots=True)
@@ -126,15 +157,15 @@ class ArmBuffers:
     name: str
     padding: object  #: Random-sized allocation that shifts the addresses of the inputs.
     in_place: bool
-    """Whether calls keep their inputs' addresses, because they are prepared or captured: then new
-    values are written there. Else each block has new inputs, which the arm has not seen before."""
+    """Whether new values overwrite the inputs, because calls that are prepared or captured keep
+    their inputs' addresses. Otherwise each block gets inputs that the arm has not seen before."""
     inputs: list[Inputs] = field(default_factory=list)  #: The input sets.
     functions: list[Callable[..., object]] = field(default_factory=list)
-    """What is called with the arguments of each set."""
+    """The function to call for each set, with the set's arguments."""
     values: dict[int, int] = field(default_factory=dict)
-    """Seeds of the values that overwrote sets of a prepared arm, by index."""
+    """Seed of the values that overwrote a set of a prepared arm, by the set's index."""
     met: set[int] = field(default_factory=set)
-    """Sets that were called since their values were new."""
+    """Indices of the sets whose current values a call has already met."""
 
     def call(self, i: int) -> Call:
         return bind(self.functions[i], self.inputs[i].args)
@@ -156,7 +187,7 @@ class Batch:
         self.block.kept = None
 
     def load(self, order: list[int], keep: int) -> None:
-        """Call the sets in this order, and keep the result of the call number ``keep``."""
+        """Call the sets in this order, and keep the result of call number ``keep``."""
         self.order, self.kept_set, self.block.keep = order, order[keep], keep
         self.calls[:] = map(self.arm.call, order)
 
@@ -190,31 +221,35 @@ class Sampler:
         self._prebuilt: dict[int, list[ArmBuffers]] = {}
         self._warm: list[ArmBuffers] = []  # buffers on which all arms were just called
         self._most_prebuilt = 1
-        self._first_s: dict[str, float] = {}  # of each arm's first calls
+        self._first_s: dict[str, float] = {}  # seconds of each arm's first calls
         self._reusing: set[str] = set()  # arms whose later results overwrite earlier ones
-        self._stuck: dict[str, tuple[str, ...]] = {}  # paths of values that arms keep
-        self._set_s = math.inf  # to build one set
-        self._all_sets_s = 0.0  # to build all sets so far
-        self._replicate_s = math.inf  # to build the buffers of a replicate, and to warm them up
+        self._stuck: dict[str, tuple[str, ...]] = {}  # by arm: paths of inputs not overwritable
+        self._set_s = math.inf  # seconds of the fastest build of one set
+        self._all_sets_s = 0.0  # seconds to build all sets so far
+        self._replicate_s = math.inf  # seconds to build and warm up a replicate's buffers
         self.drawing_s = 0.0
-        """Seconds in which new values were drawn. They are no part of the time budget: it decides
-        how narrow the interval becomes."""
-        self._alone_s: dict[str, list[float]] = {}  # of calls that are timed alone
+        """Seconds spent on drawing new values. The time budget excludes them: it decides how narrow
+        the interval becomes."""
+        self._alone_s: dict[str, list[float]] = {}  # seconds of each arm's lone calls
         self._late: set[str] = set()  # arms whose results changed after the clock, on the host
         self._rotations: list[list[str]] = []  # orders of the arms in the next rounds
-        self._slowed_baselines: dict[str, str] = {}  # how much, by name
-        self._slow_when_timed: dict[str, str] = {}  # baselines that no other arm slows down
+        # by baseline or library: its times, if another arm may slow it down
+        self._slowed_baselines: dict[str, str] = {}
+        # by baseline: its times, if it is slow only while it is timed
+        self._slow_when_timed: dict[str, str] = {}
+        # by baseline: its times, if inputs() may slow it down
         self._slowing_inputs: dict[str, str] = {}
-        self._typical_s: dict[str, float] = {}  # of each arm's blocks, as they are judged
-        # seconds per call of blocks whose values are all new, or all known
+        self._typical_s: dict[str, float] = {}  # by arm: geometric mean of its blocks
+        # by arm: seconds per call of the blocks whose values are all new
         self._new_s: dict[str, list[float]] = {}
+        # by arm: seconds per call of the blocks in which all values have returned
         self._known_s: dict[str, list[float]] = {}
-        self._keeping: dict[str, str] = {}  # arms that are slower on new values
+        self._keeping: dict[str, str] = {}  # by arm: its times, if new values slow it down
         self._idle = validity.IdleTime()
-        self._last_buffers: list[ArmBuffers] = []  # of the last replicate
-        self._blocks_until_kept: dict[str, int] = {}  # of each arm, where few results are kept
+        self._last_buffers: list[ArmBuffers] = []  # buffers of the last replicate
+        self._blocks_until_kept: dict[str, int] = {}  # by arm: blocks until a result is kept
         self._problem: str | None = None  # what disturbed the running round
-        self._state = GpuState()  # after the last round
+        self._state = GpuState()  # state after the last round
 
     def prepare(self, seeds: Sequence[int]) -> None:
         """Build the buffers of the first replicate, and of later ones while memory allows.
@@ -259,21 +294,23 @@ class Sampler:
                 break
 
     def builds_long(self, seed: int) -> bool:
-        """Whether the buffers of a replicate are missing and take so long that others should work.
+        """Whether others should use the device while the missing buffers of a replicate are built.
 
-        All ranks would have to build at the same time, so they build while they measure.
+        That is so if building takes long. All ranks of a multi-GPU claim would have to build at the
+        same time, so they build while they measure.
         """
         is_slow = self._replicate_s > LONG_BUILD_S and self.device.ranks.count == 1
         return is_slow and seed not in self._prebuilt
 
     @property
     def builds_quickly(self) -> bool:
-        """Whether arms are prepared so quickly that others need not work meanwhile."""
+        """Whether preparing arms is so quick that the lock may be held meanwhile."""
         is_quick = self._replicate_s <= LONG_BUILD_S * self.sets
         return is_quick and not self.large and self.device.ranks.count == 1
 
     def prepare_more(self, seeds: Sequence[int]) -> None:
-        """Build the buffers of the next replicates: of the first, and of others as in prepare()."""
+        """Build the next replicate's buffers and, while memory allows, those of later ones."""
+        self.bound.progress("building inputs")
         self._last_buffers = []  # frees them
         self.device.release()
         self._prebuilt[seeds[0]] = self._build_and_warm(seeds[0])
@@ -323,7 +360,7 @@ class Sampler:
             self.sets = min(self.sets, max(self.calls.values()))  # at most one set per call
         # calls that update their inputs need the original values anyway
         is_cheap = self._set_s * min(MIN_SETS, max(self.calls.values())) <= RENEWAL_S
-        self.renews = self.device.ranks.all(is_cheap) or self.bound.effects.updates
+        self.renews = self.device.ranks.all(is_cheap) or self._updates
         self.renews = self.renews and self.device.renews
         # A round takes at least as long as the host needs to enqueue its blocks. The maximum over
         # the ranks makes all of them choose the same number of rounds.
@@ -343,10 +380,15 @@ class Sampler:
             count = enough
             if self.device.renews:
                 count = min(enough, max(self.sets, math.ceil(MIN_PASS_S / max(call_s, 1e-9))))
-            if self.device.renews and self.bound.effects.updates:
+            if self.device.renews and self._updates:
                 count = min(count, self.sets)  # a second call on a set has another result
             self._short = max(self._short, min(MAX_ROUNDS, enough // count))
             self.calls[name] = max(self._min_calls(call_s), count)
+
+    @property
+    def _updates(self) -> bool:
+        """Whether a second call on the same values does other work or returns another result."""
+        return self.bound.effects.updates or bool(self.bound.effects.objects)
 
     def _min_calls(self, call_s: float) -> int:
         """Return the fewest calls per block of an arm that keep its inputs out of the L2."""
@@ -421,10 +463,10 @@ class Sampler:
             self._reusing.add(arm.name)
 
     def _estimate_s(self, arm: ArmBuffers) -> float:
-        """Return the least seconds per call of three estimates, or of one if the call is slow.
+        """Return the shortest of three estimates of the seconds per call; of one, if it is slow.
 
-        Each is on values that no call has met: an arm whose calls look shorter than they are would
-        get blocks in which values return.
+        Each estimate is made on values that no call has met. Calls of an arm that caches results
+        would otherwise look shorter than they are, and the arm would get blocks that repeat values.
         """
         shortest = math.inf
         is_renewed = self.device.renews and self.device.ranks.all(self._set_s <= RENEWAL_S)
@@ -466,7 +508,10 @@ class Sampler:
                 self._count_calls(seconds)
 
     def _refuse_stuck(self, arm: ArmBuffers) -> None:
-        """Raise CannotCapture if calls that are not captured could have new inputs."""
+        """Raise CannotCapture if inputs of captured calls cannot be overwritten.
+
+        Calls that are not captured can get new inputs instead.
+        """
         if arm.name in self._stuck and not self.ladder.is_prepared(arm.name):
             paths = ", ".join(map(self.bound.effects.label, self._stuck.pop(arm.name)))
             raise CannotCapture(f"{paths} cannot get new values in a captured graph")
@@ -485,8 +530,8 @@ class Sampler:
     def _draw_order(self, arm: ArmBuffers, count: int) -> tuple[list[int], int]:
         """Draw the order of the sets of a block, and the call whose result is kept.
 
-        An arm that returns the same memory each time has only the last result. Which call is the
-        last must then be unknown to it.
+        If an arm returns the same memory each time, only its last result survives. The length of
+        the block is then drawn as well, so that the arm does not know which call is the last.
         """
         draw = self.bound.random
         if not self.device.renews:
@@ -518,7 +563,11 @@ class Sampler:
         padding = self.device.random_padding(self.bound.random)  # shifts the outputs' addresses
         for arm in buffers if to_warm else ():  # else they ran before, or warm_up() runs them
             self._run_once(arm)
-        rounds, repeated = self._run(self._passes(buffers))
+        # Garbage collection could run code, such as __del__, that computes with values drawn ahead.
+        # On a GPU it stays on, because garbage may hold much memory.
+        draws_ahead = self.device.renews and not self.renews
+        with gc_disabled() if draws_ahead else nullcontext():
+            rounds, repeated = self._run(self._passes(buffers))
         self._refuse_changed_settings(*self.calls)
         if self.renews:
             self._idle.refuse_work()
@@ -555,7 +604,8 @@ class Sampler:
     def _run(self, passes: Iterator[Pass]) -> tuple[list[Round], int]:
         """Run passes; return the rounds, and how many of them were repeated.
 
-        The same functions call an arm in a round and alone, so none shows it which one it is in.
+        Rounds and lone calls go through the same functions, so that an arm cannot tell from its
+        call stack in which of the two it runs.
         """
         rounds: list[Round] = []
         repeated = 0
@@ -570,7 +620,7 @@ class Sampler:
         return rounds, repeated
 
     def _undisturbed(self, blocks: Pass) -> tuple[Round, int]:
-        """Run a pass, a round until it is undisturbed; return its times, and its repeats."""
+        """Run a pass, and repeat a disturbed round; return its times and the number of repeats."""
         for repeat in range(MAX_REPEATS + 1):
             if repeat > 1:  # not yet at the first repeat: an idle GPU's clock may just have risen
                 arm = next(iter(blocks.batches.values())).arm
@@ -585,7 +635,7 @@ class Sampler:
         )
 
     def _next_rotation(self, names: list[str]) -> list[str]:
-        """Return the arms in random order; in as many rounds, each has every place once."""
+        """Return the arms in random order; over as many rounds, each arm takes each place once."""
         if not self._rotations:
             self.bound.random.shuffle(names)
             self._rotations = [names[i:] + names[:i] for i in range(len(names))]
@@ -593,7 +643,7 @@ class Sampler:
         return self._rotations.pop()
 
     def _refuse_ranks_apart(self) -> None:
-        """Raise if ranks have drawn differently: they would call other arms, and wait forever."""
+        """Raise if the ranks' draws differ: they would call different arms and wait forever."""
         ranks = self.device.ranks
         if ranks.count > 1:
             state = zlib.crc32(repr(self.bound.random.getstate()).encode())
@@ -669,7 +719,7 @@ class Sampler:
             self._observe(arm, SideEffects.end)
         if is_kept:
             i = batch.kept_set
-            self._copy(outputs, is_done=True)  # a GPU has written those in host memory only now
+            self._copy(outputs, self._is_late)  # a GPU has written those only now
             when = TIMED_ON_NEW if is_new else TIMED
             self.ladder.verify_later(
                 *(arm.name, outputs, arm.inputs[i].seed, when, arm.values.get(i)),
@@ -694,24 +744,28 @@ class Sampler:
         """Copy the result that a block has kept, and what its call has left in its arguments."""
         args, effects = batch.arm.inputs[batch.kept_set].args, self.bound.effects
         outputs = agreement.outputs_of(batch.block.kept, args, effects)
+        self._copy(outputs, lambda value: _is_small(value) and not self._is_late(value))
         left = agreement.contents_of(args, effects)
-        self._copy(outputs)
+        self._copy(outputs, lambda value: not _is_small(value) and not self._is_late(value))
         return outputs, left
 
-    def _copy(self, outputs: list[NamedTensor], *, is_done: bool = False) -> None:
-        """Replace results by copies, those in host memory of a GPU's calls only if it is done.
+    def _is_late(self, value: object) -> bool:
+        """Whether a GPU claim's result is in host memory, which the GPU may write after timing."""
+        return bool(self.device.gpu) and tensors.on_host(value)
 
-        The order is random: a thread that still works must not stay ahead of the copies.
+    def _copy(self, outputs: list[NamedTensor], chosen: Callable[[object], bool]) -> None:
+        """Replace the chosen results by copies.
+
+        The order is random, so that a thread that still works cannot stay ahead of the copies.
         """
         with self.device.separate_memory():
             for i in _UNKNOWN.sample(range(len(outputs)), len(outputs)):
-                is_late = bool(self.device.gpu) and tensors.on_host(outputs[i][1])
-                if is_late is is_done:
+                if chosen(outputs[i][1]):
                     outputs[i] = _copy(*outputs[i])
 
     def _keeps(self, arm: ArmBuffers, *, is_new: bool) -> bool:
         """Whether the result of the arm's next block, on new or on known values, is kept."""
-        # calls that update their inputs are right for the first time only
+        # a call that updates its inputs has the right result only the first time
         updates = self.bound.effects.updates
         if self.large or (updates and (arm.name in self._stuck or not is_new)):
             return False
@@ -820,15 +874,15 @@ class Sampler:
                 was, is_ = (si(seconds, "s") for seconds in (alone_s, timed_s))
                 how = next(how for how, s in ways.items() if s <= ALIKE * alone_s)
                 by_others = how == BEFORE_OTHERS
-                found = self._slowed_baselines if by_others else self._slow_when_timed
-                found[name] = f"{is_}, but {was} {how}"
+                reports = self._slowed_baselines if by_others else self._slow_when_timed
+                reports[name] = f"{is_}, but {was} {how}"
 
     def _find_slowed_by_others(self, replicates: Sequence[Replicate]) -> None:
         """Compare blocks that follow another arm's with those that follow one of the same arm.
 
-        On the host, new values are drawn before each block. The arm in the middle of a round has
-        one block of each kind; before the second block of the arm at both ends, all others have
-        run.
+        In a mirrored round, the arm in the middle has two adjacent blocks: the first follows
+        another arm's block, the second its own. The second block of the arm at the ends follows the
+        blocks of all others. On the host, new values are drawn before each block.
         """
         on_gpu = self.device.gpu is not None
         if self.metric is not Metric.DEVICE if on_gpu else not self.renews:
@@ -852,7 +906,7 @@ class Sampler:
                 self._slowed_baselines.setdefault(name, text)
 
     def _find_slowing_inputs(self, replicates: Sequence[Replicate]) -> None:
-        if not self.device.renews or self.bound.effects.updates:
+        if not self.device.renews or self._updates:
             return  # no values are drawn between blocks, or the second call has other work
         timed = {name: min(_seconds(replicates, name)) for name in self._first_s}
         for rung in self.ladder.rungs:
@@ -879,7 +933,7 @@ class Sampler:
                 self._keeping[name] = f"{is_} on new values, but {was}"
 
     def finish(self) -> None:
-        """Check what no block could."""
+        """Run the checks that need no blocks: on another seed, or on many more inputs."""
         if self.large:
             self.device.release()
             self.ladder.check_anew(self._last_seed + 1)
@@ -890,8 +944,7 @@ class Sampler:
             self.ladder.search(self._typical_s, is_short=is_short)
 
     def unchecked(self) -> Iterator[str]:
-        """Describe what could not be checked."""
-        yield from self.ladder.not_compared(self.metric)
+        """Describe what could not be checked, beside what :meth:`Ladder.not_compared` does."""
         for name, times in self._slowed_baselines.items():
             role = "library" if name.startswith("library") else "baseline"
             yield f"whether another arm slows the {role} down: {name} took {times}"
@@ -955,6 +1008,12 @@ def _seconds(replicates: Sequence[Replicate], name: str) -> Iterator[float]:
 def _copy(path: str, value: object) -> NamedTensor:
     (copy,) = agreement.copies([(path, value)])
     return copy
+
+
+def _is_small(value: Any) -> bool:
+    if tensors.backend_of(value):
+        return bool(value.nbytes <= SMALL_BYTES)
+    return 8 * len(value) <= SMALL_BYTES if tensors.is_number_list(value) else True
 
 
 def _spans(result: object, i: int) -> Iterator[tuple[int, int, int]]:

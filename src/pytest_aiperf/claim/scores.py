@@ -13,23 +13,27 @@ from pytest_aiperf.text import si
 
 from .bound_claim import bind
 from .ladder import Ladder
+from .stopping_rule import StoppingRule
 
 MORE_UNTRACED = 1.5
-"""A call may need so many times the memory without a tracer, and UNTRACED_BYTES: Python's pools of
-small objects are larger than the objects."""
+"""An arm is refused if its calls without a tracer need more than this many times the traced memory,
+plus UNTRACED_BYTES. The factor allows for Python's pools of small objects, which are larger than
+the objects."""
 
 
 class ScoreSampler:
-    """Samples one figure per arm and replicate: a call's score or its peak bytes."""
+    """Samples figures of each arm in each replicate: a call's score or its peak bytes."""
 
-    def __init__(self, ladder: Ladder, metric: Metric) -> None:
+    def __init__(self, ladder: Ladder, metric: Metric, rule: StoppingRule) -> None:
         self.ladder = ladder
         self.bound = ladder.bound
         self.metric = metric
+        # peaks of memory hardly vary
+        self._rounds = rule.scores_per_replicate if metric is Metric.SCORE else 1
         self.score: Score | None = None  #: The first score: all have its unit and direction.
 
     drawing_s = 0.0
-    builds_quickly = False  # such calls are whole services, and training steps
+    builds_quickly = False  # calls that return scores are whole services or training steps
 
     # These do nothing: inputs built in advance would take memory that the arms need, clocks
     # do not affect a score, and each replicate has new inputs.
@@ -42,9 +46,9 @@ class ScoreSampler:
     def finish(self) -> None: ...
 
     def compare_lone_calls(self, replicates: Sequence[Replicate]) -> None:
-        """Refuse arms that needed more memory in each checked call than where it was measured.
+        """Refuse arms that needed more memory in each checked call than in the measured calls.
 
-        There, the tracer runs, and an arm could notice it.
+        The tracer runs only in measured calls, and an arm could notice it.
         """
         for rung in self.ladder.rungs if self.metric is Metric.MEMORY else ():
             name = rung.arms["optimized"]
@@ -58,9 +62,13 @@ class ScoreSampler:
                 )
 
     def unchecked(self) -> Iterable[str]:
-        return self.ladder.not_compared(self.metric)
+        return ()
 
     def replicate(self, seed: int) -> Replicate:
+        rounds = tuple(self._round(seed + i) for i in range(self._rounds))
+        return Replicate(seed=seed, rounds=rounds)
+
+    def _round(self, seed: int) -> Round:
         """Score each arm on its own inputs, and queue the outputs for verification."""
         bound = self.bound
         names = self.ladder.arms
@@ -76,15 +84,15 @@ class ScoreSampler:
             self.ladder.verify_later(name, outputs, last_seed, "after measuring", left=left)
             figures[name] = (float(score.value + held),)
         order = "".join(map(self.ladder.letter, names))
-        return Replicate(seed=seed, rounds=(Round(order=order, seconds=figures),))
+        return Round(order=order, seconds=figures)
 
     def _sample(self, name: str, seed: int) -> tuple[Score, list[NamedTensor], list[Contents], int]:
-        """Return the score of an arm's call, copies of its outputs and the seed of its inputs.
+        """Call an arm; return its score, copies of its outputs, other contents and the seed.
 
-        Beside the outputs, what the call left in arguments that hold no arrays.
+        The other contents are those that the call left in arguments that hold no arrays.
         """
         bound = self.bound
-        # a call before the one whose memory is measured makes handles and workspaces
+        # the first call allocates handles and workspaces; the second call's memory is measured
         count = 2 if self.metric is Metric.MEMORY else 1
         inputs = [bound.make_inputs(seed + i) for i in range(count)]
         score, returned = self._call(*[bind(self.ladder.prepare(name, i), i.args) for i in inputs])

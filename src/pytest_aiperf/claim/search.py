@@ -14,44 +14,53 @@ from pytest_aiperf.text import si
 from . import arm_errors
 from .bound_claim import BoundClaim, bind
 
-SEARCHED_SEEDS, SEARCHING_S, FEWEST_SEEDS = 200, 0.5, 8
-"""Inputs on which an arm is slow are searched for among so many seeds, for so many seconds at
-most. A case that 2 of 100 inputs have is found by 98 of 100 searches. Fewer seeds than the last
-figure do not tell which time is usual."""
-SLOW_TIMES, SLOW_S, VERIFIED_SEEDS = 3.0, 50e-6, 3
-"""An arm counts as slow on inputs if it takes so many times as long as on most, and so many seconds
-more. Where it is the baseline, the results for so many of these inputs are verified; it does no
-harm if other work on the machine took the time."""
+SEARCHED_SEEDS = 200
+"""Most inputs among which to search for those on which an arm is slow. A case that 2 of 100 inputs
+have is found by 98 of 100 searches."""
+SEARCHING_S = 0.5
+"""Time limit of a search."""
+FEWEST_SEEDS = 8
+"""Fewest inputs of a search: fewer do not show which time is usual."""
+SLOW_TIMES = 3.0
+"""An arm is slow on inputs if its call takes more than this many times its median, plus SLOW_S."""
+SLOW_S = 50e-6
+"""Constant part of that limit."""
+VERIFIED_SEEDS = 3
+"""Number of inputs on which a slow baseline's results are verified, the slowest first. If other
+work on the machine caused the delay, the verification does no harm."""
 WORSE_IN_ALL = 1.5
-"""The ratio of sums over all searched inputs may be worse than that of typical calls by this
-factor: rare cases that change it by less are common, and no reader of a ratio expects less."""
+"""The speedup over the sum of all searched inputs may be worse by this factor than that of typical
+calls. Rare cases often change it by less, and no reader of a ratio expects it to be more exact."""
 WORSE_COLLECTED = 1.4
-"""The ratio may be worse by this factor while garbage is collected, as a baseline's time may be."""
+"""The speedup with garbage collection on may be worse by this factor. The same factor applies to a
+baseline's time (SLOWED_BASELINE in sampler.py)."""
 JUDGED = ("baseline", "optimized")
+"""Arms whose speedup is judged."""
 validity.watched(now, __name__, "now")  # this module has a reference of its own to the function
 
 
 class Search:
-    """Calls of a claim's two arms on inputs that none has met, while garbage is collected.
+    """Times calls of a claim's two arms on inputs that no call has met, with garbage collection on.
 
-    The seconds of each call are without those of collections, which fall on calls at random: they
-    are counted apart.
+    Collections fall on calls at random. Their seconds are therefore subtracted from those of the
+    call and counted separately.
     """
 
     def __init__(self, bound: BoundClaim) -> None:
         self.bound = bound
         self.names = [n for n in JUDGED if not isinstance(bound.claim.arms[n], Prepared)]
-        """Arms to search with: to prepare one for so many sets takes too long."""
+        """Arms to search with. Preparing an arm for so many sets would take too long."""
         self.seconds: dict[str, dict[int, float]] = {name: {} for name in JUDGED}  # by seed
         self._collecting_s: dict[str, list[float]] = {name: [] for name in JUDGED}
         gc.collect()
-        gc.freeze()  # a collection in a call of an arm must not look at what the harness keeps
+        gc.freeze()  # a collection in an arm's call must not scan the harness's objects
 
     def slow_seeds(self) -> list[int]:
         """Return the seeds of the few inputs on which the baseline is the slowest.
 
-        An arm could be wrong for them alone, and so save most of the baseline's time. Without a
-        seed for which it takes much longer than for most, or enough seeds to tell, return [].
+        An arm could give wrong results on these inputs alone and so save most of the baseline's
+        time. Return [] if the baseline is much slower than usual on none of them, or if too few
+        seeds were tried to tell.
         """
         if "baseline" not in self.names:
             return []
@@ -90,7 +99,7 @@ class Search:
         taken[seed] = min(taken.get(seed, seconds), seconds - collecting_s)
 
     def unchecked(self, judged: float) -> Iterator[str]:
-        """Describe in which way the ratio that is judged does not hold."""
+        """Describe the conditions under which the judged speedup does not hold."""
         yield from self._slow_in_all(judged)
         yield from self._slow_while_collecting()
 
@@ -102,7 +111,7 @@ class Search:
         if self._ratio(sum) >= least:
             return
         for seed in self._slow("optimized"):
-            self._call("optimized", seed)  # the least of both counts: other work may have taken it
+            self._call("optimized", seed)  # keeps the shorter time: other work may have disturbed
         in_all, slow = self._ratio(sum), self._slow("optimized")
         if slow and in_all < least:
             sets = len(self.seconds["optimized"])
@@ -137,7 +146,7 @@ class Search:
 def _collections() -> Iterator[list[float]]:
     """Yield a list to which the seconds of each automatic garbage collection are added.
 
-    Those that an arm starts itself are part of its timed calls as well.
+    Collections that an arm starts itself are left out: its timed calls include them as well.
     """
     begun: list[int] = []
     spent: list[float] = []

@@ -2,24 +2,31 @@
 
 import contextlib
 import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from pytest_aiperf.correctness import files
 from pytest_aiperf.correctness.references import Kept, Place, References, State, replaced_functions
+from pytest_aiperf.correctness.tensors import Args
 from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
-MORE = 2  #: An arm that writes less than the baseline by this factor does not do what it does.
-MAX_NAMES = 4  #: Names in one sentence.
-WRITTEN_BYTES = 1 << 20  #: Bytes in files that are no memory worth counting.
+MORE = 2
+"""An arm is reported if the baseline always writes more than this many times as many bytes: then
+the arm does not do all that the baseline does."""
+MAX_NAMES = 4  #: Most names in one message.
+WRITTEN_BYTES = 1 << 20
+"""Bytes that an arm may write to files beyond what the baseline writes. If it writes more, the
+files may hold memory that is not counted."""
 
 
 class SideEffects:
     """What the calls of a claim's arms changed and wrote.
 
-    Where both an arm and the baseline change a value, such as a cache, nothing is told: whatever
-    is found there, the baseline may have put there itself.
+    A value that the baseline changes as well, such as a cache, is not reported: the baseline may
+    have stored the present content itself.
     """
 
     def __init__(
@@ -29,7 +36,7 @@ class SideEffects:
         reference: Callable[..., object],
     ) -> None:
         self.references = {name: References(arm) for name, arm in arms.items()}
-        self._users = {  # what no other arm may change, and what that would do
+        self._users = {  # by user of values that no arm may change: the consequence, its values
             "the baseline": (
                 "whether another arm slows the baseline down",
                 self.references["baseline"],
@@ -41,9 +48,11 @@ class SideEffects:
         self._changed: dict[str, set[Place]] = defaultdict(set)
         self._to_disk: dict[str, list[int]] = defaultdict(list)  # bytes of each checked call
         self._written: dict[str, list[int]] = defaultdict(list)
+        self._files: dict[str, list[files.Changes]] = defaultdict(list)
+        self._open_files: dict[str, list[files.Changes]] = defaultdict(list)
         self._starts: dict[str, list[bool]] = defaultdict(list)  # whether a call starts processes
         self._others: dict[str, validity.OtherProcesses] = defaultdict(validity.OtherProcesses)
-        self._kept: Kept = ()  # what the arm referred to ahead of its checked call
+        self._kept: Kept = ()  # objects that the arm referred to before its checked call
         self._borrowing: set[str] = set()  # arms whose results lie in memory of the module
 
     def begin(self, _name: str = "") -> None:
@@ -63,26 +72,38 @@ class SideEffects:
         return states
 
     @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def of(self, name: str, args: Args) -> Iterator[None]:
         """Observe one checked call of an arm."""
+        files_before = files.read(args)
+        if files.are_new(files_before | files.opened(files_before)):
+            time.sleep(files.CLOCK_S)  # else files that inputs() wrote have the call's time stamp
+        opened_before = files.opened(files_before)
         self._kept = self.references[name].kept()
         written, pages = _written_bytes(), _pages_of_children()
         self.begin()
-        with self._others[name]:
+        # not in a first call, which may start compilers
+        with self._others[name] if self._starts[name] else contextlib.nullcontext():
             yield
         self.end(name)
         to_disk, in_all = _written_bytes()
         self._to_disk[name].append(to_disk - written[0])
         self._written[name].append(in_all - written[1])
         self._starts[name].append(_pages_of_children() != pages)
+        files_after = files_before and files.read(args)
+        self._files[name].append(files.changes(files_before, files_after))
+        opened = files.changes(opened_before, files.opened(files_before))
+        self._open_files[name].append(opened)
 
     def returns(self, name: str, returned: object) -> None:
-        """Note whether a result is, in part, what the code of its arm refers to."""
+        """Note an arm whose result is, in part, an object that its code refers to."""
         if self.references[name].holds(returned, self._kept):
             self._borrowing.add(name)
 
-    def unchecked(self, *, of_memory: bool) -> Iterator[str]:
-        """Describe effects that make the arms differ, or memory that is not counted."""
+    def unchecked(self, label: Callable[[str], str], *, of_memory: bool) -> Iterator[str]:
+        """Describe effects that make the arms differ, or memory that is not counted.
+
+        ``label`` names a place in the arguments.
+        """
         yield from self._changed_for_others()
         for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
             yield (
@@ -94,11 +115,42 @@ class SideEffects:
         for name, counts in sorted(self._to_disk.items()):
             if least > MORE * max(counts):
                 yield (
-                    f"what calls write to files: baseline writes {si(least, 'B')}, {name} "
+                    f"what calls write to files: baseline writes {si(least, 'B')} to disk, {name} "
                     f"{si(max(counts), 'B')}"
                 )
+        yield from self._left_in_files(label)
+        yield from self._written_to_open_files()
         if of_memory:
             yield from self._uncounted_memory()
+
+    def _left_in_files(self, label: Callable[[str], str]) -> Iterator[str]:
+        """Describe what only the baseline leaves in files that are arguments."""
+        baseline = self._files["baseline"]
+        least = min((call.nbytes for call in baseline), default=0)
+        for name, calls in sorted(self._files.items() if baseline else ()):
+            most = max(call.nbytes for call in calls)
+            if missing := files.missing(calls, baseline):
+                shown = ", ".join(
+                    f"{kind} at {label(place)}" for place, kind in missing[:MAX_NAMES]
+                )
+                yield f"what calls leave in files: baseline leaves {shown}, and {name} does not"
+            elif least > MORE * most:
+                yield (
+                    f"what calls leave in files: baseline's are of {si(least, 'B')}, {name}'s of "
+                    f"{si(most, 'B')}"
+                )
+
+    def _written_to_open_files(self) -> Iterator[str]:
+        """Describe open files that the baseline writes to while an arm writes to no open file.
+
+        Files that are arguments are left out. An arm may write its data to another file.
+        """
+        baseline = self._open_files["baseline"]
+        for name, calls in sorted(self._open_files.items() if baseline else ()):
+            missing, others = files.missing(calls, baseline), files.missing(baseline, calls)
+            if missing and not others:
+                paths = ", ".join(path for path, _ in missing[:MAX_NAMES])
+                yield f"what calls write to files: baseline writes to {paths}, {name} to no file"
 
     def _changed_for_others(self) -> Iterator[str]:
         """Describe what arms change in what the baseline, inputs() or the reference uses."""
@@ -119,7 +171,7 @@ class SideEffects:
                     "which may be in memory"
                 )
         for name, starts in sorted(self._starts.items()):
-            # a first call may start compilers; nothing is judged by the library's memory
+            # the library's memory is not judged
             if name != "library" and (all(starts) or self._others[name].do_work()):
                 yield f"memory of child processes that {name} starts"
 

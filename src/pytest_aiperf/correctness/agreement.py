@@ -19,8 +19,10 @@ import contextlib
 import itertools
 import math
 import random
+import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,9 +55,11 @@ Make = Callable[[], Inputs]  #: Builds the same inputs anew each time.
 Outputs = Sequence[NamedTensor]
 Element = tuple[tuple[int, ...], Any, Any]  #: Index, value in a result, value in the reference.
 _NOWHERE: Element = ((), 0.0, 0.0)
+_INDEX = re.compile(r"\[\d+\]")
 
 MAX_ERROR_RATIO = 4
-"""An arm's error may be this many times the baseline's: another summation order adds less."""
+"""An arm's error may be up to this many times the baseline's, or as large as its budget. The worst
+error of a sum in another order is seldom larger than either."""
 ERROR_BUDGETS: Mapping[PrecisionName, float] = {
     "fp64": 512 * 2.0**-52,
     "fp32": 64 * 2.0**-23,
@@ -68,13 +72,15 @@ ERROR_BUDGETS: Mapping[PrecisionName, float] = {
 }
 """Relative error of an element that is always allowed: a few units in the last place.
 
-Of fp64 they are more, because the reference is no more precise: both errors add up.
+The budget of fp64 has more of them: the reference is no more precise, and both errors add up.
 
-In formats of 8 and 4 bits the baseline is often more precise and sets no limit. Theirs is therefore
-at least 5.5 times the RMS budget: the largest of 10 million normally distributed errors."""
+In formats of 8 and 4 bits, the baseline is often more precise and then sets no limit. Their budgets
+are therefore at least 5.5 times the RMS budget: the largest of 10 million normally distributed
+errors."""
 MAX_RMS_RATIO = 2
-"""An arm's RMS error may be this many times the baseline's. Of a baseline at its limit, twice the
-error is still less than a result scaled by 0.75 has in fp8, and one scaled by 0.5 in nvfp4."""
+"""An arm's RMS error may be up to this many times the baseline's. Even if the baseline's error is
+as large as allowed, this is less than the error of a result scaled by 0.75 in fp8, or by 0.5 in
+nvfp4."""
 RMS_BUDGETS: Mapping[PrecisionName, float] = {
     "fp64": 512 * 2.0**-52,
     "fp32": 64 * 2.0**-23,
@@ -93,48 +99,62 @@ in succession cost 5 to 6 % in fp8, as gradients do. In bf16 a product costs 0.2
 room for a dozen of them; fp16 has an eighth of bf16's error. Tensor cores truncate tf32 operands
 that the kernel has not rounded, which shrinks all results by about 0.07 %. In fp32 and fp64 the
 errors of long sums are alike in all elements: the limit is that of one element."""
-COARSE_RATIO, COARSE_SHARE, COARSE_LEAST = 4, 1 / 8, 2e-13
-"""An arm is reported as not checked if its RMS error is more than so many times the baseline's, and
-more than this share of what is always allowed, although the claim declares no lower precision. It
-may leave out a part of the work that is small beside the rest. On an H200, another order of
-summation had at most 9 times the baseline's error, and a nineteenth of what is allowed. An error
-below the third figure is never reported: in fp64, the reference has such errors itself."""
+COARSE_RATIO = 4
+"""An arm is reported as not checked if its RMS error is more than this many times the baseline's,
+and above COARSE_SHARE and COARSE_LEAST, although the claim declares no lower precision: the arm may
+leave out a small part of the work. On an H200, summing in another order had at most 9 times the
+baseline's error."""
+COARSE_SHARE = 1 / 8
+"""An error is reported only if it is more than this fraction of what is always allowed. On an H200,
+summing in another order had at most a nineteenth of what is allowed."""
+COARSE_LEAST = 2e-13
+"""An error up to this is never reported: in fp64, the reference has such errors itself."""
 MAX_SINGLE_CHECKS = 4
-"""Tensors of one argument that are checked one by one for being written only, where what one holds
-makes others wrong. More count as read: a training step changes each of hundreds of parameters, and
-each check is a call."""
+"""Most tensors of an argument that are poisoned one by one, if poisoning all of them makes some
+outputs wrong, to find those that a call only writes. If there are more, they count as read: each
+check is a call, and a training step changes each of hundreds of parameters."""
 FINITE = 256.0
-"""What is written into arrays that a call clears by arithmetic: NaN would stay there. Formats of 8
-bits can hold it as well."""
+"""Value that poisons arrays which a call clears by arithmetic: NaN would stay NaN. Formats of 8
+bits can hold this value as well."""
 MAX_BASELINE_BUDGETS = 64  #: The baseline's error may be this many times its budget.
 MAX_BASELINE_ERROR = 0.1
 """Limit of the baseline's error, unless its budget is larger; a result of zeros has error 0.5."""
 MAX_CONSTANT_SHARE = 0.5
-"""Share of an output's elements that may be the same for all seeds, in a random sample."""
-MIN_CONSTANT = 8  #: Elements of the sample that are the same for all seeds; fewer are accepted.
+"""Largest fraction of an output's elements, in a random sample, that may not depend on the seed."""
+MIN_CONSTANT = 8
+"""Fewest sampled elements independent of the seed for which a claim is refused."""
 MAX_CONSTANT_CHANGE = 2.0**-6
-"""Relative change at which an element counts as the same, unless its tolerance is smaller: in the
-tolerance of fp8, a third of random elements would be the same by chance."""
-SAMPLE = 4096  #: Elements of a large array that :func:`_scale` reads: 50 of them are the upper 1 %.
+"""An element that changes by at most this relative amount counts as independent of the seed, unless
+its tolerance is smaller. With the tolerance of fp8, a third of random elements would count by
+chance."""
+SAMPLE = 4096  #: Number of elements of a large array that :func:`_scale` reads.
 NEGLIGIBLE = 1e-12
-"""Values this small, and this many times smaller than the RMS, have no scale of their own: those of
-exponentials of large arguments are inexact, and underflow."""
-KEPT_TIMES, KEPT_BYTES = 2, 1 << 20
-"""The memory that results keep alive is named where it is more than so many times that of their
-elements and of the baseline's, and so many bytes more. Padding may double a result."""
-NAMED_PATHS = 8  #: Outputs that a message names; a dict may have thousands.
+"""Smallest scale of an output, and its smallest fraction of the RMS. Smaller values, such as
+exponentials of large arguments, are inexact and underflow."""
+KEPT_TIMES = 2
+"""The memory that results keep alive is reported if it is more than this many times that of their
+elements and of the baseline's, plus KEPT_BYTES. Padding may double a result."""
+KEPT_BYTES = 1 << 20
+"""Constant part of that limit."""
+NAMED_PATHS = 8  #: Most outputs that a message lists; a dict may have thousands.
 SAME_INPUTS = "all arms must get the same inputs"  #: Why inputs of one seed may not differ.
+SEEDING = (
+    "np.random.rand and torch.randn are seeded; a generator of your own takes its seed from bench: "
+    "np.random.default_rng(bench.seed)"
+)
+"""How inputs are drawn so that they depend on the seed, and on nothing else."""
 UNSEEDED = (
-    f"{SAME_INPUTS}: draw them with bench.seed; the baseline must write all of a destination from "
-    "np.empty or torch.empty, and for scratch memory that it does not write, use np.zeros or "
-    "torch.zeros"
+    f"{SAME_INPUTS}. {SEEDING}. The baseline must write all of a destination from np.empty or "
+    "torch.empty; for scratch memory that it does not write, use np.zeros or torch.zeros"
 )
 """What to do if inputs of one seed have different values."""
-FEW = 64  #: Values of fewer elements are allowed to differ more in size.
+FEW = 64
+"""With fewer elements than this, SMALLER_HALF is raised: half of them may be small by chance."""
 SMALLER_HALF = 8
-"""The RMS of a result counts as no more than this many times that of the smaller half of its
-values. It is 2.6 times as much for normally distributed values, and 6 times for products of two of
-them or after a GELU; one large element among many small ones makes it any number of times."""
+"""The scale of a result is at most this many times the RMS of the smaller half of its values. The
+RMS of all values is 2.6 times as large for normally distributed values, and 6 times for products of
+two of them or after a GELU. One large element among many small ones makes it any number of times
+as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +172,14 @@ class ArgumentEffects:
     exact: tuple[int, ...] = ()
     """Positions of arguments in which the baseline changes bytes, texts, sets or queues."""
     objects: tuple[int, ...] = ()
-    """Positions of arguments in which it changes attributes of objects."""
+    """Positions of arguments in which the baseline changes attributes of objects."""
     drawn: tuple[int, ...] = ()
     """Positions of arguments in which attributes of objects differ between seeds."""
     cleared: tuple[str, ...] = ()
-    """Paths in ``write_only`` that it clears by arithmetic, as in ``out *= 0``."""
+    """Paths in ``write_only`` that the baseline clears by arithmetic, as in ``out *= 0``."""
+    overwritten: tuple[str, ...] = ()
+    """Paths of lists of floats, of buffers, and of arrays of texts, dates, objects or records that
+    the baseline changes and whose values it never reads."""
 
     @property
     def changed(self) -> tuple[int, ...]:
@@ -164,8 +187,13 @@ class ArgumentEffects:
         return tuple(sorted({*self.exact, *(_split(path)[0] for path in self.mutated)}))
 
     @property
+    def left(self) -> tuple[int, ...]:
+        """Positions of arguments whose contents after a call are compared by fingerprints."""
+        return tuple(sorted({*self.exact, *self.objects}))
+
+    @property
     def changed_inside(self) -> tuple[int, ...]:
-        """Those of arguments in which there may be objects, unlike in an array or a number list."""
+        """Positions of changed arguments that may hold objects: no arrays and no number lists."""
         return tuple(i for i in self.changed if f"args[{i}]" not in self.mutated)
 
     @property
@@ -173,15 +201,25 @@ class ArgumentEffects:
         """Whether a call reads an argument that it changes: a second call has another result."""
         return bool(self.exact or set(self.mutated) - set(self.write_only))
 
-    def tables(self, args: Args) -> dict[str, dict[str, list[Any]]]:
-        """Return the keys and values, by path, of the long dicts of numbers that calls change."""
-        found = {f"args[{i}]": tensors.table(args[i]) for i in self.changed}
-        return {path: columns for path, columns in found.items() if columns}
+    def tables(self, args: Args) -> dict[str, dict[str, Sequence[Any]]]:
+        """Return the columns that calls change in many rows or long dicts of numbers, by path.
+
+        Both keys and values of a dict count as changed as soon as one of them is.
+        """
+        by_path: dict[str, dict[str, Sequence[Any]]] = {}
+        for path, columns in tensors.tables(args) if self.mutated else ():
+            changed = {_column(p, path) for p in self.mutated if p.startswith(f"{path}[")}
+            if changed and changed.isdisjoint(columns):  # it is a dict
+                changed = {*columns}
+            if kept := {suffix: x for suffix, x in columns.items() if suffix in changed}:
+                by_path[path] = kept
+        return by_path
 
     def poison(self, args: Args) -> None:
-        """Fill the arrays whose values must not matter with wrong ones."""
+        """Fill the arrays that calls must not read with wrong values."""
         tensors.poison(args, set(self.write_only) - set(self.cleared))
         tensors.poison(args, self.cleared, FINITE)
+        tensors.poison(args, self.overwritten)
 
     def label(self, path: str) -> str:
         """Return a tensor's path with the parameter's name in place of ``args[i]``."""
@@ -189,17 +227,17 @@ class ArgumentEffects:
         return self.names[position] + rest if position < len(self.names) else path
 
     def not_compared(self, changed: Sequence[str], args: Args) -> list[str]:
-        """Return the changed paths where neither :func:`outputs_of` nor contents compare values.
+        """Return the changed paths whose values neither :func:`outputs_of` nor contents compare.
 
-        They are those of arrays and numbers, and those in arguments that ``exact`` lacks; of a long
-        dict of numbers, :func:`outputs_of` compares all.
+        These are the paths of arrays and numbers, and paths in arguments that ``exact`` lacks. The
+        columns and long dicts in :attr:`tables` are left out: :func:`outputs_of` compares them.
         """
         leaves = tensors.leaves(args) if changed else {}
-        tables = {*self.tables(args)} if changed else set()
+        tables = self.tables(args) if changed else {}
         return [
             path
             for path in changed
-            if f"args[{_split(path)[0]}]" not in tables
+            if not any(_is_in(path, table, columns) for table, columns in tables.items())
             if tensors.is_compared(leaves.get(path)) or _split(path)[0] not in self.exact
         ]
 
@@ -208,6 +246,17 @@ def _split(path: str) -> tuple[int, str]:
     """Return the position of an argument, and the path within it."""
     position, _, rest = path.removeprefix("args[").partition("]")
     return int(position), rest
+
+
+def _column(path: str, table: str) -> str:
+    """Return the suffix of the column in which a leaf of a table of rows is."""
+    return tensors.ROWS + path.removeprefix(table).partition("]")[2]
+
+
+def _is_in(path: str, table: str, columns: Collection[str]) -> bool:
+    """Whether a leaf is in one of these columns of a table, or in a dict."""
+    is_dict = not next(iter(columns)).startswith(tensors.ROWS)
+    return path.startswith(f"{table}[") and (is_dict or _column(path, table) in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +294,7 @@ def larger(known: Deviation, new: Deviation) -> Deviation:
 
 
 def beyond(deviations: Sequence[Deviation], rounding: Sequence[Deviation]) -> list[Deviation]:
-    """Return deviations without the errors that ``rounding`` explains, which count as 0."""
+    """Return the deviations, with 0 in place of errors that ``rounding`` explains."""
     if len(deviations) != len(rounding):
         return list(deviations)
     return [
@@ -282,12 +331,13 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     values = {p for p, x in leaves.items() if p in arrays or tensors.is_number_list(x)}
     unseeded = [p for p in tensors.changed(before, inputs.args) if p in values]
     candidates = {p for p, a in arrays.items() if p in unseeded or _may_poison(a)}
+    others = [p for p, x in leaves.items() if tensors.can_be_filled(x)]
     del before, arrays, leaves
     held = [contents.read(arg) for arg in inputs.args]
-    returned, mutated, _ = _run(prepare, inputs, ArgumentEffects(), lambda _: None)
+    returned, mutated, originals = _run(prepare, inputs, ArgumentEffects(), lambda _: None)
     pairs = list(zip(held, map(contents.read, inputs.args), strict=True))
     effects = ArgumentEffects(
-        mutated,
+        _with_kin(mutated, inputs.args),
         exact=tuple(i for i, (old, new) in enumerate(pairs) if _differ(old, new)),
         objects=tuple(i for i, (old, new) in enumerate(pairs) if old.objects != new.objects),
     )
@@ -298,11 +348,13 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
         nbytes=tensors.nbytes((inputs.args, [x for _, x in result])),
     )
     expected = expect([x for _, x in copies(result)], exact=True)
-    del returned, inputs, result
+    left = contents_of(inputs.args, effects)
+    del returned, inputs, result, originals
     if not expected:
         raise UsageError(
             "the baseline returns nothing and changes none of its arguments' arrays and numbers "
-            "(structured arrays are not compared): return a result as well"
+            "(no reference tells what queues, sets and structured arrays must hold): return what "
+            "it leaves there as well, as numbers or arrays"
         )
 
     def wrong_with(paths: Sequence[str], value: float) -> set[str]:
@@ -311,22 +363,33 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
             inputs = _make_filled(make)
             poison = partial(tensors.poison, paths=paths, value=value)
             returned, _, _ = _run(prepare, inputs, effects, poison)
+            now = contents_of(inputs.args, effects) if candidates.isdisjoint(paths) else left
+            if any(map(_differ, now, left)):
+                return set(paths)
             result = outputs_of(returned, inputs.args, effects)
             return {*_wrong(compare(result, expected), expected)}
         except Exception:  # noqa: BLE001  an arm may raise anything for a poisoned input
             return set(paths)
 
-    poisonable = [p for p in mutated if p in candidates]
     write_only: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
-    for _, group in itertools.groupby(poisonable, key=lambda p: p.partition("]")[0]):
-        paths = tuple(group)
-        overwritten = _not_read(paths, (math.nan,), wrong_with)
-        others = tuple(p for p in paths if p not in overwritten)
-        write_only += overwritten
-        cleared += _not_read(others, (FINITE, -FINITE), wrong_with)
+    for paths in _by_argument(p for p in mutated if p in candidates):
+        not_read = _not_read(paths, (math.nan,), wrong_with)
+        rest = tuple(p for p in paths if p not in not_read)
+        write_only += not_read
+        cleared += _not_read(rest, (FINITE, -FINITE), wrong_with)
     write_only += cleared
-    effects = replace(effects, write_only=write_only, cleared=cleared, names=tuple(names))
+    overwritten: tuple[str, ...] = ()
+    changed = {p for p in others if p in mutated or _split(p)[0] in effects.exact}
+    for paths in _by_argument(p for p in others if p in changed):
+        overwritten += _not_read(paths, (math.nan,), wrong_with)
+    effects = replace(
+        effects,
+        write_only=write_only,
+        cleared=cleared,
+        overwritten=overwritten,
+        names=tuple(names),
+    )
     unseeded_names = [effects.label(p) for p in unseeded if p not in write_only]
     if unseeded_names:
         raise UsageError(
@@ -336,14 +399,38 @@ def infer_effects(prepare: Prepare, make: Make, names: Sequence[str] = ()) -> Ar
     return effects
 
 
+def _with_kin(mutated: Sequence[str], args: Args) -> tuple[str, ...]:
+    """Add the other numbers of lists in which a call changes more than half of the numbers.
+
+    When rows are sorted, most of them move for any seed, but a row may happen to be in its place.
+    """
+    leaves = tensors.leaves(args) if mutated else {}
+    kin: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for path, leaf in leaves.items():
+        if tensors.is_compared(leaf) and not (backend_of(leaf) or tensors.is_number_list(leaf)):
+            position, rest = _split(path)
+            kin[position, _INDEX.sub("[]", rest)].append(path)
+    changed = {*mutated}
+    added = {p for ps in kin.values() if 2 * len(changed.intersection(ps)) > len(ps) for p in ps}
+    missing = (path for path in mutated if path not in leaves)
+    return (*(path for path in leaves if path in changed | added), *missing)
+
+
+def _by_argument(paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Group the paths of leaves by the argument in which they are."""
+    for _, group in itertools.groupby(paths, key=lambda path: _split(path)[0]):
+        yield tuple(group)
+
+
 def _not_read(
     paths: tuple[str, ...],
     values: Sequence[float],
     wrong_with: Callable[[Sequence[str], float], set[str]],
 ) -> tuple[str, ...]:
-    """Return those of an argument's arrays that may be filled with any of the values.
+    """Return the arrays of an argument that a call does not read.
 
-    ``wrong_with`` tells which outputs are wrong if arrays are filled with one of them.
+    The call's outputs stay right if these arrays are filled with any of ``values``. ``wrong_with``
+    returns the outputs that are wrong if some arrays are filled with one value.
     """
 
     def affected(some: Sequence[str]) -> set[str]:
@@ -356,7 +443,7 @@ def _not_read(
     wrong = affected(paths)
     if not wrong:
         return paths
-    # what is right although all of them are filled depends on none
+    # an output that is right although all arrays are filled depends on none of them
     right = tuple(p for p in paths if p not in wrong)
     if 0 < len(right) < len(paths) and not affected(right):
         return right
@@ -413,16 +500,16 @@ def _run(
 def outputs_of(returned: object, args: Args, effects: ArgumentEffects) -> list[NamedTensor]:
     """Return a call's result; an argument that is both changed and returned counts once.
 
-    It counts twice in an arm that otherwise returns fewer values than the baseline: the baseline
-    then returns the same values in an array of its own.
+    It counts twice if the arm would otherwise return fewer values than the baseline: the baseline
+    then returns the same values in a separate array.
     """
     leaves = tensors.leaves(args) if effects.mutated else {}
-    tables = effects.tables(args)  # two leaves each, as in a result
+    tables = effects.tables(args)  # a leaf per column, as in a result
     in_tables = tuple(f"{path}[" for path in tables)
     mutated = [
         (p, leaves[p]) for p in effects.mutated if p in leaves and not p.startswith(in_tables)
     ]
-    mutated += [(f"{p}, {kind}", column) for p, t in tables.items() for kind, column in t.items()]
+    mutated += [(p + suffix, column) for p, t in tables.items() for suffix, column in t.items()]
     views = {tensors.view(x) for _, x in mutated if backend_of(x)}
     outputs = tensors.walk(returned, "result", is_result=True)
     distinct = [
@@ -471,11 +558,11 @@ def collect(
 ) -> "Results":
     """Call arms and the reference on one seed, and compare their results.
 
-    Optimized arms run first, those of later rungs before those of earlier ones, and the reference
-    last, each on new inputs: an arm cannot find a correct result in freed memory. Until then, what
-    the arms return is kept. A prepared arm prepares before its arguments are poisoned. If
-    ``effects.nbytes`` exceeds ``kept_bytes``, nothing is kept: the reference runs first, and each
-    result is compared and freed before the next arm runs.
+    Each function runs on new inputs: optimized arms first, later rungs before earlier ones, and the
+    reference last. All results are kept until then, so that an arm cannot find a correct result in
+    freed memory. A prepared arm prepares before its arguments are poisoned. If ``effects.nbytes``
+    exceeds ``kept_bytes``, nothing is kept: the reference runs first, and each result is compared
+    and freed before the next arm runs.
     """
 
     def expected_outputs() -> list[Expected]:
@@ -491,7 +578,7 @@ def collect(
     beside: dict[str, str] = {}
     in_use: list[object] = []
     changes: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
-    for arm in sorted(arms, key=_turn, reverse=True):
+    for arm in sorted(arms, key=_reverse_order, reverse=True):
         inputs = make()
         returned, changed, originals = _run(arms[arm], inputs, effects, effects.poison)
         changes[arm] = changed, effects.not_compared(changed, inputs.args)
@@ -525,10 +612,11 @@ def collect(
 def _refuse_changes(
     changes: Mapping[str, tuple[Sequence[str], Sequence[str]]], effects: ArgumentEffects
 ) -> None:
-    """Refuse changes of arguments, beside those in ``effects``, that nothing compares.
+    """Refuse changes of arguments, beyond those in ``effects``, that no check compares.
 
-    ``changes`` has the paths that each arm changed, and those of them that are not compared. Texts
-    may be added under other keys for each seed, but only where the baseline adds them, too.
+    ``changes`` has the paths that each arm changed, and those among them that are not compared.
+    Texts may be added under different keys for each seed, but only where the baseline adds them as
+    well.
     """
     baseline = frozenset(changes["baseline"][0] if "baseline" in changes else ())
     for arm, (changed, not_compared) in changes.items():
@@ -546,8 +634,8 @@ def _refuse_changes(
             )
 
 
-def _turn(arm: str) -> tuple[bool, bool, int]:
-    """Return when an arm of a claim or of a ladder runs: baseline, library, optimized, and back."""
+def _reverse_order(arm: str) -> tuple[bool, bool, int]:
+    """Return the key that sorts arms: baselines, libraries, optimized arms, each by their rung."""
     role, _, number = arm.partition("-")
     return role == "optimized", role == "library", int(number or 0)
 
@@ -561,7 +649,7 @@ class Results:
     deviations: Mapping[str, list[Deviation]]
     forms: "Mapping[str, _Form]"
     left: Mapping[str, Sequence[Contents]]
-    beside: Mapping[str, str]  #: Fingerprints of what results hold beside arrays and numbers.
+    beside: Mapping[str, str]  #: Fingerprints of result contents other than arrays and numbers.
     outputs: Mapping[str, Outputs]  #: Copies; empty if they are too large to keep.
 
     def judge(
@@ -590,7 +678,7 @@ class Results:
         if shortcuts and self.outputs:
             arrays = tensors.arrays(make().args) if shortcuts.stale else {}
             named = {effects.label(p): a for p, a in arrays.items() if p not in effects.write_only}
-            # where nothing is read, to fill the destinations is the work
+            # if a call reads no input, filling its destinations is its work
             if named or effects.returned or not shortcuts.stale:
                 updates = {effects.label(p) for p in effects.mutated if p not in effects.write_only}
                 rows = deviations["baseline"]
@@ -600,7 +688,7 @@ class Results:
 
 def contents_of(args: Args, effects: ArgumentEffects) -> list[Contents]:
     """Read what a call has left in the arguments in which the baseline leaves something."""
-    return [contents.read(args[i]) for i in effects.exact]
+    return [contents.read(args[i]) for i in effects.left]
 
 
 def _differ(old: Contents, new: Contents) -> bool:
@@ -614,9 +702,18 @@ def compare_contents(
     effects: ArgumentEffects,
     when: str = "",
 ) -> Iterator[str]:
-    """Refuse other contents than the baseline's; yield what could differ by rounding."""
-    for i, mine, other in zip(effects.exact, left, baseline, strict=True):
+    """Refuse contents that differ from the baseline's; yield those that rounding could explain."""
+    for i, mine, other in zip(effects.left, left, baseline, strict=True):
         name = effects.label(f"args[{i}]")
+        if i in effects.objects and mine.is_part:
+            yield f"what calls change in {name}: it refers to objects that are not compared"
+        elif i in effects.objects and mine.objects != other.objects:
+            yield (
+                f"what calls change in {name}: {arm} leaves other objects than the baseline "
+                "(their floats are compared bit by bit)"
+                if arm != "baseline"
+                else f"what calls change in {name}: two calls of the baseline leave other objects"
+            )
         if mine.exact != other.exact:
             if not (mine.has_floats or other.has_floats):
                 raise WrongResult(
@@ -627,13 +724,14 @@ def compare_contents(
         if is_alike and mine.positions != other.positions:
             raise WrongResult(
                 f"{arm} reads {name} to another place than the baseline{when and ' ' + when}, so "
-                "what is read next differs: seek() to the same place, or take as many items"
+                "what is read or written next differs: seek() to the same place, take as many "
+                "items, or flush() what was written"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an arm's outputs are, beside their values."""
+    """Properties of an arm's outputs other than their values."""
 
     deferred: Sequence[bool]  #: Whether some of an output's elements are not in memory of its own.
     graphs: Sequence[bool]  #: Whether autograd has recorded how an output was computed.
@@ -643,8 +741,9 @@ class _Form:
     kept_bytes: int  #: Bytes that returned arrays keep alive, without those of the arguments.
     shared_bytes: int  #: Bytes that returned arrays have in common.
     repeats: int  #: How often returned lists, dicts and dataclasses appear again.
-    handed_back: int  #: How many of them are those of arguments that the baseline does not change.
-    boxed: int  #: How many numbers are objects of numpy, and not Python's own.
+    handed_back: int  #: Number of those taken from arguments that the baseline does not change.
+    boxed: int  #: How many numbers are objects of numpy and not of Python.
+    hooks: int  #: How many hooks the returned modules have.
     odd_truths: int  #: How many outputs have truth values whose bytes are not 0 and 1.
     unaligned: int  #: How many arrays begin within an element, or have such strides.
     is_cut: bool  #: Whether the arguments reach more objects than are looked at.
@@ -681,6 +780,7 @@ def _form(
         tensors.repeated_containers(returned),
         tensors.shared_containers(returned, others),
         sum(tensors.boxed_numbers(x) for _, x in outputs),
+        tensors.hooks(returned),
         sum(tensors.has_odd_truths(x) for _, x in outputs),
         sum(tensors.is_unaligned(x) for _, x in outputs),
         hidden.is_cut,
@@ -689,7 +789,7 @@ def _form(
 
 
 def _kept_bytes(arrays: Sequence[Any], memory: tensors.Memory, hidden: Hidden) -> int:
-    """Return the bytes that arrays keep alive, but for those that a call's arguments do."""
+    """Return the bytes that arrays keep alive, without memory that the arguments keep alive."""
     others = (
         x for x in arrays if not (tensors.overlaps(x, memory.spans) or hidden.has_memory_of(x))
     )
@@ -697,7 +797,7 @@ def _kept_bytes(arrays: Sequence[Any], memory: tensors.Memory, hidden: Hidden) -
 
 
 def _refuse_lazy_copies(arm: str, returned: object) -> None:
-    """Refuse copies that torch makes only when they are written. Reading their address does so."""
+    """Refuse lazy copies: torch makes them when they are written, or when their address is read."""
     for path, value in tensors.walk(returned, "result", is_result=True):
         if tensors.is_lazy_copy(value):
             raise WrongResult(
@@ -711,7 +811,7 @@ def _compare_forms(
     forms: Mapping[str, _Form],
     effects: ArgumentEffects,
 ) -> Iterator[str]:
-    """Refuse outputs that leave work to their reader, unless the baseline's are alike.
+    """Refuse outputs that leave work to their reader, unless the baseline's do so as well.
 
     Yield what could not be compared.
     """
@@ -724,8 +824,8 @@ def _compare_forms(
             if is_view and not view_allowed:
                 raise WrongResult(
                     f"{arm} gives {output.path} as a view of its inputs, of a file or of few "
-                    "elements, but the baseline computes it: whatever reads the view does the "
-                    "work, so time that step in both arms"
+                    "elements, or as a lazy conjugate, but the baseline computes it: whatever "
+                    "reads the view does the work, so time that step in both arms"
                 )
             if needs_graph and not has_graph:
                 raise WrongResult(
@@ -747,9 +847,9 @@ def _compare_forms(
 def _compare_memory(
     arm: str, outputs: Sequence[Deviation], form: _Form, base: _Form
 ) -> Iterator[str]:
-    """Refuse arrays that callers cannot use like the baseline's; yield what they keep alive."""
+    """Refuse arrays that callers cannot use like the baseline's; yield excess memory kept alive."""
     if form.kept_bytes > KEPT_BYTES + KEPT_TIMES * max(form.own_bytes, base.kept_bytes):
-        # not refused: a slab that the arm keeps is alive anyway
+        # not refused: it may be part of a slab that the arm keeps alive anyway
         yield (
             f"memory that results keep alive: {arm}'s keep {si(form.kept_bytes, 'B')}, the "
             f"baseline's {si(base.kept_bytes, 'B')}; return a copy of a small part of an array"
@@ -772,7 +872,7 @@ def _compare_memory(
 
 
 def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
-    """Refuse containers and numbers that are not the baseline's; yield what need not be refused."""
+    """Refuse containers and numbers unlike the baseline's; yield differences that may be honest."""
     if form.repeats > base.repeats:
         raise WrongResult(
             f"{arm} returns lists, dicts or objects that appear {form.repeats:,} times "
@@ -780,7 +880,7 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
             "first"
         )
     if form.handed_back > base.handed_back:
-        # not refused: a baseline that goes through another library copies without need
+        # not refused: the baseline may copy only because it goes through another library
         yield (
             f"copies of the result: {arm} returns lists, dicts or objects of its inputs, "
             "so a caller that changes them changes the inputs as well; the baseline's are new"
@@ -800,6 +900,11 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
             f"{arm} returns arrays whose addresses are no multiples of their elements' size: "
             "whatever reads them copies them first or takes longer, so copy them"
         )
+    if form.hooks != base.hooks:
+        yield (
+            f"attributes of results: {arm}'s modules have {form.hooks} hooks, the baseline's "
+            f"{base.hooks}"
+        )
     if form.is_cut:
         yield (
             f"whether {arm} returns views of memory inside its arguments: they reach more than "
@@ -810,7 +915,7 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
 def _compare_arguments(
     arm: str, state: objects.State, base: objects.State, effects: ArgumentEffects
 ) -> Iterator[str]:
-    """Refuse arguments in which others see a difference; yield where they need not."""
+    """Refuse differences in arguments that other holders notice; yield those that may be honest."""
 
     def named(paths: Iterable[str]) -> str:
         return _some(effects.label(path) for path in sorted(paths))
@@ -823,8 +928,9 @@ def _compare_arguments(
     if state.borrowed > base.borrowed:
         # a returned list may be that of an input, but here new inputs would overwrite both at once
         raise WrongResult(
-            f"{arm} puts lists, dicts or objects of its inputs into an argument, so whatever "
-            "changes one changes the inputs as well, and the baseline's are new: put copies there"
+            f"{arm} puts lists, dicts, arrays or objects of its inputs into an argument, so "
+            "whatever changes one changes the inputs as well, and the baseline's are new: put "
+            "copies there"
         )
     if unwritten := state.stale - base.stale:
         raise WrongResult(
@@ -841,6 +947,12 @@ def _compare_arguments(
         raise WrongResult(
             f"{arm} leaves an array that {how} be written in {named(differ)}, unlike the baseline: "
             "leave flags.writeable as the baseline does"
+        )
+    if differ := state.differentiable ^ base.differentiable:
+        how = "requires" if differ & state.differentiable else "does not require"
+        raise WrongResult(
+            f"{arm} leaves a tensor that {how} grad in {named(differ)}, unlike the baseline: call "
+            "requires_grad_() as the baseline does"
         )
     if moved := state.moved - base.moved:
         raise WrongResult(
@@ -872,15 +984,15 @@ def _coarse(errors: Sequence[Error], precision: PrecisionName | None) -> Iterato
 
 @dataclass(slots=True)
 class Shortcuts:
-    """Refuses a claim that an arm without work would pass.
+    """Refuses a claim that an arm could pass without doing the work.
 
     Zeros and half the result need no check: their relative RMS errors, 1 and 0.5, are never
-    allowed. Neither does an input that equals the result: the claim is about copying it.
+    allowed. An input that equals the result needs no check either: the claim is about copying it.
     """
 
     precision: PrecisionName | None = None
     stale: Outputs = ()  #: The baseline's result on another seed.
-    beside: str = ""  #: Fingerprint of what that result holds beside arrays and numbers.
+    beside: str = ""  #: Fingerprint of that result's contents other than arrays and numbers.
 
     def refuse(
         self,
@@ -896,10 +1008,10 @@ class Shortcuts:
         parts of ``updates``, the arguments that a call reads and changes.
         """
         rows = zip(self.stale, expected, base, strict=False)
-        found = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
+        substitutes = [self._find(old, inputs, want, output) for (_, old), want, output in rows]
         self.stale, stale = result, dict(self.stale)
-        for name, output in zip(found, base, strict=False):
-            if name and (all(found) or not is_exact(output)):
+        for name, output in zip(substitutes, base, strict=False):
+            if name and (all(substitutes) or not is_exact(output)):
                 raise UsageError(
                     f"{name} would pass for {output.path}, so an arm could skip the work: choose "
                     "inputs for which the results differ by more than the tolerance"
@@ -909,22 +1021,23 @@ class Shortcuts:
             values = path.removesuffix(", keys") + ", values"
             has_work = path.endswith(", keys") and not _is_same(stale, dict(result), values)
             table, mark, _ = path.partition(tensors.ROWS)
-            if mark:  # as rows of an index and a value
+            if mark:  # the same for rows of an index and a value
                 columns = [p for p, _ in result if p.startswith(table + mark)]
                 has_work = not all(_is_same(stale, dict(result), p) for p in columns)
             if path in stale and path not in updates and not has_work:
                 self._refuse_constant_part(path, stale[path], array)
 
     def changes_beside(self, fingerprint: str) -> Iterator[str]:
-        """Tell if attributes of a result differ between seeds: nothing compares them."""
+        """Yield a note if attributes of a result differ between seeds: no check compares them."""
         if self.beside not in ("", fingerprint):
             yield "attributes of results, beside their arrays and numbers"
         self.beside = fingerprint
 
     def _refuse_constant_part(self, path: str, old: Any, new: Any) -> None:
-        """Refuse an output of which an arm could keep most elements for later calls.
+        """Refuse an output if an arm could keep most of its elements for later calls.
 
-        A value that several elements have, as zeros of a mask, needs no work and does not count.
+        Values that several elements have, such as the zeros of a mask, need no work and do not
+        count.
         """
         if tuple(old.shape) != tuple(new.shape):
             return
@@ -1023,8 +1136,8 @@ def compare(
 ) -> list[Deviation]:
     """Compare one arm's outputs with the reference's, for :func:`judge`.
 
-    The deviations refer to no array, so that the outputs can be freed. With ``located=False`` they
-    do, because the worst element is found only when it is needed.
+    The deviations refer to no array, so that the outputs can be freed. With ``located=False``, they
+    refer to the outputs, because the worst element is looked up only when it is needed.
     """
     deviations = []
     for i, (path, value) in enumerate(outputs):
@@ -1056,10 +1169,12 @@ def judge(
     """
     base = deviations["baseline"]
     if len(base) != len(expected):
+        numbers = len(base) > 1 and not any(output.shape for output in base)
+        same = f"a list of {len(base)} numbers" if numbers else "as many, in the same order"
         raise UsageError(
             f"the reference returns {_paths(expected)}, but the baseline's result is "
             f"{_paths(base)}: the values that a call returns, followed by the arguments that it "
-            "changes"
+            f"changes; let the reference return {same}"
         )
     arms = sorted(deviations, key=lambda arm: arm != "baseline")
     for arm in arms:
@@ -1087,7 +1202,7 @@ def _wrong(result: Sequence[Deviation], expected: Sequence[Expected]) -> Iterato
 
 
 def _paths(outputs: Sequence[Expected | Deviation]) -> str:
-    return f"({_some(output.path for output in outputs)})"
+    return f"({_some(output.path for output in outputs)})" if outputs else "nothing"
 
 
 def _some(names: Iterable[str]) -> str:
@@ -1131,15 +1246,15 @@ def _judge_output(
             ]
             problem = f"{arm} disagrees with the reference"
         allowed, rms_allowed = limits
+        of_baseline = "" if arm == "baseline" else "baseline's {:.2g}; "
         problem += f"{when and ' ' + when}: {output.path}"
         found = located or output.error > allowed
         index, actual, expected = output.locate() if found else _NOWHERE
         if output.error > allowed:
             shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
             of = f" of |expected| + {want.scale:.2g}" if want.rms and not is_exact(base) else ""
-            why = (
-                f"error {output.error:.2g}{of}; baseline's {base.error:.2g}; allowed {allowed:.2g}"
-            )
+            compared = of_baseline.format(base.error)
+            why = f"error {output.error:.2g}{of}; {compared}allowed {allowed:.2g}"
             if math.isinf(output.error):
                 why = "unwritten or not finite: results must be finite"
             raise WrongResult(
@@ -1147,8 +1262,8 @@ def _judge_output(
             )
         if output.rms > rms_allowed:
             raise WrongResult(
-                f"{problem} has a relative RMS error of {output.rms:.2g} (baseline's "
-                f"{base.rms:.2g}; allowed {rms_allowed:.2g})"
+                f"{problem} has a relative RMS error of {output.rms:.2g} "
+                f"({of_baseline.format(base.rms)}allowed {rms_allowed:.2g})"
             )
         yield Error(
             *(arm, output.path, index, float(actual), float(expected)),
@@ -1160,7 +1275,7 @@ def _numbers(value: Any) -> Any:
     """Return one output as an array of real numbers."""
     if not (array := tensors.as_array(value)):
         kind = type(value).__name__
-        if (type(value).__module__, kind) == ("numpy", "ndarray"):  # no other is asked for it
+        if (type(value).__module__, kind) == ("numpy", "ndarray"):  # runs no code of other classes
             kind += f" of {value.dtype}"
         raise UsageError(
             f"a result of type {kind} cannot be compared: return numbers, or plain, dense arrays "
@@ -1199,10 +1314,10 @@ def _rms(array: Any) -> float:
 
 
 def _scale(array: Any, rms: float) -> float:
-    """Return the RMS of an array's values, or of the smaller half of them times SMALLER_HALF.
+    """Return the RMS of an array or, if less, SMALLER_HALF times the RMS of its smaller half.
 
-    The lesser of the two: a few large elements raise the RMS so far that the errors of all others
-    would not count. Zeros are left out. Of a large array, a random sample is used.
+    A few large elements can raise the RMS so far that the errors of all others would not count.
+    Zeros are left out. Of a large array, a random sample is used.
     """
     import numpy as np
 
@@ -1224,7 +1339,7 @@ def _scale(array: Any, rms: float) -> float:
 
 
 def _worst(got: Any, expected: Expected) -> tuple[float, float, Callable[[], Element]]:
-    """Return the largest error of any element, the RMS error, and what finds the element.
+    """Return the largest error of any element, the RMS error, and a function to find the element.
 
     The error is |got - want| / (|want| + scale). It is 1 where integers differ, and infinite where
     ``got`` is not finite. The RMS error is relative to the RMS of the expected values, if that is

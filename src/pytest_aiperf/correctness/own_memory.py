@@ -1,7 +1,8 @@
-"""Gives inputs memory of their own: nothing then lies behind the view of a larger array.
+"""Moves inputs that are views of a larger array to memory of their own.
 
-Strides, offsets within a page, and memory that several inputs share stay as they are. Mapped files,
-memory that is shared with other processes, and memory of a GPU that is not torch's are left alone.
+The rest of the larger array is then out of reach. Strides, offsets within a page, and memory that
+several inputs share stay as they are. Mapped files, memory that is shared with other processes, and
+memory of a GPU that is not torch's are left alone.
 """
 
 import math
@@ -15,7 +16,7 @@ PAGE = 4096
 
 
 def give(args: Args) -> Args:
-    """Return arguments whose arrays are all that their memory holds; what it hid is zero."""
+    """Return arguments whose memory holds only their arrays; bytes between them become zero."""
     owners: dict[int, list[Any]] = {}
     sizes: dict[int, int] = {}
     for _, array in tensors.walk(args, "args"):
@@ -32,7 +33,7 @@ def give(args: Args) -> Args:
 
 
 def _owner(array: Any) -> tuple[int, int] | None:
-    """Return address and size of the memory that an array is part of, if it is another array's."""
+    """Return address and size of the memory that an array views, if it is another array's."""
     torch = sys.modules.get("torch")
     if torch and isinstance(array, torch.Tensor):
         if array.is_inference() or array.data.is_conj() or array.data.is_neg():

@@ -1,9 +1,9 @@
 """Reads a few elements of a result as soon as the clock has stopped, to see if they change later.
 
-An arm could leave its work to code that runs between the clock and the copy of the result: a
-function of a library that it has replaced, or a hook. So nothing is called here that an arm can
-replace without writing to the harness's memory: types are compared by identity, and methods are
-those of types that cannot be changed.
+An arm could leave its work to code that runs between the clock and the copy of the result, such as
+a hook or a library function that it has replaced. This module therefore calls nothing that an arm
+can replace without writing to the harness's memory: it compares types by identity, and calls only
+methods of types that cannot be changed.
 """
 
 import random
@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-POSITIONS: Final = 8  #: Elements of each value that are read beside the first and the last.
-MAX_DEPTH: Final = 8  #: Containers within one another that are opened.
+POSITIONS: Final = 8  #: Elements of each value that are read in addition to the first and the last.
+MAX_DEPTH: Final = 8  #: Most levels of nested containers that are opened.
 _type, _len = type, len
 _ARRAYS: Final = np.ndarray, np.memmap
 _CONTAINERS: Final = list, tuple, dict
@@ -23,7 +23,7 @@ _shape_of, _element_of = np.ndarray.shape.__get__, np.ndarray.item
 
 
 class Peek:
-    """Elements of the values of one call, or none; create it before the clock starts."""
+    """Reads a few elements of one call's values; create it before the clock starts."""
 
     def __init__(self, rng: random.Random, *, reads: bool = True) -> None:
         drawn = [rng.getrandbits(62) for _ in range(POSITIONS)]
@@ -40,10 +40,10 @@ class Peek:
         )
 
     def read(self, values: Sequence[object]) -> None:
-        """Read elements of arrays, lists, tuples and dicts, and of those in one another.
+        """Read elements of arrays, and of lists, tuples and dicts, nested ones included.
 
-        Of sparse tensors, these are the values that they store. Other objects, and tensors that are
-        not in host memory, are left out.
+        The elements of a sparse tensor are the values that it stores. Other objects, and tensors
+        that are not in host memory, are left out.
         """
         for value in values:
             for position in self._positions:
@@ -88,7 +88,7 @@ class Peek:
         return self._base.item(self._base.__getitem__(dense, at))
 
     def _dense(self, value: Any) -> Any:
-        """Return a tensor, or the values that a sparse one stores: to index it takes long."""
+        """Return a tensor, or the stored values of a sparse tensor, whose indexing takes long."""
         layout = self._base.layout.__get__(value)
         if _is_one_of(layout, self._sparse):
             return self._base._values(value)  # noqa: SLF001  values() needs a coalesced one

@@ -1,7 +1,7 @@
 """Finds the memory that arguments reach through objects of any kind, and runs none of their code.
 
-A result may be a view of memory in an attribute, a queue, a closure or a file in memory. To whoever
-reads it, it is a view of the inputs as much as one of an array that is an argument itself.
+A result may be a view of memory in an attribute, a queue, a closure or a file in memory. For its
+reader, that is a view of the inputs just like a view of an array argument.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 from . import stored, tensors
 from .tensors import Args
 
-MAX_OBJECTS = 2_000_000  #: Objects that are looked at: as many take a second.
-MIN_BYTES = 64  #: Bytes of a view that is looked at: a copy of fewer costs nothing.
+MAX_OBJECTS = 2_000_000  #: Most objects that are searched, which takes a second.
+MIN_BYTES = 64  #: Smallest view that counts: copying fewer bytes costs nothing.
 _ATOMS = (bool, int, float, complex, str, type(None), range, slice)
 _CODE = (
     *(type, types.ModuleType, types.CodeType, types.FrameType),
@@ -31,11 +31,11 @@ Spans = list[tuple[int, int]]
 
 
 class Hidden:
-    """The memory that a call's arguments reach, looked for once a result has an array."""
+    """The memory that a call's arguments reach; it is searched once a result has an array."""
 
     def __init__(self, args: Args, make: Callable[[], Args]) -> None:
         self._args, self._make = args, make
-        self.is_cut = False  #: Whether there were more objects than are looked at.
+        self.is_cut = False  #: Whether there were more than MAX_OBJECTS objects.
 
     @functools.cached_property
     def _memory(self) -> "_Memory":
@@ -54,8 +54,8 @@ class Hidden:
     def is_viewed_by(self, array: Any) -> bool:
         """Whether an array lies in memory of the inputs that the call has not written.
 
-        What the call has written there, as into a workspace, is a result of its own. So the bytes
-        are compared with those in new inputs of the same seed.
+        If the call has written there, for example into a workspace, the array is a result of its
+        own. So the bytes are compared with those in new inputs of the same seed.
         """
         if not self.has_memory_of(array):
             return False
@@ -76,7 +76,7 @@ class Hidden:
         )
 
     def _is_unwritten_on_gpu(self, array: Any) -> bool:
-        """Whether an array on a GPU lies in one of the arguments' that is as it was made."""
+        """Whether an array on a GPU lies in an argument's array that the call has not changed."""
         if array.nbytes < MIN_BYTES or not bool((tensors.as_int_bits(array) != 0).any()):
             return False
         fresh = self._make()  # kept until its arrays have been compared
@@ -91,7 +91,7 @@ class Hidden:
 class _Memory:
     """The memory that arguments reach."""
 
-    spans: Spans = field(default_factory=list)  #: Where it is on the host.
+    spans: Spans = field(default_factory=list)  #: Address ranges on the host.
     on_gpus: list[Any] = field(default_factory=list)  #: Arrays on GPUs.
     is_cut: bool = False  #: Whether the search was cut short.
 
@@ -99,7 +99,7 @@ class _Memory:
 def _reached(args: Args) -> _Memory:
     memory = _Memory()
     modules = [m for m in tuple(sys.modules.values()) if type(m) is types.ModuleType]
-    seen = {id(vars(module)) for module in modules}  # they lead to all that there is
+    seen = {id(vars(module)) for module in modules}  # modules lead to all objects there are
     level: list[Any] = list(args)
     while level:
         new = {id(value): value for value in level}
@@ -141,7 +141,7 @@ def _own(value: Any, kind: type) -> Spans:
         start = ctypes.addressof(value)
         return [(start, start + ctypes.sizeof(value))]
     elif issubclass(kind, io.BytesIO):
-        # its bytes are copied once they are viewed: both may be what a call has viewed
+        # a view makes BytesIO copy its bytes: a call may have viewed either copy
         return [*_of_buffer(io.BytesIO.getvalue(value)), *_of_buffer(io.BytesIO.getbuffer(value))]
     elif not stored.is_one_of(kind, (bytes, *stored.BUFFERS)):
         return []

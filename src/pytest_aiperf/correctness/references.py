@@ -1,8 +1,9 @@
 """Finds what the code of an arm refers to: globals, closures, attributes of modules and classes.
 
-The values of context variables count like those of closures, and cached functions like others. An
-arm may change there what the baseline uses, hold memory, or find a function that the test has
-replaced. Only names in the code are looked up: what an object keeps in C++ does not show.
+The values of context variables count like those of closures, and cached functions like others. In
+these places, an arm may change values that the baseline uses, hold memory, or use a function that
+the test has replaced. Only names in the code are looked up: state that an object keeps in C++ is
+not visible.
 """
 
 import builtins
@@ -23,15 +24,15 @@ from pytest_aiperf.rules import validity
 
 from . import stored, tensors
 
-MAX_FUNCTIONS = 16  #: Functions whose code is read: each may lead to many more.
-MAX_ITEMS = 64  #: Items of a container that are compared; of longer ones also the length.
+MAX_FUNCTIONS = 16  #: Most functions whose code is read: each may lead to many more.
+MAX_ITEMS = 64  #: Most items of a container that are compared, along with its length.
 _PLAIN = (int, float, complex, bool, str, type(None))
 _PLAIN_IDS = {*map(id, _PLAIN)}
 _VALUES = (*_PLAIN, bytes)
 _CACHED = type(functools.cache(len))  # functions that keep their results in C
 _VARIABLE = contextvars.ContextVar
 _UNSET = types.CellType()  # a cell that is not set is equal to it
-_CODE = (type, types.ModuleType, types.FunctionType)  # what they keep leads to all there is
+_CODE = (type, types.ModuleType, types.FunctionType)  # these lead to all objects there are
 _vars = type.__dict__["__dict__"].__get__  # of a class, whatever its metaclass defines
 _flags = type.__dict__["__flags__"].__get__
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
@@ -56,7 +57,7 @@ class References:
     def __init__(self, call: object) -> None:
         self._places: dict[Place, tuple[str, Any]] = {}
         self.replaced: set[str] = set()
-        """Functions of installed libraries in whose place there is one from elsewhere."""
+        """Names of library functions that were replaced by functions from elsewhere."""
         if not _is_installed(call):
             self._hold("its own code", call)
         self._read(call)
@@ -67,10 +68,10 @@ class References:
             on_host: tensors.nbytes(tuple(a for a in arrays if tensors.on_host(a) is on_host))
             for on_host in (False, True)
         }
-        """Bytes of arrays there before the first call: on GPUs (False) and on the host (True)."""
+        """Bytes of arrays at the places before the first call, by whether they are on the host."""
 
     def states(self, but: Collection[Place] = ()) -> dict[Place, State]:
-        """Return what is comparable about the value at each place but for some."""
+        """Return the comparable state of the value at each place except those in ``but``."""
         return {place: _state(value) for place, value in self._values() if place not in but}
 
     def label(self, place: Place) -> str:
@@ -78,9 +79,9 @@ class References:
         return self._places[place][0] if place in self._places else ""
 
     def replaced_since(self, before: Mapping[Place, State]) -> list[str]:
-        """Label the places that have another value than then, or a container with other items.
+        """Label the places whose value, or whose container's items, differ from ``before``.
 
-        New items, new attributes and values instead of None are left out: caches fill up.
+        New items, new attributes and values instead of None are left out, because caches fill up.
         """
         return [
             self.label(place)
@@ -100,15 +101,16 @@ class References:
                 yield place, scope[place[1]]
 
     def kept(self) -> Kept:
-        """Note what the code has come to refer to since before the first call, ahead of a call."""
+        """Return the objects that the code refers to now but did not before the first call."""
         held = self._held()
         return [(held[i], _sample(held[i])) for i in held.keys() - self._first.keys()]
 
     def holds(self, result: object, kept: Kept = ()) -> bool:
-        """Whether arrays or containers in a result are, in part, what the code refers to.
+        """Whether arrays or containers in a result are, in part, objects that the code refers to.
 
-        It must have been there before the first call, or before this one, which has not changed it:
-        a table that the first call makes, and not a buffer that each call writes.
+        Only objects count that existed before the first call, or that existed before this call and
+        were not changed by it: a table that the first call makes, but no buffer that each call
+        writes.
         """
         lists = tensors.containers(result).keys()
         leaves = tensors.walk(result, "result", is_result=True)
@@ -143,14 +145,14 @@ class References:
         functions = 0
         while todo and functions < MAX_FUNCTIONS:
             value = todo.popleft()
-            # what a library or a launcher keeps for itself changes with any call
+            # the internal state of a library or a launcher changes with any call
             if id(value) not in seen and not _is_installed(value):
                 functions += type(value) is types.FunctionType
                 todo.extend(self._behind(value))
             seen[id(value)] = value
 
     def _behind(self, value: Any) -> Iterator[object]:
-        """Note what a function or another object keeps; yield what may call or keep more."""
+        """Note the places of a function or another object; yield objects that may lead to more."""
         if type(value) is types.FunctionType:
             yield from self._function(value)
         elif type(value) is Prepared:
@@ -236,13 +238,13 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def _spans(values: Iterable[Any]) -> Sequence[tuple[int, int]]:
-    """Return where the memory of arrays and buffers is."""
+    """Return the address ranges of arrays and buffers."""
     memory = (value for value in values if tensors.backend_of(value) or _is_buffer(value))
     return tensors.memory_of(tuple(memory)).spans
 
 
 def _sample(value: Any) -> object:
-    """Return what shows whether a call has written to an array, a container or a buffer."""
+    """Return a sample of an array, container or buffer that shows whether a call writes to it."""
     if id(type(value)) in _ITEM_IDS:
         return _state(value)
     # as text, in which NaN equals NaN
@@ -332,8 +334,9 @@ def _state(value: Any) -> State:
 
 
 _READERS: dict[int, tuple[type, Callable[[Any], State]]] = {}
-"""What reads the state of the objects of a class: to look at the class each time would take most of
-the time between blocks. Keys are ids, as in :data:`stored._DECLARED`."""
+"""Cache of the function that reads the state of a class's objects, by the id of the class, as in
+:data:`stored._DECLARED`. Inspecting the class each time would take most of the time between
+blocks."""
 
 
 def _reader(kind: type) -> Callable[[Any], State]:

@@ -1,8 +1,9 @@
-"""Reads what objects store, and runs no code of their classes.
+"""Reads the data that objects store without running code of their classes.
 
-An arm could otherwise return objects that compute the result when they are read, after the clock
-has stopped: in a property ``__class__`` or ``__dict__``, a descriptor, or the repr of a key. So
-types are compared by identity, and attributes are read where objects and classes store them.
+Otherwise an arm could return objects that compute the result only when they are read, after the
+clock has stopped: in a property ``__class__`` or ``__dict__``, a descriptor, or the repr of a key.
+This module therefore compares types by identity, and reads attributes where objects and classes
+store them.
 """
 
 import array
@@ -10,25 +11,38 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import datetime as dt
+import decimal
+import fractions
 import gc
 import io
 import mmap
 import operator
+import os
+import stat
 import sys
 import types
 import weakref
 from abc import ABCMeta
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
 
 BUFFERS = (bytearray, memoryview, array.array, mmap.mmap)
 """Types of memory beside arrays that a call may read and write."""
+VALUES = (
+    *(str, bytes, int, bool, float, complex, range, slice, type(None)),
+    *(decimal.Decimal, fractions.Fraction, type(Path())),
+    *(dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone),
+)
+"""Types whose values are equal if their texts are."""
 _MRO = type.__dict__["__mro__"].__get__
 _VARS = type.__dict__["__dict__"].__get__
 HEAP_TYPE = 1 << 9  #: Flag of types that are not part of Python itself.
 _KEYS = str, int, float, bool, bytes, type(None)  # types of keys whose repr is Python's own
 FILES = (io.BytesIO, io.StringIO)  #: Types of files in memory.
-_ON_DISK = (io.FileIO, io.BufferedReader, io.BufferedRandom)
+ON_DISK = (io.FileIO, io.BufferedReader, io.BufferedRandom)
+HEAD_BYTES = 1 << 20  #: Bytes that are read from the beginning of a file on a disk.
 _CLOSED = -1
 _CODE = (types.FunctionType, types.ModuleType)
 
@@ -51,6 +65,19 @@ def attributes_of_class(kind: type) -> dict[str, Any]:
     return {k: v for k, v in _VARS(kind).items() if type(k) is str}
 
 
+def bases(kind: type) -> tuple[type, ...]:
+    """Return a class and its bases, those of bases included, as Python looks them up."""
+    return cast("tuple[type, ...]", _MRO(kind))
+
+
+def own_member(kind: type, name: str) -> Any:
+    """Return the value that a class itself, not one of its bases, stores under a name, or None.
+
+    Descriptors in C belong to classes in C: calling one runs no Python code.
+    """
+    return _VARS(kind).get(name)
+
+
 def slots(value: object) -> dict[str, Any]:
     """Return the attributes that an object stores in slots."""
     found: dict[str, Any] = {}
@@ -63,13 +90,13 @@ def slots(value: object) -> dict[str, Any]:
 
 
 def referents(value: Any) -> list[Any]:
-    """Return what an object of any type leads to, as the garbage collector sees it.
+    """Return the objects that an object of any type refers to, as the garbage collector sees them.
 
-    Unlike the collector, go through weak references, and read a context variable.
+    Unlike the collector, follow weak references, and read context variables.
     """
     etree = sys.modules.get("xml.etree.ElementTree")
     if etree and issubclass(type(value), etree.TreeBuilder):
-        return []  # its list of open elements has NULL items, and to read those ends the process
+        return []  # its list of open elements has NULL items: reading them crashes the process
     found = gc.get_referents(value)
     if issubclass(type(value), weakref.ReferenceType):
         found.append(weakref.ReferenceType.__call__(value))
@@ -80,19 +107,37 @@ def referents(value: Any) -> list[Any]:
 
 def position(value: Any) -> int | None:
     """Return how far a file or an iterator has been read; None for other objects."""
-    kind = type(value)
+    kind, numpy = type(value), sys.modules.get("numpy")
     if kind is types.GeneratorType:
         return value.gi_frame.f_lasti if value.gi_frame else _CLOSED
-    if is_one_of(kind, (*FILES, *_ON_DISK)):
-        try:
-            return int(value.tell())
-        except (OSError, ValueError):  # a pipe has no position
-            return _CLOSED
+    if is_one_of(kind, (*FILES, *ON_DISK)):
+        return _place(value.tell)
+    if numpy and kind is numpy.flatiter:
+        return int(value.index)
+    if numpy and kind is numpy.nditer:
+        return _place(lambda: value.iterindex)
     hint = _VARS(kind).get("__length_hint__")
     if type(hint) is types.MethodDescriptorType:  # of an iterator in C
         with contextlib.suppress(TypeError):  # it has no end
             return int(hint(value))
     return None
+
+
+def _place(read: Callable[[], int]) -> int:
+    """Return a position, unless the file or the iterator is closed, or a pipe."""
+    try:
+        return int(read())
+    except (OSError, ValueError):
+        return _CLOSED
+
+
+def head(file: Any) -> bytes:
+    """Return the first bytes of a file on a disk, and leave its position as it is."""
+    with contextlib.suppress(OSError, ValueError):  # it is closed, or cannot be read
+        number = file.fileno()
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return os.pread(number, HEAD_BYTES, 0)
+    return b""
 
 
 def fields(value: object) -> dict[str, Any] | None:
@@ -114,16 +159,16 @@ def fields(value: object) -> dict[str, Any] | None:
 
 
 _DECLARED: dict[int, tuple[type, dict[str, Any] | None]] = {}
-"""The fields of each class, see :func:`_declared`. To look at the class again for each of many
-objects would take most of the time of a walk. If it changes later, stored values are read anyway.
-Keys are ids, as the metaclass may define ``__hash__``; the class is kept, so that no other has its
-id."""
+"""Cache of the fields of each class, see :func:`_declared`. Inspecting the class again for each of
+many objects would take most of the time of a walk. If the class changes later, stored values are
+read anyway. Keys are ids, because a metaclass may define ``__hash__``; the class is stored as well,
+so that no other class gets its id."""
 
 
 def _declared(kind: type) -> dict[str, Any] | None:
-    """Return what reads each field of a dataclass from its slot, or None; None for other classes.
+    """Return each field's reader of its slot, or None without a slot; None if this is no dataclass.
 
-    Classes that compute a field, or attributes in general, count as others.
+    Classes that compute a field, or attributes in general, count as no dataclasses.
     """
     declared = _in_class(kind, "__dataclass_fields__")
     if type(declared) is not dict or not is_one_of(type(kind), (type, ABCMeta)):
@@ -145,9 +190,9 @@ def is_open_dataclass(value: object) -> bool:
 
 
 def is_open_object(value: object) -> bool:
-    """Whether an object of another kind has attributes that can be set.
+    """Whether an object that is no dataclass has attributes that can be set.
 
-    One that is compared by its value and has a hash, such as a path, need not be copied.
+    An object that is compared by its value and has a hash, such as a path, does not count.
     """
     kind = type(value)
     if is_one_of(kind, _CODE) or issubclass(kind, type) or fields(value) is not None:
@@ -177,7 +222,7 @@ def refill(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _base(value: dict[Any, Any]) -> Any:
-    """Return the class whose methods know all that a dict stores."""
+    """Return the built-in class whose methods handle all data of a dict, such as its order."""
     is_ordered = issubclass(type(value), collections.OrderedDict)
     return collections.OrderedDict if is_ordered else dict
 
@@ -187,11 +232,11 @@ def _label(key: Any, number: int) -> str:
 
 
 def is_plain_key(key: Any) -> bool:
-    """Whether the text of a key tells all about it."""
+    """Whether the text of a key determines the key."""
     parts = key if type(key) is tuple else (key,)
     return all(is_one_of(type(part), _KEYS) for part in parts)
 
 
 def _in_class(kind: type, name: str) -> Any:
-    """Return what a class, or else its first base that has it, stores under a name, or None."""
+    """Return the value that a class or its first base with the name stores under it, or None."""
     return next((_VARS(base)[name] for base in _MRO(kind) if name in _VARS(base)), None)

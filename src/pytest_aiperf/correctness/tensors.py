@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array as array_of_python
 import bisect
 import contextlib
 import dataclasses
@@ -23,20 +24,20 @@ from pytest_aiperf.rules.validity import watched
 from . import stored
 
 Args = tuple[Any, ...]
-NamedTensor = tuple[str, Any]  #: A leaf's path and value, which need not be an array.
+NamedTensor = tuple[str, Any]  #: Path and value of a leaf; the value need not be an array.
 
 CHUNK = 1 << 23  #: Elements in one part on a GPU: several fp64 temporaries take 64 MiB each.
 HOST_CHUNK = 1 << 15
-"""Elements in one part on the host: they fit in its caches, and torch uses one thread for so few.
-Several threads would wait for one another while other claims keep the cores busy."""
+"""Elements in one part on the host. They fit in the caches, and torch uses one thread for so few:
+several threads would wait for one another while other claims keep the cores busy."""
 MANY = 16
-"""A longer list of numbers is compared as one array: its scale is that of all its elements. A
-shorter one may hold unlike figures, which are compared one by one."""
+"""A list of more numbers than this is compared as one array, with one scale for all elements. The
+numbers of a shorter list may be unlike figures and are compared one by one."""
 ROWS = "[:]"  #: Stands for all rows in the path of a column.
 _NUMBER_TYPES = {bool, int, float, complex}
 PLAIN_NUMBERS = frozenset(map(id, _NUMBER_TYPES))  #: Ids of these types.
-_PLAIN_TYPES = {*_NUMBER_TYPES, list, tuple, str, bytes, bytearray, set, frozenset, range}
-"""Types whose values are equal if their texts are."""
+_PLAIN_IDS = frozenset(map(id, (*stored.VALUES, list, tuple, bytearray, set, frozenset)))
+"""Ids of types whose values are equal if their texts are."""
 ORDINARY, INFERENCE = "an ordinary tensor", "an inference tensor"
 ALIGNMENT = 16  #: Bytes; every allocator aligns arrays to at least as many.
 SAMPLE = 64  #: Elements of an array that :func:`sample` reads.
@@ -55,8 +56,9 @@ class Inputs:
     def overwrite(self, fresh: Inputs, positions: Sequence[int] | None = None) -> tuple[str, ...]:
         """Give this set the values of the dynamic arguments of ``fresh``, or of ``positions``.
 
-        Nothing changes unless all can change in place, because a captured graph or a prepared arm
-        holds the old numbers and addresses. Return the paths of what cannot.
+        Nothing changes unless all values can change in place, because a captured graph or a
+        prepared arm holds the old numbers and addresses. Return the paths of values that cannot
+        change in place.
         """
         positions = self.dynamic if positions is None else positions
         trial = Overwriting(write=False)
@@ -85,13 +87,13 @@ def walk(value: Any, name: str, *, is_result: bool = False) -> list[NamedTensor]
     """Return the leaves in tuples, lists, dicts, dataclasses and modules.
 
     None is not a leaf, and neither is a Score, which is the judged figure and no part of the
-    result. A tensor's ``.grad`` is one, because backward() writes it, and so is a long list of
+    result. A tensor's ``.grad`` is a leaf, because backward() writes it, and so is a long list of
     numbers. No code of the values' own classes runs: an arm could compute the items there, after
     the timed call. A container that contains itself raises UsageError.
 
-    In a result, two leaves are the keys and the values of a long dict of numbers by numbers, each
-    column of many rows of numbers is one, and the number of None in a long container is one more:
-    filling them may be the work.
+    A result has further leaves: the keys and the values of a long dict that maps numbers to
+    numbers, each column of many rows of numbers, and the count of None in a long container.
+    Filling them may be the work.
     """
     leaves: list[NamedTensor] = []
     try:
@@ -110,10 +112,8 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
         leaves.append((name, value))
         if (grad := _grad(value)) is not None:
             _walk(grad, name + ".grad", leaves, is_result=is_result)
-    elif is_result and (keyed := table(value)):
-        leaves.extend((f"{name}, {what}", numbers) for what, numbers in keyed.items())
-    elif is_result and (columns := _columns(items.values())):
-        leaves.extend((f"{name}{ROWS}{suffix}", numbers) for suffix, numbers in columns.items())
+    elif is_result and (columns := _columns(value, items.values())):
+        leaves.extend((name + suffix, numbers) for suffix, numbers in columns.items())
     else:
         for path_suffix, item in items.items():
             _walk(item, name + path_suffix, leaves, is_result=is_result)
@@ -122,13 +122,29 @@ def _walk(value: Any, name: str, leaves: list[NamedTensor], *, is_result: bool) 
             leaves.append((f"{name}, None", nones))
 
 
-def _columns(items: Collection[Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of many tuples, lists or dataclasses of numbers; {} for others.
+def tables(args: Args) -> Iterator[tuple[str, dict[str, Sequence[Any]]]]:
+    """Yield path and columns, by suffix, of the long dicts and the many rows in arguments."""
+    todo = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
+    while todo:
+        path, value = todo.pop()
+        items = children(value) or {}
+        is_table = issubclass(type(value), (tuple, list)) or table(value)
+        if is_table and (columns := _columns(value, items.values())):
+            yield path, columns
+        else:
+            todo.extend((path + suffix, item) for suffix, item in items.items())
 
-    To compare each number by itself would take minutes for 60,000 rows.
+
+def _columns(value: Any, items: Collection[Any]) -> dict[str, Sequence[Any]]:
+    """Return the columns of a long dict of numbers, or of many rows of numbers; {} for others.
+
+    Rows are tuples, lists or dataclasses. Comparing each number by itself would take minutes for
+    60,000 rows.
     """
     if len(items) <= MANY:
         return {}
+    if keyed := table(value):
+        return {f", {what}": numbers for what, numbers in keyed.items()}
     numbers, kind = _number_types("ml_dtypes" in sys.modules), type(next(iter(items)))
     columns: dict[str, Sequence[Any]] = {}
     if issubclass(kind, (tuple, list)) and {*map(id, map(type, items))} == {id(kind)}:
@@ -136,11 +152,11 @@ def _columns(items: Collection[Any]) -> dict[str, Sequence[Any]]:
         lengths = {*map(base.__len__, items)}
         if len(lengths) == 1 and max(lengths) <= MANY:  # in C: most rows are tuples
             rows = zip(*map(base.__iter__, items), strict=True)
-            columns = {f"[{i}]": column for i, column in enumerate(rows)}
+            columns = {f"{ROWS}[{i}]": column for i, column in enumerate(rows)}
     elif stored.fields(next(iter(items))) is not None:
         fields = [stored.fields(item) or {} for item in items]
         if all(row.keys() == fields[0].keys() for row in fields):
-            columns = {f".{name}": [row[name] for row in fields] for name in fields[0]}
+            columns = {f"{ROWS}.{name}": [row[name] for row in fields] for name in fields[0]}
     plain = (numbers.issuperset(map(id, map(type, column))) for column in columns.values())
     return columns if all(plain) else {}
 
@@ -155,7 +171,7 @@ def table(value: Any) -> dict[str, list[Any]]:
 
 
 def _grad(value: Any) -> Any:
-    if _is_number(value):
+    if is_number(value):
         return None
     torch = sys.modules.get("torch")
     is_tensor = torch and stored.is_one_of(type(value), (torch.Tensor, torch.nn.Parameter))
@@ -166,7 +182,7 @@ def children(value: Any) -> dict[str, Any] | None:
     """Return the items of a container by the suffix of their path; None if it is a leaf."""
     torch, kind = sys.modules.get("torch"), type(value)
     found: dict[str, Any] | None = None
-    if _is_number(value):  # the most common value in inputs of many objects
+    if is_number(value):  # the most common value in inputs of many objects
         return None
     if value is None or issubclass(kind, Score):
         found = {}
@@ -204,22 +220,44 @@ def is_number_list(value: Any) -> bool:
     return {*map(id, map(type, value))} <= _number_types("ml_dtypes" in sys.modules)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return id(type(value)) in _number_types("ml_dtypes" in sys.modules)
 
 
 @functools.cache
 def _number_types(has_ml_dtypes: bool) -> frozenset[int]:
-    """Return the ids of the types of numbers: a class of an arm may claim to be equal to one."""
+    """Return the ids of the types of numbers; ids, as an arm's class may claim to equal a type."""
     import numpy as np
 
     modules = [np, sys.modules["ml_dtypes"]] if has_ml_dtypes else [np]
     kinds = [kind for module in modules for kind in vars(module).values() if type(kind) is type]
-    return frozenset(map(id, (*_NUMBER_TYPES, *(k for k in kinds if issubclass(k, np.generic)))))
+    numbers = (k for k in kinds if issubclass(k, np.generic) and not _is_other_scalar(k))
+    return frozenset(map(id, (*_NUMBER_TYPES, *numbers)))
+
+
+def is_other_scalar(value: Any) -> bool:
+    """Whether this is a text, a date or a long double of numpy, which no array of numbers holds."""
+    numpy = sys.modules.get("numpy")
+    kind = type(value)
+    return bool(
+        numpy
+        and issubclass(kind, numpy.generic)
+        and _is_other_scalar(kind)
+        and kind is getattr(numpy, kind.__name__, None)  # no class of an arm
+        and kind is not numpy.void
+    )
+
+
+def _is_other_scalar(kind: type) -> bool:
+    import numpy as np
+
+    others = (np.flexible, np.datetime64, np.timedelta64, np.longdouble, np.clongdouble)
+    return issubclass(kind, others)
 
 
 @functools.cache
-def _integer_types() -> frozenset[int]:
+def integer_types() -> frozenset[int]:
+    """Return the ids of Python's and numpy's types of integers."""
     import numpy as np
 
     kinds = [kind for kind in vars(np).values() if type(kind) is type]
@@ -292,7 +330,7 @@ def _backend(name: str) -> ArrayBackend:
 
 def backend_of(value: Any) -> Any:
     """Return the backend of an array; None for another value."""
-    if _is_number(value):  # the most common value in inputs of many objects
+    if is_number(value):  # the most common value in inputs of many objects
         return None
     for name in BACKENDS:
         if sys.modules.get(name) and (backend := _backend(name)).is_array(value):
@@ -399,10 +437,10 @@ def nbytes(args: Args) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a call's arguments, which many results are compared with."""
+    """The memory of a call's arguments, with which many results are compared."""
 
     arrays: Sequence[Any]  #: The arguments' arrays, and their bytes as arrays.
-    spans: Sequence[tuple[int, int]]  #: Where it is, in order; what overlaps is one span.
+    spans: Sequence[tuple[int, int]]  #: Address ranges in order; overlapping ones are merged.
 
     @functools.cached_property
     def maps(self) -> Sequence[tuple[int, int, int, str]]:
@@ -424,13 +462,13 @@ def memory_of(args: Args, skip: Collection[str] = ()) -> Memory:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans in order; what overlaps is one."""
-    found: list[tuple[int, int]] = []
+    """Return spans in order, with overlapping spans merged."""
+    merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            start, end = found[-1][0], max(end, found.pop()[1])  # noqa: PLW2901
-        found.append((start, end))
-    return found
+        if merged and start <= merged[-1][1]:
+            start, end = merged[-1][0], max(end, merged.pop()[1])  # noqa: PLW2901
+        merged.append((start, end))
+    return merged
 
 
 def overlaps(array: Any, spans: Sequence[tuple[int, int]]) -> bool:
@@ -441,11 +479,11 @@ def overlaps(array: Any, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def is_deferred(array: Any, memory: Memory) -> bool:
-    """Whether some of an array's elements are not in memory of their own, so that a reader works.
+    """Whether some of an array's elements are not in memory of their own, which defers work.
 
-    It overlaps an argument, be it bytes, repeats elements, has a conjugation or a sign pending, or
-    maps a file. Memory that is shared with another process is its own, unless an argument maps it
-    as well.
+    That is so if the array overlaps an argument (arrays or bytes), repeats elements, has a pending
+    conjugation or sign, or maps a file. Memory that is shared with another process is the array's
+    own, unless an argument maps it as well.
     """
     low, high = span(array)
     if high - low < math.prod(array.shape) * array.itemsize or _is_pending(array):
@@ -466,7 +504,8 @@ def as_buffer(value: Any) -> Any:
 
     with contextlib.suppress(ValueError):  # it is empty, released or closed
         if type(value) is memoryview:
-            return np.asarray(value)
+            # of a released one, numpy makes an array of objects, and its shape cannot be read
+            return np.asarray(value).reshape(value.shape)
         if stored.is_one_of(type(value), (bytes, *stored.BUFFERS)):
             return np.frombuffer(value, np.uint8)
     return None
@@ -549,8 +588,26 @@ def autograd_trait(leaf: Any) -> str:
     return "a tensor that requires grad" if leaf.requires_grad else ""
 
 
+def hooks(value: Any) -> int:
+    """Return how many hooks the torch modules in a value have."""
+    torch, todo, count = sys.modules.get("torch"), [value], 0
+    while torch and todo:
+        value = todo.pop()
+        todo.extend((children(value) or {}).values())
+        if issubclass(type(value), torch.nn.Module):
+            own = stored.attributes(value)
+            kept = (x for name, x in own.items() if name.endswith("_hooks"))
+            count += sum(len(x) for x in kept if issubclass(type(x), dict))
+    return count
+
+
+def requires_grad(leaf: Any) -> bool:
+    """Whether autograd computes gradients for a torch tensor; False for other values."""
+    return autograd_trait(leaf) not in ("", INFERENCE)
+
+
 def storage(array: Any) -> tuple[int, int]:
-    """Return where the memory is that an array keeps alive: that of the array that it views."""
+    """Return the address range that an array keeps alive: the memory of the array that it views."""
     torch = sys.modules.get("torch")
     if torch and isinstance(array, torch.Tensor):
         memory = array.data.untyped_storage()
@@ -598,13 +655,13 @@ def repeated_containers(value: Any) -> int:
 
 
 def shared_containers(value: Any, args: Args) -> int:
-    """Return how many lists, dicts, dataclasses and modules in a value are those of arguments."""
+    """Return how many lists, dicts, dataclasses and modules in a value belong to arguments."""
     own = containers(value)
     return len(own.keys() & containers(args).keys()) if own else 0
 
 
 def layout(array: Any) -> tuple[Any, ...]:
-    """Return what a call's time may depend on beside the values of an array."""
+    """Return the properties of an array, other than its values, that may affect a call's time."""
     address, strides = backend_of(array).address_and_strides(array)
     if backend_of(array).module.__name__ == "torch":
         kind: tuple[Any, ...] = array.requires_grad, array.data.is_pinned(), _is_pending(array)
@@ -620,7 +677,7 @@ def sample(array: Any, entropy: int) -> list[float]:
         return []
     backend = backend_of(array)
     key = backend.module.__name__, device_name(array), shape, entropy
-    if key not in _positions:  # kept: to draw and copy them takes ten times as long as to use them
+    if key not in _positions:  # cached: drawing and copying takes ten times as long as using them
         _positions[key] = tuple(backend.cast(i, "int64", array) for i in _drawn(shape, entropy))
     real = backend.as_real_view(array.reshape(shape))[_positions[key]]
     return list(map(float, backend.cast(real, "float64", array).reshape(-1).tolist()))
@@ -674,7 +731,7 @@ def _equal(first: object, second: object) -> bool:
 
 @watched
 def fingerprint(args: Args, skip: Collection[str] = ()) -> dict[str, tuple[str, Any]]:
-    """Return each leaf's type and what its value is compared by; arrays are not copied."""
+    """Return each leaf's type and the key by which its value is compared; arrays are not copied."""
     skipped = frozenset(skip)
     return {path: identify(leaf) for path, leaf in leaves(args).items() if path not in skipped}
 
@@ -688,12 +745,13 @@ def identify(leaf: Any) -> tuple[str, Any]:
         return type(leaf).__name__, repr(leaf)
     if array := as_array(leaf):
         return signature(array[0]), _checksums(array[0])
-    return type(leaf).__name__, repr(leaf) if type(leaf) in _PLAIN_TYPES else None
+    is_plain = id(type(leaf)) in _PLAIN_IDS or is_other_scalar(leaf)
+    return type(leaf).__name__, repr(leaf) if is_plain else None
 
 
 def is_compared(leaf: Any) -> bool:
     """Whether a leaf is an array or numbers, which are compared element by element."""
-    return _is_number(leaf) or bool(backend_of(leaf)) or is_number_list(leaf)
+    return is_number(leaf) or bool(backend_of(leaf)) or is_number_list(leaf)
 
 
 def as_array(leaf: Any) -> tuple[Any, ...]:
@@ -704,7 +762,7 @@ def as_array(leaf: Any) -> tuple[Any, ...]:
     """
     import numpy as np
 
-    if _is_number(leaf) or is_number_list(leaf):
+    if is_number(leaf) or is_number_list(leaf):
         numbers = np.asarray(leaf)
         if numbers.dtype.kind in "fO":
             numbers = _exact_or_doubles(leaf, numbers)
@@ -716,9 +774,9 @@ def _exact_or_doubles(leaf: Any, numbers: Any) -> Any:
     """Return numbers, which numpy has made doubles or objects, as words or as doubles."""
     import numpy as np
 
-    items = (leaf,) if _is_number(leaf) else leaf
+    items = (leaf,) if is_number(leaf) else leaf
     # most lists of doubles begin with one: to look at all types would double the time
-    if id(type(items[0])) in _integer_types() and {*map(id, map(type, items))} <= _integer_types():
+    if id(type(items[0])) in integer_types() and {*map(id, map(type, items))} <= integer_types():
         size = 8 * (max(int(x).bit_length() for x in items) // 64 + 1)
         data = b"".join([int(x).to_bytes(size, "little", signed=True) for x in items])
         return np.frombuffer(data, "<i8").reshape(*numbers.shape, size // 8)
@@ -782,21 +840,81 @@ def changed(
 
 
 def poison(args: Args, paths: Collection[str], value: float = math.nan) -> None:
-    """Fill the arrays at these paths with wrong values, but not the memory around a view.
+    """Fill the arrays and buffers at these paths with wrong values, but not memory around a view.
 
-    ``value`` is that of arrays of real and complex numbers.
+    ``value`` is written into arrays of real and complex numbers.
     """
-    for array in (a for p, a in (arrays(args) if paths else {}).items() if p in paths):
-        if dtype(array) == "bool":
-            for _, index in _slabs(tuple(array.shape), chunk(array)):
-                flat = backend_of(array).module.zeros_like(array[index]).reshape(-1)
-                flat[1::2] = True
-                array[index] = flat.reshape(array[index].shape)
-        elif is_exact(array):
-            bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
-            as_int_bits(array)[...] = bits
-        else:
-            backend_of(array).as_real_view(array)[...] = value
+    for leaf in (x for p, x in (leaves(args) if paths else {}).items() if p in paths):
+        _fill(leaf, value)
+
+
+def _fill(array: Any, value: float) -> None:
+    if not backend_of(array):
+        _fill_other(array, value)
+    elif dtype(array) == "bool":
+        for _, index in _slabs(tuple(array.shape), chunk(array)):
+            flat = backend_of(array).module.zeros_like(array[index]).reshape(-1)
+            flat[1::2] = True
+            array[index] = flat.reshape(array[index].shape)
+    elif is_exact(array):
+        bits = int.from_bytes(b"\xa5" * array.itemsize, "little", signed=True)
+        as_int_bits(array)[...] = bits
+    else:
+        backend_of(array).as_real_view(array)[...] = value
+
+
+def _fill_other(array: Any, value: float) -> None:
+    """Fill an array of other values than numbers, a buffer or a list of numbers."""
+    import numpy as np
+
+    if type(array) is list:
+        array[:] = [value] * len(array)
+    elif stored.is_one_of(type(array), stored.BUFFERS):
+        _fill(as_buffer(array), value)
+    elif components := _components(array):
+        for part in components:
+            if part.dtype.kind not in "iu":  # it may be an index
+                _fill(part, value)
+    elif array.dtype.kind in "fc":
+        array[...] = value
+    elif array.dtype.kind in "OUS":
+        array[...] = "Z" * max(1, array.itemsize)  # a text whose end is cut off
+    else:  # of dates, or of bytes without a meaning
+        array[...] = np.frombuffer(b"\xa5" * array.itemsize, array.dtype)
+
+
+def _components(array: Any) -> list[Any]:
+    """Return data and mask of a masked array, or the fields of records; [] for other arrays."""
+    import numpy as np
+
+    if type(array) is np.ma.MaskedArray:
+        both = np.ndarray.view(array, np.ndarray), stored.attributes(array).get("_mask")
+        return [part for part in both if type(part) is np.ndarray]
+    return [array[name] for name in array.dtype.names or ()]
+
+
+def can_be_filled(leaf: Any) -> bool:
+    """Whether a leaf that is no array of numbers can get wrong values in place.
+
+    Only lists of floats, and buffers of floats and bytes, can: with wrong integers, a counting loop
+    might never end, and a function in C might read beyond its memory.
+    """
+    import numpy as np
+
+    if type(leaf) is list and is_number_list(leaf):
+        return {*map(id, map(type, leaf))} == {id(float)}
+    buffers = bytearray, array_of_python.array
+    if stored.is_one_of(type(leaf), (*buffers, memoryview)):
+        buffer = as_buffer(leaf)
+        if buffer is None or not backend_of(buffer) or is_read_only(buffer):
+            return False
+        if type(leaf) is not bytearray and memoryview(leaf).format not in "bBcfd":
+            return False
+        # a mapped file is left alone
+        return type(leaf) is not memoryview or stored.is_one_of(type(leaf.obj), buffers)
+    if backend_of(leaf) or not stored.is_one_of(type(leaf), (np.ndarray, np.ma.MaskedArray)):
+        return False
+    return bool(leaf.dtype.itemsize) and bool(leaf.flags.writeable)
 
 
 def touch(args: Args) -> None:
@@ -823,14 +941,15 @@ class Overwriting:
 
     write: bool  #: False to find only what can change in place.
     stuck: list[str] = dataclasses.field(default_factory=list)
-    """Paths of arrays that cannot: read-only, or of another shape, dtype or device."""
+    """Paths of arrays that cannot change: read-only, or of another shape, dtype or device."""
     unbound: list[str] = dataclasses.field(default_factory=list)
-    """Paths of other values that cannot: numbers in tuples, files, functions."""
+    """Paths of other values that cannot change: numbers in tuples, files, functions."""
 
     def items(self, live: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-        """Overwrite the values of ``live``, which have the paths of those of ``fresh``.
+        """Overwrite the values of ``live``, which has the same paths as ``fresh``.
 
-        Return by path the value that is right now: the live one, or else the fresh one.
+        Return the values that are valid now, by path: live ones, or fresh ones where the live one
+        cannot change.
         """
         return {path: self._value(path, value, fresh[path]) for path, value in live.items()}
 
@@ -855,7 +974,7 @@ class Overwriting:
         items = news
         if olds.keys() == news.keys():
             items = self.items(olds, news)
-            has_order = issubclass(type(live), dict)  # its keys may have another one
+            has_order = issubclass(type(live), dict)  # the order of its keys may have changed
             if all(items[key] is olds[key] for key in items) and not has_order:
                 return live
         else:
@@ -865,7 +984,7 @@ class Overwriting:
             return tuple.__new__(type(live), items.values())
         if torch and isinstance(live, torch.nn.Module):
             return fresh
-        del self.unbound[unbound:]  # the container takes them
+        del self.unbound[unbound:]  # this container can store the fresh values
         if self.write:
             refill(live, fresh, items.values())
         return live

@@ -40,7 +40,7 @@ from .trace import load, trace
 _MAX_TRIES: Final = 5  #: Runs with ever longer blocking kernels, before a block is refused.
 _MIN_BLOCKING_S: Final = 100e-6  #: Shortest spin: the host needs this long for the first launch.
 _MAX_BLOCKING_S: Final = 1.0
-"""Longest blocking kernel: a call that synchronises waits this long in vain."""
+"""Longest blocking kernel: a call that synchronises waits this long for its end, in vain."""
 _LONG_BLOCKING_S: Final = 0.05
 """After a blocking kernel of this length only one retry follows: a call that takes still longer to
 enqueue most likely synchronises."""
@@ -48,7 +48,7 @@ _UNSYNCED_SHARE: Final = 0.03
 """If the GPU works on after the end event for more than this share of the block, a call left work
 on a stream that the timed stream does not wait for."""
 _UNSYNCED_S: Final = 0.5e-3
-"""Work that ends sooner after the end event is ignored: the synchronisation takes time, too."""
+"""Work that ends within this time after the end event is ignored: synchronising takes time, too."""
 _UNJOINED: Final = (
     "a call leaves work on a stream that the call's own does not wait for: end with "
     "torch.cuda.current_stream().wait_stream(side_stream)"
@@ -62,18 +62,19 @@ _MIN_STABILIZING_S: Final = 0.05
 _MAX_STABILIZING_S: Final = 1.0
 """Longest run of :meth:`CudaDevice.stabilize_clocks`: a power cap may keep the clock unstable."""
 _LONG_CALL_S: Final = 0.2
-"""A call that takes so long raises the clocks by itself, so one suffices in
-:meth:`CudaDevice.stabilize_clocks`: other claims wait meanwhile."""
+"""A call that takes this long raises the clocks by itself. :meth:`CudaDevice.stabilize_clocks` then
+makes only one call, because other claims wait meanwhile."""
 _STABLE_READINGS: Final = 5  #: Consecutive readings of the SM clock that must agree.
 _STABLE_SPREAD: Final = 0.02  #: Largest relative difference between these readings.
 _WARM_UP_S: Final = 0.03
 """Seconds for which blocks run untimed before the first round: on H200s, memory was 11 % slower for
 up to this long after a pause of some milliseconds."""
 _PROMPT_S: Final = 0.5e-3
-"""Two small copies and a kernel take less if nobody else uses the GPU. If somebody does, they wait
-for a slice of time, which is taken to be a millisecond or more; it was not measured."""
-_PROMPT_CALLS: Final = 10  #: How many in a row must take no longer.
-_IDLE_TIMEOUT_S: Final = 0.3  #: How long to try.
+"""Two small copies and a kernel take less than this if no other process uses the GPU. If one does,
+they wait for a time slice, which is assumed to be a millisecond or more; it was not measured."""
+_PROMPT_CALLS: Final = 10
+"""The GPU counts as idle once this many attempts in a row took less than _PROMPT_S."""
+_IDLE_TIMEOUT_S: Final = 0.3  #: The GPU counts as busy if that has not happened within this time.
 
 watched(now, __name__, "now")  # this module has a reference of its own to the function
 
@@ -333,7 +334,7 @@ class CudaDevice:
             pool.free_all_blocks()
 
     def is_idle(self) -> bool:
-        """Return whether copies and kernels run at once.
+        """Return whether copies and kernels run without delay, so that no other process has work.
 
         While other processes have work, the GPU gives each of them some milliseconds in turn.
         """

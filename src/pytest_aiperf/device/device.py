@@ -36,11 +36,13 @@ _MAX_CALLS: Final = {Mode.GRAPH: 1_000, Mode.BACKLOG: 200, Mode.PLAIN: 1_000, Mo
 and one call may need several."""
 
 UNTRACED_BYTES: Final = 8 << 20
-"""By how much more than Python's tracer has seen the resident memory may grow without counting:
-pages of code and of freed memory explain it. More is memory of torch or C++."""
+"""The resident memory may grow by this much more than Python's tracer has seen, which pages of code
+and of freed memory explain. Larger growth is memory of torch or C++."""
 
-_MARKING: Final = 0x6165  #: Domain of Python's tracer of which a mark is part, and no memory.
-_MARK_BYTES: Final = 1 << 60  #: More than any call allocates: the tracer's peak, until it is reset.
+_MARKING: Final = 0x6165  #: Domain of Python's tracer that holds only the mark, and no memory.
+_MARK_BYTES: Final = 1 << 60
+"""Size of the mark, larger than all that a call can allocate: while the tracer's peak is at least
+this, no call has reset the peak."""
 
 Call = Callable[[], object]
 PreparedCall = tuple[Callable[..., object], tuple[Any, ...]]  #: A function and its arguments.
@@ -56,7 +58,7 @@ class Block(Protocol):
     """Calls that are timed together."""
 
     keep: int  #: Number of the call whose result is kept; -1 for the last one.
-    kept: object  #: That result.
+    kept: object  #: The result that is kept.
     stopped: int  #: When the host's clock stopped, in ns; 0 if a GPU's times the calls.
 
     # Run all calls; return their total seconds. ``before`` runs ahead of each try, untimed: it may
@@ -98,16 +100,16 @@ class Device(Protocol):
     def warm_up(self, blocks: Sequence[Block]) -> None: ...
     # Evict what the caches hold, if calls on cold inputs follow.
     def flush(self) -> None: ...
-    # Return the peak bytes that the second call allocates and the first one keeps, and the result
-    # of the second. What a first call needs and frees does not count.
+    # Return the peak bytes of the second call, plus those that the first call keeps, and the result
+    # of the second call. Memory that the first call needs and frees does not count.
     def peak_bytes(self, first: Call, second: Call) -> tuple[int, object]: ...
-    # Return the bytes that are allocated now, if no garbage is left, and how much they may grow
-    # without a call that keeps memory.
+    # Return the bytes that are allocated once no garbage is left. They may grow by up to
+    # ``held_noise_bytes`` without a call that keeps memory.
     def held_bytes(self) -> int: ...
 
     held_noise_bytes: int
 
-    # Load what traces calls: it takes up to a second. Time nothing later.
+    # Load the library that traces calls, which takes up to a second. Time nothing later.
     def load_tracer(self) -> None: ...
     # Trace one warmed-up call in the state in which it was timed. Return a function that reads the
     # trace, which needs no device; it returns None on the host.
@@ -116,7 +118,7 @@ class Device(Protocol):
     def counters(
         self, call: Call, metrics: Sequence[str], *, cold: bool
     ) -> Mapping[str, float]: ...
-    # Allocate memory for copies of results where it is not missing in timed calls.
+    # Allocate memory for copies of results from a pool that timed calls do not use.
     def separate_memory(self) -> contextlib.AbstractContextManager[object]: ...
     # Free cached memory, so that the next replicate allocates anew.
     def release(self) -> None: ...
@@ -199,7 +201,7 @@ class HostDevice:
         The tracer knows the arrays of numpy to the byte, but not those of torch and C++. The
         process's resident memory includes them, and also pages of code and of freed memory.
         """
-        _free_unused()  # what others have left must be neither freed nor used again meanwhile
+        _free_unused()  # else memory left by earlier code could be freed or reused in the calls
         highest, resident = _resident_bytes()
         tracemalloc.start()
         try:
@@ -227,9 +229,9 @@ class HostDevice:
     held_noise_bytes = UNTRACED_BYTES
 
     def held_bytes(self) -> int:
-        """Return the bytes that malloc has given out, and those of mappings that can be shared.
+        """Return the bytes that malloc has handed out, plus those of mappings that can be shared.
 
-        The former are 0 where no function of glibc tells.
+        Without glibc's mallinfo2, only the mappings count.
         """
         gc.collect()
         with contextlib.suppress(AttributeError):
@@ -357,9 +359,10 @@ def refuse_changed_counters(*are_kept: bool) -> None:
 
 
 def grown_bytes(call: Call) -> tuple[int, object]:
-    """Return by how much the resident memory has grown at most in a call, and its result.
+    """Return the largest growth of the resident memory during a call, and the call's result.
 
-    No tracer runs, which the call could notice. Memory that malloc keeps makes it less.
+    No tracer runs, because the call could notice it. The growth is smaller if malloc still keeps
+    free memory.
     """
     _free_unused()
     _, before = _resident_bytes()

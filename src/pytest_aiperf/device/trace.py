@@ -18,11 +18,12 @@ from pytest_aiperf.rules.stats import covered
 MAX_NAMES: Final = 64
 """Most kernel names in a trace, to keep records small; those with the longest times are kept."""
 CALLS: Final = 3
-"""Traced calls, of which the one with the median span is returned: a single one may be disturbed by
-the pause in which the profiler starts to record."""
+"""Number of traced calls; the one with the median span is returned. A single call may be disturbed
+by the pause in which the profiler starts to record."""
 LONG_CALL_S: Final = 0.2
-"""Only one call that takes longer is traced, and clocks are not stabilized before it: the pause
-hardly matters then, and traces of many thousand kernels take long to write and to read."""
+"""If a call takes longer than this, only one is traced, and clocks are not stabilized before it:
+the pause hardly matters then, and traces of many thousand kernels take long to write and to read.
+"""
 RANGE: Final = "aiperf"  #: Name of the event that marks a traced call.
 _DIRECTIONS: Final = {
     "HtoD": "host to device", "DtoH": "device to host",
@@ -34,7 +35,7 @@ _HOST_MEMORY: Final = {"Pageable": " (pageable)", "Pinned": " (pinned)"}
 
 
 def load(call: Callable[[], object], device: Any) -> None:
-    """Load CUPTI, by a trace of a short call that nobody reads.
+    """Load CUPTI by tracing a short call; the trace itself is not read.
 
     CUPTI stays loaded and slows later launches down: time nothing after this.
     """

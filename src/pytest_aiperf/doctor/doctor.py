@@ -27,7 +27,7 @@ from pytest_aiperf.rules import validity
 
 MIN_FREE_BYTES: Final = 2 << 30  #: Free disk space that the builds and records of a full run need.
 DRIVER_PARAMETERS: Final = "/proc/driver/nvidia/params"  #: Says who may read GPU counters.
-GOVERNOR: Final = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"  #: Of the CPU's clocks.
+GOVERNOR: Final = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"  #: Policy of CPU clocks.
 HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage/enabled"  #: The setting is in brackets.
 LIMITS: Final = "/proc/self/limits"  #: Limits of this process, and of those that it starts.
 PERF_PARANOID: Final = "/proc/sys/kernel/perf_event_paranoid"  #: Above 2, perf needs privileges.
@@ -37,8 +37,8 @@ _BOARD: Final = (
     *("memory.used", "memory.total"),
 )
 MAX_USED: Final = 0.1
-"""Share of a GPU's memory up to which nobody else is assumed to work: contexts and the driver need
-some hundred MiB."""
+"""If at most this share of a GPU's memory is used, no other program is assumed to work on it:
+contexts and the driver need some hundred MiB."""
 DEADLINE_S: Final = 120.0  #: Time limit of a command: a hung driver must not block the doctor.
 _KERNEL: Final = 'extern "C" __global__ void doctor(float* x) { x[threadIdx.x] *= 2.0f; }\n'
 

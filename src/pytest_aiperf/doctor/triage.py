@@ -39,8 +39,10 @@ _SETTINGS: Final = {
 
 _HIDDEN: Final = "<hidden>"
 _SECRET_NAME: Final = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
-_SECRET_CHARACTERS: Final = 3  #: Shortest value of a variable with such a name that is replaced,
-_CHARACTERS: Final = 6  #: and of any other variable: shorter ones are words such as "1" or "info".
+_SECRET_CHARACTERS: Final = 3  #: Shortest value that is replaced if the name is a _SECRET_NAME.
+_CHARACTERS: Final = 6
+"""Shortest value of any other variable that is replaced: shorter ones are words such as "1" or
+"info"."""
 _PATTERNS: Final = {
     r"(?i)(--[\w-]*(?:key|token|secret|password)[= ]\s*)\S+": rf"\1{_HIDDEN}",
     r"(?i)((?:key|token|secret|password|passwd)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+": rf"\1{_HIDDEN}",
@@ -134,7 +136,7 @@ def _tail(file: Path) -> str:
 
 
 def _last_lines(text: str) -> list[str]:
-    """Return the last lines; not the first half of a long text, which may begin in a secret."""
+    """Return the last lines, without the first half of a long text, which may begin in a secret."""
     return text[-_TAIL_BYTES // 2 :].splitlines(keepends=True)[-_LINES:]
 
 

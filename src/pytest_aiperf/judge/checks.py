@@ -21,12 +21,15 @@ WIDER: Final = {
     "10 times the problem's inputs": lambda x: x * 10,
     "the problem's inputs plus 5": lambda x: x + 5,
 }
-"""Inputs on which a solution must be right as well: on normally distributed values alone, a layer
+"""Further inputs on which a solution must be right. On normally distributed values alone, a layer
 normalization is nearly the identity, and a ReLU of uniform values does nothing."""
 GROSS: Final = 0.05
-"""Relative RMS error that tells another function from rounding: fp16 costs less on any inputs."""
-PROBED_CALLS, PROBING_S = 12, 20.0
-"""Successive calls among which to find one that depends on earlier calls; and seconds for them."""
+"""A larger relative RMS error means another function, not rounding: that of fp16 is smaller on any
+inputs."""
+PROBED_CALLS = 12
+"""Most successive calls that are made to find one whose result depends on earlier calls."""
+PROBING_S = 20.0
+"""Time limit for these calls."""
 SAMPLED_ELEMENTS: Final = 8
 """Elements of an array that are changed one by one: if the result depends on each of so many, it
 depends on more than two thirds of all with a probability of 96 %."""

@@ -39,13 +39,13 @@ Call = Callable[..., Any]
 ENTRY: Final[Mapping[Form, str]] = {
     "KernelBench": "ModelNew", "GPU MODE": "custom_kernel", "plain": "solution",
 }  # fmt: skip
-"""What a solution of each form must define."""
+"""Name that a solution of each form must define."""
 REQUIRED: Final[Mapping[Form, Sequence[str]]] = {
     "KernelBench": ("Model", "get_inputs"),
     "GPU MODE": ("generate_input", "check_implementation", "ref_kernel"),
     "plain": ("reference", "inputs"),
 }
-"""What a problem of each form must define; the first name that is found decides on the form."""
+"""Names that a problem of each form must define; the first name that is found decides the form."""
 WIDENING: Final = sorted(ERROR_BUDGETS, key=lambda name: ERROR_BUDGETS[name])
 """Precisions by their error budget, the smallest first."""
 SUBMISSION: Final = "@SUBMISSION@"  #: Source of the solution's own file in a ``task.yml``.

@@ -69,18 +69,20 @@ _Job = tuple[int, tuple[Path, Path], str | None]
 """Number of a pair, its problem and solution, and the UUID of the GPU that it sees."""
 SCHEMA: Final = 1  #: Version of a judgement's JSON.
 
-WAITING: Final = "waiting for other processes"  #: Key of the time that is spent so.
+WAITING: Final = "waiting for other processes"  #: Key of the seconds spent waiting.
 OF_PROBLEM: Final = "running the problem's file"
 """The phase in which no code of the solution runs."""
-NARROW_OFFSET, HISTORY_OFFSET = 600_011, 700_001
-"""Added to the seed for further checks, so that they draw values that nothing has seen before."""
+NARROW_OFFSET = 600_011
+"""Added to the seed for the check on wider inputs, so that it draws values not used before."""
+HISTORY_OFFSET = 700_001
+"""Added to the seed for the check of successive calls, so that it draws values not used before."""
 
 _DISTURBED: Final = re.compile(
     "disturbed|unset it to measure|profiler is attached|without coverage|ran idle|create a stream"
 )
-"""What an invalid measurement says if not the solution is the reason."""
+"""Matches messages of invalid measurements that the solution did not cause."""
 _TIMED: Final = re.compile(r" (?:in|on new values in) a timed block")
-"""What a wrong result says that was found only in a timed call, and not by earlier checks."""
+"""Matches messages of wrong results that timed calls showed, but earlier checks did not."""
 _ERROR: Final = re.compile(r"\(error ([\d.e+-]+)[; ]")
 
 
@@ -180,7 +182,7 @@ def judge(
         channel.send("judgement", judgement=to_json(run.judgement()))
 
     received: list[Judgement] = []
-    wrong: list[str] = []  # what is certain before its reason is looked for
+    wrong: list[str] = []  # wrong results, sent before the search for their reason
     phases = _Phases()
 
     def receive(message: isolation.Message) -> None:
@@ -275,6 +277,7 @@ def _in_processes(
             for job in islice(jobs, processes - len(running)):
                 result, outlet = fork.Pipe(duplex=False)
                 process = fork.Process(target=_send, args=(outlet, one, job))
+                isolation.end_openmp_threads()
                 process.start()
                 outlet.close()
                 running[result] = process, job
@@ -341,7 +344,7 @@ class _Judging:
             return replace(self.blank, status=status, message=message)
 
     def _ending(self, error: Exception) -> tuple[str, str]:
-        """Return the status and the message that an exception stands for, by whose code it is."""
+        """Return the status and message for an exception, by whose code raised it."""
         problem, solution = self.task.path, self.path
         if isinstance(error, _Refused):
             return error.status, str(error)
@@ -408,7 +411,7 @@ class _Judging:
         )
 
     def _begin(self, phase: str) -> None:
-        """Note what runs from now on, for the message if it never ends."""
+        """Note the phase that begins, for the message in case it never ends."""
         self.channel.send("progress", phase=phase)
 
     def _shared(self) -> AbstractContextManager[None]:
@@ -437,7 +440,7 @@ class _Judging:
     def _refuse_tampering(
         self, settings: Mapping[str, str], known: Mapping[str, int] | None = None
     ) -> None:
-        """Raise _Refused if the solution has changed settings or, of ``known``, functions."""
+        """Raise _Refused if the solution has changed settings or functions in ``known``."""
         changed = validity.changed_flags(settings, validity.flags())
         # of a function, the address is the setting
         timers = [line.partition(": ")[0] for line in changed if " at 0x" in line]

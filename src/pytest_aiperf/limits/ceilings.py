@@ -30,8 +30,8 @@ HOST: Final = ("h2d", "d2h", "h2d_pageable", "d2h_pageable")
 """Limits of the transfers between host and GPU."""
 LINKS: Final = interconnect.NAMES  #: Limits of the links between GPUs.
 _REPEATED: Final = ("copy", "read")
-"""Rates of device memory, measured once more at the end: what disturbs them for some seconds, such
-as other programs that start on the GPU, has passed by then. The higher rate is the limit."""
+"""Rates of device memory that are measured once more at the end; the higher rate is the limit. By
+then, disturbances of some seconds, such as other programs that start on the GPU, have passed."""
 
 ProgressLine = Callable[[str], object]  #: Callback that gets one line about the progress.
 

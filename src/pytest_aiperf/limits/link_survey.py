@@ -30,7 +30,7 @@ Matrix = tuple[tuple[float, ...], ...]  #: A row per GPU, and a column per GPU.
 
 @dataclass(frozen=True, slots=True)
 class LinkSurvey:
-    """What was measured between the GPUs of a machine."""
+    """Rates and latencies that were measured between the GPUs of a machine."""
 
     rates: Matrix
     """Bytes per second of a copy from the GPU of the row to that of the column; 0 on the diagonal,

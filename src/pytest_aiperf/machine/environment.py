@@ -1,4 +1,4 @@
-"""Environment variables that change figures or builds, without what identifies someone."""
+"""Environment variables that change figures or builds, without values that identify someone."""
 
 import re
 from collections.abc import Mapping

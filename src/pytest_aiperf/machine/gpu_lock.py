@@ -1,8 +1,9 @@
 """Locks on the host and the GPUs, shared by all pytest runs of one user.
 
-A claim that is timed has its GPUs alone, and the host as well if its metric is wall time. Claims
-that prepare meanwhile are paused, see :mod:`.pausing`: nobody waits for them, however long their
-steps take. A process that cannot be paused holds a readers-writer lock in shared mode instead.
+A claim that is timed holds its GPUs exclusively, and the host as well if its metric is wall time.
+Claims that prepare meanwhile are paused, see :mod:`.pausing`: a timed claim does not wait for them,
+however long their steps take. A process that cannot be paused holds a readers-writer lock in shared
+mode instead.
 
 The kernel releases a lock when the process that holds it ends, however it ends. All processes lock
 GPUs before the host, so that no two claims wait for each other.
@@ -60,11 +61,11 @@ class GpuLock:
         # two claims that have one GPU each could pause a third one on both, and one continue it
         self._pausable = pausable and len(self._gpus) < 2
         self.is_idle: Callable[[], bool] = lambda: True
-        """Tells whether the GPU has ended what paused claims had given it."""
+        """Returns whether the GPU has finished the work that paused claims had enqueued."""
         self.waited_s = 0.0
         """Seconds spent waiting for other processes so far."""
         self._held = False
-        self._shared: ExitStack | None = None  # of the GPUs, what suspend() releases
+        self._shared: ExitStack | None = None  # shared locks of the GPUs; suspend() releases them
         self._is_suspended = False
 
     def shared(self) -> AbstractContextManager[None]:
@@ -80,10 +81,10 @@ class GpuLock:
         return self._lock_scope(exclusive_host=True, exclusive_gpus=True)
 
     def suspend(self, before: Callable[[], object]) -> None:
-        """Leave the GPUs to others until :meth:`resume`: until then, this process uses the host.
+        """Release the GPUs until :meth:`resume`; until then, this process uses only the host.
 
         ``before`` is called first: it must end all work of this process on the GPUs. A process that
-        cannot be paused keeps its locks: while it has the host, it may not wait for a GPU.
+        cannot be paused keeps its locks: while it holds the host, it may not wait for a GPU.
         """
         if self._shared is None or self._is_suspended or not self._pausable:
             return
@@ -118,7 +119,7 @@ class GpuLock:
                     resources = map(_name, [*self._gpus, *[_HOST] * exclusive_host])
                     scope.enter_context(pausing.paused(self.folder, resources, self.is_idle))
                 elif self._threads is not None:
-                    api = "blas" if self._gpus else None  # None stands for all
+                    api = "blas" if self._gpus else None  # None limits BLAS and OpenMP
                     scope.enter_context(threadpool_limits(self._threads, user_api=api))
                 yield
         finally:
@@ -132,7 +133,7 @@ class GpuLock:
             self._lock(scope, resources, wait, exclusive=False)
             return
         for resource in resources:
-            with ExitStack() as entry:  # so that nobody has the resource alone, and misses this one
+            with ExitStack() as entry:  # no exclusive holder may miss this registration
                 self._lock(entry, [resource], wait, exclusive=False)
                 scope.enter_context(pausing.registered(self.folder, _name(resource)))
 
@@ -196,7 +197,7 @@ def _lock_file(path: Path) -> Path:
 
 
 def continue_paused(folder: Path | None = None) -> None:
-    """Continue claims that were paused by one that was killed, unless another needs them paused."""
+    """Continue claims that a killed claim had paused, unless another claim needs them paused."""
     folder = private_folder(folder or default_folder())
     for session, resources in pausing.registrations(folder).items():
         with suppress(BlockingIOError), ExitStack() as scope:

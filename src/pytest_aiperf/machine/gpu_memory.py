@@ -33,7 +33,7 @@ REFERENCE_SETS: Final = 4
 """Memory of a reference in sets of inputs: its result in fp64 and a temporary of that size each
 take twice the bytes of fp32 inputs."""
 PATIENCE_S: Final = 30.0
-"""How long a claim waits for memory until its turn comes before that of later ones."""
+"""A claim that has waited for memory this long gets the next turn, ahead of later claims."""
 POLL_S: Final = 0.2  #: Polling interval of a process that waits for memory to become free.
 
 
@@ -73,11 +73,11 @@ def reservation(
 ) -> Iterator[float]:
     """Reserve ``nbytes`` of a GPU's memory; yield the seconds that this waited.
 
-    It waits until all reservations together are at most ``limit`` bytes, and this one fits into
-    the free memory: arms that keep copies of their weights need more than is reserved for them. One
-    that is larger waits until there is no other. Whoever has waited for ``PATIENCE_S`` has the next
-    turn: from then on, others pass only if all that have passed leave room for it. So a large
-    reservation is not overtaken by small ones forever, and they need not wait for it.
+    A reservation waits until all reservations together are at most ``limit`` bytes, and until it
+    fits into the free memory: arms that keep copies of their weights need more than is reserved for
+    them. A reservation larger than that waits until there is no other. A claim that has waited for
+    ``PATIENCE_S`` has the next turn: from then on, others pass only if all that have passed leave
+    room for it. So small reservations do not overtake a large one forever, and do not wait for it.
 
     Args:
         gpu: UUID of the GPU.

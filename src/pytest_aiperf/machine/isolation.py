@@ -288,11 +288,13 @@ def _message(line: bytes) -> Message:
     return {"kind": "crash", "text": text}
 
 
-def _end_openmp_threads() -> None:
-    """End OpenMP's idle threads: a fork would wait forever for these, which it does not have.
+def end_openmp_threads() -> None:
+    """End OpenMP's idle threads: a fork does not have them, and would wait for them forever.
 
     They exist if a module computes when it is imported; the next computation starts new ones.
     """
+    if len([*Path("/proc/self/task").iterdir()]) == 1:
+        return  # in a fork by somebody else, OpenMP would itself wait for the threads of its parent
     for library in threadpool_info():
         if library["user_api"] == "openmp":
             pause = getattr(ctypes.CDLL(library["filepath"]), "omp_pause_resource_all", None)
@@ -301,7 +303,7 @@ def _end_openmp_threads() -> None:
 
 
 def _fork() -> int:
-    _end_openmp_threads()
+    end_openmp_threads()
     with warnings.catch_warnings():
         # Python 3.12 and later warn when a process with threads forks (execnet's receiver, a thread
         # pool): a lock that another thread holds stays locked in the child. The child takes no

@@ -1,9 +1,9 @@
 """Pauses claims that prepare while another one is timed.
 
 A claim that prepares registers with a locked file for each resource that it uses: the host, and its
-GPU. The kernel releases that lock when the claim ends, however it ends. A claim that has a resource
-alone stops all processes of the claims that are registered with it, and continues them afterwards.
-Should it be killed meanwhile, the pytest process that started it continues them.
+GPU. The kernel releases that lock when the claim ends, however it ends. A claim that holds a
+resource exclusively stops all processes of the claims that are registered with it, and continues
+them afterwards. If it is killed meanwhile, the pytest process that started it continues them.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ from typing import Final, NamedTuple
 from .file_lock import is_shared, locked
 
 STOP_TIMEOUT_S: Final = 2.0
-"""How long to wait for processes to stop: one in a system call first ends that call."""
+"""How long to wait for processes to stop: a process in a system call first completes the call."""
 BREATH_S: Final = 0.1
 """How long stopped processes continue if the GPU is still busy after they were stopped."""
 BREATHS: Final = 10
-"""How often they do, at most: then other programs use the GPU."""
+"""Most times that stopped processes continue for BREATH_S. If the GPU is still busy after that,
+other programs use it."""
 _SUFFIX: Final = ".preparing"
 
 
@@ -52,10 +53,10 @@ def registered(folder: Path, resource: str) -> Iterator[None]:
 def paused(
     folder: Path, resources: Iterable[str], is_idle: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Pause all claims that are registered with the resources, which this process has alone.
+    """Pause all claims that are registered with resources that this process holds exclusively.
 
-    ``is_idle`` tells whether the GPUs have ended what stopped processes had given them. A kernel
-    that waits for its process ends only after that has continued for a while.
+    ``is_idle`` returns whether the GPUs have finished the work that stopped processes had enqueued.
+    A kernel that waits for its process ends only after the process has continued for a while.
     """
     resources, stopped = tuple(resources), set[int]()
     try:
@@ -89,7 +90,7 @@ def _stop(folder: Path, resources: Iterable[str], stopped: set[int]) -> None:
     wanted = set(resources)
     sessions = {session for session, used in registrations(folder).items() if used & wanted}
     end = time.monotonic() + STOP_TIMEOUT_S
-    # again, for processes that were started before their parent stopped
+    # repeated, because a process may have started others before it stopped
     while running := [p.pid for p in _processes(sessions) if p.state not in "TtZX"]:
         stopped.update(running)
         _send(running, signal.SIGSTOP)

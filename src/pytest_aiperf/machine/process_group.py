@@ -12,7 +12,7 @@ from typing import Final
 POLL_S: Final = 0.02
 """Seconds between two checks whether the process has ended: short compared with a build."""
 STOPPED_S: Final = 1.0
-"""This process was stopped, and the command with it, if more time passes between two checks."""
+"""If more time than this passes between two checks, this process and the command were stopped."""
 
 
 def run_in_group(

@@ -14,7 +14,7 @@ from pytest_aiperf.errors import UsageError
 if TYPE_CHECKING:
     from pytest_aiperf.model import Gpu  # slow to import, and every pytest run loads this module
 
-Kind = Literal["gpu", "cpu"]  #: What a claim is about, and so the option that measures it.
+Kind = Literal["gpu", "cpu"]  #: Device of a claim; also the option that measures the claim.
 KINDS: Final[tuple[Kind, ...]] = ("gpu", "cpu")
 FIXTURES = frozenset({"gpu", "nvcc", "clock", "capture", "compare"})  #: The plugin's fixtures.
 ARCH_MARKS = ("sm90", "sm100", "sm103", "sm121")  #: Markers that restrict a test to architectures.

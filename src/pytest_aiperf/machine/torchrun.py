@@ -120,10 +120,10 @@ def _combine_exits(job: RankJob, count: int, launcher: isolation.ProcessExit) ->
 
 
 def _last_seen(job: RankJob, rank: int) -> str:
-    """Return what a rank was doing when it was stopped, from its phase and its trace.
+    """Describe what a rank was doing when it was stopped, from its phase and its trace.
 
-    Of the trace these are the innermost function and the innermost one that no library defines:
-    they show where ranks wait for each other.
+    The description names the innermost function of the trace, and the innermost one that no library
+    defines: they show where ranks wait for each other.
     """
     phase, trace = (Path(job.scratch, f"rank-{rank}.{end}") for end in ("phase", "trace"))
     doing = [phase.read_text()] if phase.exists() else []

@@ -44,7 +44,7 @@ minute for a long timeline."""
 _SHIM: Final = '"$@"; status=$?; echo $status > "$PYTEST_AIPERF_STATUS"; exit $status'
 """Shell script that keeps the command's exit status, because a tool may return one of its own."""
 _FUNCTIONS_ONLY: Final = ("proton",)  #: Tools that need a range that only a function gives them.
-_LISTED: Final = 40  #: Lines of a command's output in which the reason of a failure is looked for.
+_LISTED: Final = 40  #: Last lines of a command's output that are searched for an error message.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CommandRequest:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a tool found about one process or GPU of a command."""
+    """Figures of a tool about one process or GPU of a command."""
 
     profile: Profile
     ranges: tuple[RangeTime, ...] = ()  #: Time per range of the program.

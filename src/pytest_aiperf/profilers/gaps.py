@@ -10,17 +10,21 @@ from pytest_aiperf.text import shorten, si
 
 from .ranges import ApiCall, Range, enclosing
 
-MIN_SHARE: Final = 0.1  #: Share of the span up to which gaps are not described: they cost little.
+MIN_SHARE: Final = 0.1
+"""Gaps are described only if all of them take more than this share of the span: less costs little.
+"""
 LONG_S: Final = 0.01
-"""Seconds from which on a gap is long: a launch takes microseconds, so a graph of launches does not
-close a gap in which the host starts up, compiles or loads data."""
-_LISTED: Final = 3  #: Maximum number of places in which the GPU waits that are described.
+"""A gap of at least this length is long. A launch takes microseconds, so the host does something
+else in a long gap, such as starting up, compiling or loading data: a CUDA graph does not close it.
+"""
+_LISTED: Final = 3  #: Most places where the GPU waits that are described.
 _ADDRESS: Final = re.compile(r" (object )?at 0x[0-9a-f]+")
 """Part of a built-in function's name that differs from call to call."""
 _INTERNAL: Final = re.compile(r"<|torch/|.*/torch/")
-"""How the names of frames begin that are not the user's: built-in functions and PyTorch."""
+"""Beginning of the names of frames that are not the user's: built-in functions and PyTorch."""
 LAUNCHED: Final = "its launch came in time"
-"""The host is not the reason: a launch takes time on the GPU, too, and streams wait for events."""
+"""Text for gaps that the host does not cause: a launch takes time on the GPU as well, and streams
+wait for events."""
 LATE: Final = "its launch came late; ranges, or torch:deep_dive, show what the host did"
 OUTSIDE: Final = "the host was outside of all ranges"
 UNKNOWN: Final = "its launch was not recorded"

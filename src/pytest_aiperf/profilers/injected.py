@@ -31,7 +31,7 @@ files are written, "preset" is that of the tool, "range" is the range that count
 "steps" are the first step of the optimizer to record, from 0, and the one after the last, or empty.
 """
 COMPILER_FIGURES = ("graph_breaks", "recompilations")
-"""Metadata of a trace: what torch.compile did from the start of the process on."""
+"""Names in a trace's metadata of counts by torch.compile since the start of the process."""
 OPERATORS = ".operators.csv"  #: Suffix of the table of all operators.
 _OPERATOR_FIGURES = {
     "count": "calls",
@@ -145,7 +145,7 @@ def _record_steps(settings: dict[str, Any], torch: Any) -> None:
     """Record a trace of some steps of the optimizer whose step ends first."""
     first, end = settings["steps"]
     ended = 0
-    counted: Any = None  # the optimizer
+    counted: Any = None  # the optimizer whose steps are counted
     finish: Callable[[], object] | None = None
 
     def step_ended(optimizer: Any, *_: object) -> None:

@@ -104,12 +104,13 @@ _STALLS: Final = (
 )  # fmt: skip
 """Stall reasons to collect: those that say what to change. The others would need more passes."""
 _OF_LONGEST: Final = ("launch__occupancy_limit", "launch__grid_size")
-"""Metrics of which the kernel with the longest time counts, because they make sense together."""
+"""Metrics that are taken from the kernel with the longest time: they only make sense together."""
 _OF_CHIP: Final = {
     "sm90": (_STALL_METRIC.format("gmma"),), "sm100": (_TC_PIPE,), "sm103": (_TC_PIPE,)
 }  # fmt: skip
 """Metrics that only these chips have; ncu refuses to collect unknown metrics."""
-_IN_EVERY_REPORT: Final = "device__attribute"  #: Metrics that no option needs to ask for.
+_IN_EVERY_REPORT: Final = "device__attribute"
+"""Prefix of metrics that every report has, even if no option requests them."""
 _TOP_STALLS: Final = 3  #: Maximum number of stall reasons in a profile.
 
 

@@ -128,10 +128,11 @@ def _advice(exposed: float, imbalance: float) -> Iterator[str]:
 
 
 _MAX_EXPOSED: Final = 0.2
-"""Share of the time in which GPUs may communicate without computing and get no advice: hiding less
-makes a step at most 1.25 times as fast."""
+"""If GPUs communicate without computing for more than this share of the time, advice is given. By
+hiding a smaller share, a step becomes at most 1.25 times as fast."""
 _MAX_IMBALANCE: Final = 1.15
-"""Work of the busiest rank over the mean without advice: the others wait for the difference."""
+"""If the work of the busiest rank is more than this many times the mean, advice is given: the other
+ranks wait for the difference."""
 
 
 def _mean(rows: list[dict[str, Any]], column: str) -> float:
@@ -175,15 +176,18 @@ def _seconds(node: Mapping[str, Any]) -> float:
 
 
 _MAX_FRAGMENTED: Final = 0.2
-"""Share of the reserved memory that may be free in split blocks without advice: blocks of different
-sizes always leave some, and a large share makes an allocation fail while enough bytes are free."""
+"""If more than this share of the reserved memory is free in split blocks, advice is given. Blocks
+of different sizes always leave some memory free, but a large share makes an allocation fail while
+enough bytes are free."""
 _MAX_TEMPORARY: Final = 0.5
-"""Share of the peak that may be free again after the call without advice: weights, gradients and
-the states of an optimizer stay, and usually take more than half."""
-_LARGE_BYTES: Final = 2**30  #: Peak from which on less memory lets a larger batch or model fit.
+"""If more than this share of the peak is free again after the call, advice is given. Weights,
+gradients and the states of an optimizer stay, and usually take more than half."""
+_LARGE_BYTES: Final = 2**30
+"""Smallest peak for which this advice is given: less memory then makes room for a larger batch or
+model."""
 _MAX_ALLOCATIONS: Final = 1000
-"""Allocations per call without advice: each takes the host about a microsecond, if the allocator
-has the memory already, so that these cost about a millisecond."""
+"""If a call makes more allocations than this, advice is given. Each takes the host about a
+microsecond, if the allocator has the memory already, so that these cost about a millisecond."""
 
 
 def memory(artefact: Path) -> Reading:
@@ -220,7 +224,7 @@ def memory(artefact: Path) -> Reading:
             "again instead of keeping them (see ch13/activation_checkpointing), or large "
             "intermediate results in chunks (see ch13/fused_linear_cross_entropy)"
         )
-    calls = content.get("calls")  # of a command, nobody has counted the steps
+    calls = content.get("calls")  # None for a command, whose steps are not counted
     if calls and (count := figures["allocations"][0] / calls) > _MAX_ALLOCATIONS:
         notes.append(
             f"{count:.0f} allocations per call: fuse small operations, or allocate once and reuse "

@@ -98,10 +98,10 @@ _ITEM_BYTES: Final = {
 }  # fmt: skip
 """Bytes per value of the types whose matrix products use tensor cores, by their name in a trace."""
 _ALIGNED_BYTES: Final = 16
-"""Rows that begin at multiples of this many bytes are loaded by the fastest kernels: it is the size
-of the widest load of a thread, and TMA needs it."""
-_PID_SHIFT: Final = 24  #: nsys keeps a thread id in the lower 24 bits of a globalTid,
-_PID_BITS: Final = 24  #: and the process id in the 24 bits above it.
+"""The fastest kernels need rows that begin at multiples of this many bytes: it is the size of a
+thread's widest load, and TMA requires it."""
+_PID_SHIFT: Final = 24  #: Lower bits of nsys's globalTid, which hold the thread id.
+_PID_BITS: Final = 24  #: Next bits of nsys's globalTid, which hold the process id.
 _PUSH_POP: Final = 59  #: nsys's type of the event of a range that nests within its thread.
 _START_END: Final = 60  #: nsys's type of the event of a range that may end in any thread.
 _NEW_DOMAIN: Final = 75  #: nsys's type of the event that names a domain of ranges.
@@ -118,7 +118,7 @@ def nsys_by_gpu(
     """Read an nsys report process by process and GPU by GPU; the key names the GPU.
 
     The readings of a single GPU and process have the key "". GPUs on which the selected range
-    launched nothing are left out, unless that are all.
+    launched nothing are left out, unless it launched nothing on any GPU.
     """
     timeline = _nsys_timeline(artefact, binary)
     places = sorted({*timeline.places.values()}, key=lambda place: (place[1], place[0]))
@@ -293,7 +293,7 @@ def torch_trace(artefact: Path, selection: Selection = ALL) -> Reading:
         where = f" inside the range {selection.nvtx or RANGE!r}" if windows else ""
         raise CaptureFailed(
             f"{artefact} has no operators and no kernels{where}: "
-            "check that the call does its work in PyTorch or on a GPU"
+            "the call uses neither PyTorch nor a GPU; --profile=perf shows what the CPU does"
         )
     figures, kernels, notes, rows = _reading(selected, windows)
     missing: list[str] = []
@@ -379,7 +379,7 @@ def load_json(artefact: Path, what: str) -> Any:
 
 
 def _is_inside(windows: Collection[Range]) -> Callable[[float], bool]:
-    """Return whether a moment lies in one of the windows; in any moment, if there are none."""
+    """Return a function that tests whether a moment is in a window; true without windows."""
     starts: list[float] = []
     ends: list[float] = []
     for each in sorted(windows, key=lambda window: window.start):

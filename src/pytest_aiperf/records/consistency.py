@@ -1,4 +1,4 @@
-"""Whether a record agrees with itself: its figures with its samples, its outcome with both."""
+"""Checks that a record is consistent: its figures with its samples, its outcome with both."""
 
 import math
 from collections.abc import Iterator

@@ -2,14 +2,17 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pytest_aiperf.errors import UsageError
 from pytest_aiperf.model import Outcome, Result
 
 from . import journal
 from .results import read_results
+
+T = TypeVar("T")
 
 WHOLE: Final = "whole"  #: Folder, in a shard's run, with the manifest of all shards.
 
@@ -35,6 +38,18 @@ def split(ids: Sequence[str], seconds: Mapping[str, float], count: int) -> list[
         shards[shortest].add(nodeid)
         loads[shortest] += duration[nodeid]
     return shards
+
+
+def paired(items: Sequence[T], workers: int) -> list[T]:
+    """Put a short item behind each of the longest, one per worker; ``items`` begins with those.
+
+    xdist gives each worker two items to begin with, and the second waits for the first, however
+    long that takes.
+    """
+    count = min(workers, len(items) // 2)
+    rest = len(items) - count
+    pairs = zip(items[:count], reversed(items[rest:]), strict=True)
+    return [*chain.from_iterable(pairs), *items[count:rest]]
 
 
 def durations(ids: Iterable[str], seconds: Mapping[str, float]) -> dict[str, float]:

@@ -23,8 +23,8 @@ APART: Final = (
 """Remark about a ladder with a rung whose timing stands alone."""
 FAR: Final = 1e12  #: FLOP per byte that no kernel has; its inverse as well.
 DIFFERS: Final = 1.2
-"""Two times of one library call or limit that are apart by this factor are not of the same work:
-sessions differ by a few percent, and operations rarely by less."""
+"""If two times of a library call or limit differ by more than this factor, they belong to different
+operations: sessions differ by a few percent, and operations rarely by less than this factor."""
 CHAINED: Final = "A ratio without an interval is the product of several measured ratios."
 """Remark about a ladder with a rung that was measured apart from the one before."""
 LOADS: Final = {

@@ -212,7 +212,7 @@ def _not_repeating(note: str, reason: str) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return a line for each result whose figures need an explanation.
+    """Return lines that explain figures: those of many results, then each result's own.
 
     Rungs of a ladder that need the same one share a line.
     """
@@ -227,13 +227,12 @@ def notes(results: Sequence[Result]) -> list[str]:
         remarks += [_not_repeating(note, remarks[0]) for note in result.notes]
         if pieces := not_looked_at(result):
             remarks.append(f"evidence not looked at: {pieces}")
-        if result.attempts > 1:
-            remarks.append("second attempt: the first did not meet the claim, or ran out of memory")
-        if result.quick:
-            remarks.append("quick")
         if text := "; ".join(filter(None, remarks)):
             claims.setdefault((result.ladder or result.claim, text), []).append(result.claim)
     lines = [clean(f"{', '.join(names)}: {text}") for (_, text), names in claims.items()]
+    if quick := [r.claim for r in results if r.quick]:
+        some = f"{', '.join(quick)}: " if len(quick) < len(results) else ""
+        lines.insert(0, clean(f"{some}measured with --quick: not accepted into expectations"))
     if any(r.against is Against.NAIVE for r in results):
         lines.insert(0, "* naive baseline: left out of the geometric mean")
     return lines

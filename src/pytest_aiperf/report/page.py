@@ -44,8 +44,8 @@ GLOSSARY: Final = {
     "drifting clocks affect all arms alike. A block is a series of calls timed together.",
     "noise floor": "Difference that a comparison of identical arms shows in this session. Smaller "
     "differences count as noise.",
-    "verdict": "FASTER: the interval lies above 1 plus the noise floor. SLOWER: below 1 minus the "
-    "noise floor. SAME: within 2 % of 1. INCONCLUSIVE: none of these; measure for longer, or on a "
+    "verdict": "FASTER: the interval lies above 1 plus the noise floor. SLOWER: below 1 / (1 + the "
+    "noise floor). SAME: within 2 % of 1. INCONCLUSIVE: none of these; measure for longer, or on a "
     "quieter machine. Lost: less than the claim requires. Undecided: the interval reaches what the "
     "claim requires, and its lower end does not.",
     "rate": "Work per second of the optimized arm: bytes that a call must move, or FLOPs.",

@@ -94,7 +94,8 @@ def next_steps(results: Sequence[Result], pytest_command: str, root: Path, file:
         tests = (r.nodeid.partition("::") for r in failed[:NEXT])
         ids = [f"{os.path.relpath(root / path)}{colons}{test}" for path, colons, test in tests]
         more = f"  # and {len(failed) - NEXT} more" if len(failed) > NEXT else ""
-        lines.append(f"measure again:  {pytest_command} -v {printable(shlex.join(ids))}{more}")
+        what = "profile" if "--profile=" in pytest_command else "measure"
+        lines.append(f"{what} again:  {pytest_command} -v {printable(shlex.join(ids))}{more}")
     command = shlex.join(["python", "-m", "pytest_aiperf", "report", os.path.relpath(file)])
     return [*lines, f"write a report: {command}"]
 

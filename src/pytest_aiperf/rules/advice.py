@@ -11,7 +11,8 @@ from pytest_aiperf.text import percent, si
 
 _Bounds = Mapping[str, tuple[float, float]]
 
-MAX: Final = 3  #: Most sentences about one arm: beyond the first few, the others are effects.
+MAX: Final = 3
+"""Most sentences of advice about one arm: further ones describe effects of the first causes."""
 IDLE: Final = 0.3  #: An overhead-bound arm leaves the GPU idle for at least this share of time.
 FAR: Final = 0.4  #: Below this share of a limit, an arm is not bounded by it.
 BUSY: Final = 0.6  #: Above this utilization in ncu's counters, a unit limits an arm.
@@ -21,12 +22,14 @@ MAX_SHARE: Final = 1.05
 _SHORT_KERNEL_S: Final = 10e-6
 """Kernels that are shorter on average spend most of their time starting and draining."""
 _FULL_SECTORS: Final = 16
-"""Sectors per request of a warp whose lanes access 16 bytes each, side by side."""
+"""Sectors per request of a coalesced access with 16 bytes per lane."""
 _LOOP: Final = 10
-"""Waits of the host from which on they belong to a loop: a program waits a few times anyway."""
-_UNCERTAIN: Final = 1.05  #: Quotient from which on two counters differ by more than their error.
+"""From this number on, waits of the host are taken to be in a loop: any program waits sometimes."""
+_UNCERTAIN: Final = 1.05
+"""Ratio of two counters from which on their difference is larger than their error."""
 
-LEADING: Final = 0.5  #: From this share on, one part takes longer than all others.
+LEADING: Final = 0.5
+"""A part with at least this share takes as long as all others together."""
 _SHORT_GAPS: Final = {"long gap share": (0.0, LEADING)}
 _OVERHEAD: Final = {"idle share": (IDLE, inf)}
 _LATENCY: Final = {"utilization": (0.0, BUSY)}
@@ -35,7 +38,7 @@ _LATENCY: Final = {"utilization": (0.0, BUSY)}
 class Rule(NamedTuple):
     """Advice, and the figures for which it holds."""
 
-    kind: str  #: What limits an arm for which the rule holds.
+    kind: str  #: Bottleneck of an arm for which the rule holds.
     when: _Bounds  #: Lower bound (inclusive) and upper bound (exclusive) of each figure.
     sentence: str  #: The advice, with the names of figures in braces.
     claim: str  #: The claim of the course that measures the remedy.
@@ -218,8 +221,8 @@ _SHARES: Final = (
     "tensor share", "sm share", "dram share", "l2 share", "l1 share",
 )  # fmt: skip
 _BLOCKS: Final = ("registers", "shared memory", "slots")
-"""What limits the resident blocks of an SM. The number of warps is left out: a block is no larger
-than half of an SM's warps, so that alone it never leads to a low occupancy."""
+"""Resources that limit the resident blocks per SM. The number of warps is left out: a block has at
+most half of an SM's warps, so that this limit alone never makes the occupancy low."""
 
 
 def derived(figures: Mapping[str, float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ Direction = Literal["host to device", "device to host", "device to device", "pee
 HostMemory = Literal["", "pageable", "pinned"]
 DIRECTIONS: Final = get_args(Direction)
 LOAD_DEPENDENT: Final = (EvidenceKind.BUSY_CORES, EvidenceKind.CONTEXT_SWITCHES)
-"""Kinds of evidence whose figures change with what else the host runs."""
+"""Kinds of evidence whose figures change with the other load of the host."""
 
 
 def opcode(name: str, kernel: str = "", *, min: Bound = None, max: Bound = None) -> Evidence:
@@ -149,7 +149,7 @@ def counter(
     """Bound an ncu metric of the optimized arm, summed over the kernels of one call.
 
     ``per="baseline"`` takes the ratio to the baseline's figure, ``per="work"`` the ratio to the
-    bytes of ``work``. It is read after the timing, and under ``--profile=ncu``.
+    bytes of ``work``. The metric is read after the timing, and under ``--profile=ncu``.
     """
     return _evidence(EvidenceKind.COUNTER, metric, kernel, min=min, max=max, per=per)
 
@@ -253,7 +253,7 @@ class Facts:
     """The figures of one run of a claim, against which its evidence is checked."""
 
     code: Sequence[Compiled] = ()  #: The compiled kernels that the optimized arm may launch.
-    baseline_code: Sequence[Compiled] = ()  #: Those that the baseline may launch.
+    baseline_code: Sequence[Compiled] = ()  #: The compiled kernels that the baseline may launch.
     complete: bool = False  #: Whether ``code`` has all kernels of the claim.
     traces: Mapping[str, Trace] = field(default_factory=dict)  #: The trace of each arm.
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -267,7 +267,8 @@ class Facts:
 def hold(evidence: Sequence[Evidence], facts: Facts) -> tuple[Finding, ...]:
     """Return each piece's figure in the optimized arm and in the baseline, and whether it holds.
 
-    A piece without a figure holds neither: its ``held`` is None, and ``where`` gives the reason.
+    A piece without a figure neither holds nor fails: its ``held`` is None, and ``where`` gives the
+    reason.
     """
     return tuple(
         _check_code(piece, facts) if piece.kind in STATIC else _check_arm(piece, facts)
@@ -281,7 +282,7 @@ def broken(findings: Sequence[Finding]) -> str:
 
 
 def depends_on_load(findings: Sequence[Finding]) -> bool:
-    """Whether other programs on the host could be why each finding that does not hold does not."""
+    """Whether other programs on the host could explain every finding that does not hold."""
     return all(f.evidence.kind in LOAD_DEPENDENT for f in findings if f.held is False)
 
 
@@ -298,8 +299,8 @@ def not_looked_at(findings: Sequence[Finding]) -> str:
 def proves_nothing(findings: Sequence[Finding], metric: Metric = Metric.DEVICE) -> str:
     """Describe in one sentence why evidence does not tell the arms apart; "" if it does.
 
-    It does if one piece holds for the optimized arm and does not hold for the baseline. A claim
-    about memory or a score needs no evidence: its ratio is the proof.
+    Evidence tells the arms apart if one piece holds for the optimized arm and fails for the
+    baseline. A claim about memory or a score needs no evidence: its ratio is the proof.
     """
     if metric in _ALONE_PROOF or any(f.held and f.baseline_held is False for f in findings):
         return ""
@@ -313,7 +314,7 @@ def proves_nothing(findings: Sequence[Finding], metric: Metric = Metric.DEVICE) 
 def _check_code(piece: Evidence, facts: Facts) -> Finding:
     """Check each kernel whose name matches; opcodes without a kernel name are counted per build.
 
-    Return a finding that fails or, if all hold, one of those.
+    Return a finding that fails or, if none fails, one that holds.
     """
     needs_sass = piece.kind is EvidenceKind.OPCODE
     readable = [c for c in facts.code if not needs_sass or c.opcodes is not None]
@@ -348,7 +349,7 @@ def _launched(code: Sequence[Compiled], trace: Trace | None) -> list[Compiled]:
 
 
 def _worst(piece: Evidence, code: Sequence[Compiled]) -> tuple[float, str]:
-    """Return a figure that lies outside the bounds or, if there is none, the first; and where."""
+    """Return a figure outside the bounds, or else the first figure, and the kernel it is about."""
     figures = [(_in_code(piece, compiled), str(compiled)) for compiled in code]
     if piece.kind is EvidenceKind.OPCODE and not piece.kernel:
         sums: dict[str, float] = {}

@@ -3,7 +3,7 @@
 An arm is compute-bound, memory-bound or overhead-bound (the GPU waits for launches). An arm far
 from all three limits does more than ``work`` counts, because it is unfused or computes in a wider
 dtype, or it is latency-bound: its own instructions wait for each other. A rate and a trace do not
-show bank conflicts or full issue slots, so for an arm that comes only half as close to its limit,
+show bank conflicts or full issue slots, so for an arm between ``FAR`` and ``_NEAR`` of its limit,
 the advice lists possible causes.
 """
 
@@ -20,7 +20,7 @@ from . import advice, stats
 MEMORY: Final = ("copy", "read", "l2")
 
 _NEAR = 0.8  #: From this share of its limit on, an arm is bounded by it.
-_AT = 0.97  #: Below this share of its limit, an arm can still gain without less work.
+_AT = 0.97  #: Below this share of its limit, an arm can become faster with the same work.
 _WASTE = 1.5  #: Above this many times the bytes of ``work``, traffic is avoidable.
 _NARROW = ("tf32", "fp16", "bf16", "fp8")  #: Dtypes of the tensor cores, faster than fp32.
 

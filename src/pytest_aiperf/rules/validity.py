@@ -1,4 +1,4 @@
-"""Is this measurement valid? Each check returns a sentence that names the problem, or None."""
+"""Checks whether a measurement is valid; each check describes the problem or returns None."""
 
 import contextlib
 import ctypes
@@ -28,12 +28,13 @@ from pytest_aiperf.model import GpuState
 from . import stats
 
 L2_SPANS = 3
-"""The input sets of a cold measurement span the L2 this many times; also their minimum number."""
+"""All input sets of a cold measurement together are this many times as large as the L2. This is
+also the fewest sets."""
 MAX_INPUT_SETS = 256
-"""Largest number of input sets: inputs so small that they need more cannot be kept cold."""
+"""Most input sets. Inputs that are so small that they need more cannot be kept cold."""
 MAX_CLOCK_CHANGE = 0.05  #: Largest relative change of the SM clock across a round.
 MAX_CAPPED_CLOCK_CHANGE = 0.15
-"""Largest change under the power cap: the clock then fluctuates for both arms alike."""
+"""Largest change while the power cap is active: the clock then fluctuates for both arms alike."""
 POWER_CAP = 0x04  #: Clock event reason of NVML: the software power cap.
 
 # left out as normal: power cap (0x4), idle GPU (0x1), clocks set by a user (0x2, 0x100)
@@ -43,11 +44,15 @@ _REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-MIN_IDLE_S, MAX_BUSY_SHARE = 3e-3, 0.75
-"""Work between blocks is refused if it takes more than this share of the CPU time that the harness
-takes meanwhile, once that is long enough to be measured: a thread may still be going to sleep."""
+MIN_IDLE_S = 3e-3
+"""Work between blocks is judged only if the harness has used more CPU time than this meanwhile;
+less is too short to be measured."""
+MAX_BUSY_SHARE = 0.75
+"""Work between blocks is refused if it takes more than this fraction of the CPU time that the
+harness uses meanwhile. It may take less, because a thread may still be going to sleep."""
 OTHERS_SHARE = 0.1
-"""CPU time of other processes, as a fraction of a call's time, above which they do a part of it."""
+"""If other processes use more CPU time than this fraction of a call's time, they do a part of the
+call's work."""
 THROTTLED = sum(_REASONS)  #: Bit mask of the clock event reasons that invalidate a round.
 _COUNTERS = ("thermal", "board_limit")
 
@@ -111,7 +116,7 @@ _VARIABLES = (
     "TRITON_INTERPRET",
 )  # fmt: skip
 _PREFIXES = "PYTHON", "MALLOC_", "LD_"
-"""Prefixes of variables that change how processes run which an arm starts."""
+"""Prefixes of environment variables that affect processes started by an arm."""
 
 
 def round_problem(before: GpuState, after: GpuState) -> str | None:
@@ -225,9 +230,9 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 def _fault_handlers() -> list[int]:
-    """Return the addresses of handlers, also in C, that could compute memory when it is read.
+    """Return the addresses of memory-fault handlers, which could compute memory when it is read.
 
-    With CUDA in use there are none here: the driver and its tools may have their own.
+    Return [] once CUDA is in use: the driver and its tools may have handlers of their own.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda and cuda.is_initialized():
@@ -240,6 +245,11 @@ def _fault_handlers() -> list[int]:
     return handlers
 
 
+def _numpy_print_options() -> object:
+    numpy = sys.modules.get("numpy")
+    return numpy and numpy.get_printoptions()
+
+
 def _working_folder() -> str:
     with contextlib.suppress(OSError):  # it has been removed
         return os.getcwd()  # noqa: PTH109  five times as fast as Path.cwd()
@@ -247,7 +257,7 @@ def _working_folder() -> str:
 
 
 def _umask() -> str:
-    """Read the umask where this does not change it: other threads may be making files."""
+    """Read the umask without changing it, because other threads may be creating files."""
     return _text_of("/proc/self/status").partition("Umask:")[2].partition("\n")[0].strip()
 
 
@@ -267,13 +277,14 @@ _PROCESS: dict[str, Callable[[], object]] = {
     "coroutine origins": sys.get_coroutine_origin_tracking_depth,
     "logging levels": lambda: (logging.root.level, logging.root.manager.disable),
     "decimal.getcontext": lambda: decimal.getcontext().prec,
+    "numpy.set_printoptions": _numpy_print_options,
     "working folder": _working_folder,
     "umask": _umask,
     **{name: functools.partial(resource.getrlimit, i) for i, name in _LIMITS.items()},
     # some imports add a folder of their own, which costs nothing
     "hundreds of folders in sys.path": lambda: len(sys.path) // 100,
 }
-"""Settings of the process and of its main thread, with what reads them."""
+"""Settings of the process and of its main thread, with the functions that read them."""
 
 
 _AT_START = {
@@ -373,8 +384,8 @@ def changed_flags(before: Mapping[str, str], after: Mapping[str, str]) -> list[s
 class IdleTime:
     """Finds work that goes on between the blocks, while the harness draws new values.
 
-    Only threads of Python and child processes count: those of OpenMP spin for a while in case more
-    work comes.
+    Only Python's threads and child processes count. OpenMP's threads are left out, because they
+    spin for a while in case more work comes.
     """
 
     def __init__(self) -> None:
@@ -404,7 +415,7 @@ class IdleTime:
 
 
 class OtherProcesses:
-    """Tells whether processes that this one has started do a part of the work in its scopes."""
+    """Measures whether processes that this one started do a part of the work of ``with`` blocks."""
 
     def __init__(self) -> None:
         self._seconds = self._busy_s = 0.0
@@ -453,16 +464,17 @@ def _background() -> tuple[dict[str, float], set[str]]:
 
 def _started() -> set[str]:
     """Return the processes that this one and its descendants have started, if there are any."""
-    own, found = str(os.getpid()), set()
-    todo = {own} if _has_children() else set()
-    if os.getsid(0) == os.getpid():  # orphans of a claim's process go to the parent of that
-        todo |= {p for p in _children(str(os.getppid())) - {own} if _session(p) == own}
-        found |= todo - {own}
+    own_pid, started = str(os.getpid()), set()
+    todo = {own_pid} if _has_children() else set()
+    if os.getsid(0) == os.getpid():  # the parent of a claim's process adopts its orphans
+        siblings = _children(str(os.getppid())) - {own_pid}
+        todo |= {pid for pid in siblings if _session(pid) == own_pid}
+        started |= todo - {own_pid}
     while todo:
         children = _children(todo.pop())
-        todo |= children - found
-        found |= children
-    return found
+        todo |= children - started
+        started |= children
+    return started
 
 
 def _has_children() -> bool:
@@ -475,11 +487,11 @@ def _has_children() -> bool:
 
 def _children(process: str) -> set[str]:
     """Return the children of all threads of a process."""
-    found: set[str] = set()
+    pids: set[str] = set()
     for file in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # another system, or a thread that has just ended
-            found.update(file.read_text().split())
-    return found
+            pids.update(file.read_text().split())
+    return pids
 
 
 def _session(process: str) -> str:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pytest_aiperf.model import Expectation, Interval, Metric, Require, Result, Verdict
 
 SAME_WITHIN = 0.02  #: The verdict is SAME when the whole interval lies within this distance of 1.
+LEAST_DIFFERENCE = 0.001
+"""Smaller differences count for neither arm. Scores and peak memory have no noise floor, and two
+equal arms may differ by a few bytes that Python allocates."""
 UNDECIDED = "undecided: "
-"""How the reason begins if only noise keeps a claim from being met: a quieter machine may meet it.
+"""Prefix of the reason if only noise keeps a claim from being met: on a quieter machine it may be.
 
-`make bench` and reports tell such claims from those that are not met.
+`make bench` and reports list such claims apart from those that are not met.
 """
 NOISY_FLOOR = 0.2
-"""A noise floor above this is reported: a claim of 1.2x could not be shown."""
+"""A noise floor above this is reported, because a claim of 1.2x could not be shown."""
 SESSIONS_APART = 0.035
 """How far two sessions' intervals of one unchanged claim may lie apart.
 
@@ -23,7 +26,7 @@ this tolerance: a smaller regression shows only in the history, as a lasting ste
 """
 
 _Problem = tuple[str, bool]
-"""Why a claim is not met, and whether another run may find that it is."""
+"""Reason why a claim is not met, and whether it may be met in another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,10 @@ def depends_on_host(result: Result) -> bool:
 
 def verdict(ratio: Interval, floor: float) -> Verdict:
     """Return the verdict of an interval, given the noise floor of its session."""
+    floor = max(floor, LEAST_DIFFERENCE)
     if ratio.low > 1 + floor:
         return Verdict.FASTER
-    if ratio.high < 1 - floor:
+    if ratio.high * (1 + floor) < 1:  # 1 - floor would be negative on the noisiest machines
         return Verdict.SLOWER
     return Verdict.SAME if is_parity(ratio) else Verdict.INCONCLUSIVE
 
@@ -64,15 +68,17 @@ def noise_problem(floor: float) -> str | None:
     )
 
 
-def _why_inconclusive(ratio: Interval, floor: float) -> str:
+def _why_inconclusive(ratio: Interval, floor: float, *, quick: bool) -> str:
     if ratio.low > 1 or ratio.high < 1:
+        floor = max(floor, LEAST_DIFFERENCE)
         return (
             f"identical arms differ by up to {floor:.1%} in this session, and the interval is not "
             "beyond that; end other work on this machine, and measure again"
         )
+    without = "without --quick, " if quick else ""
     return (
         f"the interval contains 1 and is too wide for SAME (within {SAME_WITHIN:.0%} of 1); "
-        "measure without --quick, on larger inputs, or on a quieter machine"
+        f"measure {without}on larger inputs, or on a quieter machine"
     )
 
 
@@ -84,14 +90,16 @@ def judge(
     library: Interval | None = None,
     share: float | None = None,
     compare_recorded: bool = True,
+    quick: bool = False,
 ) -> Judgement:
     """Judge a comparison by its expectation.
 
     The verdict must be FASTER; parity suffices if the recorded interval is parity or the required
-    speedup is 1. Below 1, it is a margin: the lower end must reach it, whatever the verdict is. The
-    lower end of the interval must meet ``require``, and the interval must not lie wholly below the
-    recorded one by more than ``SESSIONS_APART``. The recorded interval is ignored if the code has
-    changed since, or if ``compare_recorded`` is false.
+    speedup is 1. A required speedup below 1 is a margin: the lower end must reach it, whatever the
+    verdict is. The lower end of the interval must meet ``require``, and the interval must not lie
+    wholly below the recorded one by more than ``SESSIONS_APART``. The recorded interval is ignored
+    if the code has changed since, or if ``compare_recorded`` is false. ``quick`` states whether the
+    run was quick, for the advice.
 
     The reason begins with ``UNDECIDED`` if nothing contradicts the claim: the verdict is FASTER or
     INCONCLUSIVE, and each interval, widened by the noise floor, reaches what is required of it.
@@ -119,7 +127,7 @@ def judge(
     at_parity = Verdict.SAME in allowed and is_parity(ratio)
     if reached not in allowed and not (at_parity or has_margin):
         undecided = reached is Verdict.INCONCLUSIVE
-        why = f" ({_why_inconclusive(ratio, floor)})" if undecided else ""
+        why = f" ({_why_inconclusive(ratio, floor, quick=quick)})" if undecided else ""
         claimed = " or ".join(sorted(allowed))
         problems.append((f"{reached} where {claimed} is claimed: {ratio}{why}", undecided))
     problems += _unmet(expectation.require, ratio, floor, library, share)

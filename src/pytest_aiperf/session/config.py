@@ -41,7 +41,7 @@ class Settings:
     quick: bool
     """Measure with :data:`~pytest_aiperf.claim.stopping_rule.QUICK`, without a second attempt."""
     update: bool  #: Write the results into expectations.yaml at the end.
-    conditions: Mapping[str, str]  #: What --reproducible and --cold-start set, by option.
+    conditions: Mapping[str, str]  #: Conditions set by --reproducible and --cold-start, by option.
     debug: bool  #: Run items in this process, so that a debugger works (--pdb).
     seed: int  #: Seed of the session, from which each claim derives its own.
     started: float  #: Unix time at which the controller started.
@@ -50,6 +50,7 @@ class Settings:
     """xdist's name of the worker ("gw0") that this process is or belongs to, or "main"."""
     threads: int | None
     """CPU threads that a claim may use beside other xdist workers' claims; None without xdist."""
+    workers: int  #: Number of xdist workers; 1 without xdist.
     budget_s: float | None  #: Seconds after which no further claim starts.
     deadline_s: float  #: Time limit per claim; waiting for locks does not count.
     root: Path  #: pytest's root folder.
@@ -60,10 +61,10 @@ class Settings:
     kernels: tuple[Path, ...]  #: Folders in which nvcc() looks for sources.
     profile: str | None = None  #: TOOL:PRESET of a session that profiles instead of timing.
     profile_calls: int = 1  #: Number of calls of each arm that are profiled.
-    ranks: tuple[int, ...] = ()  #: Numbers of ranks for multi-GPU claims; if empty, their markers'.
+    ranks: tuple[int, ...] = ()  #: Numbers of ranks for multi-GPU claims; () for their markers'.
     shard: tuple[int, int] | None = None  #: Number of this shard, from 1, and the number of shards.
-    capture_job: target.CaptureJob | None = None  #: What a process under a profiler must do.
-    rank_job: torchrun.RankJob | None = None  #: What a rank must do.
+    capture_job: target.CaptureJob | None = None  #: Job of a process under a profiler.
+    rank_job: torchrun.RankJob | None = None  #: Job of a rank.
 
 
 def read_settings(config: pytest.Config, measure: frozenset[Kind]) -> Settings:
@@ -93,6 +94,7 @@ def read_settings(config: pytest.Config, measure: frozenset[Kind]) -> Settings:
         run_id=shared.get("run_id")
         or journal.new_run_id(datetime.fromtimestamp(started, UTC), os.getpid()),
         worker=workerinput["workerid"] if role is Role.WORKER and workerinput else "main",
+        workers=workers,
         threads=threads if measure and role is Role.WORKER else None,
         budget_s=option.aiperf_budget,
         deadline_s=_deadline_s(config.getini("aiperf_deadline")),

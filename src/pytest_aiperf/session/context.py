@@ -32,15 +32,16 @@ class ItemContext:
         self.settings = session.settings
         self.requirements = item.stash[REQUIREMENTS]
         self.gpus = session.gpus_for(item)
+        self._phase = "starting"  # the latest phase; waits do not count as phases
         self._send = session.send
         if (job := self.settings.capture_job) is not None and session.role is Role.TARGET:
             self._send = target.sender(job)  # pauses the deadline of the process that profiles
         self.built_only = False  #: Whether the check built the kernels without running the arms.
         self.claimed: bool | None = None
         """Whether the test has called compare(); None if it does not request this fixture."""
-        self.error: Exception | None = None  #: What compare() raised.
+        self.error: Exception | None = None  #: The exception that compare() raised.
         self.replaced: Callable[[], list[str]] = list
-        """Names what the arms refer to and what has another value now than at compare()."""
+        """Returns the names of values that the arms refer to and that changed after compare()."""
 
     def claim_once(self) -> None:
         """Note that the test has called compare(); raise UsageError if it had before."""
@@ -82,7 +83,7 @@ class ItemContext:
             [gpu.uuid for gpu in self.gpus],
             folder,
             on_wait=self.wait_for,
-            on_acquired=lambda: self.progress("has the lock"),
+            on_acquired=lambda: self.progress(self._phase),
             threads=self.settings.threads,
             # a claim that runs in pytest's own process, or as a rank, does not lead a session
             pausable=self.session.role is Role.CLAIM and os.getsid(0) == os.getpid(),
@@ -105,6 +106,7 @@ class ItemContext:
 
     def progress(self, phase: str, **figures: object) -> None:
         """Report a phase for the progress line; the deadline keeps running."""
+        self._phase = phase
         self._send("working", phase=phase, **figures)
 
     def step(self) -> None:

@@ -113,7 +113,7 @@ class SharedFigures:
 def _floor_progress(
     progress: Progress, _phase: str, replicate: int | None = None, **_figures: object
 ) -> None:
-    """Report the measurement of the noise floor: its ratio is not that of the claim."""
+    """Report the measurement of the noise floor without its ratio, which is not the claim's."""
     progress("measuring the noise floor with identical arms", replicate=replicate)
 
 

@@ -76,7 +76,7 @@ class Compare:
         against: AgainstName = "idiomatic",
         cache: CacheName = "cold",
         precision: PrecisionName | None = None,
-        evidence: Sequence[Evidence] = (),
+        evidence: Evidence | Sequence[Evidence] = (),
     ) -> Result:
         """Claim that ``optimized`` is faster than ``baseline`` on the same work.
 
@@ -145,7 +145,7 @@ def refuse_identical_arms(baseline: Arm, optimized: Arm) -> None:
 
 
 def _parts(arm: object) -> tuple[Hashable, ...]:
-    """Return what makes up a callable: two with the same parts do the same."""
+    """Return the parts of a callable; callables with the same parts do the same."""
     if isinstance(arm, Prepared):
         return "prepared", *_parts(arm.make)
     if isinstance(arm, partial):
@@ -175,8 +175,8 @@ class Capture:
         """Profile ``call(*args)``.
 
         The test runs a second time, up to this call, in a process under the profiler, where
-        ``call`` is warmed up before it is profiled. If the tool is missing or not permitted, the
-        test is skipped; without ``--gpu``, too (``--cpu`` for a test marked ``host``).
+        ``call`` is warmed up before it is profiled. The test is skipped if the tool is missing or
+        not permitted, or without ``--gpu`` (``--cpu`` for a test marked ``host``).
 
         Args:
             call: The callable to profile.

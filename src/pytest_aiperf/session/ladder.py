@@ -1,4 +1,4 @@
-"""Ladders in a session: which tests are the rungs of one, and how one process measures them all."""
+"""Find the ladders of a session, and measure all rungs of a ladder in one process."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ from _pytest.runner import runtestprotocol
 from pytest_aiperf.machine import requirements
 from pytest_aiperf.model import Result
 
-C = TypeVar("C")  #: A claim and what is needed to measure it.
+C = TypeVar("C")  #: A claim with everything that its measurement needs.
 Reports = list[pytest.TestReport]
 Judged = tuple[Result, Exception | None]  #: A claim's record, and the error that its test raises.
 
 
 class Learned(Skipped):
-    """Ends a test at its ``compare``, whose arms are known then."""
+    """Ends the first run of a test at its ``compare``, when its arms are known."""
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class LadderRun(Generic[C]):
     claims: dict[str, C] = field(default_factory=dict)
     """The claim of each rung, by the test's nodeid."""
     measured: dict[str, Judged] = field(default_factory=dict)
-    """What was measured, by nodeid; empty until all rungs are known."""
+    """Record and error of each rung, by nodeid; empty until all rungs are known."""
 
     def compare(self, nodeid: str, claim: C) -> Judged:
-        """Return what was measured for a test's claim; until then, note it and end the test."""
+        """Return the record of a test's claim; before it is measured, note it and end the test."""
         if nodeid in self.measured:
             return self.measured[nodeid]
         self.claims[nodeid] = claim
@@ -73,9 +73,10 @@ def ladders(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def torn_down(item: pytest.Item) -> str:
-    """Name a fixture that ends with the test; its rungs are measured one by one.
+    """Return the name of a fixture that is torn down with the test; "" if there is none.
 
-    The first run of the test's body would end it before the arms are timed.
+    The rungs of such a test are measured one by one: the first run of the test's body would tear
+    the fixture down before the arms are timed.
     """
     definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     for name, (*_, definition) in definitions.items():

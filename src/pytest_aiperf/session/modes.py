@@ -1,5 +1,6 @@
 """Check, measure or profile claims, in this process or in several ranks."""
 
+import os
 import re
 import sys
 import tempfile
@@ -10,22 +11,28 @@ from dataclasses import replace
 import pytest
 
 from pytest_aiperf.claim import measure, torch_compile
-from pytest_aiperf.claim.claim import Claim
-from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
+from pytest_aiperf.claim.claim import Claim, refuse_gpu_time
+from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, StoppingRule
 from pytest_aiperf.correctness.references import References
 from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
 from pytest_aiperf.model import Metric, Outcome, Result
 from pytest_aiperf.profilers import capture, target
+from pytest_aiperf.rules import validity
 from pytest_aiperf.sources import provenance, source_hash
 
 from .config import Role
 from .context import ItemContext
 
+SET_BETWEEN_TESTS = {"PYTEST_CURRENT_TEST", "CUPY_SEED"}
+"""Environment variables that pytest and this plugin set."""
+
 
 def run(claim: Claim, context: ItemContext) -> Result:
     """Check, measure or profile a claim; return its record, or raise if the claim fails."""
     settings, required = context.settings, context.requirements
+    if required.host:
+        refuse_gpu_time(claim)
     checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
@@ -83,22 +90,34 @@ def measure_together(
 
 
 def _replaced_later(claim: Claim) -> Callable[[], list[str]]:
-    """Return a function that names what the arms refer to and what has another value by then."""
+    """Return a function that names what has changed since and what arms may depend on.
+
+    These are the values that arms refer to, environment variables and global settings. Variables
+    and settings that are new are left out, because imports bring some.
+    """
     references = [References(arm) for arm in claim.arms.values()]
     before = [each.states() for each in references]
+    variables, flags = dict(os.environ), validity.flags()
 
     def names() -> list[str]:
         pairs = zip(references, before, strict=True)
-        return sorted({name for each, was in pairs for name in each.replaced_since(was)})
+        replaced = sorted({name for each, was in pairs for name in each.replaced_since(was)})
+        changed = {name for name, was in variables.items() if os.environ.get(name) != was}
+        known = {name: now for name, now in validity.flags().items() if name in flags}
+        return [
+            *replaced,
+            *(f"os.environ[{name!r}]" for name in sorted(changed - SET_BETWEEN_TESTS)),
+            *validity.changed_flags(flags, known),
+        ]
 
     return names
 
 
 def _late_binding(context: ItemContext, names: Sequence[str]) -> tuple[Result, Exception | None]:
     error = UsageError(
-        f"{', '.join(names)}: an arm refers to it, and another rung's test has changed it since; "
-        "all rungs are timed together, after their tests have called compare(), so give the arm "
-        "what it needs with functools.partial"
+        f"{', '.join(names)}: changed since this test called compare(), and an arm may depend on "
+        "it. All rungs of a ladder are timed together, after their tests have called compare(): "
+        "give the arm what it needs with functools.partial"
     )
     return measure.failed(context.new_result(), error), error
 
@@ -119,6 +138,12 @@ def _measure_together(
         return session.figures.measure_ladder(contexts, context.gpus, session.machine)
 
 
+def _stopping_rule(context: ItemContext, record: Result) -> StoppingRule:
+    if context.settings.quick:
+        return QUICK
+    return STANDARD if record.attempts == 1 else PATIENT
+
+
 def _claim_context(context: ItemContext) -> measure.ClaimContext:
     record, code = context.new_result(), source_hash.identity(context.files())
     arch = context.gpus[0].arch if context.gpus else ""
@@ -127,7 +152,7 @@ def _claim_context(context: ItemContext) -> measure.ClaimContext:
         record=record,
         device=context.device,
         lock=context.lock,
-        rule=QUICK if context.settings.quick else STANDARD,
+        rule=_stopping_rule(context, record),
         progress=context.progress,
         expectation=context.session.expectations.lookup(record.claim, record.key, arch, code),
         code=code,

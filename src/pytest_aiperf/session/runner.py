@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Measured:
-    """What came of running an item."""
+    """The reports of an item that was run, and its record if it is a claim."""
 
     reports: Reports
     result: Result | None = None  #: The claim's record; None if the item is not a claim.
@@ -67,20 +67,37 @@ class Measured:
     @property
     def lacked_memory(self) -> bool:
         """Whether the claim ran out of GPU memory, which other claims may have used."""
-        result = self.result
-        if result is None:
-            return False
-        texts = [*result.notes, result.message if result.outcome is Outcome.ERROR else ""]
-        return any(map(says_out_of_memory, texts))
+        return bool(self._about_memory)
 
     @property
     def needs_another(self) -> bool:
-        """Whether a second attempt may end otherwise."""
+        """Whether a second attempt may have another outcome."""
         return self.is_not_met or self.lacked_memory
+
+    @property
+    def why_another(self) -> str:
+        """Why there is a second attempt, in a line; empty if there is none."""
+        if self.result is not None and self.is_not_met:
+            return self.result.message.partition("\n")[0]
+        return self._about_memory
+
+    @property
+    def _about_memory(self) -> str:
+        """The message or note about missing GPU memory; empty if there is none."""
+        result = self.result
+        if result is None:
+            return ""
+        texts = [*result.notes, result.message if result.outcome is Outcome.ERROR else ""]
+        return next(filter(says_out_of_memory, texts), "")
+
+    def note(self, text: str) -> None:
+        """Add a note to the claim's record."""
+        if self.result is not None:
+            self.result = replace(self.result, notes=(*self.result.notes, text))
 
 
 FAILURES: Final = (Outcome.FAILED, Outcome.INVALID, Outcome.ERROR)
-"""Outcomes of claims with which a run does not pass."""
+"""Outcomes of claims that make a run fail."""
 KEPT_CHARACTERS: Final = 100_000
 """Number of characters that a report keeps from the end of each output stream; many megabytes would
 not fit through the channel of the claim's process."""
@@ -242,11 +259,17 @@ class Runner:
         worse = any(
             m.needs_another and not before for m, before in zip(second, failed, strict=True)
         )
+        why = next(m.why_another for m in first if m.needs_another)
+        for a, b in zip(first, second, strict=True):
+            b.note(
+                f"second attempt; the first{'' if a.why_another else ' of another rung'}: "
+                f"{a.why_another or why}"
+            )
         rows = zip(first, second, failed, strict=True)
         return [b if before or not worse else a for a, b, before in rows]
 
     def _attempt(self, rungs: Sequence[pytest.Item], attempt: int) -> list[Measured]:
-        """Measure a ladder in one process; rungs that this process loses, each in its own."""
+        """Measure a ladder in one process; measure rungs lost with it in a process each."""
         self.session.attempt = attempt
         together, reason = self._run_apart(rungs)
         measured = []
@@ -254,9 +277,7 @@ class Runner:
             ended = together[rung.nodeid]
             if not ended.is_complete:
                 ended = self._run_apart([rung])[0][rung.nodeid]
-                if ended.result is not None:
-                    note = f"measured by itself, because the process of its ladder {reason}"
-                    ended.result = replace(ended.result, notes=(*ended.result.notes, note))
+                ended.note(f"measured by itself, because the process of its ladder {reason}")
             self._conclude(rung, ended)
             measured.append(ended)
         return measured
@@ -269,7 +290,7 @@ class Runner:
         here = self.settings.debug or any(item.iter_markers("skip"))
         measured = Measured([])
         for attempt in (1,) if here or self.settings.quick else (1, 2):
-            self.session.attempt = attempt
+            self.session.attempt, why = attempt, measured.why_another
             with self._memory_for([measured]):
                 measured = (
                     self._run_here(item, nextitem)
@@ -280,11 +301,13 @@ class Runner:
                 self._conclude(item, measured)
             if not measured.needs_another:
                 break
+        if attempt > 1:
+            measured.note(f"second attempt; the first: {why}")
         return measured
 
     @contextmanager
     def _memory_for(self, before: Sequence[Measured]) -> Iterator[None]:
-        """Let the next attempt reserve all memory of its GPUs if the one ``before`` lacked some."""
+        """Let an attempt reserve all memory of its GPUs if an attempt ``before`` ran out of it."""
         self.session.needs_all_memory = any(measured.lacked_memory for measured in before)
         yield
         self.session.needs_all_memory = False
@@ -306,9 +329,9 @@ class Runner:
         return Measured(reports, received[0] if received else None)
 
     def _run_apart(self, items: Sequence[pytest.Item]) -> tuple[dict[str, Measured], str]:
-        """Run items in a process of their own, with a deadline; return how the process ended, too.
+        """Run items in a separate process with a deadline; return them and how the process ended.
 
-        An item that the process lost gets a report of that, if it is the only one.
+        If the process loses its only item, the item gets a report of the loss.
         """
         config, live = items[0].config, self.session.live
         claim = requirements.run_id(items[0].nodeid)
@@ -342,7 +365,7 @@ class Runner:
         )
         self._log(claim, journal.ENDED)
         if ended.status != "exited":
-            continue_paused()  # the claim may have paused some when it was killed
+            continue_paused()  # the claim may have been killed while it paused other claims
         how = isolation.describe(ended)
         [only, *others] = items
         if not others and not measured[only.nodeid].is_complete:
@@ -354,11 +377,11 @@ class Runner:
         return measured, how
 
     def _log(self, claim: str, phase: str) -> None:
-        if self.phases is not None and phase:  # other messages than of phases come, too
+        if self.phases is not None and phase:  # some messages have no phase
             self.phases.append(claim, phase)
 
     def _show_wait(self, claim: str, message: isolation.Message) -> None:
-        """Print that a claim waits for another one, where no live line shows it; once per claim."""
+        """Print, once per claim, that it waits for another claim, if no live line shows it."""
         phase = str(message.get("phase"))
         reporter = self.terminal  # None on an xdist worker, whose claims wait for each other
         if reporter is None or reporter.isatty or claim in self.waited:
@@ -420,7 +443,7 @@ class Runner:
         return replace(self.session.new_result(item), message=message)
 
     def _conclude(self, item: pytest.Item, measured: Measured) -> None:
-        """Make the record and the reports of a claim say the same.
+        """Make the record and the reports of a claim agree.
 
         An error or a skip that pytest reports becomes the outcome of a claim that met no error of
         its own. A claim that FAILED, or is INVALID or an ERROR, fails its test, even if the test
@@ -452,7 +475,7 @@ class Runner:
             vars(report).pop("wasxfail", None)
         call = next((r for r in reports if r.when == "call"), None)
         if call is not None and result.seconds:
-            call.duration = result.seconds  # the rungs of a ladder are all measured in the first
+            call.duration = result.seconds  # pytest would count a whole ladder for one rung
         measured.result = result
 
     def pytest_runtest_logfinish(self) -> None:
@@ -546,8 +569,10 @@ class Runner:
             lines = terminal.table(claims, width, verbosity=terminalreporter.verbosity)
             terminal.write(terminalreporter, lines)
             terminal.write(terminalreporter, terminal.profiles(claims, width))
-            what = " --".join(sorted(settings.measure, reverse=True))
-            what = f"profile={settings.profile}" if settings.profile else what
+            kinds: list[str] = sorted(settings.measure, reverse=True)
+            if settings.profile:  # it implies --gpu and --cpu, or --cpu
+                kinds = [*(kinds if len(kinds) == 1 else ()), f"profile={settings.profile}"]
+            what = " --".join(kinds)
             ranks = f" --ranks={','.join(map(str, settings.ranks))}" if settings.ranks else ""
             file = settings.runs / "latest" / "results.json"
             steps = terminal.next_steps(claims, f"pytest --{what}{ranks}", settings.root, file)

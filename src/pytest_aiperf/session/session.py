@@ -63,7 +63,7 @@ class Session:
     results: dict[str, Result] = field(default_factory=dict)
     """Results by nodeid; filled at the end of the run, on the controller only."""
     closing: list[str] = field(default_factory=list)  #: Lines that the terminal shows at the end.
-    unchecked: tuple[str, ...] = ()  #: What no claim of this session can check.
+    unchecked: tuple[str, ...] = ()  #: Checks that no claim of this session can make.
     attempt: int = 1  #: Number of the current attempt at a claim.
     needs_all_memory: bool = False
     """Whether the current attempt reserves all memory of its GPUs: the last one ran out of it."""
@@ -148,6 +148,7 @@ class Session:
     def in_order(self, items: Sequence[pytest.Item]) -> list[pytest.Item]:
         """On an xdist worker, put long items first, so that none of them runs alone at the end.
 
+        Rungs that are measured with the first rung of their ladder come last.
         With a time budget, keep the order: a few long items could use up the budget.
         """
         if self.role is not Role.WORKER or self.settings.budget_s is not None:
@@ -163,7 +164,10 @@ class Session:
             return lengths.pop(requirements.ladder_id(item) or item.nodeid, 0.0)
 
         keys = {item.nodeid: -length(item) for item in items}
-        return sorted(items, key=lambda item: keys[item.nodeid])
+        timed = sorted((i for i in items if keys[i.nodeid] < 0), key=lambda i: keys[i.nodeid])
+        others = (item for item in items if keys[item.nodeid] == 0)
+        # without records, all lengths are the same
+        return [*shards.paired(timed, self.settings.workers if recorded_s else 0), *others]
 
     @staticmethod
     def _lengths(items: Sequence[pytest.Item], recorded_s: dict[str, float]) -> dict[str, float]:

@@ -1,15 +1,16 @@
 """Measure a comparison outside pytest."""
 
 import functools
+import inspect
 import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of
+from pytest_aiperf.claim.claim import Arm, Claim, Progress, claim_of, refuse_gpu_time
 from pytest_aiperf.claim.measure import ClaimContext, unpredictable
 from pytest_aiperf.claim.stopping_rule import QUICK, STANDARD
 from pytest_aiperf.device.device import Device
@@ -32,11 +33,29 @@ from pytest_aiperf.model import (
 )
 from pytest_aiperf.records.journal import new_run_id
 from pytest_aiperf.sources import source_hash
+from pytest_aiperf.text import nearest
 
 from .cuda_machine import CudaMachine, Machine
 from .figures import SharedFigures
 from .fixtures import refuse_identical_arms
 from .session import Session, stack_of
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+
+def _suggesting(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Make a function that takes a claim's arguments suggest the nearest name for a wrong one."""
+    known = {**inspect.signature(claim_of).parameters, **inspect.signature(function).parameters}
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **words: Parameters.kwargs) -> Returned:
+        if wrong := [word for word in words if word not in known]:
+            near = nearest(wrong[0], known)
+            raise UsageError(f"{function.__name__}() has no keyword {wrong[0]!r}{near}")
+        return function(*args, **words)
+
+    return call
 
 
 def report(phase: str, **figures: object) -> None:
@@ -49,6 +68,7 @@ def report(phase: str, **figures: object) -> None:
         Session.current.send(kind, phase=phase, **figures)
 
 
+@_suggesting
 def measure(
     *,
     baseline: Arm,
@@ -61,7 +81,7 @@ def measure(
     against: AgainstName = "idiomatic",
     cache: CacheName = "cold",
     precision: PrecisionName | None = None,
-    evidence: Sequence[Evidence] = (),
+    evidence: Evidence | Sequence[Evidence] = (),
     quick: bool = False,
     device: Literal["cuda", "cpu"] | None = None,
     seed: int | None = None,
@@ -89,8 +109,8 @@ def measure(
         work: Returns the :class:`Work` of one call, from which reports compute how close an
             arm comes to the GPU's limits.
         library: A third arm: the library call that a user would otherwise choose.
-        metric: The figure to judge. If there are several, the first is judged and all are
-            shown.
+        metric: The figure to judge; without a GPU, time is "wall". If there are several, the first
+            is judged and all are shown.
         against: The kind of baseline.
         cache: "warm" allows the inputs to stay in the L2 cache between calls.
         precision: Lower precision in which the optimized arm computes, such as "bf16".
@@ -132,6 +152,7 @@ def measure(
     return result
 
 
+@_suggesting
 def measure_each(
     candidates: Sequence[Arm],
     *,
@@ -192,6 +213,8 @@ def measure_claims(
         return []
     machine, gpu, opened = open_device(device, progress)
     gpus = () if gpu is None else (gpu,)
+    for claim in claims if gpu is None else ():
+        refuse_gpu_time(claim)
     lock = _lock(gpus, progress)
     seed = secrets.randbelow(2**30) if seed is None else seed
 
