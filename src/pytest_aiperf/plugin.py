@@ -271,6 +271,8 @@ def _is_complete(config: pytest.Config, folder: str) -> bool:
     option = config.option
     if option.ignore or option.ignore_glob or folder in config.stash.get(PARTIAL, ()):
         return False
+    if getattr(option, "lf", False):  # --last-failed leaves whole files out
+        return False
     root, here = config.rootpath, config.invocation_params.dir
     tests = [p.resolve() for name in config.getini("testpaths") for p in root.glob(name)] or [root]
     named = [Path(here, argument).resolve() for argument in config.args]

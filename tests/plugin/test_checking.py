@@ -215,6 +215,14 @@ def test_claims_of_a_folder_that_was_collected_in_part_may_exist(project, words,
     assert done.ret == expected
 
 
+def test_files_without_a_failure_are_not_missed_by_last_failed(project):
+    project.tests("def test_slope(compare): assert 0")
+    project.tests("def test_good(compare): compare(**usual)", "ch09/test_chain.py")
+    project.write("expectations.yaml", "schema: 1\nclaims:\n  ch09/good: {}\n")
+    project.run("-pcacheprovider").assert_outcomes(passed=1, failed=1)
+    project.run("-pcacheprovider", "--last-failed").assert_outcomes(failed=1)
+
+
 @pytest.mark.parametrize("text", ["import pytest\npytest.importorskip('no_such')", "1 / 0"])
 def test_claims_of_a_module_that_is_not_collected_may_exist(project, text):
     project.tests("def test_good(compare): compare(**usual)")

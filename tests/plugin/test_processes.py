@@ -11,7 +11,7 @@ import time
 import pytest
 from hypothesis import settings
 
-from pytest_aiperf.records.journal import read_manifest
+from pytest_aiperf.records.journal import read_manifest, unfinished
 from tests.plugin.conftest import PATIENCE_S
 
 TIMES = 20 if settings.get_current_profile_name() == "long" else 1
@@ -149,6 +149,7 @@ def begin(project, *words):
     project.write("expectations.yaml", "schema: 1\nclaims: {}\n")
     run = project.start("--gpu", "--update-expectations", *words)
     wait(lambda: len(project.journaled()) == 3)
+    wait(lambda: unfinished(next(project.path.glob(".aiperf/*/manifest.json")).parent))
     return run
 
 
