@@ -469,6 +469,11 @@ def a_file_that_is_not_written():
     return pair(save, lambda x: x * 2, inputs=numbers)
 
 
+@marked("what calls write to files: baseline writes to standard error, optimized to no file")
+def messages_that_are_not_written():
+    return pair(lambda x: (os.write(2, b"a line"), x * 2)[1], lambda x: x * 2)
+
+
 @marked("what calls write to files: baseline writes to .*/log, optimized to no file")
 def a_log_that_is_not_written():
     log = os.open(Path(tempfile.mkdtemp(), "log"), os.O_WRONLY | os.O_CREAT)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pytest_aiperf import Score
 from tests.cheats.case import Corpus
 from tests.cheats.dishonest_effects import (
     OF_WINDOW,
@@ -303,6 +304,14 @@ def a_log_that_both_arms_write():
     at_once = lambda x: (os.write(log, x.tobytes()), x * 2)[1]
     in_parts = lambda x: (os.writev(log, [part.tobytes() for part in np.array_split(x, 4)]), x * 2)
     return arms(at_once, lambda x: in_parts(x)[1])
+
+
+@honest()
+def messages_beside_a_score():
+    """They take time, which is not judged."""
+    scored = lambda x, score: (x * 2, Score(score, "misses", "lower"))
+    told = lambda x: (os.write(2, b"a line"), scored(x, 2))[1]
+    return {"baseline": told, "optimized": lambda x: scored(x, 1), "metric": "score"}
 
 
 @honest()

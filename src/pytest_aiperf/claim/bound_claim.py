@@ -635,8 +635,7 @@ class BoundClaim:
         """Describe results and arguments that could not be compared."""
         yield from sorted(self.unchecked)
         yield from self._easy_inputs()
-        of_memory = Metric.MEMORY in self.claim.metrics
-        yield from self.side_effects.unchecked(self.effects.label, of_memory=of_memory)
+        yield from self.side_effects.unchecked(self.effects.label, self.claim.metrics)
 
     def _refuse_constant_inputs(self) -> None:
         """Refuse inputs that ignore the seed: an arm could return a constant and be correct."""

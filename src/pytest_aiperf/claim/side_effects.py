@@ -4,12 +4,13 @@ import contextlib
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from pytest_aiperf.correctness import files
 from pytest_aiperf.correctness.references import Kept, Place, References, State, replaced_functions
 from pytest_aiperf.correctness.tensors import Args
+from pytest_aiperf.model import Metric
 from pytest_aiperf.rules import validity
 from pytest_aiperf.text import si
 
@@ -99,10 +100,10 @@ class SideEffects:
         if self.references[name].holds(returned, self._kept):
             self._borrowing.add(name)
 
-    def unchecked(self, label: Callable[[str], str], *, of_memory: bool) -> Iterator[str]:
+    def unchecked(self, label: Callable[[str], str], metrics: Collection[Metric]) -> Iterator[str]:
         """Describe effects that make the arms differ, or memory that is not counted.
 
-        ``label`` names a place in the arguments.
+        ``label`` names a place in the arguments. The claim is judged on ``metrics``.
         """
         yield from self._changed_for_others()
         for name in sorted(self._borrowing if "baseline" not in self._borrowing else ()):
@@ -119,8 +120,10 @@ class SideEffects:
                     f"{si(max(counts), 'B')}"
                 )
         yield from self._left_in_files(label)
-        yield from self._written_to_open_files()
-        if of_memory:
+        # Messages take time, but change neither memory nor scores.
+        is_timed = not {Metric.DEVICE, Metric.WALL}.isdisjoint(metrics)
+        yield from self._written_to_open_files(() if is_timed else files.STREAMS.values())
+        if Metric.MEMORY in metrics:
             yield from self._uncounted_memory()
 
     def _left_in_files(self, label: Callable[[str], str]) -> Iterator[str]:
@@ -140,16 +143,17 @@ class SideEffects:
                     f"{si(most, 'B')}"
                 )
 
-    def _written_to_open_files(self) -> Iterator[str]:
+    def _written_to_open_files(self, but: Collection[str]) -> Iterator[str]:
         """Describe open files that the baseline writes to while an arm writes to no open file.
 
-        Files that are arguments are left out. An arm may write its data to another file.
+        Files that are arguments, or named in ``but``, are left out. An arm may write its data to
+        another file.
         """
         baseline = self._open_files["baseline"]
         for name, calls in sorted(self._open_files.items() if baseline else ()):
-            missing, others = files.missing(calls, baseline), files.missing(baseline, calls)
-            if missing and not others:
-                paths = ", ".join(path for path, _ in missing[:MAX_NAMES])
+            missing = [path for path, _ in files.missing(calls, baseline) if path not in but]
+            if missing and not files.missing(baseline, calls):
+                paths = ", ".join(missing[:MAX_NAMES])
                 yield f"what calls write to files: baseline writes to {paths}, {name} to no file"
 
     def _changed_for_others(self) -> Iterator[str]:

@@ -21,6 +21,8 @@ MAX_FILES = 1000
 """If the arguments and their folders have more files than this, none of them is compared."""
 CLOCK_S = 0.01
 """Longest step of a file system's clock, which advances every 4 ms or every 10 ms."""
+STREAMS = {1: "standard output", 2: "standard error"}
+"""Names of the streams for messages, by descriptor."""
 MAX_TEXT = 4096  #: A path has fewer characters than this.
 Entry = tuple[str, str]  #: Place of a file, and its kind and mode, or the target of a link.
 
@@ -61,8 +63,9 @@ def read(args: Args) -> dict[str, State]:
 
 
 def opened(arguments: Mapping[str, State]) -> dict[str, State]:
-    """Return the state, by path, of files that are open for writing and are no arguments."""
+    """Return the state, by path or stream, of files open for writing that are no arguments."""
     argument_inodes, states = {state.number for state in arguments.values()}, {}
+    streams = {_inode(descriptor): name for descriptor, name in STREAMS.items()}
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):  # the descriptor has been closed
             file = descriptor.stat()
@@ -70,13 +73,20 @@ def opened(arguments: Mapping[str, State]) -> dict[str, State]:
             rows = dict(line.split(":") for line in lines[:2])
             is_written = int(rows["flags"], 8) & os.O_ACCMODE != os.O_RDONLY
             if stat.S_ISREG(file.st_mode) and is_written and file.st_ino not in argument_inodes:
-                states[str(descriptor.readlink())] = State(
+                states[streams.get(file.st_ino) or str(descriptor.readlink())] = State(
                     stat.filemode(file.st_mode),
                     changed_ns=file.st_mtime_ns,
                     number=file.st_ino,
                     position=int(rows["pos"]),
                 )
     return states
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:  # it is closed
+        return None
 
 
 def are_new(states: Mapping[str, State]) -> bool:
