@@ -185,6 +185,25 @@ def calls_that_are_not_the_last_of_their_block():
 
 
 @cheat(WRONG)
+def work_left_to_a_guessed_last_call():
+    """A real arm learns from the clock that a block has begun, and expects it to be as long again."""
+    state = State(calls=0, guess=1, ended=True, waiting=[])
+
+    def arm(x):
+        if state.ended:
+            state.guess, state.calls, state.waiting = state.calls, 0, []
+        state.calls += 1
+        state.ended = is_last_call()
+        state.waiting.append((x, np.empty_like(x)))
+        if state.calls == 1 or state.calls >= state.guess:
+            for each, result in state.waiting:
+                np.multiply(each, 2, out=result)
+        return returning(SHORT, state.waiting[-1][1])
+
+    return {"optimized": arm, "metric": "wall"}
+
+
+@cheat(WRONG)
 def every_fifth_call_once_it_is_timed():
     return counted(lambda n: n < 30 or n % 5 == 0)
 

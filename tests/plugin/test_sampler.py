@@ -230,8 +230,9 @@ def test_no_arm_can_draw_its_inputs_again():
 
 
 @pytest.mark.parametrize(("is_prepared", "calls_per_set"), [(False, 1), (True, 3)])
-def test_inputs_is_called_once_per_set(is_prepared, calls_per_set):
+def test_inputs_is_called_once_per_set(monkeypatch, is_prepared, calls_per_set):
     """A prepared arm's set is overwritten twice: with decoy values, then with the real ones."""
+    monkeypatch.setattr(sampler.Sampler, "_short_blocks", lambda *_: ())  # they have any length
     calls = []
     arm = prepared(lambda x: doubling(100)) if is_prepared else doubling(100)
     bound = a_bound_claim(
@@ -375,7 +376,7 @@ def test_a_round_is_repeated_at_once_and_then_with_stable_clocks(rounds, settled
 
     def disturbed(blocks):
         done, _ = undisturbed(blocks)
-        return done, faults.pop() if faults and not blocks.is_lone else None
+        return done, faults.pop() if faults and not blocks.calls else None
 
     timed._round = disturbed
     assert timed.replicate(2).redone == rounds
@@ -625,10 +626,16 @@ def test_no_arm_can_tell_the_seeds_of_timed_inputs_from_the_first_ones():
 
 
 @pytest.mark.parametrize(
-    ("each", "layout", "count"),
-    [(0.1, 0.01, 10), (0.2, 0.01, 6), (0.2, 0.1, 8), (0.11, 0.1, 10)],
+    ("each", "layout", "extra", "count"),
+    [
+        (0.1, 0.01, 2, 10),
+        (0.2, 0.01, 2, 6),
+        (0.2, 0.1, 2, 8),
+        (0.11, 0.1, 2, 10),
+        (0.2, 0.1, 8, 14),
+    ],
 )
-def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count):
+def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, extra, count):
     now = [0.0]
     for module in (replicates, sampler):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -638,7 +645,21 @@ def test_a_wide_interval_takes_more_replicates(monkeypatch, each, layout, count)
             now[0] += each
 
     noisy = replace(Noise.none(), layout=layout)
-    timing = measured(a_bound_claim(Slow(noise=noisy)), replace(STANDARD, time_budget_s=0.999))
+    rule = replace(STANDARD, time_budget_s=0.999, extra_replicates=extra)
+    timing = measured(a_bound_claim(Slow(noise=noisy)), rule)
+    assert (timing.stopped, len(timing.replicates)) == ("seconds", count)
+
+
+def test_a_library_arm_of_uneven_speed_takes_more_replicates():
+    drawn = random.Random(1)
+    times = {seed: drawn.uniform(100, 300) for seed in range(1000)}
+
+    def uneven(x):
+        return doubling(times[int(1e6 * float(x[0])) % 1000])(x)
+
+    timing = measured(a_bound_claim(library=uneven), replace(STANDARD, time_budget_s=1e-9))
+    assert half_width(speedup(timing)) <= STANDARD.target_half_width
+    count = STANDARD.min_replicates + STANDARD.extra_replicates
     assert (timing.stopped, len(timing.replicates)) == ("seconds", count)
 
 
@@ -845,9 +866,11 @@ def test_the_device_is_warmed_up_before_the_first_round(metric):
     bound.check_agreement()
     timed = a_sampler(bound, metric)
     once = timed._round
-    timed._round = lambda each: done.append("lone" if each.is_lone else "round") or once(each)
+    kind = lambda each: "lone" if each.is_lone else "short" if each.calls else "round"
+    timed._round = lambda each: done.append(kind(each)) or once(each)
     timed.replicate(2)
     warm_ups = [2] if metric is Metric.DEVICE else []  # wall times include pauses of the GPU anyway
+    done.remove("short")  # it comes anywhere between the rounds
     # a slow machine affords one round
     assert done in (["lone", *warm_ups, *["round"] * rounds] for rounds in (1, 2))
 
@@ -884,7 +907,7 @@ def test_an_arm_is_called_alone_by_the_functions_that_call_it_in_a_round():
     time_once = timed._time
     timed._time = lambda batch, n, **words: counts.append(n) or time_once(batch, n, **words)
     timed.replicate(2)
-    assert len(seen) == 2
+    assert len(seen) == 3  # alone, in a short block and in a round
     assert len(set.union(*seen.values())) == 1
 
 
@@ -1241,7 +1264,7 @@ class RepeatingDevice(FakeDevice):
 def test_blocks_of_a_gpu_go_round_the_sets_and_end_with_the_last():
     seen = []
     timed = a_sampler(a_bound_claim(RepeatingDevice(noise=WHITE, seed=1)))
-    batches = timed._make_batches(timed._build(1001))
+    batches = timed._make_batches(timed._build(1001), timed.calls)
     for batch in batches.values():
         seen.append((batch.order[-1], len(batch.order), batch.block.keep))
         assert set(batch.order) == set(range(timed.sets))

@@ -10,7 +10,7 @@ from pytest_aiperf.rules import stats
 from .ladder import Ladder
 from .sampler import Sampler
 from .scores import ScoreSampler
-from .stopping_rule import EXTRA_REPLICATES, WIDE, StoppingRule
+from .stopping_rule import WIDE, StoppingRule
 
 
 class Measurement:
@@ -60,10 +60,10 @@ class Measurement:
                 return
             replicates.append(self.sampler.replicate(seed))
             timing = self.sampler.timing(tuple(replicates))
-            half_width = self._report(timing)
+            of_speedup, of_library = self._half_widths(timing)
             elapsed_s = self._measured_s + time.monotonic() - started - self.sampler.drawing_s
-            ranks = self.bound.device.ranks  # all ranks must stop at the same replicate
-            stopped = self._stop(len(replicates), ranks.max(half_width), ranks.max(elapsed_s))
+            most = self.bound.device.ranks.max  # all ranks must stop at the same replicate
+            stopped = self._stop(most(of_speedup), most(of_library), most(elapsed_s))
         self.sampler.compare_lone_calls(replicates)
         self.timing = replace(timing, stopped=stopped)
 
@@ -77,11 +77,12 @@ class Measurement:
             self._seeds.append(self.bound.random.getrandbits(30))
         return self._seeds[replicate]
 
-    def _report(self, timing: Timing) -> float:
-        """Report progress; return the half-width of the widest confidence interval so far."""
-        of_rungs = (self.ladder.timing_of(rung, timing) for rung in self.ladder.rungs)
+    def _half_widths(self, timing: Timing) -> tuple[float, float]:
+        """Report progress; return the largest half-widths of the speedups and library ratios."""
+        of_rungs = [self.ladder.timing_of(rung, timing) for rung in self.ladder.rungs]
         ratio = max(map(stats.speedup, of_rungs), key=stats.half_width)  # the least certain
         half_width = stats.half_width(ratio)
+        beside = (stats.speedup(t, "library") for t in of_rungs if "library" in t.calls)
         state = self.bound.device.telemetry()
         self.bound.progress(
             "measuring",
@@ -92,15 +93,19 @@ class Measurement:
             sm_mhz=state.sm_mhz,
             temperature_c=state.temperature_c,
         )
-        return half_width
+        return half_width, max(map(stats.half_width, beside), default=0.0)
 
-    def _stop(self, replicates: int, half_width: float, elapsed_s: float) -> str:
-        """Return the reason to stop, or an empty string to continue."""
-        rule = self.rule
+    def _stop(self, of_speedup: float, of_library: float, elapsed_s: float) -> str:
+        """Return the reason to stop, or an empty string to continue.
+
+        ``of_speedup`` and ``of_library`` are half-widths.
+        """
+        rule, replicates = self.rule, len(self._replicates)
         if replicates >= rule.min_replicates:
-            if half_width <= rule.target_half_width:
+            is_wide = max(of_speedup, of_library) > WIDE
+            if of_speedup <= rule.target_half_width and not is_wide:
                 return "width"
-            enough = half_width <= WIDE or replicates >= rule.min_replicates + EXTRA_REPLICATES
+            enough = not is_wide or replicates >= rule.min_replicates + rule.extra_replicates
             if elapsed_s >= rule.time_budget_s and enough:
                 return "seconds"
         return "replicates" if replicates >= rule.max_replicates else ""

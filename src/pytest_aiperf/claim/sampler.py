@@ -194,11 +194,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Blocks of all arms: those of a round, or a single call of each arm."""
+    """Blocks of the arms: those of a round, or blocks of other lengths, whose times do not count.
+
+    An arm cannot tell these from blocks of a round, so it does not know which call is the last.
+    """
 
     batches: Mapping[str, Batch]
     is_new: bool  #: Whether each block gets values that no call has met.
-    is_lone: bool = False
+    calls: Mapping[str, int] | None = None  #: Calls in each block; None in a round.
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether each block has a single call."""
+        return self.calls is not None and max(self.calls.values()) == 1
 
 
 def input_sets(gpu: Gpu | None, cache: CacheName, set_bytes: int) -> int:
@@ -492,7 +500,7 @@ class Sampler:
         """
         while True:
             try:
-                batches = self._make_batches(buffers)
+                batches = self._make_batches(buffers, self.calls)
                 started = time.monotonic()
                 for batch in batches.values() if self.mode in (Mode.GRAPH, Mode.BACKLOG) else ():
                     batch.block.run()
@@ -517,13 +525,13 @@ class Sampler:
             raise CannotCapture(f"{paths} cannot get new values in a captured graph")
 
     def _make_batches(
-        self, buffers: Sequence[ArmBuffers], count: int | None = None
+        self, buffers: Sequence[ArmBuffers], calls: Mapping[str, int]
     ) -> dict[str, Batch]:
-        """Make each arm's block of calls, or of ``count`` calls."""
+        """Make a block of so many calls for each arm that is named in ``calls``."""
         batches: dict[str, Batch] = {}
-        for arm in buffers:
+        for arm in (arm for arm in buffers if arm.name in calls):
             arm.in_place = self.mode is Mode.GRAPH or self.ladder.is_prepared(arm.name)
-            order, keep = self._draw_order(arm, count or self.calls[arm.name])
+            order, keep = self._draw_order(arm, calls[arm.name])
             batches[arm.name] = Batch(self.device, arm, self.mode, order, keep)
         return batches
 
@@ -577,8 +585,8 @@ class Sampler:
         return Replicate(seed=seed, rounds=tuple(rounds), redone=repeated)
 
     def _passes(self, buffers: Sequence[ArmBuffers]) -> Iterator[Pass]:
-        """Yield a pass of lone calls, if this replicate has one, and a pass for each round."""
-        batches = self._make_batches(buffers)
+        """Yield passes of lone calls, if there are any, then rounds, with a short block between."""
+        batches = self._make_batches(buffers, self.calls)
         draw = self.bound.random
         self._blocks_until_kept = {name: draw.randrange(2 * self.rounds) for name in batches}
         if self.device.renews or not self._alone_s or self.bound.effects.updates:
@@ -589,34 +597,48 @@ class Sampler:
         if self.metric is Metric.DEVICE:  # last: a pause would leave the device idle
             self.device.warm_up([batch.block for batch in batches.values()])
         self._state = self.device.telemetry()
-        yield from itertools.repeat(Pass(batches, is_new=self.renews), self.rounds)
+        passes = [Pass(batches, is_new=self.renews)] * self.rounds
+        for each in self._short_blocks(buffers):  # not only after lone calls, which announce them
+            passes.insert(draw.randint(0, self.rounds), each)
+        yield from passes
 
     def _lone_calls(self, buffers: Sequence[ArmBuffers], count: int) -> Iterator[Pass]:
         """Yield passes of single calls on new values."""
+        calls = dict.fromkeys(self.calls, 1)
         for _ in range(0 if self.large else count):
             try:
-                batches = self._make_batches(buffers, 1)
+                batches = self._make_batches(buffers, calls)
             except CannotCapture as why:
                 problem = f"calls can be captured together, not alone: {why}"
                 raise InvalidMeasurement(problem) from why
-            yield Pass(batches, is_new=True, is_lone=True)
+            yield Pass(batches, is_new=True, calls=calls)
+
+    def _short_blocks(self, buffers: Sequence[ArmBuffers]) -> Iterator[Pass]:
+        """Yield a pass of blocks that end early, so that no arm leaves its work to the last call.
+
+        A captured block, which always has the same length, is checked by lone calls only.
+        """
+        draw = self.bound.random
+        calls = {n: draw.randint(2, c - 1) for n, c in self.calls.items() if c > 2}
+        if calls and self.device.renews and not self.large:
+            yield Pass(self._make_batches(buffers, calls), is_new=self.renews, calls=calls)
 
     def _run(self, passes: Iterator[Pass]) -> tuple[list[Round], int]:
         """Run passes; return the rounds, and how many of them were repeated.
 
-        Rounds and lone calls go through the same functions, so that an arm cannot tell from its
-        call stack in which of the two it runs.
+        All passes go through the same functions, so that an arm cannot tell from its call stack in
+        which of them it runs.
         """
         rounds: list[Round] = []
         repeated = 0
         for each in passes:
             round_, repeats = self._undisturbed(each)
-            if each.is_lone:
-                for name, seconds in round_.seconds.items():
-                    self._alone_s.setdefault(name, []).extend(seconds)
-            else:
+            if each.calls is None:
                 rounds.append(round_)
                 repeated += repeats
+            elif each.is_lone:
+                for name, seconds in round_.seconds.items():
+                    self._alone_s.setdefault(name, []).extend(seconds)
         return rounds, repeated
 
     def _undisturbed(self, blocks: Pass) -> tuple[Round, int]:
@@ -627,7 +649,7 @@ class Sampler:
                 self.device.stabilize_clocks(arm.call(0))
                 self._state = self.device.telemetry()
             round_, problem = self._round(blocks)
-            if problem is None or blocks.is_lone:
+            if problem is None or blocks.calls:
                 return round_, repeat
         raise InvalidMeasurement(
             f"a round was disturbed {MAX_REPEATS + 1} times, the last time by {problem}: "
@@ -652,20 +674,20 @@ class Sampler:
                 raise InvalidMeasurement(f"{problem}: please report this")
 
     def _round(self, blocks: Pass) -> tuple[Round, str | None]:
-        """Run a mirrored round, or one lone call of each arm; return it and what disturbed it."""
+        """Run a mirrored round, or one other block of each arm; return it and what disturbed it."""
         order = list(blocks.batches)
         self._refuse_ranks_apart()
-        if not blocks.is_lone:
+        if not blocks.calls:
             order = self._next_rotation(order)
             order += reversed(order)  # mirrored: a steady drift affects all arms equally
         seconds: dict[str, list[float]] = {name: [] for name in order}
         self._problem = None
         for name in order:
-            count = 1 if blocks.is_lone else self.calls[name]
+            count = (blocks.calls or self.calls)[name]
             seconds[name].append(self._time(blocks.batches[name], count, is_new=blocks.is_new))
         self._idle.ends()  # calls that warm up may follow
         before = self._state
-        if not blocks.is_lone:  # a disturbed lone call is not repeated
+        if not blocks.calls:  # only a disturbed round is repeated
             self._state = self.device.telemetry()
         round_ = Round(
             order="".join(map(self.ladder.letter, order)),

@@ -17,13 +17,17 @@ class StoppingRule:
     replicate changes; building and checking a replicate takes as long as two rounds."""
     scores_per_replicate: int = 1  #: Scores of each arm in each replicate.
     time_budget_s: float = 0.6  #: Seconds after which to stop.
+    extra_replicates: int = 2
+    """Replicates beyond the minimum if an interval is still :data:`WIDE` when time is up."""
 
 
 STANDARD = StoppingRule()
-PATIENT = StoppingRule(rounds_per_replicate=3, scores_per_replicate=3, time_budget_s=1.8)
+PATIENT = StoppingRule(
+    rounds_per_replicate=3, scores_per_replicate=3, time_budget_s=1.8, extra_replicates=8
+)
 """The rule of a second attempt. The median of three rounds ignores a disturbed round, which would
-otherwise make the interval of a few slow calls too wide for a verdict."""
+otherwise make the interval of a few slow calls too wide for a verdict. Slow calls on a noisy host
+get more replicates."""
 QUICK = StoppingRule(target_half_width=0.01, min_replicates=5, max_replicates=12, time_budget_s=0.4)
 
 WIDE = 0.05  #: Relative half-width above which an interval is wide.
-EXTRA_REPLICATES = 2  #: Replicates beyond the minimum if the interval is wide when time is up.
