@@ -1,8 +1,10 @@
 """Preparing batches in worker processes beats preparing them in the process that runs the model.
 
 By default a DataLoader prepares each batch in the process that runs the model, and the GPU waits
-for it. Here one core needs more time to shrink and standardize the 8 photos of a batch than the
-GPU needs for the model's step. The GPU could do this faster, and has decoders for JPEG as well;
+for it. Here one core needs more time to shrink and standardize the 8 photos of a batch than the GPU
+needs for the model's step. This NumPy code is plain, not fast: on one other CPU, PyTorch's
+avg_pool2d and std_mean do the same on one core in a quarter of the time. At that speed, workers
+would gain 1.4x at most here. The GPU could do this faster, and has decoders for JPEG as well;
 workers are for preparation that must stay on the CPU, such as Python code or other formats. With
 ``num_workers=12``, up to 12 processes prepare batches ahead, each a whole batch, and a thread pins
 finished batches for asynchronous copies. The baseline pins its batches, too. As long as the workers
@@ -12,8 +14,9 @@ requires 80 %: two runs on H200s had 88 % and 96 %.
 
 The model decides whether workers suffice, and how much they gain. On an H200 its step takes 2.6 ms
 and an epoch of 32 batches 105 ms, 82 ms of which are steps; most of the rest is the wait for the
-first batch. In one process a batch takes 15 to 16 ms. With narrower models the workers were too
-slow on two hosts: a step took 1.0 and 1.6 ms, but a batch came only every 1.9 and 2.8 ms.
+first batch. In one process a batch takes 12 to 17 ms, from one replicate to the next. With narrower
+models the workers were too slow on two hosts: a step took 1.0 and 1.6 ms, but a batch came only
+every 1.9 and 2.8 ms.
 
 The claim is judged on wall time per epoch. The gain is at most preparation / step, because launches
 are asynchronous and the baseline's GPU already runs one step while the next batch is prepared, and

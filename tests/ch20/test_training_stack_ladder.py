@@ -9,7 +9,7 @@ judged against the step before it.
 tokens per step in bf16; losses, weights and moments must agree. Their share of the bf16 limit is
 the model FLOPs utilization (MFU): the work is 6 operations per weight and token, and attention. The
 optimizer's time depends on the weights alone, so that more tokens per step raise the MFU and shrink
-the gain. On an H200 both rungs together reach 1.32x, where 1.5x was the aim: "fused" gains 1.26x
+the gain. On an H200 both rungs together reach 1.33x, where 1.5x was the aim: "fused" gains 1.26x
 and "compiled" 1.05x. In a trace, the eager step's kernels take 23.8 ms, of which 10.7 are GEMMs and
 7.8 AdamW. Of the 18.1 ms that remain in the end, the same GEMMs take 10.7, AdamW 2.9, the fused
 kernels 2.6 and attention 1.5. For 1.5x, everything but the GEMMs would have to fit in 5.2 ms. Fewer
@@ -19,11 +19,12 @@ bits are the next step (ch19/fp8_training_block).
 The graph is therefore a claim of its own, in wall time, for a model with 23 million weights, whose
 step launches 215 short kernels and copies: on an H100 they keep the GPU busy for 1.5 ms of a step
 of 6.7 ms, and the graph takes 1.6 ms. The gain depends on how quickly the host launches: it is 4.2x
-(3.5 to 5.0), and 3.5x on an H200 (3.3 to 3.8). The library arm is the same compiled step with the
-graphs that torch.compile captures by itself (mode="reduce-overhead"): one per pass, while autograd
-and the optimizer still run in Python. On an H100 it takes 1.7 times as long as the graph of the
-whole step (1.5 to 2.0), and on an H200 1.5 times (1.4 to 1.6). ch13/graph_captured_training_step
-captures a step that is not compiled, and ch12/graph_replay teaches launch overhead by itself.
+(3.5 to 5.0), and in two runs on H200s 3.5x (3.3 to 3.8) and 4.9x (4.5 to 5.2). The library arm is
+the same compiled step with the graphs that torch.compile captures by itself
+(mode="reduce-overhead"): one per pass, while autograd and the optimizer still run in Python. On an
+H100 it takes 1.7 times as long as the graph of the whole step (1.5 to 2.0), and in the two runs on
+H200s 1.5 times (1.4 to 1.6) and 2.0 times (1.9 to 2.1). ch13/graph_captured_training_step captures
+a step that is not compiled, and ch12/graph_replay teaches launch overhead by itself.
 """
 
 import pytest
