@@ -7,7 +7,7 @@ launches. Its stream has the highest priority, so its blocks are the next to sta
 priority does not help. Green contexts divide the SMs of a GPU within a process ("SM partition"):
 requests get eight of them, the background job all others, and a request finds its SMs free. On an
 H100 it takes 0.09 ms instead of 0.40, most of which it waits for a background kernel, and on an
-H200 0.06 instead of 0.38. A fifth was the aim, which the 0.09 ms that a request takes on SMs of its
+H200 0.07 instead of 0.38. A fifth was the aim, which the 0.09 ms that a request takes on SMs of its
 own do not allow on the H100. The ratio is that of this load: a background kernel takes 0.47 ms, and
 a request arrives just after its start, when most of it is left to wait for. With longer kernels the
 gain grows, and with shorter ones it ends.

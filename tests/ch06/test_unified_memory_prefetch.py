@@ -5,11 +5,11 @@ are in host memory, and the first access of a kernel to each of them faults: the
 faults, the driver on the CPU migrates these pages and some of their neighbours, and the warps wait
 meanwhile. cudaMemPrefetchAsync migrates all pages ahead of the kernel, in large pieces and without
 faults. The kernel is the same. The library arm uses no managed memory: it copies the same data from
-pinned memory, which a program should do where its data can be there. It takes a tenth less time
+pinned memory, which a program should do where its data can be there. It takes a seventh less time
 than the prefetch.
 
 The score is the time from the launch until the result is there; the writing on the CPU before it is
-not part of it. On an H200, data arrives at 6 GB/s on demand, at 46 with the prefetch and at 51 from
+not part of it. On an H200, data arrives at 7 GB/s on demand, at 43 with the prefetch and at 50 from
 pinned memory. The driver on the CPU sets the pace on demand, so it differs between hosts. Faults
 are fine where a kernel touches few of the pages, and nobody knows in advance which ones. For data
 beyond the GPU's memory, pages must also move back, which is slower still. Where the hardware keeps

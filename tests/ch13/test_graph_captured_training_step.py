@@ -8,8 +8,8 @@ whose passes are compiled and whose optimizer is fused already.
 
 torch.compile with mode="reduce-overhead", the library arm, captures the two passes and the update
 by itself and fuses their elementwise kernels, but each step still runs autograd in Python, checks
-whether the compiled code fits the inputs, and launches three graphs. On an H200 it takes 6 times as
-long as the graph of the whole step.
+whether the compiled code fits the inputs, and launches three graphs. On H200s it takes 6 to 8 times
+as long as the graph of the whole step.
 
 The claim is judged on wall time; losses, weights and momentum must be the same. A graph is bound to
 the addresses of its capture: batches are copied into the same tensors (not timed here), shapes must

@@ -7,7 +7,7 @@ attention's read ("slab"). In small batches, a step then still takes as long as 
 sixteen kernels per layer: with an H100 the GPU is idle for three fifths of the time. A CUDA graph
 launches all of them with one call ("captured"). For this, tokens and position must live on the GPU,
 and attention goes over the whole slab with a mask, which costs the GPU 2 % more time on an H100 and
-less than 1 % on an H200. "captured" gains 2.7x on an H200 (2.2x to 3.2x), where 4x was the aim, and
+less than 1 % on an H200. "captured" gains 3.0x on an H200 (2.2x to 4.0x), where 4x was the aim, and
 2.3x on an H100 (2.0x to 2.8x): it depends on how fast the host launches. The library arm of
 "captured" captures the same step after torch.compile has fused its kernels, and takes 3.0 times as
 long on an H200. In a trace its kernels take 293 ms and those of "captured" 97; kernels with "copy"
