@@ -395,6 +395,30 @@ def test_ladder(compare, rung):
     }
 
 
+@pytest.mark.parametrize(
+    ("baselines", "words", "refused"),
+    [
+        ((200, 100, 50), (), []),
+        ((200, 100, 100), (), []),  # the fastest arm before, which is not the last one
+        ((200, 200, 50), (), [1]),
+        ((200, 200, 50), ("-k2",), []),
+    ],
+)
+def test_a_rung_against_the_previous_rung_has_its_arm_as_baseline(
+    project, baselines, words, refused
+):
+    project.tests(f"""
+@pytest.mark.parametrize("rung", range(3))
+def test_ladder(compare, rung):
+    baseline, optimized = doubling({baselines}[rung]), doubling([100, 50, 20][rung])
+    arms = {{"baseline": baseline, "optimized": optimized}}
+    compare(**usual | arms, against="previous rung")
+""")
+    project.run("--gpu", *words)
+    messages = {r["rung_index"]: r["message"] for r in project.results().values()}
+    assert [i for i in messages if "not the optimized arm of any" in messages[i]] == refused
+
+
 def test_a_global_that_a_later_rung_changes_costs_the_earlier_rung(project):
     project.tests(
         """

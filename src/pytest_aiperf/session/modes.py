@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -12,11 +12,12 @@ import pytest
 
 from pytest_aiperf.claim import measure, torch_compile
 from pytest_aiperf.claim.claim import Claim, refuse_gpu_time
+from pytest_aiperf.claim.ladder import identity
 from pytest_aiperf.claim.stopping_rule import PATIENT, QUICK, STANDARD, StoppingRule
 from pytest_aiperf.correctness.references import References
 from pytest_aiperf.errors import AiperfError, NeedsGpu, ToolMissing, UsageError
 from pytest_aiperf.machine import torchrun
-from pytest_aiperf.model import Metric, Outcome, Result
+from pytest_aiperf.model import Against, Metric, Outcome, Result
 from pytest_aiperf.profilers import capture, target
 from pytest_aiperf.rules import validity
 from pytest_aiperf.sources import provenance, source_hash
@@ -80,12 +81,15 @@ def measure_together(
     claims: Sequence[tuple[Claim, ItemContext]],
 ) -> list[tuple[Result, Exception | None]]:
     """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
-    replaced = [context.replaced() for _, context in claims]
-    kept = [each for each, names in zip(claims, replaced, strict=True) if not names]
+    errors = [
+        _late_binding(context.replaced()) or first_arm
+        for (_, context), first_arm in zip(claims, _no_previous_rungs(claims), strict=True)
+    ]
+    kept = [each for each, error in zip(claims, errors, strict=True) if error is None]
     outcomes = iter(_measure_together(kept) if kept else ())
     return [
-        _late_binding(context, names) if names else next(outcomes)
-        for (_, context), names in zip(claims, replaced, strict=True)
+        next(outcomes) if error is None else (measure.failed(context.new_result(), error), error)
+        for (_, context), error in zip(claims, errors, strict=True)
     ]
 
 
@@ -113,13 +117,39 @@ def _replaced_later(claim: Claim) -> Callable[[], list[str]]:
     return names
 
 
-def _late_binding(context: ItemContext, names: Sequence[str]) -> tuple[Result, Exception | None]:
-    error = UsageError(
+def _late_binding(names: Sequence[str]) -> UsageError | None:
+    if not names:
+        return None
+    return UsageError(
         f"{', '.join(names)}: changed since this test called compare(), and an arm may depend on "
         "it. All rungs of a ladder are timed together, after their tests have called compare(): "
         "give the arm what it needs with functools.partial"
     )
-    return measure.failed(context.new_result(), error), error
+
+
+def _no_previous_rungs(
+    claims: Sequence[tuple[Claim, ItemContext]],
+) -> list[UsageError | None]:
+    """Refuse rungs "against the previous rung" whose baseline no earlier rung has optimized.
+
+    Nothing is refused if rungs were deselected, as one of these may be meant.
+    """
+    errors: list[UsageError | None] = []
+    earlier: set[Hashable] = set()
+    positions = [context.new_result().rung_index for _, context in claims]
+    for claim, _ in claims:
+        is_known = not earlier or identity(claim.arms["baseline"]) in earlier
+        is_refused = claim.against is Against.PREVIOUS_RUNG and not is_known
+        errors.append(
+            UsageError(
+                'against="previous rung", but the baseline is not the optimized arm of any earlier '
+                "rung: pass that arm as the baseline, or say what this baseline is"
+            )
+            if is_refused and positions == list(range(len(claims)))
+            else None
+        )
+        earlier.add(identity(claim.arms["optimized"]))
+    return errors
 
 
 def _measure_together(
