@@ -497,16 +497,25 @@ def a_list_with_none():
     return arms(found, reference=found)
 
 
-@honest()
-def counts_by_key():
+def counting(keys):
     def counted(x):
-        return collections.Counter(np.floor(x * 50).astype(int).tolist())
+        return collections.Counter(np.floor(x * keys).astype(int).tolist())
 
     def in_arrays(x):
-        keys, counts = np.unique(np.floor(x * 50).astype(int), return_counts=True)
-        return dict(zip(keys.tolist(), counts.tolist(), strict=True))
+        found, counts = np.unique(np.floor(x * keys).astype(int), return_counts=True)
+        return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
     return arms(in_arrays, counted, reference=counted)
+
+
+@honest()
+def counts_by_key():
+    return counting(keys=50)
+
+
+@honest()
+def counts_by_keys_that_differ_between_seeds():
+    return counting(keys=500)
 
 
 @honest()
