@@ -497,25 +497,25 @@ def a_list_with_none():
     return arms(found, reference=found)
 
 
-def counting(keys):
+def counting(key, keys):
     def counted(x):
-        return collections.Counter(np.floor(x * keys).astype(int).tolist())
+        return collections.Counter(map(key, np.floor(x * keys).astype(int).tolist()))
 
     def in_arrays(x):
         found, counts = np.unique(np.floor(x * keys).astype(int), return_counts=True)
-        return dict(zip(found.tolist(), counts.tolist(), strict=True))
+        return dict(zip(map(key, found.tolist()), counts.tolist(), strict=True))
 
     return arms(in_arrays, counted, reference=counted)
 
 
 @honest()
 def counts_by_key():
-    return counting(keys=50)
+    return counting(int, keys=50)
 
 
 @honest()
 def counts_by_keys_that_differ_between_seeds():
-    return counting(keys=500)
+    return counting(str, keys=500)
 
 
 @honest()
