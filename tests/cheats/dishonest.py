@@ -186,7 +186,7 @@ def calls_that_are_not_the_last_of_their_block():
 
 @cheat(WRONG)
 def work_left_to_a_guessed_last_call():
-    """A real arm learns from the clock that a block has begun, and expects it to be as long again."""
+    """A real arm learns from the clock that a block has begun; it expects the last length again."""
     state = State(calls=0, guess=1, ended=True, waiting=[])
 
     def arm(x):

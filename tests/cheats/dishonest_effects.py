@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextvars
 import decimal
 import functools
 import itertools
 import json
+import logging
 import mmap
 import multiprocessing
 import os
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _pytest.assertion.rewrite import rewrite_asserts
 
 from pytest_aiperf import prepared
 from tests.cheats.case import Corpus, State
@@ -472,6 +475,21 @@ def a_file_that_is_not_written():
 @marked("what calls write to files: baseline writes to standard error, optimized to no file")
 def messages_that_are_not_written():
     return pair(lambda x: (os.write(2, b"a line"), x * 2)[1], lambda x: x * 2)
+
+
+@marked("what calls log: baseline makes 1 records, optimized 0")
+def records_that_are_not_logged():
+    log = logging.getLogger("tests")
+    return pair(lambda x: (log.warning("a call"), x * 2)[1], lambda x: x * 2)
+
+
+@marked("assert statements of double: pytest rewrites")
+def assert_statements_that_pytest_rewrites():
+    source = "def double(x):\n    assert x.ndim == 1\n    return x * 2\n"
+    tree, names = ast.parse(source), {}
+    rewrite_asserts(tree, source.encode())
+    exec(compile(tree, __file__, "exec"), names)  # as pytest does with this function in a test
+    return pair(names["double"], lambda x: x * 2)
 
 
 @marked("what calls write to files: baseline writes to .*/log, optimized to no file")

@@ -313,6 +313,33 @@ def an_argument_that_requires_grad():
     return requiring(baseline=False, optimized=True)
 
 
+def hooking(baseline, optimized):
+    def inputs(bench):
+        x, t = *vectors(bench), torch.from_numpy(vectors(bench)[0])
+        return x, t.requires_grad_()
+
+    arm = lambda hook: lambda x, t: (hook(t), x * 2)[1]
+    return pair(arm(baseline), arm(optimized), inputs=inputs, reference=lambda x, t: x + x)
+
+
+def hook(t):
+    t.register_hook(lambda grad: grad)
+
+
+def hook_on_accumulation(t):
+    t.register_post_accumulate_grad_hook(lambda t: None)
+
+
+@cheat("optimized leaves a tensor without hooks in t")
+def a_hook_that_is_not_registered():
+    return hooking(hook, lambda t: None)
+
+
+@cheat("optimized leaves a tensor without hooks in t")
+def a_hook_on_accumulation_that_is_not_registered():
+    return hooking(hook_on_accumulation, lambda t: None)
+
+
 VIEWS: list[memoryview] = []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import functools
+import logging
 import os
 import resource
 import signal
@@ -304,6 +305,13 @@ def a_log_that_both_arms_write():
     at_once = lambda x: (os.write(log, x.tobytes()), x * 2)[1]
     in_parts = lambda x: (os.writev(log, [part.tobytes() for part in np.array_split(x, 4)]), x * 2)
     return arms(at_once, lambda x: in_parts(x)[1])
+
+
+@honest()
+def records_that_both_arms_log():
+    log = logging.getLogger("tests")
+    told = lambda x: (log.warning("a call"), x * 2)[1]
+    return arms(told, told)
 
 
 @honest()

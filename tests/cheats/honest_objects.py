@@ -16,6 +16,8 @@ from tests.cheats.dishonest_objects import (
     a_function_of,
     add_anew,
     add_in_place,
+    hook,
+    hooking,
     large,
     put,
     put_copies,
@@ -71,6 +73,12 @@ def holding(hold, read, other=None):
 @honest()
 def an_argument_that_requires_grad_after_both_arms():
     claim = requiring(baseline=True, optimized=True)
+    return arms(claim["baseline"], inputs=claim["inputs"], reference=claim["reference"])
+
+
+@honest()
+def a_hook_that_both_arms_register():
+    claim = hooking(hook, hook)
     return arms(claim["baseline"], inputs=claim["inputs"], reference=claim["reference"])
 
 

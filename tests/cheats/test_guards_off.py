@@ -383,6 +383,13 @@ GUARDS = {
     "open files are compared": Guard(
         {(files, "opened"): always({})}, marked("a_log_that_is_not_written")
     ),
+    "log records are counted": Guard(
+        {(side_effects, "_counting_records"): lambda _: contextlib.nullcontext()},
+        marked("records_that_are_not_logged"),
+    ),
+    "rewritten assert statements are named": Guard(
+        {(references, "_OF_ASSERTS"): "no name"}, marked("assert_statements_that_pytest_rewrites")
+    ),
     "objects in C that show nothing are named": Guard(
         {(contents, "_is_in_c"): always(value=False)}, marked("values_that_are_not_compressed")
     ),
@@ -407,6 +414,9 @@ GUARDS = {
     "tensors that require grad are compared": Guard(
         {(tensors, "requires_grad"): always(value=False)},
         caught("an_argument_that_does_not_require_grad"),
+    ),
+    "hooks of tensors are compared": Guard(
+        {(tensors, "has_hooks"): always(value=False)}, caught("a_hook_that_is_not_registered")
     ),
     "attributes of results are named": Guard(
         {(agreement.Shortcuts, "changes_beside"): always(())}, marked("an_attribute_of_a_module")

@@ -244,11 +244,7 @@ class Ladder:
             roles = {r: deviations for r, n in rung.arms.items() if n == name and r != "first"}
             if not roles:
                 continue
-            known = self._baselines.get(base, deviations)
-            if _paths(known) != _paths(deviations):  # keys of a dict differ between the seeds
-                known = deviations
-                if name != base:
-                    known = self._baseline_on(self._inputs_of(pending), base, expected)
+            known = self._largest(base, pending, deviations, expected)
             if name != base:
                 shapes = [tuple(want.array.shape) for want in expected]
                 roles["baseline"] = list(map(_with_shape, known, shapes))
@@ -273,6 +269,25 @@ class Ladder:
             else:
                 if name == base:
                     self._baselines[base] = list(map(agreement.larger, known, deviations))
+
+    def _largest(
+        self,
+        base: str,
+        pending: _Pending,
+        deviations: list[Deviation],
+        expected: Sequence[agreement.Expected],
+    ) -> list[Deviation]:
+        """Return a baseline's largest deviations so far, of a result with the same parts.
+
+        If the parts differ, as the keys of a dict may between seeds, those on the pending result's
+        inputs are returned.
+        """
+        known = self._baselines.get(base, deviations)
+        if _paths(known) == _paths(deviations):
+            return known
+        if pending.arm == base:
+            return deviations
+        return self._baseline_on(self._inputs_of(pending), base, expected)
 
     def _judge_again(
         self,

@@ -1,11 +1,13 @@
 """Finds what calls do beside their results: to globals that others use, and to files."""
 
 import contextlib
+import logging
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pytest_aiperf.correctness import files
 from pytest_aiperf.correctness.references import Kept, Place, References, State, replaced_functions
@@ -51,6 +53,7 @@ class SideEffects:
         self._written: dict[str, list[int]] = defaultdict(list)
         self._files: dict[str, list[files.Changes]] = defaultdict(list)
         self._open_files: dict[str, list[files.Changes]] = defaultdict(list)
+        self._logged: dict[str, list[int]] = defaultdict(list)
         self._starts: dict[str, list[bool]] = defaultdict(list)  # whether a call starts processes
         self._others: dict[str, validity.OtherProcesses] = defaultdict(validity.OtherProcesses)
         self._kept: Kept = ()  # objects that the arm referred to before its checked call
@@ -83,7 +86,10 @@ class SideEffects:
         written, pages = _written_bytes(), _pages_of_children()
         self.begin()
         # not in a first call, which may start compilers
-        with self._others[name] if self._starts[name] else contextlib.nullcontext():
+        with (
+            self._others[name] if self._starts[name] else contextlib.nullcontext(),
+            _counting_records(self._logged[name]),
+        ):
             yield
         self.end(name)
         to_disk, in_all = _written_bytes()
@@ -123,6 +129,8 @@ class SideEffects:
         # Messages take time, but change neither memory nor scores.
         is_timed = not {Metric.DEVICE, Metric.WALL}.isdisjoint(metrics)
         yield from self._written_to_open_files(() if is_timed else files.STREAMS.values())
+        if is_timed:
+            yield from self._slower_under_pytest()
         if Metric.MEMORY in metrics:
             yield from self._uncounted_memory()
 
@@ -156,6 +164,18 @@ class SideEffects:
                 paths = ", ".join(missing[:MAX_NAMES])
                 yield f"what calls write to files: baseline writes to {paths}, {name} to no file"
 
+    def _slower_under_pytest(self) -> Iterator[str]:
+        """Describe log records that only the baseline makes, and its rewritten assertions."""
+        least = min(self._logged["baseline"], default=0)
+        for name, counts in sorted(self._logged.items()):
+            if least > MORE * max(counts):
+                yield f"what calls log: baseline makes {least} records, {name} {max(counts)}"
+        if functions := sorted(self.references["baseline"].asserting):
+            yield (
+                f"assert statements of {', '.join(functions[:MAX_NAMES])}: pytest rewrites those "
+                "of test files, which makes the baseline slower: move them to another file"
+            )
+
     def _changed_for_others(self) -> Iterator[str]:
         """Describe what arms change in what the baseline, inputs() or the reference uses."""
         for user, (unknown, references) in self._users.items():
@@ -188,6 +208,24 @@ class SideEffects:
             yield f"functions that the test has replaced: {', '.join(names[:MAX_NAMES])}{more}"
         if changed := validity.changed_since_start():
             yield f"settings that the test has changed: {', '.join(changed)}"
+
+
+@contextlib.contextmanager
+def _counting_records(counts: list[int]) -> Iterator[None]:
+    """Append how many log records are made meanwhile."""
+    usual, count = logging.getLogRecordFactory(), 0
+
+    def counted(*words: Any, **named: Any) -> logging.LogRecord:
+        nonlocal count
+        count += 1
+        return usual(*words, **named)
+
+    logging.setLogRecordFactory(counted)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(usual)
+        counts.append(count)
 
 
 def _written_bytes() -> tuple[int, int]:

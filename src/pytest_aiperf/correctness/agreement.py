@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from pytest_aiperf.device.device import gc_disabled
@@ -912,6 +913,30 @@ def _compare_containers(arm: str, form: _Form, base: _Form) -> Iterator[str]:
         )
 
 
+_TRAITS = [
+    (
+        attrgetter("read_only"),
+        "an array that cannot be written",
+        "an array that can be written",
+        "leave flags.writeable",
+    ),
+    (
+        attrgetter("differentiable"),
+        "a tensor that requires grad",
+        "a tensor that does not require grad",
+        "call requires_grad_()",
+    ),
+    (
+        attrgetter("hooked"),
+        "a tensor with hooks",
+        "a tensor without hooks",
+        "register and remove hooks",
+    ),
+]
+"""Properties that an arm leaves in arrays as the baseline does: the paths of arrays with this
+property, what such an array is, what another one is, and what to do."""
+
+
 def _compare_arguments(
     arm: str, state: objects.State, base: objects.State, effects: ArgumentEffects
 ) -> Iterator[str]:
@@ -942,18 +967,13 @@ def _compare_arguments(
             f"the objects that were in {named(written)}: {arm} changes them in place, and the "
             "baseline puts new ones there and leaves the old as they were"
         )
-    if differ := state.read_only ^ base.read_only:
-        how = "cannot" if differ & state.read_only else "can"
-        raise WrongResult(
-            f"{arm} leaves an array that {how} be written in {named(differ)}, unlike the baseline: "
-            "leave flags.writeable as the baseline does"
-        )
-    if differ := state.differentiable ^ base.differentiable:
-        how = "requires" if differ & state.differentiable else "does not require"
-        raise WrongResult(
-            f"{arm} leaves a tensor that {how} grad in {named(differ)}, unlike the baseline: call "
-            "requires_grad_() as the baseline does"
-        )
+    for of, has_it, lacks_it, advice in _TRAITS:
+        if differ := of(state) ^ of(base):
+            what = has_it if differ & of(state) else lacks_it
+            raise WrongResult(
+                f"{arm} leaves {what} in {named(differ)}, unlike the baseline: {advice} as the "
+                "baseline does"
+            )
     if moved := state.moved - base.moved:
         raise WrongResult(
             f"{arm} gives {named(moved)} other memory or strides, and the baseline does not: views "

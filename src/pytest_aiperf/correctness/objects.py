@@ -33,6 +33,7 @@ class State:
     """Paths that hold a new object while the old object has other contents than the new one."""
     read_only: frozenset[str]  #: Paths of arrays that cannot be written.
     differentiable: frozenset[str]  #: Paths of tensors that require grad.
+    hooked: frozenset[str]  #: Paths of tensors with hooks for autograd.
     locked: frozenset[str]  #: Paths of buffers that cannot be resized, because others view them.
     moved: frozenset[str]  #: Paths of arrays that have other memory than before the call.
 
@@ -63,6 +64,7 @@ class Originals:
             ),
             frozenset(path for path, x in (*found, *others) if tensors.is_read_only(x)),
             frozenset(path for path, x in (*found, *others) if tensors.requires_grad(x)),
+            frozenset(path for path, x in (*found, *others) if tensors.has_hooks(x)),
             frozenset(path for path, x in (*found, *others) if _is_locked(x, spans)),
             frozenset(path for path, x, view in self._memory if tensors.view(x) != view),
         )

@@ -51,6 +51,9 @@ State = tuple[Any, ...]
 Kept = Sequence[tuple[Any, object]]  #: Arrays, containers and buffers, with samples of each.
 
 
+_OF_ASSERTS = "@pytest_ar"  # a module that assert statements use once pytest has rewritten them
+
+
 class References:
     """The places that the code of a callable refers to, directly or through other functions."""
 
@@ -58,6 +61,8 @@ class References:
         self._places: dict[Place, tuple[str, Any]] = {}
         self.replaced: set[str] = set()
         """Names of library functions that were replaced by functions from elsewhere."""
+        self.asserting: set[str] = set()
+        """Names of functions with assert statements that pytest has rewritten: they take longer."""
         if not _is_installed(call):
             self._hold("its own code", call)
         self._read(call)
@@ -185,6 +190,8 @@ class References:
     def _function(self, function: types.FunctionType) -> Iterator[object]:
         """Note the places that a function refers to; yield the functions there."""
         names = {*_names(function.__code__)}
+        if _OF_ASSERTS in names:
+            self.asserting.add(function.__qualname__)
         scopes = function.__globals__, vars(builtins)
         for name in sorted(names):
             scope = next((scope for scope in scopes if name in scope), None)

@@ -606,6 +606,12 @@ def requires_grad(leaf: Any) -> bool:
     return autograd_trait(leaf) not in ("", INFERENCE)
 
 
+def has_hooks(leaf: Any) -> bool:
+    """Whether a torch tensor has hooks that autograd calls; False for other values."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return requires_grad(leaf) and any(getattr(leaf, name, None) for name in names)
+
+
 def storage(array: Any) -> tuple[int, int]:
     """Return the address range that an array keeps alive: the memory of the array that it views."""
     torch = sys.modules.get("torch")
