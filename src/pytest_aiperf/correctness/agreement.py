@@ -412,9 +412,11 @@ def _with_kin(mutated: Sequence[str], args: Args) -> tuple[str, ...]:
             position, rest = _split(path)
             kin[position, _INDEX.sub("[]", rest)].append(path)
     changed = {*mutated}
-    added = {p for ps in kin.values() if 2 * len(changed.intersection(ps)) > len(ps) for p in ps}
-    missing = (path for path in mutated if path not in leaves)
-    return (*(path for path in leaves if path in changed | added), *missing)
+    missing = [path for path in mutated if path not in leaves]
+    for paths in kin.values():
+        if 2 * len(changed.intersection(paths)) > len(paths):
+            changed.update(paths)
+    return (*(path for path in leaves if path in changed), *missing)
 
 
 def _by_argument(paths: Iterable[str]) -> Iterator[tuple[str, ...]]:
