@@ -32,6 +32,10 @@ empty  :=
 comma  := ,
 SILENCE_S := 10
 
+# Images of containers set it: each of the thousands of pytest runs that tests start would compile the
+# plugin anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help bench test attack lint docs clean same-python
 

@@ -57,6 +57,8 @@ def fake_gpu_on_path():
     root = str(Path(__file__).parents[2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", root, prepend=os.pathsep)
+        # Python takes a module for unchanged if it was rewritten within a second, in the same size
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         yield
 
 
