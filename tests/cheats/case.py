@@ -137,7 +137,7 @@ def assert_marked(entry: Entry) -> None:
     assert named, summary
 
 
-def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> None:
+def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> Result:
     """Assert that no guard refuses the entry. On a real device, the arm need not be faster."""
     result, problem = measure_entry(entry, clock, **fixtures)
     summary = f"{entry.name}: {result.outcome} {result.message}"
@@ -145,6 +145,7 @@ def assert_honest(entry: Entry, clock: object = None, **fixtures: object) -> Non
         assert result.outcome is Outcome.PASSED, summary
     else:
         assert problem is None or isinstance(problem, ClaimNotMet), summary
+    return result
 
 
 class State(SimpleNamespace):
