@@ -50,6 +50,11 @@ def _torch_modes(torch: Any, args: tuple[Any, ...], counted: Count) -> tuple[Any
     computed: set[str] = set()
 
     class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # torch would import its compiler, for a second, to keep it from compiling this class
+            return "torch._dynamo" in sys.modules
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
