@@ -1,4 +1,4 @@
-"""Compiling with dynamic shapes needs one compilation for prompts of any length.
+"""Dynamic shapes need one compilation for prompts of any length, padding one for each bucket.
 
 A compiled graph has guards on the shapes of its inputs. With dynamic=False, sizes are constants:
 the kernels fit one length, every new length compiles again, and after eight compilations (the
