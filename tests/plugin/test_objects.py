@@ -162,7 +162,7 @@ def test_no_code_of_odd_objects_runs():
     loop = SimpleNamespace(odd=odd)
     loop.loop = loop
     args = ([odd, Rows([odd, [1.0]]), loop, Odd, Rows],)
-    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 5)
+    assert state_after(lambda d: None, *args) == objects.State(0, 0, *[frozenset()] * 6)
     assert contents.read(args) == contents.read(args)
     assert not reach.Hidden(args, lambda: args).is_viewed_by(np.arange(64.0))
 
