@@ -1268,15 +1268,17 @@ def _judge_output(
             ]
             problem = f"{arm} disagrees with the reference"
         allowed, rms_allowed = limits
-        of_baseline = "" if arm == "baseline" else "baseline's {:.2g}; "
+        of_baseline = "" if arm == "baseline" else ", baseline's {:.2g}"
         problem += f"{when and ' ' + when}: {output.path}"
         found = located or output.error > allowed
         index, actual, expected = output.locate() if found else _NOWHERE
         if output.error > allowed:
             shown = [f"{x:.9g}" if isinstance(x, float) else str(x) for x in (actual, expected)]
-            of = f" of |expected| + {want.scale:.2g}" if want.rms and not is_exact(base) else ""
+            kind, to = "error", ""
+            if want.rms and not is_exact(base):
+                kind, to = "relative error", f"; relative to |expected| + {want.scale:.2g}"
             compared = of_baseline.format(base.error)
-            why = f"error {output.error:.2g}{of}; {compared}allowed {allowed:.2g}"
+            why = f"{kind} {output.error:.2g}, allowed {allowed:.2g}{compared}{to}"
             if math.isinf(output.error):
                 why = "unwritten or not finite: results must be finite"
             raise WrongResult(
@@ -1285,7 +1287,7 @@ def _judge_output(
         if output.rms > rms_allowed:
             raise WrongResult(
                 f"{problem} has a relative RMS error of {output.rms:.2g} "
-                f"({of_baseline.format(base.rms)}allowed {rms_allowed:.2g})"
+                f"(allowed {rms_allowed:.2g}{of_baseline.format(base.rms)})"
             )
         yield Error(
             *(arm, output.path, index, float(actual), float(expected)),
