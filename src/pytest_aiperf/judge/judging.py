@@ -83,7 +83,7 @@ _DISTURBED: Final = re.compile(
 """Matches messages of invalid measurements that the solution did not cause."""
 _TIMED: Final = re.compile(r" (?:in|on new values in) a timed block")
 """Matches messages of wrong results that timed calls showed, but earlier checks did not."""
-_ERROR: Final = re.compile(r"\(error ([\d.e+-]+)[; ]")
+_ERROR: Final = re.compile(r"error ([\d.e+-]+), allowed")
 
 
 @dataclass(frozen=True, slots=True)
