@@ -82,8 +82,8 @@ def measure_together(
 ) -> list[tuple[Result, Exception | None]]:
     """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
     errors = [
-        _late_binding(context.replaced()) or first_arm
-        for (_, context), first_arm in zip(claims, _no_previous_rungs(claims), strict=True)
+        _late_binding(context.replaced()) or other
+        for (_, context), other in zip(claims, _not_of_previous_rungs(claims), strict=True)
     ]
     kept = [each for each, error in zip(claims, errors, strict=True) if error is None]
     outcomes = iter(_measure_together(kept) if kept else ())
@@ -127,7 +127,7 @@ def _late_binding(names: Sequence[str]) -> UsageError | None:
     )
 
 
-def _no_previous_rungs(
+def _not_of_previous_rungs(
     claims: Sequence[tuple[Claim, ItemContext]],
 ) -> list[UsageError | None]:
     """Refuse rungs "against the previous rung" whose baseline no earlier rung has optimized.
