@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from pytest_aiperf.build import launcher
 from pytest_aiperf.build.launcher import Kernels
+from pytest_aiperf.claim.ladder import identity
 from pytest_aiperf.errors import BuildError, LaunchError, NeedsGpu, UsageError
 
 ZOO = r"""
@@ -87,6 +89,12 @@ def test_a_parameter_is_a_type_and_a_name(text, ctype, name):
 def test_a_function_that_python_cannot_call_is_refused_with_the_reason(name, why):
     with pytest.raises(UsageError, match=why):
         Kernels("zoo.cu", ZOO, None)[name]
+
+
+def test_the_rungs_of_a_ladder_share_the_arm_that_is_a_launcher():
+    built, again, other = (Kernels("zoo.cu", ZOO, Path(p)) for p in ("a.so", "a.so", "b.so"))
+    assert identity(built["single"]) == identity(again["single"])
+    assert identity(built["single"]) != identity(other["single"])
 
 
 @pytest.mark.parametrize(

@@ -120,17 +120,6 @@ class Launcher:
         self._converts = [convert for convert, _ in converters]
         self._argtypes = [*(kind for _, kind in converters), ctypes.c_void_p]
 
-    def __eq__(self, other: object) -> bool:
-        """Whether both launch the same function of the same build."""
-        return isinstance(other, Launcher) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self._library, self.source, self.text
-
     def __call__(self, *args: Any) -> None:
         """Launch on the current stream of torch, or of cupy where torch is not in use."""
         if self._library is None:
@@ -252,6 +241,11 @@ def _cuda_error(status: int) -> str:
     return f"CUDA error {status}: {cudart.cudaGetErrorString(status).decode()}"
 
 
+@functools.cache  # rungs of a ladder that use the same launcher share an arm, which is timed once
+def _launcher(name: str, signature: Signature, source: str, library: Path | None) -> Launcher:
+    return Launcher(name, signature, source, library)
+
+
 class Kernels:
     """The launchers of one built .cu file, by name."""
 
@@ -259,7 +253,6 @@ class Kernels:
         self.source = source
         self._library = library
         self._declared = declared(text)
-        self._launchers: dict[str, Launcher] = {}
 
     def __getitem__(self, name: str) -> Launcher:
         """Return the function ``name``; raise UsageError if the file has no such function."""
@@ -273,9 +266,7 @@ class Kernels:
             raise UsageError(
                 f'no launcher {name!r} in {self.source}: its extern "C" functions are {names}'
             )
-        if name not in self._launchers:  # the same arm is the same object
-            self._launchers[name] = Launcher(name, self._declared[name], self.source, self._library)
-        return self._launchers[name]
+        return _launcher(name, self._declared[name], self.source, self._library)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._declared)

@@ -1,7 +1,7 @@
 """Find the ladders of a session, and measure all rungs of a ladder in one process."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
@@ -32,6 +32,8 @@ class LadderRun(Generic[C]):
     """The claim of each rung, by the test's nodeid."""
     measured: dict[str, Judged] = field(default_factory=dict)
     """Record and error of each rung, by nodeid; empty until all rungs are known."""
+    optimized: dict[int, Hashable] = field(default_factory=dict)
+    """The identity of each known rung's optimized arm, by the rung's position."""
 
     def compare(self, nodeid: str, claim: C) -> Judged:
         """Return the record of a test's claim; before it is measured, note it and end the test."""

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -34,6 +34,7 @@ def run(claim: Claim, context: ItemContext) -> Result:
     settings, required = context.settings, context.requirements
     if required.host:
         refuse_gpu_time(claim)
+    _refuse_other_baseline(claim, context)
     checks = not settings.measure and settings.capture_job is None
     on_cpu = required.checked_on_cpu and not any(
         getattr(arm, "needs_gpu", False) for arm in claim.arms.values()
@@ -81,10 +82,7 @@ def measure_together(
     claims: Sequence[tuple[Claim, ItemContext]],
 ) -> list[tuple[Result, Exception | None]]:
     """Check, time and judge claims in this process or, if they need several GPUs, in ranks."""
-    errors = [
-        _late_binding(context.replaced()) or other
-        for (_, context), other in zip(claims, _not_of_previous_rungs(claims), strict=True)
-    ]
+    errors = [_late_binding(context.replaced()) for _, context in claims]
     kept = [each for each, error in zip(claims, errors, strict=True) if error is None]
     outcomes = iter(_measure_together(kept) if kept else ())
     return [
@@ -127,29 +125,22 @@ def _late_binding(names: Sequence[str]) -> UsageError | None:
     )
 
 
-def _not_of_previous_rungs(
-    claims: Sequence[tuple[Claim, ItemContext]],
-) -> list[UsageError | None]:
-    """Refuse rungs "against the previous rung" whose baseline no earlier rung has optimized.
+def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
+    """Refuse a rung "against the previous rung" whose baseline no earlier rung has optimized.
 
-    Nothing is refused if rungs were deselected, as one of these may be meant.
+    Nothing is refused if an earlier rung is unknown, as that one may be meant.
     """
-    errors: list[UsageError | None] = []
-    earlier: set[Hashable] = set()
-    positions = [context.new_result().rung_index for _, context in claims]
-    for claim, _ in claims:
-        is_known = not earlier or identity(claim.arms["baseline"]) in earlier
-        is_refused = claim.against is Against.PREVIOUS_RUNG and not is_known
-        errors.append(
-            UsageError(
-                'against="previous rung", but the baseline is not the optimized arm of any earlier '
-                "rung: pass that arm as the baseline, or say what this baseline is"
-            )
-            if is_refused and positions == list(range(len(claims)))
-            else None
+    ladder = context.session.ladder
+    if ladder is None or context.item.nodeid in ladder.measured:
+        return
+    index, earlier = context.new_result().rung_index, ladder.optimized
+    is_known = identity(claim.arms["baseline"]) in earlier.values()
+    if claim.against is Against.PREVIOUS_RUNG and len(earlier) == index > 0 and not is_known:
+        raise UsageError(
+            'against="previous rung", but the baseline is not the optimized arm of any earlier '
+            "rung: pass that arm as the baseline, or say what this baseline is"
         )
-        earlier.add(identity(claim.arms["optimized"]))
-    return errors
+    earlier[index] = identity(claim.arms["optimized"])
 
 
 def _measure_together(
