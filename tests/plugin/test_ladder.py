@@ -419,6 +419,24 @@ def test_ladder(compare, rung):
     assert [i for i in messages if "not the optimized arm of any" in messages[i]] == refused
 
 
+def test_what_arms_print_is_captured(project):
+    project.tests("""
+import os
+
+@pytest.mark.parametrize("rung", [50, 5])
+def test_ladder(compare, rung):
+    def printing(x):
+        os.write(2, b"written")
+        print("printed")
+        return doubling(rung)(x)
+    compare(**usual | {"optimized": printing})
+""")
+    assert "written" not in str(project.run("--gpu").stdout)
+    project.run("--gpu", "-rP").stdout.fnmatch_lines(
+        ["*Captured stdout call*", "printed*", "*Captured stderr call*", "written*"]
+    )
+
+
 def test_a_global_that_a_later_rung_changes_costs_the_earlier_rung(project):
     project.tests(
         """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pytest_aiperf import prepared
 from pytest_aiperf.correctness.references import References
 
 TABLE = {0: 1.0}
@@ -196,3 +197,21 @@ def test_what_an_object_of_a_library_keeps_is_left_out():
     library.cached = own.cached = 1
     after = references.states()
     assert [references.label(p) for p in before if before[p] != after[p]] == ["own"]
+
+
+def test_assert_statements_of_a_setup_take_no_time_of_a_call():
+    def asserting(factor):
+        assert factor  # pytest rewrites this one
+        return lambda x: x * factor
+
+    def returning(factor):
+        def call(x):
+            assert factor
+            return x * factor
+
+        return call
+
+    for arm in (asserting, prepared(returning)):
+        assert len(References(arm).asserting) == 1
+    for setup in (asserting, functools.partial(asserting, 2)):
+        assert not References(prepared(setup)).asserting

@@ -326,6 +326,20 @@ def test_cold_inputs_span_the_cache_and_a_block_goes_round_them():
     assert timing.cache == "cold"
 
 
+def test_a_long_call_is_cold_although_its_block_does_not_go_round_the_sets():
+    class Counting(FakeDevice):
+        renews = False  # as on a GPU
+        flushed = 0
+
+        def flush(self):
+            self.flushed += 1
+
+    device = Counting(replace(FAKE_GPU, l2_bytes=64 * 8 * 10), WHITE)
+    timing = measured(a_bound_claim(device, baseline=doubling(100_000)))
+    assert timing.calls["baseline"] == 1 < timing.sets <= timing.calls["optimized"]
+    assert device.flushed == sum(2 * len(r.rounds) for r in timing.replicates)  # its blocks
+
+
 def test_inputs_too_small_to_be_kept_cold_are_refused():
     gpu = replace(FAKE_GPU, l2_bytes=64 << 20)
     with pytest.raises(UsageError, match='declare cache="warm" or enlarge the inputs'):

@@ -721,7 +721,9 @@ class Sampler:
                 self._observe(arm, SideEffects.begin)
             if not captured:
                 batch.load(order, keep)
-            if self.renews and bound.claim.cache == "cold":
+            # a block of fewer calls than sets would find its inputs where the last one left them
+            stays = bool(self.device.gpu) and count < self.sets and not is_new
+            if bound.claim.cache == "cold" and (self.renews or stays):
                 self.device.flush()
             extras.update(validity.extras())
             self.drawing_s += time.monotonic() - started

@@ -63,6 +63,7 @@ class References:
         """Names of library functions that were replaced by functions from elsewhere."""
         self.asserting: set[str] = set()
         """Names of functions with assert statements that pytest has rewritten: they take longer."""
+        self._setups: set[object] = set()  # functions that run before their arm is timed
         if not _is_installed(call):
             self._hold("its own code", call)
         self._read(call)
@@ -161,7 +162,9 @@ class References:
         if type(value) is types.FunctionType:
             yield from self._function(value)
         elif type(value) is Prepared:
-            yield value.make
+            make: Any = value.make
+            self._setups.add(make.func if type(make) is functools.partial else make)
+            yield make
         elif type(value) is _VARIABLE:
             self._places[id(value), value.name] = value.name, value
             with contextlib.suppress(LookupError):
@@ -190,7 +193,10 @@ class References:
     def _function(self, function: types.FunctionType) -> Iterator[object]:
         """Note the places that a function refers to; yield the functions there."""
         names = {*_names(function.__code__)}
-        if _OF_ASSERTS in names:
+        timed = [function.__code__]
+        if function in self._setups:  # only the functions that it defines are timed
+            timed = [each for each in timed[0].co_consts if type(each) is types.CodeType]
+        if any(_OF_ASSERTS in _names(code) for code in timed):
             self.asserting.add(function.__qualname__)
         scopes = function.__globals__, vars(builtins)
         for name in sorted(names):

@@ -1,7 +1,8 @@
 """Find the ladders of a session, and measure all rungs of a ladder in one process."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
@@ -55,10 +56,21 @@ class LadderRun(Generic[C]):
             if item.nodeid not in self.claims:
                 report(item, reports)
         rungs = [item for item in items if item.nodeid in self.claims]
-        outcomes = measure([self.claims[item.nodeid] for item in rungs]) if rungs else []
+        outcomes: Sequence[Judged] = []
+        if rungs:
+            with _captured(rungs[0]):
+                outcomes = measure([self.claims[item.nodeid] for item in rungs])
         self.measured = dict(zip(self.claims, outcomes, strict=True))
         for item, nextitem in zip_longest(rungs, rungs[1:]):
             report(item, runtestprotocol(item, log=False, nextitem=nextitem))
+
+
+@contextmanager
+def _captured(item: pytest.Item) -> Iterator[None]:
+    """Add what is printed meanwhile to a test's report, as pytest does while a test runs."""
+    manager = item.config.pluginmanager.getplugin("capturemanager")
+    with nullcontext() if manager is None else manager.item_capture("call", item):
+        yield
 
 
 def ladders(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
