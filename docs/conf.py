@@ -42,7 +42,11 @@ nitpick_ignore_regex = [
 ]
 
 # Claims whose code has changed since they were measured; any other is an error.
-course_unmeasured = []
+course_unmeasured = [
+    "ch10/cluster_tma_multicast[cluster_2]",
+    "ch10/cluster_tma_multicast[cluster_4]",
+    "ch10/cluster_tma_multicast[wide_cluster_2]",
+]
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.
 napoleon_google_docstring = False

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import math
 import random
 import re
@@ -436,6 +437,20 @@ def test_a_gpu_that_throttles_all_the_time_is_invalid():
     device = FakeDevice(noise=Noise.none(), faults=[Fault(20, "throttle", blocks=10_000)])
     with pytest.raises(InvalidMeasurement, match=r"disturbed.*let the GPU cool"):
         measured(a_bound_claim(device))
+
+
+def test_a_clock_that_follows_the_load_disturbs_no_wall_time():
+    class Alternating(FakeDevice):
+        clocks = itertools.cycle((1560, 1935))
+
+        def telemetry(self):
+            return replace(super().telemetry(), sm_mhz=next(self.clocks))
+
+    with pytest.raises(InvalidMeasurement, match="by the SM clock, which went from"):
+        measured(a_bound_claim(Alternating(noise=Noise.none())))
+    bound = a_bound_claim(Alternating(noise=Noise.none()), metric="wall")
+    rounds = [r for each in measured(bound, metric=Metric.WALL).replicates for r in each.rounds]
+    assert {r.sm_mhz for r in rounds} <= {1560, 1935}  # recorded
 
 
 def test_outputs_of_timed_calls_are_verified():

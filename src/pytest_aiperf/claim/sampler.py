@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -687,6 +687,8 @@ class Sampler:
             seconds[name].append(self._time(blocks.batches[name], count, is_new=blocks.is_new))
         self._idle.ends()  # calls that warm up may follow
         before = self._state
+        if self.metric is Metric.WALL:  # an arm that leaves the GPU idle may lower its clock
+            before = replace(before, sm_mhz=None)
         if not blocks.calls:  # only a disturbed round is repeated
             self._state = self.device.telemetry()
         round_ = Round(

@@ -1,7 +1,7 @@
 """Find the ladders of a session, and measure all rungs of a ladder in one process."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -33,8 +33,6 @@ class LadderRun(Generic[C]):
     """The claim of each rung, by the test's nodeid."""
     measured: dict[str, Judged] = field(default_factory=dict)
     """Record and error of each rung, by nodeid; empty until all rungs are known."""
-    optimized: dict[int, Hashable] = field(default_factory=dict)
-    """The identity of each known rung's optimized arm, by the rung's position."""
 
     def compare(self, nodeid: str, claim: C) -> Judged:
         """Return the record of a test's claim; before it is measured, note it and end the test."""

@@ -130,12 +130,10 @@ def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
 
     Nothing is refused if an earlier rung is unknown, as that one may be meant.
     """
-    ladder = context.session.ladder
-    if ladder is None or context.item.nodeid in ladder.measured:
-        return
-    index, earlier = context.new_result().rung_index, ladder.optimized
-    is_known = identity(claim.arms["baseline"]) in earlier.values()
-    if claim.against is Against.PREVIOUS_RUNG and len(earlier) == index > 0 and not is_known:
+    record = context.new_result()
+    index, earlier = record.rung_index, context.session.optimized.setdefault(record.ladder, {})
+    is_known = identity(claim.arms["baseline"]) in earlier.values() or len(earlier) != index
+    if claim.against is Against.PREVIOUS_RUNG and index > 0 and not is_known:
         raise UsageError(
             'against="previous rung", but the baseline is not the optimized arm of any earlier '
             "rung: pass that arm as the baseline, or say what this baseline is"

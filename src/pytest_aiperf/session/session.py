@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -68,6 +68,8 @@ class Session:
     needs_all_memory: bool = False
     """Whether the current attempt reserves all memory of its GPUs: the last one ran out of it."""
     ladder: LadderRun[Any] | None = None  #: The rungs that this process measures together.
+    optimized: dict[str, dict[int, Hashable]] = field(default_factory=dict)
+    """The identities of the optimized arms that are known, by ladder and position of the rung."""
     opened: Device | None = None  #: The device of this process, once it is opened.
     lock: GpuLock | None = None  #: The lock of this process, once it is needed.
 
