@@ -42,11 +42,7 @@ nitpick_ignore_regex = [
 ]
 
 # Claims whose code has changed since they were measured; any other is an error.
-course_unmeasured = [
-    "ch10/cluster_tma_multicast[cluster_2]",
-    "ch10/cluster_tma_multicast[cluster_4]",
-    "ch10/cluster_tma_multicast[wide_cluster_2]",
-]
+course_unmeasured = ["ch10/cluster_tma_multicast"]
 
 # napoleon would read "GPU time: of a CUDA graph" as a type; only callables have sections to read.
 napoleon_google_docstring = False

@@ -884,6 +884,19 @@ def test_each_call_has_run_before_it_is_timed(monkeypatch, mode, prebuilt, warme
     assert sorted(ran) == (["baseline", "optimized"] if warmed else [])
 
 
+@pytest.mark.parametrize(
+    ("prebuilt", "warmed"), [([1, 2], ["optimized"]), ([1], ["baseline", "optimized"])]
+)
+def test_a_long_call_is_warmed_up_once(monkeypatch, prebuilt, warmed):
+    ran = []
+    bound = a_bound_claim(metric="wall", baseline=doubling(200_000), optimized=doubling(50_000))
+    bound.check_agreement()
+    timed = a_sampler(bound, Metric.WALL, prebuilt)
+    monkeypatch.setattr(sampler.Sampler, "_run_once", lambda _, stand: ran.append(stand.name))
+    timed.replicate(2)
+    assert sorted(ran) == warmed
+
+
 @pytest.mark.parametrize("metric", [Metric.DEVICE, Metric.WALL])
 def test_the_device_is_warmed_up_before_the_first_round(metric):
     done = []

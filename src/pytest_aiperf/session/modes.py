@@ -132,8 +132,9 @@ def _refuse_other_baseline(claim: Claim, context: ItemContext) -> None:
     """
     record = context.new_result()
     index, earlier = record.rung_index, context.session.optimized.setdefault(record.ladder, {})
-    is_known = identity(claim.arms["baseline"]) in earlier.values() or len(earlier) != index
-    if claim.against is Against.PREVIOUS_RUNG and index > 0 and not is_known:
+    is_known = identity(claim.arms["baseline"]) in earlier.values()
+    is_judged = record.ladder and index > 0 and earlier.keys() >= {*range(index)}
+    if claim.against is Against.PREVIOUS_RUNG and is_judged and not is_known:
         raise UsageError(
             'against="previous rung", but the baseline is not the optimized arm of any earlier '
             "rung: pass that arm as the baseline, or say what this baseline is"
