@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aiperf.model import Against
 from pytest_aiperf.records.results import read_results
 from pytest_aiperf.rules import evidence
 
@@ -62,6 +63,20 @@ def test_the_rungs_of_a_ladder_were_timed_in_the_same_rounds(ladder):
         blocks = [b.seconds[role] for r in rung.timing.replicates for b in r.rounds]
         firsts.setdefault(rung.seed, []).append(blocks)
     assert all(blocks == same[0] for same in firsts.values() for blocks in same)
+
+
+@pytest.mark.parametrize("ladder", by_ladder().values(), ids=lambda rungs: rungs[0].ladder)
+def test_an_arm_that_several_rungs_use_was_timed_once(ladder):
+    optimized = {}
+    for rung in sorted(ladder, key=lambda rung: rung.rung_index):
+        earlier = optimized.setdefault(rung.seed, [])
+        blocks = {
+            role: [b.seconds[role] for r in rung.timing.replicates for b in r.rounds]
+            for role in ("baseline", "optimized")
+        }
+        if earlier and rung.against is Against.PREVIOUS_RUNG:
+            assert blocks["baseline"] in earlier
+        earlier.append(blocks["optimized"])
 
 
 def test_there_are_records():
